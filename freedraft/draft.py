@@ -1,0 +1,98 @@
+"""`DraftBatch`: the one currency between drafters and engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """A batch of draft trees as flat arrays; a chain is a tree without branches.
+
+    Node 0 is the root: the request's last token, already accepted but not yet in the KV cache. Parents come before
+    their children, so one forward scan over the nodes visits every path from the root down. Entries at and beyond
+    `counts[b]` are undefined.
+
+    Attributes:
+        tokens: int32 [B, N], token id of each node.
+        parents: int32 [B, N], index of each node's parent; -1 for the root.
+        depths: int32 [B, N], 0 for the root, parent's depth + 1 otherwise.
+        scores: float32 [B, N], estimated probability that verification accepts the node (and so its whole path);
+            1 for the root, never above the parent's.
+        counts: int32 [B], number of nodes, root included; 0 where the request has no token to extend.
+    """
+
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    depths: NDArray[np.int32]
+    scores: NDArray[np.float32]
+    counts: NDArray[np.int32]
+
+    @classmethod
+    def empty(cls, batch_size: int, max_nodes: int) -> DraftBatch:
+        """Allocate room for `batch_size` trees of at most `max_nodes` nodes, roots included, with no nodes in them."""
+        if batch_size < 0 or max_nodes < 1:
+            raise ValueError(f"a DraftBatch needs batch_size >= 0 and max_nodes >= 1, not {batch_size} and {max_nodes}")
+        shape = (batch_size, max_nodes)
+        return cls(
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
+            np.zeros(batch_size, np.int32),
+        )
+
+    @property
+    def batch_size(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def max_nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    def head(self, batch_size: int) -> DraftBatch:
+        """The first `batch_size` requests, as views of the same memory."""
+        b = batch_size
+        return DraftBatch(self.tokens[:b], self.parents[:b], self.depths[:b], self.scores[:b], self.counts[:b])
+
+    def chain(self, row: int) -> list[int]:
+        """Draft tokens of `row`, root excluded, in order.
+
+        Raises:
+            ValueError: the tree of this row has a branch.
+        """
+        n = int(self.counts[row])
+        if n > 1 and not np.array_equal(self.parents[row, 1:n], np.arange(n - 1, dtype=np.int32)):
+            raise ValueError(f"row {row} is a tree with branches, not a chain")
+        return self.tokens[row, 1:n].tolist() if n else []
+
+    def check(self) -> None:
+        """Raise `ValueError` at the first broken invariant. For tests and debugging, not for the hot path."""
+        shape = self.tokens.shape
+        if any(a.shape != shape for a in (self.parents, self.depths, self.scores)) or self.counts.shape != shape[:1]:
+            raise ValueError("arrays of a DraftBatch differ in shape")
+        for b in range(shape[0]):
+            n = int(self.counts[b])
+            if not 0 <= n <= shape[1]:
+                raise ValueError(f"row {b}: {n} nodes in room for {shape[1]}")
+            if n == 0:
+                continue
+            if self.parents[b, 0] != -1 or self.depths[b, 0] != 0 or self.scores[b, 0] != 1.0:
+                raise ValueError(f"row {b}: node 0 is not a root (parent -1, depth 0, score 1)")
+            siblings: set[tuple[int, int]] = set()
+            for i in range(1, n):
+                parent, token = int(self.parents[b, i]), int(self.tokens[b, i])
+                if not 0 <= parent < i:
+                    raise ValueError(f"row {b} node {i}: parent {parent} does not come before it")
+                if self.depths[b, i] != self.depths[b, parent] + 1:
+                    raise ValueError(f"row {b} node {i}: depth is not its parent's plus one")
+                if token < 0:
+                    raise ValueError(f"row {b} node {i}: token {token} is negative")
+                if not 0.0 <= self.scores[b, i] <= self.scores[b, parent] * (1 + 1e-6):
+                    raise ValueError(f"row {b} node {i}: score {self.scores[b, i]} exceeds its parent's or is not >= 0")
+                if (parent, token) in siblings:
+                    raise ValueError(f"row {b} node {i}: its parent has the child token {token} twice")
+                siblings.add((parent, token))
