@@ -1,0 +1,128 @@
+"""Typed options of a plugin, read from the engine's flags, a YAML file or the environment."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+CONFIG_VARIABLE = "FREEDRAFT_CONFIG"
+PREFIX = "FREEDRAFT_"
+
+
+class ConfigError(ValueError):
+    """What the user configured cannot be used. The message is one line: the option or file, and the remedy."""
+
+
+def configs_dir() -> Path:
+    """The folder with the shipped profiles: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "configs", package.parent / "configs"):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"freedraft's configs folder is missing beside {package}: reinstall freedraft")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise ConfigError(f"{path} is not valid YAML{where}: correct it or remove it") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold 'option: value' lines, not a {type(content).__name__}")
+    return content
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Remedy for a mistyped name: the closest known one, else all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"choose from: {', '.join(known)}"
+
+
+def one_line(error: ValidationError, known: Iterable[str], source: str) -> str:
+    """A pydantic error as one line that names each wrong option, where it stands, and the remedy."""
+    parts = []
+    for item in error.errors(include_url=False):
+        option = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            parts.append(f"unknown option '{option}': {suggestion(option, known)}")
+            continue
+        message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        name = f"option '{option}'" if option else "options"
+        given = f" (given: {item['input']!r})" if option and not isinstance(item["input"], dict) else ""
+        parts.append(f"{name} {message}{given}")
+    return f"{source}: {'; '.join(parts)}"
+
+
+class PluginOptions(BaseModel):
+    """Base of a plugin's options: a frozen pydantic model that knows no other option than its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, str_strip_whitespace=True)
+
+    source_name: ClassVar[str] = "freedraft options"
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], source: str | None = None) -> Self:
+        """Validate `values`; `source` says in messages where they stand.
+
+        Raises:
+            ConfigError: an option is unknown or its value is wrong.
+        """
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise ConfigError(one_line(error, cls.model_fields, source or cls.source_name)) from None
+
+    @classmethod
+    def read(cls, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Self:
+        """Options from the engine's flags; those not given there from the YAML file that `FREEDRAFT_CONFIG` names; the
+        rest from `FREEDRAFT_<OPTION>` variables.
+
+        Each source is checked by itself, so that a message names the one that is wrong.
+
+        Raises:
+            ConfigError: an option is unknown or its value is wrong, or the file cannot be read.
+        """
+        environ = os.environ if environ is None else environ
+        values = cls._from_environment(environ)
+        if path := environ.get(CONFIG_VARIABLE):
+            from_file = read_yaml(Path(path).expanduser())
+            cls.parse(from_file, f"{path} (named by {CONFIG_VARIABLE})")
+            values |= from_file
+        if flags:
+            cls.parse(flags)
+            values |= flags
+        return cls.parse(values)
+
+    @classmethod
+    def _from_environment(cls, environ: Mapping[str, str]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        names = {PREFIX + field.upper(): field for field in cls.model_fields}
+        for variable, value in environ.items():
+            if variable in names:
+                if value != "":
+                    cls.parse({names[variable]: value}, f"environment variable {variable}")
+                    values[names[variable]] = value
+            elif variable.startswith(PREFIX) and variable != CONFIG_VARIABLE:
+                # Other tools may use the prefix; only what looks like a slip of the pen is an error.
+                close = difflib.get_close_matches(variable, names, n=1, cutoff=0.85)
+                if close:
+                    raise ConfigError(f"unknown environment variable {variable}: did you mean {close[0]}?")
+        return values

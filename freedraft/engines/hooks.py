@@ -1,0 +1,108 @@
+"""What the plugins hook in an engine, as data: one table per engine, checked before anything is registered."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """Something of an engine that we call, wrap or read.
+
+    Attributes:
+        path: dotted path of a module, or of a class in a module.
+        attribute: name looked up there; "" when the module or class itself is all that is needed.
+        parameters: names of parameters that the function must take.
+        fields: names that the annotations of the attribute (a dataclass, say) must have.
+        purpose: what goes without it; shown to the user.
+    """
+
+    path: str
+    attribute: str = ""
+    parameters: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+    purpose: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.attribute}" if self.attribute else self.path
+
+    def problem(self) -> str | None:
+        """What is missing, in a few words; None when the hook is all there."""
+        try:
+            found = resolve(self.path)
+        except ImportError as error:
+            return f"{self.path} cannot be imported ({str(error).splitlines()[0]})"
+        except AttributeError:
+            return f"{self.path} is missing"
+        if self.attribute:
+            found = _static(found, self.attribute)
+            if found is None:
+                return f"{self.name} is missing"
+        absent = sorted(set(self.parameters) - _parameters(found)) if self.parameters else []
+        if absent:
+            return f"{self.name} takes no parameter {', '.join(absent)}"
+        absent = sorted(set(self.fields) - _fields(found)) if self.fields else []
+        if absent:
+            return f"{self.name} has no field {', '.join(absent)}"
+        return None
+
+
+def resolve(path: str) -> Any:
+    """The module, or the attribute chain inside a module, that a dotted path names.
+
+    Raises:
+        ImportError: a module on the way is there but fails to import, or the first one is missing.
+        AttributeError: the module has no such attribute.
+    """
+    parts = path.split(".")
+    found = importlib.import_module(parts[0])
+    for depth, part in enumerate(parts[1:], start=2):
+        if hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        name = ".".join(parts[:depth])
+        if not inspect.ismodule(found):
+            raise AttributeError(name)
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            raise AttributeError(name) from None
+    return found
+
+
+def check(hooks: Iterable[Hook]) -> list[str]:
+    """What is missing of `hooks`, one line each; an empty list means that all are there."""
+    return [problem for hook in hooks if (problem := hook.problem())]
+
+
+def _static(owner: Any, name: str) -> Any:
+    """The attribute without running a property."""
+    try:
+        found = inspect.getattr_static(owner, name)
+    except AttributeError:
+        return None
+    if isinstance(found, (staticmethod, classmethod)):
+        return found.__func__
+    return found
+
+
+def _parameters(function: Any) -> set[str]:
+    try:
+        # unwrap: what counts is the engine's own signature, also under another plugin's wrapper.
+        return set(inspect.signature(inspect.unwrap(function)).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def _fields(owner: Any) -> set[str]:
+    names: set[str] = set()
+    for base in getattr(owner, "__mro__", (owner,)):
+        names.update(getattr(base, "__annotations__", {}))
+    return names

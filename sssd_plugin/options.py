@@ -1,0 +1,64 @@
+"""The options of SSSD, the same on every engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from freedraft.config import PluginOptions
+from freedraft.cost_model import CostModel, Policy, choose_profile
+
+Scoring = Literal["learned", "paper"]
+
+
+def _expand(value: object) -> object:
+    """`~` in a path; an empty path means none."""
+    if isinstance(value, str):
+        return Path(value).expanduser() if value.strip() else None
+    return value
+
+
+UserPath = Annotated[Path | None, BeforeValidator(_expand)]
+
+
+class SssdOptions(PluginOptions):
+    """Options of SSSD.
+
+    Attributes:
+        datastore: folder that `freedraft datastore build` wrote; None drafts from prompt and output only.
+        scoring: "learned" (calibrated probabilities) or "paper" (Algorithms 1-3 with their constants).
+        weights: file of the learned scorer; None takes the shipped one.
+        hardware: name of a shipped profile, path of a .yaml file, or "auto".
+        knee: query tokens per step that are about free; replaces the profile's.
+        policy: "knee" keeps the batch at the knee, "fixed" always drafts as much as the engine allows.
+        min_score: drafts with a lower estimated probability of acceptance are not verified.
+        metrics_port: serve Prometheus metrics of the engine process on 127.0.0.1 at this port (0 picks a free one).
+    """
+
+    source_name: ClassVar[str] = "sssd"
+
+    datastore: UserPath = None
+    scoring: Scoring = "learned"
+    weights: UserPath = None
+    hardware: str = Field(default="auto", min_length=1)
+    knee: int | None = Field(default=None, ge=1, le=1_000_000)
+    policy: Policy = "knee"
+    min_score: float = Field(default=0.0, ge=0.0, le=1.0)
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_exist(cls, weights: Path | None) -> Path | None:
+        if weights is not None and not weights.is_file():
+            raise ValueError("is not a file: give a file that 'freedraft calibrate scorer' wrote, or leave it out")
+        return weights
+
+    def cost_model(self, max_draft_tokens: int) -> CostModel:
+        """The cost model that these options describe, for at most `max_draft_tokens` per request (roots not counted).
+
+        Raises:
+            ConfigError: option `hardware` names no usable profile.
+        """
+        return CostModel(choose_profile(self.hardware), max_draft_tokens, policy=self.policy, knee=self.knee)
