@@ -1,0 +1,25 @@
+"""Device code of tree speculation: what a model needs to verify draft trees, the verification, and KV compaction.
+
+Every operation has a torch reference, which is its specification, and a Triton kernel with the same results bit for bit.
+The Triton kernels run on CUDA tensors (and anywhere under `TRITON_INTERPRET=1`), the references on everything else. No
+operation synchronises host and device. Nothing here imports an engine, and Triton is imported only when it is used.
+"""
+
+from freedraft_kernels.draws import draws
+from freedraft_kernels.inputs import TreeInputs, tree_inputs
+from freedraft_kernels.kv_pool import KVPool
+from freedraft_kernels.probs import target_probs
+from freedraft_kernels.tree import TreeBatch
+from freedraft_kernels.verification import Verification, verify_greedy, verify_sampled
+
+__all__ = [
+    "KVPool",
+    "TreeBatch",
+    "TreeInputs",
+    "Verification",
+    "draws",
+    "target_probs",
+    "tree_inputs",
+    "verify_greedy",
+    "verify_sampled",
+]

@@ -1,0 +1,1 @@
+"""Triton kernels. Each module needs triton to be installed, and is imported only when it is used."""

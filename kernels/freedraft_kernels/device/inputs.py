@@ -1,0 +1,99 @@
+"""Triton kernel of `freedraft_kernels.inputs.tree_inputs`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from freedraft_kernels.tree import TreeBatch
+
+_COLUMNS = 1024  # cells of a row written at a time
+_ROW_SPLITS = 64  # most programs that share one row of the full mask
+
+
+@triton.jit(do_not_specialize=["batch", "size"])
+def tree_inputs_kernel(
+    tokens,  # int32 [B, N]
+    parents,  # int32 [B, N]
+    depths,  # int32 [B, N]
+    counts,  # int32 [B]
+    seq_lens,  # int32 or int64 [B]
+    input_ids,  # int64 [B * N]
+    positions,  # int64 [B * N]
+    mask,  # uint8: [B, N, N], or [size] with FULL
+    batch,
+    nodes,
+    size,
+    FULL: tl.constexpr,
+    BATCH_BLOCK: tl.constexpr,
+    NODE_BLOCK: tl.constexpr,
+    COLUMN_BLOCK: tl.constexpr,
+):
+    """Program (b * N + i, s) writes node i of request b: its row's cells from s * COLUMN_BLOCK on in steps of all s."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    request = row // nodes
+    node = (row % nodes).to(tl.int32)
+    first = request * nodes  # of the request's nodes
+    count = tl.minimum(tl.load(counts + request), nodes)
+    length = tl.load(seq_lens + request).to(tl.int64)
+    inside = node < count
+
+    if FULL:
+        before = tl.arange(0, BATCH_BLOCK)
+        lengths = tl.load(seq_lens + before, mask=before < tl.minimum(request, batch), other=0).to(tl.int64)
+        start = nodes * (tl.sum(lengths) + first) + node * (length + nodes)
+        for column in range(split * COLUMN_BLOCK, length, tl.num_programs(1) * COLUMN_BLOCK):
+            cache = column + tl.arange(0, COLUMN_BLOCK).to(tl.int64)
+            tl.store(mask + start + cache, 1, mask=(cache < length) & (start + cache < size))
+        start += length
+    else:
+        start = row * nodes
+
+    if split == 0:
+        token = tl.load(tokens + row, mask=inside, other=0)
+        depth = tl.load(depths + row, mask=inside, other=0)
+        tl.store(input_ids + row, token.to(tl.int64))
+        tl.store(positions + row, length + depth)
+
+        column = tl.arange(0, NODE_BLOCK)
+        seen = (column == node).to(tl.uint8)
+        ancestor = node
+        for _ in range(depth):
+            ancestor = tl.load(parents + first + ancestor)
+            seen = tl.where(column == ancestor, 1, seen).to(tl.uint8)
+        tl.store(mask + start + column, seen, mask=(column < nodes) & (start + column < size))
+
+
+def launch_tree_inputs(
+    tree: TreeBatch, seq_lens: torch.Tensor, mask: torch.Tensor, *, full: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill `mask` in place; return input_ids and positions (int64 [B * N])."""
+    batch, nodes = tree.batch_size, tree.max_nodes
+    rows = batch * nodes
+    input_ids = torch.empty(rows, dtype=torch.int64, device=tree.device)
+    positions = torch.empty_like(input_ids)
+    if rows == 0:
+        return input_ids, positions
+    # Lengths differ and the host does not know them: enough programs for a row of average length.
+    splits = min(max(triton.cdiv(mask.numel() // rows, 4 * _COLUMNS), 1), _ROW_SPLITS) if full else 1
+    tree_inputs_kernel[(rows, splits)](
+        tree.tokens,
+        tree.parents,
+        tree.depths,
+        tree.counts,
+        seq_lens,
+        input_ids,
+        positions,
+        mask.view(torch.uint8),
+        batch,
+        nodes,
+        mask.numel(),
+        FULL=full,
+        BATCH_BLOCK=triton.next_power_of_2(batch),
+        NODE_BLOCK=triton.next_power_of_2(nodes),
+        COLUMN_BLOCK=_COLUMNS,
+        num_warps=4 if full else 1,
+    )
+    return input_ids, positions

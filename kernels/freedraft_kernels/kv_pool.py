@@ -1,0 +1,97 @@
+"""`KVPool`: the paged KV cache as speculation sees it, and the compaction of accepted paths in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from freedraft_kernels.checks import check_tensor
+from freedraft_kernels.dispatch import Backend, use_triton
+from freedraft_kernels.verification import Verification
+
+
+class KVPool:
+    """The K and V buffers of all layers, addressed by slot.
+
+    A verifying pass writes the KV of node i of request b into `slots[b, i]`, its window. Afterwards the accepted nodes'
+    KV must stand at the front of the window, in order, as if those tokens had been decoded one by one: depth j of the path
+    is position `seq_len + j` and belongs into `slots[b, j]`.
+
+    Pages need no care of their own: slot = page * page_size + offset, so a window may lie on any pages in any order.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        """
+        Args:
+            buffers: K and V of every layer, in any order, on one device: each [slots, ...] or, where `page_size` is a
+                dimension of its own, reshaped so by the caller with `flatten(0, 1)`. Dtypes and row shapes may differ (K from
+                V, layer from layer). Rows must be contiguous; the distance between rows is free. They are not copied, and must
+                stay where they are for as long as this object is used.
+
+        Raises:
+            ValueError: no buffers, or one that differs in slots or device or whose rows are not contiguous.
+        """
+        if not buffers:
+            raise ValueError("a KVPool needs at least one buffer")
+        first = buffers[0]
+        for i, buffer in enumerate(buffers):
+            if buffer.dim() < 2:
+                raise ValueError(f"KV buffer {i} has shape {list(buffer.shape)}, expected [slots, ...]")
+            if buffer.shape[0] != first.shape[0] or buffer.device != first.device:
+                raise ValueError(
+                    f"KV buffer {i} has {buffer.shape[0]} slots on {buffer.device}, "
+                    f"buffer 0 has {first.shape[0]} on {first.device}"
+                )
+            if buffer.shape[0] and not buffer[0].is_contiguous():
+                raise ValueError(f"the rows of KV buffer {i} are not contiguous (strides {buffer.stride()})")
+        self._buffers = tuple(buffers)
+        self._table: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._buffers[0].device
+
+    @property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Bytes of one slot, by buffer."""
+        return tuple(b[0].numel() * b.element_size() for b in self._buffers)
+
+    def compact(self, slots: torch.Tensor, verification: Verification, *, backend: Backend = "auto") -> None:
+        """Copy the KV of each accepted path to the front of its window, in all buffers.
+
+        Sources and targets overlap. That is right because paths go down the tree: node j of a path has an index of at
+        least j, so a row is read before any later node overwrites it.
+
+        Args:
+            slots: int32 or int64 [B, N], the KV slot of every node, all different and inside the buffers.
+            verification: of the same B trees. Only `accepted` (int32 [B, W], rising, W <= N) and `lengths` are read.
+
+        Raises:
+            ValueError: a wrong shape, dtype or device.
+        """
+        accepted, lengths = verification.accepted, verification.lengths
+        if slots.dim() != 2 or accepted.dim() != 2 or accepted.shape[1] > slots.shape[1]:
+            raise ValueError(
+                f"slots has shape {list(slots.shape)} and accepted {list(accepted.shape)}, expected [batch, nodes] "
+                "and [batch, at most nodes]"
+            )
+        batch, width = slots.shape[0], accepted.shape[1]
+        check_tensor("slots", slots, slots.shape, (torch.int32, torch.int64), self.device)
+        check_tensor("accepted", accepted, (batch, width), (torch.int32,), self.device)
+        check_tensor("lengths", lengths, (batch,), (torch.int32,), self.device)
+        if width < 2 or batch == 0:
+            return
+        if use_triton(self.device, backend):
+            from freedraft_kernels.device.kv_pool import buffer_table, launch_compact
+
+            if self._table is None:
+                self._table = buffer_table(self._buffers)
+            launch_compact(self._table, max(self.row_bytes), slots, accepted, lengths)
+            return
+        step = torch.arange(width, device=self.device)
+        node = torch.where(step < lengths[:, None], accepted, step).to(torch.int64)  # beyond the path: onto itself
+        source = slots.to(torch.int64).gather(1, node).view(-1)
+        target = slots[:, :width].to(torch.int64).reshape(-1)
+        for buffer in self._buffers:
+            buffer[target] = buffer[source]  # gathers all rows before it scatters them

@@ -1,0 +1,89 @@
+"""`TreeBatch`: a batch of draft trees on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freedraft_kernels.checks import check_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBatch:
+    """Draft trees as flat int32 tensors on one device: `freedraft.draft.DraftBatch` without its scores.
+
+    Node 0 is the root: the request's last token, accepted already but not yet in the KV cache. Parents come before their
+    children, and the children of a node have different tokens. Entries at and beyond `counts[b]` are padding: they may
+    hold anything, are never accepted, and still take part in the forward pass, whose width N is the same for all requests.
+
+    Attributes:
+        tokens: int32 [B, N], token id of each node.
+        parents: int32 [B, N], index of each node's parent; -1 for the root.
+        depths: int32 [B, N], 0 for the root, parent's depth + 1 otherwise.
+        counts: int32 [B], number of nodes, root included; 0 where the request has no token to extend.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    counts: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.tokens.dim() != 2 or self.tokens.shape[1] < 1:
+            raise ValueError(f"tokens has shape {list(self.tokens.shape)}, expected [batch, nodes >= 1]")
+        shape, device = self.tokens.shape, self.tokens.device
+        for name in ("tokens", "parents", "depths"):
+            check_tensor(name, getattr(self, name), shape, (torch.int32,), device)
+        check_tensor("counts", self.counts, shape[:1], (torch.int32,), device)
+
+    @classmethod
+    def from_numpy(
+        cls,
+        tokens: NDArray[np.int32],
+        parents: NDArray[np.int32],
+        depths: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        device: torch.device | str = "cpu",
+    ) -> TreeBatch:
+        """Copy host arrays (int32 [B, N], [B, N], [B, N], [B]) to `device` in one asynchronous transfer.
+
+        The arrays may be overwritten as soon as this returns.
+        """
+        if tokens.ndim != 2 or parents.shape != tokens.shape or depths.shape != tokens.shape:
+            raise ValueError(
+                f"tokens, parents and depths have shapes {tokens.shape}, {parents.shape} and {depths.shape}, "
+                "expected one shape [batch, nodes]"
+            )
+        batch, nodes = tokens.shape
+        if counts.shape != (batch,):
+            raise ValueError(f"counts has shape {counts.shape}, expected ({batch},)")
+        device = torch.device(device)
+        size = batch * nodes
+        # Pinned memory is torch's to recycle: it is not given out again before the copy has left it.
+        staging = torch.empty(3 * size + batch, dtype=torch.int32, pin_memory=device.type == "cuda")
+        view = staging.numpy()
+        for i, array in enumerate((tokens, parents, depths)):
+            view[i * size : (i + 1) * size].reshape(batch, nodes)[...] = array
+        view[3 * size :] = counts
+        flat = staging.to(device, non_blocking=True)
+        trees = flat[: 3 * size].view(3, batch, nodes)
+        return cls(trees[0], trees[1], trees[2], flat[3 * size :])
+
+    @property
+    def batch_size(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def max_nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    def valid(self) -> torch.Tensor:
+        """bool [B, N]: which entries are nodes rather than padding."""
+        return torch.arange(self.max_nodes, device=self.device) < self.counts[:, None]
