@@ -46,6 +46,7 @@ def prepare(gguf: Path, out: Path) -> None:
     """Write the model of `gguf` to the folder `out`: weights, tokenizer and chat template. An existing `out` is replaced."""
     import torch
     from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
@@ -59,6 +60,9 @@ def prepare(gguf: Path, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.chat_template = fields["tokenizer.chat_template"].contents()
     tokenizer.model_max_length = int(fields["llama.context_length"].contents())
+    if fields["tokenizer.ggml.pre"].contents() == "smollm":  # transformers knows the vocabulary, not this splitting rule
+        rule = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(rule)
     model = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
@@ -76,6 +80,8 @@ def prepare(gguf: Path, out: Path) -> None:
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     shutil.rmtree(out, ignore_errors=True)
+    for file in part.iterdir():
+        file.chmod(0o644)
     part.rename(out)
 
 
@@ -83,7 +89,7 @@ def check(model, tokenizer) -> None:
     """Raise RuntimeError unless the model knows something and the tokenizer round-trips: a wrong conversion is silent."""
     import torch
 
-    text = "def f(x):\n    return x  # naïve  café\n"
+    text = "def f(x):\n    return x + 10  # naïve  café\n"
     ids = tokenizer(PROMPT)["input_ids"]
     with torch.no_grad():
         best = model(torch.tensor([ids])).logits[0, -1].argmax().item()
@@ -93,6 +99,8 @@ def check(model, tokenizer) -> None:
         raise RuntimeError("converted tokenizer does not reproduce its input")
     if len(tokenizer("<|im_end|>")["input_ids"]) != 1:
         raise RuntimeError("converted tokenizer splits <|im_end|>")
+    if len(tokenizer("  120")["input_ids"]) != 4:
+        raise RuntimeError("converted tokenizer does not split numbers into digits")
 
 
 def main() -> int:
