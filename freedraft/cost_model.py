@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
@@ -188,6 +187,4 @@ def choose_profile(hardware: str) -> HardwareProfile:
     Raises:
         ConfigError: there is no such profile, or it makes no sense.
     """
-    profile = HardwareProfile.detect() if hardware == "auto" else HardwareProfile.load(hardware)
-    logger.info("freedraft: hardware profile %s on %s (%s)", profile.name, platform.machine(), profile.source)
-    return profile
+    return HardwareProfile.detect() if hardware == "auto" else HardwareProfile.load(hardware)

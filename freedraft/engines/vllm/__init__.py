@@ -1,0 +1,1 @@
+"""The seam to vLLM: method names, the runner hook, version-gated fixes. It knows no drafter."""

@@ -1,0 +1,94 @@
+"""Which engines are installed, and whether everything that freedraft hooks in them is there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+
+from rich.console import Console
+
+from freedraft import __version__
+from freedraft.config import ConfigError
+from freedraft.cost_model import HardwareProfile, device_name
+from freedraft.engines.hooks import Hook, check
+
+ENGINES = ("vllm", "sglang")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found of one engine.
+
+    Attributes:
+        version: None when the engine is not installed.
+        hooks: how many were looked for.
+        problems: what is missing, one line each.
+    """
+
+    engine: str
+    version: str | None
+    hooks: int
+    problems: tuple[str, ...]
+
+    @property
+    def usable(self) -> bool:
+        return self.version is not None and not self.problems
+
+
+def examine(engine: str) -> Report:
+    """Look for an engine and everything in `freedraft.engines.<engine>.hooks`."""
+    table = importlib.import_module(f"freedraft.engines.{engine}.hooks")
+    if find_spec(table.PACKAGE) is None:
+        return Report(engine, None, 0, ())
+    hooks: Sequence[Hook] = table.HOOKS
+    problems = check(hooks)
+    if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
+        problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")
+    return Report(engine, _version(table.DISTRIBUTIONS), len(hooks), tuple(problems))
+
+
+def run(console: Console | None = None) -> int:
+    """Print what was found.
+
+    Returns:
+        exit code: 0 when at least one engine is installed and nothing is missing in any, else 1.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    console.print(f"freedraft {__version__}")
+    reports = [examine(engine) for engine in ENGINES]
+    for report in reports:
+        if report.version is None:
+            console.print(f"  {report.engine}: not installed")
+        elif report.usable:
+            console.print(f"  {report.engine} {report.version}: all {report.hooks} hooks are there", style="green")
+        else:
+            console.print(f"  {report.engine} {report.version}: freedraft cannot draft here", style="red")
+            for problem in report.problems:
+                console.print(f"    - {problem}", style="red", markup=False)
+            console.print("    The engine runs without freedraft. Install a version of it that freedraft supports.")
+    try:
+        profile = HardwareProfile.detect()
+        console.print(
+            f"  hardware: {device_name() or 'CPU'}, profile '{profile.name}' ({profile.source}): "
+            f"{profile.ridge} query tokens per step are about free"
+        )
+        profile_found = True
+    except ConfigError as error:
+        console.print(f"  hardware: {error}", style="red", markup=False)
+        profile_found = False
+    installed = [report for report in reports if report.version is not None]
+    if not installed:
+        console.print("Install an engine: pip install 'freedraft[vllm]' or pip install 'freedraft[sglang]'")
+    return 0 if installed and all(report.usable for report in installed) and profile_found else 1
+
+
+def _version(distributions: Sequence[str]) -> str:
+    for name in distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "of unknown version"

