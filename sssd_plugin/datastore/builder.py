@@ -1,0 +1,276 @@
+"""`StoreBuilder`: writes a datastore from a stream of token ids, in bounded memory."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.checksum import ChecksummedFile, FileEntry
+from sssd_plugin.datastore.errors import DatastoreError, reporting
+from sssd_plugin.datastore.format import (
+    MAX_VOCAB_SIZE,
+    Manifest,
+    Role,
+    SubIndexEntry,
+    TokenizerEntry,
+    file_name,
+    write_manifest,
+)
+from sssd_plugin.datastore.memory import DEFAULT_MEMORY, SubIndexLimit
+from sssd_plugin.datastore.staging import Staging
+from sssd_plugin.datastore.sub_index import MAX_DIRECT_BUCKETS, PAD, SEPARATOR
+from sssd_plugin.datastore.suffix_sort import sort_bytes, to_bytes, width_of
+
+_BUFFER_TOKENS = 1 << 20
+
+
+class StoreBuilder:
+    """Builds the datastore at `target`, which appears whole when `finish` returns, or not at all.
+
+        with StoreBuilder(target, vocab_size=v) as builder:
+            builder.append(tokens)
+            manifest = builder.finish()
+
+    Args:
+        target: the directory to make.
+        vocab_size: token ids must be below it; at most 2^31.
+        tokenizer: recorded in the manifest, so that a store is not used with another tokenizer.
+        memory: bytes that this process may use; decides how large a sub-index grows.
+        sub_index_tokens: largest sub-index whatever the memory; at most 512 Mi.
+        replace: whether a datastore at `target` may be replaced.
+        on_phase: told in words what goes on: reading, or sorting a sub-index.
+
+    Raises:
+        DatastoreError: a setting out of range, a target that may not be written, a disk that is full.
+    """
+
+    def __init__(
+        self,
+        target: Path | str,
+        *,
+        vocab_size: int,
+        tokenizer: TokenizerEntry | None = None,
+        memory: int = DEFAULT_MEMORY,
+        sub_index_tokens: int | None = None,
+        replace: bool = False,
+        on_phase: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+            raise DatastoreError(f"the vocabulary size must be from 1 to {MAX_VOCAB_SIZE}, not {vocab_size}")
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._on_phase = on_phase
+        self._limit = SubIndexLimit.of(memory, vocab_size, sub_index_tokens)
+        self._buffer = np.empty(_BUFFER_TOKENS, np.int32)
+        self._buffered = 0
+        self._entries: list[SubIndexEntry] = []
+        self._open: _OpenSubIndex | None = None
+        self._finished = False
+        self._staging = Staging(Path(target), replace=replace)
+
+    def append(self, tokens: NDArray[np.integer]) -> None:
+        """Add token ids (any integer dtype); `SEPARATOR` (-1) ends a document, and empty documents vanish.
+
+        Raises:
+            DatastoreError: an id below -1 or not below the vocabulary size; a full disk.
+        """
+        tokens = np.asarray(tokens)
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+            raise DatastoreError(
+                f"token ids must be a one-dimensional integer array, not {tokens.dtype} {tokens.shape}"
+            )
+        for a in range(0, len(tokens), _BUFFER_TOKENS):
+            self._append(tokens[a : a + _BUFFER_TOKENS])
+
+    def end_document(self) -> None:
+        """End the current document, if it has begun."""
+        self._append(np.array([SEPARATOR], np.int32))
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens so far, separators and what is still buffered included."""
+        done = sum(entry.n_tokens + entry.n_documents for entry in self._entries)
+        return done + (self._open.length if self._open else 0) + self._buffered
+
+    def finish(self) -> Manifest:
+        """End the last document, sort what is left and publish the store.
+
+        Raises:
+            DatastoreError: nothing was added; the target was made by someone else meanwhile; a full disk.
+        """
+        self._flush()
+        self._close_sub_index()
+        if not self._entries:
+            raise DatastoreError(f"nothing to store in {self._staging.target}: the inputs hold no tokens")
+        manifest = Manifest(vocab_size=self._vocab_size, tokenizer=self._tokenizer, sub_indices=tuple(self._entries))
+        write_manifest(self._staging.path, manifest)
+        self._staging.publish()
+        self._finished = True
+        return manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if not self._finished:
+            if self._open:
+                self._open.file.__exit__(kind, value, tb)
+            self._staging.discard()
+
+    def _append(self, tokens: NDArray[np.integer]) -> None:
+        if not len(tokens):
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < SEPARATOR or high >= self._vocab_size:
+            wrong = low if low < SEPARATOR else high
+            raise DatastoreError(
+                f"token id {wrong} is outside the vocabulary of {self._vocab_size}: "
+                f"give the tokenizer that made these ids, or a larger --vocab-size"
+            )
+        if self._buffered + len(tokens) > _BUFFER_TOKENS:
+            self._flush()
+        self._buffer[self._buffered : self._buffered + len(tokens)] = tokens
+        self._buffered += len(tokens)
+
+    def _flush(self) -> None:
+        tokens, self._buffered = self._buffer[: self._buffered], 0
+        while len(tokens):
+            if self._open is None:
+                tokens = tokens[_first_token(tokens) :]
+                if not len(tokens):
+                    return
+                self._open = self._open_sub_index()
+            tokens = self._open.append(tokens)
+            if len(tokens):
+                self._close_sub_index()
+
+    def _open_sub_index(self) -> _OpenSubIndex:
+        name = f"{len(self._entries):04d}-{secrets.token_hex(4)}"
+        folder = self._staging.path / name
+        with reporting("write", folder):
+            folder.mkdir(mode=0o700)
+        return _OpenSubIndex(folder, self._limit, min(self._vocab_size, MAX_DIRECT_BUCKETS))
+
+    def _close_sub_index(self) -> None:
+        if self._open is None:
+            return
+        number = len(self._entries) + 1
+        self._on_phase(f"sorting sub-index {number} ({self._open.length / 1e6:.1f} M tokens)")
+        self._entries.append(self._open.close())
+        self._open = None
+        self._on_phase("reading")
+
+
+class _OpenSubIndex:
+    """A sub-index whose tokens are being written; sorted when closed."""
+
+    def __init__(self, folder: Path, limit: SubIndexLimit, buckets: int) -> None:
+        self.folder = folder
+        self.limit = limit
+        self.file = ChecksummedFile(folder / file_name("tokens"))
+        self.length = 0
+        self.n_documents = 0
+        self.max_token = SEPARATOR
+        self.counts = np.zeros(buckets, np.int64)
+        self.n_beyond = 0  # tokens with ids that have no direct bucket
+        self.at_boundary = True
+
+    def append(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Take as many of `tokens` (int32) as fit; returns the rest, for the next sub-index."""
+        tokens = self._without_empty_documents(tokens)
+        counts, n_beyond = self._count(tokens)
+        distinct = int(np.count_nonzero(self.counts + counts)) + self.n_beyond + n_beyond + 1
+        # One place is kept for the separator that closes a document cut here.
+        room = self.limit.for_width(width_of(distinct)) - 1 - self.length
+        taken = tokens[: max(0, room)]
+        if len(taken) < len(tokens):
+            counts, n_beyond = self._count(taken)
+        self._take(taken, counts, n_beyond)
+        return tokens[len(taken) :]
+
+    def _without_empty_documents(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        ends = tokens == SEPARATOR
+        repeated = ends.copy()
+        repeated[1:] &= ends[:-1]
+        repeated[0] &= self.at_boundary
+        return tokens[~repeated] if repeated.any() else tokens
+
+    def _count(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
+        direct = tokens[(tokens >= 0) & (tokens < len(self.counts))]
+        n_beyond = int(np.count_nonzero(tokens >= len(self.counts)))
+        return np.bincount(direct, minlength=len(self.counts)), n_beyond
+
+    def _take(self, tokens: NDArray[np.int32], counts: NDArray[np.int64], n_beyond: int) -> None:
+        if not len(tokens):
+            return
+        self.file.write(np.ascontiguousarray(tokens, "<i4"))
+        self.length += len(tokens)
+        self.n_documents += int(np.count_nonzero(tokens == SEPARATOR))
+        self.max_token = max(self.max_token, int(tokens.max()))
+        self.counts += counts
+        self.n_beyond += n_beyond
+        self.at_boundary = bool(tokens[-1] == SEPARATOR)
+
+    def close(self) -> SubIndexEntry:
+        """End the document, sort, and write the other files."""
+        if not self.at_boundary:
+            self._take(np.array([SEPARATOR], np.int32), np.zeros_like(self.counts), 0)
+        self.file.write(np.full(PAD, SEPARATOR, "<i4"))
+        files: dict[Role, FileEntry] = {"tokens": self.file.close()}
+        starts = np.zeros(len(self.counts) + 1, "<i4")
+        np.cumsum(self.counts, out=starts[1:])
+        files["bucket_starts"] = self._write("bucket_starts", starts)
+        order = _interruptibly(self._sort)
+        files["suffix_array"] = self._write("suffix_array", order[self.n_documents :])
+        return SubIndexEntry(
+            name=self.folder.name,
+            n_tokens=self.length - self.n_documents,
+            n_documents=self.n_documents,
+            max_token=self.max_token,
+            files=files,
+        )
+
+    def _sort(self) -> NDArray[np.int32]:
+        tokens = np.memmap(self.file.path, "<i4", "r", shape=(self.length,))
+        text = to_bytes(tokens)
+        del tokens  # unmapped, so that its pages do not count while sorting
+        return sort_bytes(text)
+
+    def _write(self, role: Role, array: NDArray[np.int32]) -> FileEntry:
+        with ChecksummedFile(self.folder / file_name(role)) as file:
+            for a in range(0, len(array), _BUFFER_TOKENS):
+                file.write(np.ascontiguousarray(array[a : a + _BUFFER_TOKENS], "<i4"))
+            return file.close()
+
+
+def _first_token(tokens: NDArray[np.int32]) -> int:
+    """Where the separators at the beginning end."""
+    is_token = tokens != SEPARATOR
+    return int(np.argmax(is_token)) if is_token.any() else len(tokens)
+
+
+def _interruptibly(function: Callable[[], Any]) -> Any:
+    """Run compiled code that may take minutes in a thread, so that Ctrl-C need not wait for it."""
+    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((function(), None))
+        except BaseException as error:
+            done.put((None, error))
+
+    threading.Thread(target=run, daemon=True, name="freedraft-suffix-sort").start()
+    result, error = done.get()
+    if isinstance(error, MemoryError):
+        raise DatastoreError("not enough memory to sort a sub-index: give a smaller --memory") from error
+    if error is not None:
+        raise error
+    return result

@@ -1,0 +1,246 @@
+"""`freedraft datastore`: build, look at and check datastores."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from sssd_plugin.datastore.builder import StoreBuilder
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.format import Manifest, TokenizerEntry, read_manifest
+from sssd_plugin.datastore.memory import format_size, parse_size, peak_resident_bytes
+
+SEARCHED_SUB_INDICES = 8
+"""papers/sssd.txt 3.1.3: more sub-indices leave too few samples for each."""
+
+app = typer.Typer(
+    name="datastore",
+    help="Build, inspect and verify suffix-array datastores for SSSD.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="The datastore's directory.")]
+TokenizerOption = Annotated[
+    Path | None, typer.Option("--tokenizer", metavar="DIR", help="Folder of the model (or its tokenizer.json).")
+]
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """End the command with one line and an exit code instead of a traceback."""
+    try:
+        yield
+    except DatastoreError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from None
+    except MemoryError:
+        typer.echo("error: out of memory: give a smaller --memory", err=True)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def build(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")],
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="INPUT...",
+            help="JSON lines (.jsonl), token ids (.npy; -1 between documents), text, or folders of these.",
+        ),
+    ],
+    tokenizer: TokenizerOption = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option(help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. [default: text]"),
+    ] = None,
+    glob: Annotated[str, typer.Option(help="Which files of a folder.")] = "**/*",
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that the build may use.")] = "2GiB",
+    sub_index_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Largest sub-index. [default: what the memory allows]")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Ids are below it. [default: the tokenizer's; needed without one]")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the datastore at OUT.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing."""
+    with _one_line(), _ended_by_sigterm():
+        _build(out, inputs, tokenizer, field or ["text"], glob, memory, sub_index_tokens, vocab_size, force, quiet)
+
+
+def _build(
+    out: Path,
+    inputs: list[Path],
+    tokenizer_path: Path | None,
+    fields: list[str],
+    glob: str,
+    memory: str,
+    sub_index_tokens: int | None,
+    vocab_size: int | None,
+    force: bool,
+    quiet: bool,
+) -> None:
+    from sssd_plugin.datastore import sources, tokenizer
+
+    start = time.monotonic()
+    memory_bytes = parse_size(memory)
+    files = sources.find_inputs(inputs, glob)
+    loaded = entry = None
+    if tokenizer_path is not None:
+        loaded = tokenizer.load(tokenizer_path)
+        entry = TokenizerEntry(name=tokenizer_path.resolve().name, fingerprint=tokenizer.fingerprint(loaded))
+        vocab_size = vocab_size or tokenizer.vocab_size(loaded)
+    elif any(file.kind != "npy" for file in files):
+        raise DatastoreError("text needs a tokenizer: give --tokenizer, the folder of the model")
+    elif vocab_size is None:
+        raise DatastoreError("token ids need a vocabulary: give --tokenizer (or --vocab-size)")
+
+    with (
+        _progress(quiet) as progress,
+        StoreBuilder(
+            out,
+            vocab_size=vocab_size,
+            tokenizer=entry,
+            memory=memory_bytes,
+            sub_index_tokens=sub_index_tokens,
+            replace=force,
+            on_phase=lambda phase: progress.update(task, description=phase),
+        ) as builder,
+    ):
+        task = progress.add_task("reading", total=sum(file.size for file in files), tokens=0.0, rate=0.0)
+
+        def on_read(n_bytes: int) -> None:
+            seconds = time.monotonic() - start
+            progress.update(task, advance=n_bytes, tokens=builder.n_tokens / 1e6, rate=builder.n_tokens / seconds / 1e6)
+
+        for tokens in sources.tokenize(sources.read_pieces(files, fields), loaded, on_read):
+            builder.append(tokens)
+        manifest = builder.finish()
+    seconds = time.monotonic() - start
+    typer.echo(
+        f"{out}: {_contents(manifest)}; built in {seconds:.1f} s "
+        f"({seconds / manifest.n_tokens * 1e6:.2f} us/token), peak memory {format_size(peak_resident_bytes())}"
+    )
+    if len(manifest.sub_indices) > SEARCHED_SUB_INDICES:
+        typer.echo(
+            f"warning: {len(manifest.sub_indices)} sub-indices; drafts are best with at most {SEARCHED_SUB_INDICES}: "
+            f"build with a larger --memory",
+            err=True,
+        )
+
+
+@app.command()
+def info(
+    store: StorePath,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Say what a datastore holds."""
+    with _one_line():
+        manifest = read_manifest(store)
+    if as_json:
+        typer.echo(json.dumps(_summary(manifest), indent=2))
+        return
+    made_with = manifest.tokenizer
+    fingerprint = f"{made_with.name} (fingerprint {made_with.fingerprint})" if made_with else "not recorded"
+    lines = {
+        "datastore": str(store),
+        "contents": _contents(manifest),
+        "vocabulary": f"{manifest.vocab_size} ids, largest in use {manifest.max_token}",
+        "tokenizer": fingerprint,
+        "format": f"version {manifest.format_version}",
+        "built": f"{manifest.created_at:%Y-%m-%d %H:%M:%S %Z} by {manifest.created_by}",
+    }
+    for name, value in lines.items():
+        typer.echo(f"{name:<12}{value}")
+    for sub in manifest.sub_indices:
+        typer.echo(f"  {sub.name}  {sub.n_tokens} tokens, {sub.n_documents} documents, {format_size(sub.size)}")
+
+
+@app.command()
+def verify(
+    store: StorePath,
+    tokenizer: TokenizerOption = None,
+    vocab_size: Annotated[int | None, typer.Option(metavar="N", help="The model's vocabulary size.")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Prove the order of every suffix (slow; 4 bytes of memory per token).")
+    ] = False,
+) -> None:
+    """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model. Exit code 1 if not."""
+    from sssd_plugin.datastore.audit import audit
+    from sssd_plugin.datastore.store import Datastore
+
+    with _one_line():
+        fingerprint = None
+        if tokenizer is not None:
+            from sssd_plugin.datastore import tokenizer as tokenizers
+
+            fingerprint = tokenizers.fingerprint(tokenizers.load(tokenizer))
+        with Datastore.open(store, vocab_size=vocab_size, tokenizer_fingerprint=fingerprint) as opened:
+            audit(opened, full=full)
+            manifest = opened.manifest
+        if fingerprint is not None and manifest.tokenizer is None:
+            typer.echo("warning: the store does not record its tokenizer", err=True)
+    order = "every suffix in order" if full else "suffix order sampled"
+    typer.echo(f"{store}: good. {_contents(manifest)}; checksums match, {order}")
+
+
+def _contents(manifest: Manifest) -> str:
+    n = len(manifest.sub_indices)
+    return (
+        f"{manifest.n_tokens:,} tokens in {manifest.n_documents:,} documents, "
+        f"{n} sub-{'index' if n == 1 else 'indices'}, {format_size(manifest.size)} "
+        f"({manifest.size / max(1, manifest.n_tokens):.2f} bytes/token)"
+    )
+
+
+def _summary(manifest: Manifest) -> dict[str, object]:
+    keep = {"format_version", "requires", "vocab_size", "tokenizer", "created_at", "created_by"}
+    totals = {name: getattr(manifest, name) for name in ("n_tokens", "n_documents", "max_token", "size")}
+    subs = [
+        {"name": s.name, "n_tokens": s.n_tokens, "n_documents": s.n_documents, "size": s.size}
+        for s in manifest.sub_indices
+    ]
+    return {**manifest.model_dump(mode="json", include=keep), **totals, "sub_indices": subs}
+
+
+def _progress(quiet: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[tokens]:.1f} M tokens, {task.fields[rate]:.2f} M/s"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+        disable=quiet,
+    )
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM clean up as Ctrl-C does."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted: nothing was written", err=True)
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,37 @@
+"""`DatastoreError`: one clear line that names the file and the remedy."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+REBUILD = "build it again with `freedraft datastore build --force`"
+
+
+class DatastoreError(ValueError):
+    """A datastore that cannot be built or used. The message is one line: the file, what is wrong, the remedy."""
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space or choose another disk",
+    errno.EDQUOT: "free some space or choose another disk",
+    errno.EACCES: "give this user access or choose another path",
+    errno.EPERM: "give this user access or choose another path",
+    errno.EROFS: "choose a path on a writable disk",
+    errno.ENOENT: "correct the path",
+    errno.ENOTDIR: "correct the path",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+}
+
+
+@contextmanager
+def reporting(action: str, path: Path) -> Iterator[None]:
+    """Turn an `OSError` into a `DatastoreError` that says which file could not be `action`: "read", "write"."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        remedy = _REMEDIES.get(error.errno or 0, "check the disk")
+        raise DatastoreError(f"cannot {action} {where}: {error.strerror or error}; {remedy}") from error

@@ -1,0 +1,133 @@
+"""`Staging`: a directory that appears under its name only when it is whole."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from sssd_plugin.datastore.errors import DatastoreError, reporting
+from sssd_plugin.datastore.format import MANIFEST
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+class Staging:
+    """A temporary sibling of `target`, locked while its builder lives, renamed to `target` at the end.
+
+    Whenever the builder stops, even by SIGKILL, `target` is absent (or what it was) or whole. What a killed builder
+    leaves is a hidden sibling; the next `Staging` of the same target removes it.
+
+    Args:
+        target: the directory to publish; its parents are made.
+        replace: whether a datastore at `target` may be replaced.
+
+    Raises:
+        DatastoreError: `target` exists and may not be replaced or is no datastore, or the disk refuses.
+    """
+
+    def __init__(self, target: Path, *, replace: bool = False) -> None:
+        # Resolved, so that replacing through a symbolic link replaces what it points to, on that disk.
+        self.target = target.resolve()
+        self.replace = replace
+        self._check_target()
+        with reporting("write", self.target.parent):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._remove_stale()
+            self.path, self._lock = self._create()
+
+    def publish(self) -> None:
+        """Rename to the target, everything on disk."""
+        self._check_target()
+        with reporting("write", self.target):
+            for directory in [*(p for p in self.path.iterdir() if p.is_dir()), self.path]:
+                _fsync(directory)
+            if self.target.exists() and any(self.target.iterdir()):
+                _exchange(self.path, self.target)
+                shutil.rmtree(self.path, ignore_errors=True)
+            else:
+                self.path.rename(self.target)
+            _fsync(self.target.parent)
+        os.close(self._lock)
+
+    def discard(self) -> None:
+        """Remove the temporary directory."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    @property
+    def _prefix(self) -> str:
+        return f".{self.target.name}.building-"
+
+    def _check_target(self) -> None:
+        with reporting("read", self.target):
+            if not self.target.exists():
+                return
+            if not self.target.is_dir():
+                raise DatastoreError(f"{self.target} is a file: choose the path of a new directory for the datastore")
+            if not any(self.target.iterdir()):
+                return
+            if not self.replace:
+                raise DatastoreError(f"{self.target} exists: choose another path, or give --force to replace it")
+            # Even by force: never anything but a datastore.
+            if not (self.target / MANIFEST).is_file():
+                raise DatastoreError(
+                    f"{self.target} is not a datastore (no {MANIFEST}), so it is not replaced: "
+                    f"choose another path, or remove it yourself"
+                )
+
+    def _create(self) -> tuple[Path, int]:
+        while True:
+            path = self.target.parent / f"{self._prefix}{secrets.token_hex(4)}"
+            path.mkdir(mode=0o700)
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError:  # a file system without locks: then nobody takes us for dead either
+                return path, lock
+            if path.exists():
+                return path, lock
+            os.close(lock)  # another builder took the new directory for a dead builder's
+
+    def _remove_stale(self) -> None:
+        for path in self.target.parent.glob(f"{_escape(self._prefix)}*"):
+            try:
+                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError:
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            except OSError:
+                pass  # its builder lives
+            finally:
+                os.close(lock)
+
+
+def _escape(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _fsync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two directories atomically where the system can; else there is a moment without `old`."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is not None:
+        paths = (_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old))
+        if renameat2(*paths, ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
+            return
+    aside = new.with_name(f"{new.name}.old")
+    old.rename(aside)
+    new.rename(old)
+    aside.rename(new)
