@@ -122,7 +122,10 @@ class PluginOptions(BaseModel):
                     values[names[variable]] = value
             elif variable.startswith(PREFIX) and variable != CONFIG_VARIABLE:
                 # Other tools may use the prefix; only what looks like a slip of the pen is an error.
-                close = difflib.get_close_matches(variable, names, n=1, cutoff=0.85)
+                stem = variable.removeprefix(PREFIX).lower()
+                close = difflib.get_close_matches(stem, cls.model_fields, n=1, cutoff=0.8)
                 if close:
-                    raise ConfigError(f"unknown environment variable {variable}: did you mean {close[0]}?")
+                    raise ConfigError(
+                        f"unknown environment variable {variable}: did you mean {PREFIX}{close[0].upper()}?"
+                    )
         return values

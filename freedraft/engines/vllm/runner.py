@@ -113,8 +113,8 @@ class Step:
 class StepProposer(ABC):
     """Base of the drafters that vLLM creates by the dotted path of a `Method`.
 
-    It only drafts: a mistake in it costs drafts, never tokens. If it raises, the error is logged once and the engine goes
-    on without drafts.
+    It only drafts: a mistake in it costs drafts, never tokens. If it raises, the error is logged once and the engine
+    goes on without drafts.
     """
 
     # Whether drafting writes KV beyond the request's tokens. If not, vLLM's rule that one request near max_model_len

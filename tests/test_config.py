@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from freedraft.config import ConfigError, configs_dir, read_yaml
+from sssd_plugin.options import SssdOptions
+
+
+def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_flags_win_over_file_over_environment(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("knee: 20\nmin_score: 0.25\n")
+    environ = {"FREEDRAFT_CONFIG": str(file), "FREEDRAFT_KNEE": "3", "FREEDRAFT_SCORING": "paper", "HOME": "x"}
+    options = SssdOptions.read({"min_score": 0.5}, environ)
+    assert (options.knee, options.min_score, options.scoring) == (20, 0.5, "paper")
+
+
+def test_values_of_the_environment_are_converted() -> None:
+    options = SssdOptions.read({}, {"FREEDRAFT_KNEE": "7", "FREEDRAFT_DATASTORE": "~/store", "FREEDRAFT_WEIGHTS": ""})
+    assert options.knee == 7
+    assert options.datastore == Path.home() / "store"
+    assert options.weights is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "words"),
+    [
+        ({"datastroe": "x"}, {}, ["datastroe", "did you mean 'datastore'"]),
+        ({"zzz": 1}, {}, ["zzz", "choose from", "datastore"]),
+        ({"knee": 0}, {}, ["'knee'", "greater than or equal to 1", "0"]),
+        ({"knee": 2.5}, {}, ["'knee'", "2.5"]),
+        ({"scoring": "best"}, {}, ["'scoring'", "'learned' or 'paper'", "best"]),
+        ({"min_score": float("nan")}, {}, ["'min_score'", "finite"]),
+        ({"min_score": 1.5}, {}, ["'min_score'", "1.5"]),
+        ({"weights": "/no/such/file"}, {}, ["'weights'", "/no/such/file", "freedraft calibrate scorer"]),
+        ({"metrics_port": 70000}, {}, ["'metrics_port'", "70000"]),
+        ({}, {"FREEDRAFT_KNEE": "six"}, ["FREEDRAFT_KNEE", "six"]),
+        ({}, {"FREEDRAFT_DATASTROE": "six"}, ["FREEDRAFT_DATASTROE", "FREEDRAFT_DATASTORE"]),
+        ({}, {"FREEDRAFT_CONFIG": "/no/such.yaml"}, ["/no/such.yaml", "YAML"]),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_name_and_remedy(flags: dict, environ: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        SssdOptions.read(flags, environ)
+    message = one_line(error)
+    for word in words:
+        assert word in message
+
+
+def test_variables_of_others_with_the_prefix_are_no_mistake() -> None:
+    assert SssdOptions.read({}, {"FREEDRAFT_TEST_MODEL": "m", "FREEDRAFT_CACHE": "c"}) == SssdOptions()
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "knee: [", "\x00", "nee: 3\n", "knee: six\n"])
+def test_a_wrong_file_is_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        SssdOptions.read({}, {"FREEDRAFT_CONFIG": str(file)})
+    assert str(file) in one_line(error)
+
+
+def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").touch()
+    assert read_yaml(tmp_path / "empty.yaml") == {}
+
+
+def test_shipped_configs_are_found() -> None:
+    assert (configs_dir() / "hardware" / "cpu.yaml").is_file()

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import types
+from importlib.metadata import EntryPoint
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from freedraft import doctor
+from freedraft.engines.hooks import Hook, check, resolve
+
+ENGINE = """
+from dataclasses import dataclass
+
+class Runner:
+    def propose(self, scheduler_output, sampled): ...
+    @property
+    def lookahead(self): raise RuntimeError("must not run")
+
+@dataclass
+class Output:
+    finished: set
+@dataclass
+class Special(Output):
+    new: list
+"""
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path) -> types.ModuleType:
+    """A small engine that can be imported, and a hook table for it."""
+    (tmp_path / "toy_engine").mkdir()
+    (tmp_path / "toy_engine" / "__init__.py").write_text(ENGINE)
+    (tmp_path / "toy_engine" / "broken.py").write_text("import a_module_that_is_not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    table = types.ModuleType("freedraft.engines.toy.hooks")
+    table.PACKAGE = "toy_engine"
+    table.DISTRIBUTIONS = ("toy-engine",)
+    table.ENTRY_POINT_GROUP = "toy.plugins"
+    table.HOOKS = (
+        Hook("toy_engine.Runner", "propose", parameters=("scheduler_output",)),
+        Hook("toy_engine.Runner", "lookahead"),
+        Hook("toy_engine.Special", fields=("finished", "new")),
+    )
+    imports = doctor.importlib.import_module
+    monkeypatch.setattr(
+        doctor.importlib, "import_module", lambda name: table if name == table.__name__ else imports(name)
+    )
+    monkeypatch.setattr(doctor, "ENGINES", ("toy",))
+    point = EntryPoint("sssd", "sssd_plugin.toy:register", "toy.plugins")
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [point] if group == "toy.plugins" else [])
+    yield table
+    import sys
+
+    for name in [n for n in sys.modules if n.startswith("toy_engine")]:
+        del sys.modules[name]
+
+
+def diagnose() -> tuple[int, str]:
+    out = StringIO()
+    return doctor.run(Console(file=out, width=300)), out.getvalue()
+
+
+def test_all_is_well(engine: types.ModuleType) -> None:
+    code, text = diagnose()
+    assert code == 0
+    assert "all 3 hooks are there" in text and "profile '" in text
+
+
+def test_a_renamed_attribute_is_found(engine: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import toy_engine
+
+    monkeypatch.setattr(toy_engine.Runner, "draft", toy_engine.Runner.propose, raising=False)
+    monkeypatch.delattr(toy_engine.Runner, "propose")
+    code, text = diagnose()
+    assert code == 1
+    assert "toy_engine.Runner.propose is missing" in text and "runs without freedraft" in text
+
+
+@pytest.mark.parametrize(
+    ("hook", "problem"),
+    [
+        (Hook("toy_engine.Runner", "propose", parameters=("metadata",)), "takes no parameter metadata"),
+        (Hook("toy_engine.Output", fields=("finished", "new")), "has no field new"),
+        (Hook("toy_engine.Gone", "x"), "toy_engine.Gone is missing"),
+        (Hook("toy_engine.gone.Thing", "x"), "toy_engine.gone.Thing is missing"),
+        (Hook("toy_engine.broken.Thing", "x"), "cannot be imported"),
+        (Hook("no_such_package.Thing", "x"), "cannot be imported"),
+    ],
+)
+def test_each_kind_of_difference_is_told(engine: types.ModuleType, hook: Hook, problem: str) -> None:
+    problems = check([hook])
+    assert len(problems) == 1 and problem in problems[0]
+
+
+def test_a_wrapped_function_is_judged_by_its_own_parameters(engine: types.ModuleType) -> None:
+    import functools
+
+    import toy_engine
+
+    original = toy_engine.Runner.propose
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs): ...
+
+    toy_engine.Runner.propose = wrapper
+    assert check(engine.HOOKS) == []
+
+
+def test_resolve_finds_attributes_of_modules_not_yet_imported() -> None:
+    assert resolve("xml.etree.ElementTree.Element").__name__ == "Element"
+
+
+def test_no_engine_at_all(engine: types.ModuleType) -> None:
+    engine.PACKAGE = "no_such_engine"
+    code, text = diagnose()
+    assert code == 1
+    assert "not installed" in text and "pip install" in text
+
+
+def test_an_engine_that_does_not_see_our_entry_point(engine: types.ModuleType, monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    code, text = diagnose()
+    assert code == 1 and "toy.plugins" in text and "reinstall" in text
