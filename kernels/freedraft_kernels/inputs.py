@@ -51,7 +51,8 @@ def tree_inputs(
         layout: of the mask, see `TreeInputs`.
         seq_lens_sum: the sum of `seq_lens`, or an upper bound, as the host knows it. The full layout needs it, or `out`.
         out: bool, contiguous, to hold the mask: [B, N, N] for the query layout, [any size] for the full one. A full mask
-            that does not fit is cut off at the end; what lies beyond a shorter one is left as it was.
+            that does not fit is cut off at the end; what lies beyond a shorter one is left as it was (undefined if
+            `seq_lens_sum` was a bound).
 
     Raises:
         ValueError: a wrong shape, dtype, device or layout, or neither or both of `seq_lens_sum` and `out`.
@@ -69,9 +70,7 @@ def tree_inputs(
     else:
         raise ValueError(f"layout is {layout!r}: use 'full' or 'query'")
     if out is None:
-        # Zeros where `seq_lens_sum` may be only a bound: the end of the mask would be left undefined otherwise.
-        make = torch.zeros if layout == "full" else torch.empty
-        mask = make(shape, dtype=torch.bool, device=tree.device)
+        mask = torch.empty(shape, dtype=torch.bool, device=tree.device)
     else:
         check_tensor("out", out, (out.numel(),) if layout == "full" else shape, (torch.bool,), tree.device)
         mask = out

@@ -12,7 +12,7 @@ _COLUMNS = 1024  # cells of a row written at a time
 _ROW_SPLITS = 64  # most programs that share one row of the full mask
 
 
-@triton.jit(do_not_specialize=["batch", "size"])
+@triton.jit(do_not_specialize=["size"])
 def tree_inputs_kernel(
     tokens,  # int32 [B, N]
     parents,  # int32 [B, N]
@@ -22,7 +22,6 @@ def tree_inputs_kernel(
     input_ids,  # int64 [B * N]
     positions,  # int64 [B * N]
     mask,  # uint8: [B, N, N], or [size] with FULL
-    batch,
     nodes,
     size,
     FULL: tl.constexpr,
@@ -42,7 +41,7 @@ def tree_inputs_kernel(
 
     if FULL:
         before = tl.arange(0, BATCH_BLOCK)
-        lengths = tl.load(seq_lens + before, mask=before < tl.minimum(request, batch), other=0).to(tl.int64)
+        lengths = tl.load(seq_lens + before, mask=before < request, other=0).to(tl.int64)
         start = nodes * (tl.sum(lengths) + first) + node * (length + nodes)
         for column in range(split * COLUMN_BLOCK, length, tl.num_programs(1) * COLUMN_BLOCK):
             cache = column + tl.arange(0, COLUMN_BLOCK).to(tl.int64)
@@ -57,13 +56,13 @@ def tree_inputs_kernel(
         tl.store(input_ids + row, token.to(tl.int64))
         tl.store(positions + row, length + depth)
 
-        column = tl.arange(0, NODE_BLOCK)
-        seen = (column == node).to(tl.uint8)
+        other = tl.arange(0, NODE_BLOCK)
+        seen = (other == node).to(tl.uint8)
         ancestor = node
         for _ in range(depth):
             ancestor = tl.load(parents + first + ancestor)
-            seen = tl.where(column == ancestor, 1, seen).to(tl.uint8)
-        tl.store(mask + start + column, seen, mask=(column < nodes) & (start + column < size))
+            seen = tl.where(other == ancestor, 1, seen).to(tl.uint8)
+        tl.store(mask + start + other, seen, mask=(other < nodes) & (start + other < size))
 
 
 def launch_tree_inputs(
@@ -87,7 +86,6 @@ def launch_tree_inputs(
         input_ids,
         positions,
         mask.view(torch.uint8),
-        batch,
         nodes,
         mask.numel(),
         FULL=full,
