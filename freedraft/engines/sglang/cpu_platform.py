@@ -1,0 +1,64 @@
+"""SGLang on any CPU, in plain torch: stock SGLang needs the AMX build of its kernels there, and verifies no trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+def verify_cache_locs(
+    *,
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: Any,
+) -> torch.Tensor:
+    """KV slots of the verify window.
+
+    Args:
+        req_pool_indices: [B], row of each request in `req_to_token`.
+        req_to_token: int32 [rows, max context], KV slot of each position.
+        start_offset: [B], first position of each request's window; it spans `draft_token_num` positions.
+
+    Returns:
+        int64 [B * draft_token_num].
+    """
+    positions = start_offset.to(torch.int64)[:, None] + torch.arange(draft_token_num, device=start_offset.device)
+    return req_to_token[req_pool_indices.to(torch.int64)[:, None], positions].reshape(-1).to(torch.int64)
+
+
+class CpuTreePlatform(CpuDeviceMixin, SRTPlatform):
+    """The out-of-tree platform behind `SGLANG_PLATFORM=freedraft_cpu`."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+    def get_speculative_cache_locs_fn(self) -> Any:
+        return verify_cache_locs
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        if kind != "mha":
+            return None
+        # Here and not above: SGLang resolves the platform while its own modules are half imported.
+        from freedraft.engines.sglang.cpu_kv_pool import CpuKVPool
+
+        return CpuKVPool
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return False  # of the built-in ones; ours does not ask

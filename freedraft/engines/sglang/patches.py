@@ -1,0 +1,67 @@
+"""The places where SGLang 0.5.23 offers no extension point. Each: one small function, why it is there, what it replaces."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+CORPUS_SPEC = "sglang.srt.managers.tokenizer_control_mixin.get_spec"
+
+
+def assign_slots(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """`req_to_token[row, start:end] = slots` for each request; SGLang has it in Triton and for AMX only.
+
+    Args:
+        req_pool_indices: [B], row of each request.
+        req_to_token: int32 [rows, max context], written.
+        start_offset, end_offset: [B], positions that get slots.
+        out_cache_loc: [sum of (end - start)], the slots, request after request.
+    """
+    taken = 0
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        taken += end - start
+
+
+class _AsNgram:
+    """The speculation settings under the one algorithm name that SGLang's corpus endpoints accept."""
+
+    speculative_algorithm = "NGRAM"
+
+    def __init__(self, spec: Any) -> None:
+        self._spec = spec
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spec, name)
+
+
+def let_corpora_through(names: Callable[[], set[str]]) -> None:
+    """The corpus endpoints compare the algorithm with "NGRAM" by name, in the front-end process, and refuse ours although
+    the scheduler's corpus manager serves it. This gives that one module a `get_spec` of its own.
+
+    Not by SGLang's hook registry: it would replace the function in every module.
+
+    Args:
+        names: gives the algorithms that take corpora, in capitals.
+    """
+    from sglang.srt.managers import tokenizer_control_mixin as module
+
+    original = module.get_spec
+
+    @functools.wraps(original)
+    def get_spec() -> Any:
+        spec = original()
+        return _AsNgram(spec) if spec.speculative_algorithm in names() else spec
+
+    module.get_spec = get_spec

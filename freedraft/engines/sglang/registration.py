@@ -1,0 +1,79 @@
+"""Registration of our algorithms in SGLang: all of it, or nothing."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from freedraft.engines.hooks import check
+from freedraft.engines.sglang.hooks import CPU_HOOKS, HOOKS
+from freedraft.engines.sglang.patches import ASSIGN_SLOTS, assign_slots, let_corpora_through
+from freedraft.engines.sglang.platform import selected
+
+if TYPE_CHECKING:
+    from freedraft.engines.sglang.algorithm import MakeSource
+
+logger = logging.getLogger(__name__)
+_patched = False
+
+
+def install(name: str, make_source: MakeSource, *, corpora: bool = False) -> bool:
+    """Make SGLang accept `--speculative-algorithm <name>`. Called in every process of SGLang; never raises.
+
+    Args:
+        make_source: builds the source of drafts in the scheduler of tensor-parallel rank 0.
+        corpora: whether the source takes corpora over SGLang's HTTP calls.
+
+    Returns:
+        whether the algorithm is registered; False, with one log line, when this SGLang lacks what it takes.
+    """
+    missing = check(HOOKS + (CPU_HOOKS if selected() else ()))
+    if missing:
+        logger.warning(
+            "freedraft: SGLang %s lacks what speculative algorithm '%s' needs (%s): not registered; "
+            "see 'freedraft doctor' for what this version of freedraft supports",
+            sglang_version(),
+            name,
+            "; ".join(missing),
+        )
+        return False
+    from freedraft.engines.sglang.algorithm import register
+
+    register(name, make_source, corpora=corpora)
+    _patch_once()
+    return True
+
+
+def _patch_once() -> None:
+    """Patches, by SGLang's own hook registry, which applies them after all plugins are loaded."""
+    global _patched
+    if _patched:
+        return
+    _patched = True
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from freedraft.engines.sglang.algorithm import taking_corpora
+
+    let_corpora_through(taking_corpora)
+    if not selected():
+        return
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from freedraft.engines.sglang.guards import CPU_BACKEND
+
+    @register_attention_backend(CPU_BACKEND)
+    def tree_attention(model_runner):  # type: ignore[no-untyped-def]
+        from freedraft.engines.sglang.cpu_attention import TreeAttentionBackend
+
+        return TreeAttentionBackend(model_runner)
+
+    HookRegistry.register(ASSIGN_SLOTS, assign_slots, HookType.REPLACE)
+
+
+def sglang_version() -> str:
+    """Version of the installed SGLang; "?" when it is not a distribution."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "?"

@@ -1,0 +1,63 @@
+"""A stand-in for torchvision where the real one is missing.
+
+SGLang imports torchvision at start-up for models with images; PyPI's build of it needs CUDA torch. On the CPU platform,
+which serves text only, modules of that name let the imports pass and fail at the first use.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+_NAME = "torchvision"
+
+
+class _Missing(type):
+    """Metaclass of every stand-in name: attributes are again stand-ins, so that class bodies and defaults evaluate."""
+
+    def __getattr__(cls, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stand_in(name)
+
+    def __call__(cls, *args: object, **kwargs: object) -> object:
+        raise RuntimeError(
+            f"{_NAME} ({cls.__name__}) is not installed: the freedraft CPU platform serves text models only"
+        )
+
+
+def stand_in(name: str) -> type:
+    return _Missing(name, (), {})
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stand_in(name)
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] != _NAME:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = _Module(spec.name)
+        vars(module)["__version__"] = "0.0.0"
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def install() -> None:
+    """Let `import torchvision` succeed where nothing else provides it. Harmless where the real one is installed."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())  # last: the real package always wins

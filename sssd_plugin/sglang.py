@@ -1,0 +1,135 @@
+"""SSSD in SGLang: the drafter as a source of draft trees."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.draft import DraftBatch
+from freedraft.engines.sglang.registration import install
+from freedraft.engines.sglang.source import DraftStep, SourceContext
+from freedraft.metrics import Metrics, serve
+from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.options import SssdOptions
+
+logger = logging.getLogger("freedraft.sssd")
+
+NAME = "sssd"
+
+
+def register() -> None:
+    """Entry point of `sglang.srt.plugins`: runs in every process of SGLang."""
+    install(NAME, make_source, corpora=True)
+
+
+def make_source(context: SourceContext) -> SssdSource:
+    return SssdSource(context, SssdOptions.read())
+
+
+class SssdSource:
+    """n-gram drafts from each request's own tokens, the datastore, and corpora added over HTTP."""
+
+    def __init__(self, context: SourceContext, options: SssdOptions) -> None:
+        from sssd_plugin.datastore.store import Datastore
+        from sssd_plugin.datastore.tokenizer import fingerprint
+        from sssd_plugin.drafter import Drafter
+
+        self.widths = context.widths
+        self.vocab_size = context.vocab_size
+        self.min_score = options.min_score
+        self.cost_model = options.cost_model(context.max_nodes - 1)
+        self.store = None
+        if options.datastore is not None:
+            self.store = Datastore.open(
+                options.datastore,
+                vocab_size=context.vocab_size,
+                tokenizer_fingerprint=fingerprint(context.tokenizer) if context.tokenizer is not None else None,
+            )
+        self._corpora: dict[str, SubIndex] = {}
+        self._built: dict[str, SubIndex] = {}
+        self._lock = threading.Lock()
+        self.drafter = Drafter(
+            vocab_size=context.vocab_size,
+            max_nodes=context.max_nodes,
+            scoring=options.scoring,
+            weights=options.weights,
+            snapshot=self._snapshot(),
+        )
+        self.metrics = Metrics(NAME)
+        if options.metrics_port is not None:
+            serve(options.metrics_port)
+        logger.info(
+            "freedraft: sssd drafts trees of up to %d nodes, %d query tokens per step are about free (%s)",
+            context.max_nodes,
+            self.cost_model.knee,
+            self.cost_model.profile.name,
+        )
+
+    def width(self, batch_size: int) -> int:
+        width = self.cost_model.width(batch_size, self.widths)
+        self.metrics.budget.set(batch_size * (width - 1))
+        return width
+
+    def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
+        self.drafter.begin(request_id, tokens)
+        self.metrics.requests.set(len(self.drafter))
+
+    def draft(self, step: DraftStep, width: int) -> DraftBatch:
+        started = time.perf_counter()
+        self.drafter.append(step.request_ids, step.tokens, step.offsets)
+        tree = self.drafter.draft(step.request_ids, max_nodes=width, min_score=self.min_score)
+        if width > 1:
+            self.metrics.drafted.inc(int(np.maximum(tree.counts - 1, 0).sum()))
+            self.metrics.seconds.observe(time.perf_counter() - started)
+        return tree
+
+    def observe(self, accepted: Sequence[int]) -> None:
+        self.metrics.accepted.inc(sum(accepted))
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        self.drafter.finish(request_ids)
+        self.metrics.requests.set(len(self.drafter))
+
+    def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
+        with self._lock:
+            if corpus_id in self._corpora or corpus_id in self._built:
+                raise ValueError(f"there is a corpus '{corpus_id}' already: remove it first, or choose another id")
+        if not documents:
+            raise ValueError("the corpus holds no token: give documents with text")
+        largest = max(int(document.max()) for document in documents)
+        if largest >= self.vocab_size:
+            raise ValueError(f"the corpus holds token {largest}, the model's vocabulary only {self.vocab_size}")
+        parts = [part for document in documents for part in (document, [SEPARATOR])]
+        index = SubIndex.build(np.concatenate(parts).astype(np.int32), self.vocab_size)
+        with self._lock:
+            self._built[corpus_id] = index
+        return sum(len(document) for document in documents)
+
+    def commit_corpus(self, corpus_id: str) -> None:
+        with self._lock:
+            self._corpora[corpus_id] = self._built.pop(corpus_id)
+        self.drafter.use(self._snapshot())
+
+    def remove_corpus(self, corpus_id: str) -> None:
+        with self._lock:
+            if self._corpora.pop(corpus_id, None) is None:
+                raise ValueError(f"there is no corpus '{corpus_id}'")
+        self.drafter.use(self._snapshot())
+
+    def corpora(self) -> dict[str, int]:
+        with self._lock:
+            return {name: int((index.tokens[: index.n] >= 0).sum()) for name, index in self._corpora.items()}
+
+    def close(self) -> None:
+        self.drafter.close()
+        if self.store is not None:
+            self.store.close()
+
+    def _snapshot(self) -> Snapshot:
+        stored = self.store.snapshot.sub_indices if self.store is not None else ()
+        return Snapshot.of([*stored, *self._corpora.values()])
