@@ -1,0 +1,34 @@
+"""`freedraft calibrate scorer`: train the learned scorer from a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MIN_PROMPT, MIN_OUTPUT, MAX_OUTPUT = 4, 9, 512
+
+
+def scorer(
+    trace: Annotated[Path, typer.Argument(help='JSONL with "prompt" and "output": real answers of any model.')],
+    tokenizer: Annotated[Path, typer.Option(help="Model folder, or its tokenizer.json.")],
+    out: Annotated[Path, typer.Option(help="Where to write the weights (JSON).")],
+) -> None:
+    """Train the weights of SSSD's learned scorer. Use them with the option "weights" of the engine's flag."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from sssd_plugin.learned import Weights
+    from sssd_plugin.trace import Trace
+    from sssd_plugin.training import SCHEDULE, train
+
+    loaded = Trace.load(trace, tokenizer)
+    rows = [(p, o[:MAX_OUTPUT]) for p, o in loaded.rows if len(p) >= MIN_PROMPT and len(o) >= MIN_OUTPUT]
+    if not out.parent.is_dir():
+        raise ValueError(f"out: folder {out.parent} does not exist")
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("training", total=len(rows) * len(SCHEDULE))
+        values = train(rows, loaded.vocab_size, progress=lambda: bar.advance(task))
+    Weights(values, trace.stem, loaded.sha256).save(out)
+    typer.echo(f"wrote {out}: trained on {len(rows)} answers of {trace}")

@@ -1,0 +1,216 @@
+"""Counts of what followed this context before: one row per candidate token, gathered from every source at one node."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from sssd_plugin.datastore.search import bucket, narrow
+from sssd_plugin.pointers import int32_at
+from sssd_plugin.request_index import find
+
+ORDERS = 6  # context lengths looked up, in tokens
+MAX_CANDIDATES = 256
+OCCURRENCES = 64  # newest occurrences of a token in the request that are looked at
+HASH_BITS = 9
+
+# Columns of the counts: store orders 1-6, request orders 1-6, then contexts that skip their last token.
+STORE, INPUT, SKIP_STORE, SKIP_INPUT = 0, 6, 12, 15
+COLUMNS = 17
+ROW = 32  # bytes of a row of counts; every count is at most 64
+
+
+@njit(nogil=True, cache=True)
+def advance(table, lo, hi, source, target, token):
+    """Suffix-array ranges of the context of `source` followed by `token`.
+
+    Args:
+        table: int64 [J, 6], `Snapshot.table`.
+        lo, hi: int32 [nodes, J, ORDERS]; entry [i, j, k - 1] is the range of the last k tokens of node i's context.
+        source, target: nodes; source may be -1 for an empty context.
+    """
+    for j in range(len(table)):
+        tokens = int32_at(table[j, 0], table[j, 3] + 32)
+        suffixes = int32_at(table[j, 1], table[j, 4])
+        for k in range(ORDERS - 1, 0, -1):
+            a, b = 0, 0
+            if source >= 0 and hi[source, j, k - 1] > lo[source, j, k - 1]:
+                a, b = narrow(tokens, suffixes, lo[source, j, k - 1], hi[source, j, k - 1], k, token)
+            lo[target, j, k] = a
+            hi[target, j, k] = b
+        a, b = bucket(table, j, token)
+        lo[target, j, 0] = a
+        hi[target, j, 0] = b
+
+
+@njit(nogil=True, cache=True)
+def _candidate(token, stamp, keys, stamps, entries, names, counts, n):
+    """Row of `token`, a new one if need be: (row or -1 when there is no room, number of rows)."""
+    h = np.int64(((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - HASH_BITS))
+    while stamps[h] == stamp:
+        if keys[h] == token:
+            return np.int64(entries[h]), n
+        h = (h + 1) & ((1 << HASH_BITS) - 1)
+    if n >= MAX_CANDIDATES:
+        return np.int64(-1), n
+    stamps[h] = stamp
+    keys[h] = token
+    entries[h] = n
+    names[n] = token
+    counts[n, :] = 0
+    return np.int64(n), n + 1
+
+
+@njit(nogil=True, cache=True)
+def _lookup(token, stamp, keys, stamps, entries):
+    """Row of `token`, -1 if it is not a candidate."""
+    h = np.int64(((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - HASH_BITS))
+    while stamps[h] == stamp:
+        if keys[h] == token:
+            return np.int64(entries[h])
+        h = (h + 1) & ((1 << HASH_BITS) - 1)
+    return np.int64(-1)
+
+
+@njit(nogil=True, cache=True)
+def _sample_store(
+    table, lo, hi, node, k, offset, samples, column, may_add,
+    stamp, keys, stamps, entries, names, counts, n, totals, kinds,
+):  # fmt: skip
+    """Count the tokens at `offset` of evenly spaced members of node's order-k range, all sub-indices end to end."""
+    size = 0
+    for j in range(len(table)):
+        size += hi[node, j, k] - lo[node, j, k]
+    take = min(size, samples)
+    totals[column] = take
+    if take == 0:
+        return n
+    whole, rest = size // take, size % take
+    error, at, done = 0, 0, 0  # at: place of the next sample in its sub-index's part, floor(q * size / take) overall
+    for j in range(len(table)):
+        part = np.int64(hi[node, j, k] - lo[node, j, k])
+        if at >= part:
+            at -= part
+            continue
+        tokens = int32_at(table[j, 0], table[j, 3] + 32)
+        suffixes = int32_at(table[j, 1], table[j, 4])
+        start = lo[node, j, k]
+        last, row = np.int32(-1), np.int64(-1)
+        while at < part and done < take:
+            token = tokens[suffixes[start + at] + offset]
+            if token >= 0:
+                if token != last:
+                    last = token
+                    if may_add:
+                        row, n = _candidate(token, stamp, keys, stamps, entries, names, counts, n)
+                    else:
+                        row = _lookup(token, stamp, keys, stamps, entries)
+                if row >= 0:
+                    if counts[row, column] == 0:
+                        kinds[column] += 1
+                    counts[row, column] += 1
+            done += 1
+            at += whole
+            error += rest
+            if error >= take:
+                error -= take
+                at += 1
+        at -= part
+    return n
+
+
+@njit(nogil=True, cache=True)
+def gather(
+    table, lo, hi, node, parent, samples,
+    tokens, previous, heads, table_size, length, context, context_length,
+    stamp, keys, stamps, entries, names, counts, totals, kinds,
+):  # fmt: skip
+    """Candidates at one node and how often each followed, by source and context length.
+
+    Args:
+        table, lo, hi: as in `advance`; `node` and `parent` are its rows for this context and for this context without
+            its last token (-1: there is none).
+        samples: suffixes sampled per range.
+        tokens, previous, heads, table_size, length: the request, as in `RequestIndex`.
+        context: int32 [>= context_length], newest token first; drafted tokens included.
+        stamp: differs from that of every earlier call with this scratch space (keys, stamps, entries).
+        names: int32 [MAX_CANDIDATES], out: the candidates.
+        counts: uint8 [MAX_CANDIDATES, ROW], out: counts by column.
+        totals, kinds: int32 [COLUMNS], out: observations, and distinct tokens among them, by column.
+
+    Returns:
+        Number of candidates.
+    """
+    n = 0
+    totals[:] = 0
+    kinds[:] = 0
+    longer = -1  # size of the range one order up
+    for k in range(ORDERS - 1, -1, -1):
+        size = 0
+        for j in range(len(table)):
+            size += hi[node, j, k] - lo[node, j, k]
+        if size > 0 and size == longer:
+            # The same suffixes: the shorter context adds nothing.
+            totals[STORE + k] = totals[STORE + k + 1]
+            kinds[STORE + k] = kinds[STORE + k + 1]
+            for c in range(n):
+                counts[c, STORE + k] = counts[c, STORE + k + 1]
+        elif size > 0:
+            n = _sample_store(
+                table, lo, hi, node, k, k + 1, samples, STORE + k, True,
+                stamp, keys, stamps, entries, names, counts, n, totals, kinds,
+            )  # fmt: skip
+        longer = size
+
+    i = heads[find(heads, table_size, tokens, context[0])]
+    seen = 0
+    while i >= 0 and seen < OCCURRENCES:
+        if i < length - 1:
+            seen += 1
+            match = 1
+            while match < ORDERS and match < context_length and i >= match and tokens[i - match] == context[match]:
+                match += 1
+            row, n = _candidate(tokens[i + 1], stamp, keys, stamps, entries, names, counts, n)
+            if row >= 0:
+                for k in range(match):
+                    if counts[row, INPUT + k] == 0:
+                        kinds[INPUT + k] += 1
+                    counts[row, INPUT + k] += 1
+                    totals[INPUT + k] += 1
+        i = previous[i]
+
+    if parent >= 0:
+        longer = -1
+        for k in range(2, -1, -1):
+            size = 0
+            for j in range(len(table)):
+                size += hi[parent, j, k] - lo[parent, j, k]
+            if size > 0 and size == longer:
+                totals[SKIP_STORE + k] = totals[SKIP_STORE + k + 1]
+                for c in range(n):
+                    counts[c, SKIP_STORE + k] = counts[c, SKIP_STORE + k + 1]
+            elif size > 0:
+                n = _sample_store(
+                    table, lo, hi, parent, k, k + 2, samples, SKIP_STORE + k, k > 0,
+                    stamp, keys, stamps, entries, names, counts, n, totals, kinds,
+                )  # fmt: skip
+            longer = size
+
+    if context_length >= 3:
+        i = heads[find(heads, table_size, tokens, context[1])]
+        seen = 0
+        while i >= 0 and seen < OCCURRENCES:
+            if i < length - 2:
+                seen += 1
+                totals[SKIP_INPUT] += 1
+                if i >= 1 and tokens[i - 1] == context[2]:
+                    totals[SKIP_INPUT + 1] += 1
+                    row, n = _candidate(tokens[i + 2], stamp, keys, stamps, entries, names, counts, n)
+                    if row >= 0:
+                        counts[row, SKIP_INPUT + 1] += 1
+                else:
+                    row = _lookup(tokens[i + 2], stamp, keys, stamps, entries)
+                if row >= 0:
+                    counts[row, SKIP_INPUT] += 1
+            i = previous[i]
+    return n
