@@ -1,8 +1,9 @@
-"""Random draws of tree verification: a pure function of (seed, position, node), so a request's output depends on nothing
-else, whatever its row in the batch, and the reference and the kernels can be compared exactly.
+"""Random draws of tree verification: a pure function of (seed, position, node).
 
-Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = the request's seed, counter =
-(node, position, 0, STREAM). A draw is the first 48 bits of the output: an integer u that stands for u / 2**48 in [0, 1).
+A request's draws do not depend on its row in the batch, and the reference and the kernels can be compared exactly.
+
+Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key = the request's seed,
+counter = (node, position, 0, STREAM). A draw is the first 48 bits of the output: an integer u that means u / 2**48.
 """
 
 from __future__ import annotations

@@ -49,9 +49,9 @@ def tree_inputs(
         tree: B trees of at most N nodes.
         seq_lens: int32 or int64 [B], tokens of each request in the KV cache (the root is not among them).
         layout: of the mask, see `TreeInputs`.
-        seq_lens_sum: the sum of `seq_lens`, or an upper bound, as the host knows it. The full layout needs it, or `out`.
-        out: bool, contiguous, to hold the mask: [B, N, N] for the query layout, [any size] for the full one. A full mask
-            that does not fit is cut off at the end; what lies beyond a shorter one is left as it was (undefined if
+        seq_lens_sum: the sum of `seq_lens`, or an upper bound, as the host knows it. The full layout needs it or `out`.
+        out: bool, contiguous, to hold the mask: [B, N, N] for the query layout, [any size] for the full one. A full
+            mask that does not fit is cut off at the end; what lies beyond a shorter one is left as it was (undefined if
             `seq_lens_sum` was a bound).
 
     Raises:

@@ -15,8 +15,8 @@ class KVPool:
     """The K and V buffers of all layers, addressed by slot.
 
     A verifying pass writes the KV of node i of request b into `slots[b, i]`, its window. Afterwards the accepted nodes'
-    KV must stand at the front of the window, in order, as if those tokens had been decoded one by one: depth j of the path
-    is position `seq_len + j` and belongs into `slots[b, j]`.
+    KV must stand at the front of the window, in order, as if those tokens had been decoded one by one: depth j of the
+    path is position `seq_len + j` and belongs into `slots[b, j]`.
 
     Pages need no care of their own: slot = page * page_size + offset, so a window may lie on any pages in any order.
     """
@@ -25,9 +25,9 @@ class KVPool:
         """
         Args:
             buffers: K and V of every layer, in any order, on one device: each [slots, ...] or, where `page_size` is a
-                dimension of its own, reshaped so by the caller with `flatten(0, 1)`. Dtypes and row shapes may differ (K from
-                V, layer from layer). Rows must be contiguous; the distance between rows is free. They are not copied, and must
-                stay where they are for as long as this object is used.
+                dimension of its own, reshaped so by the caller with `flatten(0, 1)`. Dtypes and row shapes may differ
+                (K from V, layer from layer). Rows must be contiguous; the distance between rows is free. They are not
+                copied, and must stay where they are for as long as this object is used.
 
         Raises:
             ValueError: no buffers, or one that differs in slots or device or whose rows are not contiguous.

@@ -44,7 +44,7 @@ def target_probs(
     greedy = (temperatures <= 0)[:, None, None]
     probs = torch.softmax(logits / torch.where(greedy, 1.0, temperatures[:, None, None]), -1)
     if top_ks is not None or top_ps is not None or min_ps is not None:
-        ranked, token = probs.sort(-1, descending=True, stable=True)
+        ranked, token = probs.sort(dim=-1, descending=True, stable=True)
         keep = torch.ones_like(ranked, dtype=torch.bool)
         if top_ks is not None:
             limit = torch.where(top_ks < 1, ranked.shape[-1], top_ks)[:, None, None]

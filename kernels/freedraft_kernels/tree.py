@@ -15,9 +15,9 @@ from freedraft_kernels.checks import check_tensor
 class TreeBatch:
     """Draft trees as flat int32 tensors on one device: `freedraft.draft.DraftBatch` without its scores.
 
-    Node 0 is the root: the request's last token, accepted already but not yet in the KV cache. Parents come before their
-    children, and the children of a node have different tokens. Entries at and beyond `counts[b]` are padding: they may
-    hold anything, are never accepted, and still take part in the forward pass, whose width N is the same for all requests.
+    Node 0 is the root: the request's last token, accepted already but not yet in the KV cache. Parents come before
+    their children, and the children of a node have different tokens. Entries at and beyond `counts[b]` are padding:
+    they may hold anything, are never accepted, and still take part in the forward pass, whose width N is everyone's.
 
     Attributes:
         tokens: int32 [B, N], token id of each node.

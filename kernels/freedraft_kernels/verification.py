@@ -1,8 +1,8 @@
 """`Verification`: which draft tokens the target accepts, and the bonus token after them.
 
 Both procedures walk the tree from the root. Greedy verification accepts the child that is the target's argmax. Sampling
-verification offers the children of a node in turn, each as a one-hot draft (its proposal is deterministic, so q = 1 at its
-token): accept with the token's current probability; on rejection set that probability to zero and renormalise. When
+verification offers the children of a node in turn, each as a one-hot draft (its proposal is deterministic, so q = 1 at
+its token): accept with the token's current probability; on rejection set that probability to zero and renormalise. When
 nothing is accepted any more, the bonus token is drawn from what remains of the distribution at the node where the walk
 stopped. The output then has exactly the target's distribution (SpecInfer, arXiv 2305.09781, multi-step speculative
 sampling, with one-hot drafts).
@@ -32,9 +32,10 @@ class Verification:
 
     Attributes:
         accepted: int32 [B, W], the accepted nodes from the root (node 0) down; -1 beyond.
-        lengths: int32 [B], number of accepted nodes, root included, which is also the number of new tokens; 0 for a request
-            without nodes.
-        tokens: int32 [B, W], the new tokens: those of the accepted nodes without the root, then the bonus token; -1 beyond.
+        lengths: int32 [B], number of accepted nodes, root included, which is also the number of new tokens; 0 for a
+            request without nodes.
+        tokens: int32 [B, W], the new tokens: those of the accepted nodes without the root, then the bonus token;
+            -1 beyond.
         bonus: int32 [B], the bonus token; -1 for a request without nodes.
     """
 
@@ -120,7 +121,8 @@ def verify_with_draws(
     threshold, and the bonus token is monotone in its draw.
 
     Args:
-        draws: int64 [B, N] in [0, 2**48), independent and uniform: entry i >= 1 decides on node i, entry 0 on the bonus token.
+        draws: int64 [B, N] in [0, 2**48), independent and uniform: entry i >= 1 decides on node i, entry 0 on the
+            bonus token.
         tree, probs, max_depth: as in `verify_sampled`.
     """
     depth = _check_depth(tree, max_depth)
@@ -173,7 +175,7 @@ def _outcome(tree: TreeBatch, taken: torch.Tensor, bonus: torch.Tensor, max_dept
     order = torch.where(taken, index, tree.max_nodes).sort(1).values[:, :width]
     accepted = torch.where(order < tree.max_nodes, order, -1)
     drafted = tree.tokens.gather(1, accepted.clamp(min=0).to(torch.int64))
-    tokens = torch.where(accepted >= 0, drafted, -1).roll(-1, 1)  # the root's token moves to the end, and is overwritten
+    tokens = torch.where(accepted >= 0, drafted, -1).roll(-1, 1)  # the root's moves to the end, and is overwritten
     step = index[:width]
     last = lengths[:, None] - 1
     bonus = torch.where(present, bonus, -1)

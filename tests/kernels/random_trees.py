@@ -12,7 +12,9 @@ from freedraft.draft import DraftBatch
 JUNK = np.array([-(2**31), -7, -1, 0, 1, 3, 10**6, 2**31 - 1], np.int32)
 
 
-def random_batch(rng: np.random.Generator, batch: int, nodes: int, vocab: int, counts: list[int] | None = None) -> DraftBatch:
+def random_batch(
+    rng: np.random.Generator, batch: int, nodes: int, vocab: int, counts: list[int] | None = None
+) -> DraftBatch:
     """Trees of every shape between chain and star; entries beyond the counts are junk."""
     drafts = DraftBatch.empty(batch, nodes)
     for array in (drafts.tokens, drafts.parents, drafts.depths):
@@ -45,7 +47,9 @@ def random_batch(rng: np.random.Generator, batch: int, nodes: int, vocab: int, c
 
 
 @st.composite
-def batches(draw: st.DrawFn, max_batch: int = 5, max_nodes: int = 12, max_vocab: int = 9) -> tuple[DraftBatch, int, int]:
+def batches(
+    draw: st.DrawFn, max_batch: int = 5, max_nodes: int = 12, max_vocab: int = 9
+) -> tuple[DraftBatch, int, int]:
     """(trees, vocabulary size, seed for whatever else the test makes up)."""
     seed = draw(st.integers(0, 2**32 - 1))
     vocab = draw(st.integers(2, max_vocab))

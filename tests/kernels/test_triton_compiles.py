@@ -19,19 +19,40 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
     """Kernel, argument types, compile-time arguments, warps: as launched at 32 nodes, and at the largest sizes."""
     from freedraft_kernels.device import inputs, kv_pool, verification
 
-    rows = {**TREE, "seq_lens": "*i64", "input_ids": "*i64", "positions": "*i64", "mask": "*u8", "nodes": "i32", "size": "i64"}
+    rows = {
+        **TREE,
+        "seq_lens": "*i64",
+        "input_ids": "*i64",
+        "positions": "*i64",
+        "mask": "*u8",
+        "nodes": "i32",
+        "size": "i64",
+    }
     query = {"FULL": False, "BATCH_BLOCK": 64, "NODE_BLOCK": 32, "COLUMN_BLOCK": 1024}
     greedy = {**TREE, "targets": "*i64", **OUT, "bonus": "*i32", "nodes": "i32", "max_depth": "i32"}
     ints = {"nodes": "i32", "vocab": "i32", "max_depth": "i32"}
     walk = {**TREE, **RANDOM, **OUT, "stops": "*i32", **ints}
     sums = {"probs": "*fp32", "stops": "*i32", "sums": "*i64", "nodes": "i32", "vocab": "i32"}
-    bonus = {**TREE, **RANDOM, "stops": "*i32", "sums": "*i64", "lengths": "*i32", "new_tokens": "*i32", "bonus": "*i32"}
+    bonus = {
+        **TREE,
+        **RANDOM,
+        "stops": "*i32",
+        "sums": "*i64",
+        "lengths": "*i32",
+        "new_tokens": "*i32",
+        "bonus": "*i32",
+    }
     compact = {"table": "*i64", "slots": "*i64", "accepted": "*i32", "lengths": "*i32", "nodes": "i32", "width": "i32"}
     block = {"CHUNK": 4096, "VOCAB_BLOCK": 1024}
     return {
         "query mask": (inputs.tree_inputs_kernel, rows, query, 1),
         "full mask": (inputs.tree_inputs_kernel, rows, {**query, "FULL": True}, 4),
-        "full mask of int32 lengths": (inputs.tree_inputs_kernel, {**rows, "seq_lens": "*i32"}, {**query, "FULL": True}, 4),
+        "full mask of int32 lengths": (
+            inputs.tree_inputs_kernel,
+            {**rows, "seq_lens": "*i32"},
+            {**query, "FULL": True},
+            4,
+        ),
         "greedy": (verification.verify_greedy_kernel, greedy, {"WIDTH_BLOCK": 32}, 1),
         "greedy, int32": (verification.verify_greedy_kernel, {**greedy, "targets": "*i32"}, {"WIDTH_BLOCK": 128}, 1),
         "walk": (verification.verify_sampled_kernel, walk, {"WIDTH_BLOCK": 32}, 1),

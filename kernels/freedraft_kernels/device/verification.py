@@ -1,8 +1,8 @@
 """Triton kernels of `freedraft_kernels.verification`.
 
-The walk down the tree is one forward scan over the nodes by one program per request. Sampling then sums the weights of the
-row where the walk stopped in chunks (many programs per request, as a row has up to 152k tokens), and draws the bonus token
-in two levels: the chunk first, then the token inside it.
+The walk down the tree is one forward scan over the nodes by one program per request. Sampling then sums the weights of
+the row where the walk stopped in chunks (many programs per request: a row has up to 152k tokens), and draws the bonus
+token in two levels: the chunk first, then the token inside it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from freedraft_kernels.verification import WEIGHT_ONE
 
 _ONE = tl.constexpr(WEIGHT_ONE)
 _VOCAB_BLOCK = 1024
-_MIN_CHUNK = 4 * _VOCAB_BLOCK
 _MAX_CHUNKS = 64
 
 
@@ -136,7 +135,7 @@ def chunk_sums_kernel(
     CHUNK: tl.constexpr,
     VOCAB_BLOCK: tl.constexpr,
 ):
-    """Program (b, c) sums the weights of tokens [c * CHUNK, (c + 1) * CHUNK) in the row where request b's walk stopped."""
+    """Program (b, c) sums the weights of tokens [c * CHUNK, (c + 1) * CHUNK) in the row where walk b stopped."""
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     stop = tl.load(stops + request)
@@ -254,7 +253,7 @@ def launch_verify_sampled(
     if batch == 0:
         return accepted, lengths, new_tokens, bonus
     # A power of two, so that the kernels are compiled for few sizes.
-    chunk = max(_MIN_CHUNK, triton.next_power_of_2(triton.cdiv(vocab, _MAX_CHUNKS)))
+    chunk = max(_VOCAB_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _MAX_CHUNKS)))
     chunks = triton.cdiv(vocab, chunk)
     stops = torch.empty_like(lengths)
     sums = torch.empty(batch, chunks, dtype=torch.int64, device=tree.device)

@@ -1,0 +1,259 @@
+"""Check and time every kernel of `freedraft_kernels` on whatever device there is. Needs torch and triton only.
+
+    python bench/kernels.py [--json OUT] [--quick]
+
+On a GPU: each Triton kernel against its torch reference (results must be equal bit for bit) and against the bytes it
+must move, as a share of the bandwidth of a device-to-device copy measured on the spot. Without a GPU only the references
+are timed, at tiny shapes, and under TRITON_INTERPRET=1 the kernels are checked against them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+
+from freedraft_kernels import KVPool, TreeBatch, Verification, tree_inputs, verify_greedy, verify_sampled
+from freedraft_kernels.dispatch import Backend, has_triton, use_triton
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    batch: int
+    nodes: int
+    seq_len: int
+    vocab: int
+    layers: int
+    heads: int  # KV heads
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. Times are medians in microseconds; bytes are what the operation must at least move."""
+
+    kernel: str
+    shape: str
+    equal: bool | None
+    bytes: int
+    reference_us: float
+    triton_us: float | None
+    gb_per_s: float | None
+    share_of_copy: float | None
+
+
+GPU_SHAPES = [Shape(b, n, 4096, 152_064, 32, 8, 128) for b, n in ((1, 32), (8, 16), (64, 8), (64, 32))]
+CPU_SHAPES = [Shape(2, 8, 300, 5000, 2, 2, 16)]
+
+
+def random_trees(shape: Shape, device: torch.device) -> TreeBatch:
+    """Trees whose nodes hang from any of the four before them, with one to N nodes; siblings differ in their tokens."""
+    generator = torch.Generator().manual_seed(0)
+    node = torch.arange(shape.nodes)
+    back = torch.randint(1, 5, (shape.batch, shape.nodes), generator=generator)
+    parents = torch.where(node > 0, (node - back).clamp(min=0), -1).int()
+    depths = torch.zeros_like(parents)
+    for i in range(1, shape.nodes):
+        depths[:, i] = depths.gather(1, parents[:, i : i + 1].long())[:, 0] + 1
+    tokens = torch.argsort(torch.rand(shape.batch, min(shape.vocab, 4096), generator=generator), 1)[
+        :, : shape.nodes
+    ].int()
+    counts = torch.randint(shape.nodes // 2 + 1, shape.nodes + 1, (shape.batch,), generator=generator).int()
+    return TreeBatch(*(t.contiguous().to(device) for t in (tokens, parents, depths, counts)))
+
+
+def median_us(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median time of one call. On a GPU: device time between events, caches flushed before each call."""
+    run()
+    if device.type != "cuda":
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - start) * 1e6)
+        return statistics.median(times)
+    flush = torch.empty(256 * 2**20, dtype=torch.int8, device=device)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start_event, end_event in events:
+        flush.zero_()  # keeps the device busy while the host queues the call, so that few launches are not counted
+        start_event.record()
+        run()
+        end_event.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) * 1e3 for start, end in events)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read plus written, of a copy of 512 MiB (16 MiB on a CPU)."""
+    size = (512 if device.type == "cuda" else 16) * 2**20
+    source, target = (torch.zeros(size, dtype=torch.int8, device=device) for _ in range(2))
+    return 2 * size / (median_us(lambda: target.copy_(source), device, 10) * 1e-6)
+
+
+def tensors(result: object) -> list[torch.Tensor]:
+    names = getattr(type(result), "__dataclass_fields__", {})
+    return [getattr(result, name) for name in names] if names else list(result)  # type: ignore[call-overload]
+
+
+def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) -> list[Row]:
+    batch, nodes, vocab = shape.batch, shape.nodes, shape.vocab
+    tree = random_trees(shape, device)
+    generator = torch.Generator(device).manual_seed(1)
+    seq_lens = torch.full((batch,), shape.seq_len, dtype=torch.int64, device=device)
+    room = batch * shape.seq_len
+    probs = torch.randn(batch, nodes, vocab, device=device, generator=generator).mul_(4).softmax(-1)
+    # Much of the mass on drafts, so that the walks go down the trees.
+    parents = tree.parents.clamp(min=0).long()
+    request = torch.arange(batch, device=device)[:, None]
+    half = torch.tensor(0.5, device=device)
+    probs.index_put_((request, parents, tree.tokens.long()), half, accumulate=True)
+    probs /= probs.sum(-1, keepdim=True)
+    targets = probs.argmax(-1)
+    seeds = torch.arange(batch, device=device)
+    slots = torch.randperm(2 * batch * nodes, device=device, generator=generator)[: batch * nodes].view(batch, nodes)
+    row_shape = (2 * batch * nodes, shape.heads, shape.dim)
+    kv = [torch.randn(row_shape, device=device, generator=generator).bfloat16() for _ in range(2 * shape.layers)]
+    pool, pool_copy = KVPool(kv), [b.clone() for b in kv]
+    other_pool = KVPool(pool_copy)
+    # Every second node: all rows but the root's move.
+    width = (nodes + 1) // 2
+    accepted = (torch.arange(width, device=device, dtype=torch.int32) * 2).expand(batch, width).contiguous()
+    lengths = torch.full((batch,), width, dtype=torch.int32, device=device)
+    paths = Verification(accepted, lengths, accepted, lengths)
+
+    def compact(backend: Backend) -> list[torch.Tensor]:
+        (pool if backend == "triton" else other_pool).compact(slots, paths, backend=backend)
+        return kv if backend == "triton" else pool_copy
+
+    trees = 4 * batch * (3 * nodes + 1)
+    outcome = 4 * batch * (2 * nodes + 2)
+    moved = 2 * batch * (width - 1) * 2 * shape.layers * shape.heads * shape.dim * 2
+    operations: list[tuple[str, Callable[[Backend], object], int]] = [
+        (
+            "tree inputs, query mask",
+            lambda b: tree_inputs(tree, seq_lens, layout="query", backend=b),
+            trees + batch * nodes * (16 + nodes),
+        ),
+        (
+            "tree inputs, full mask",
+            lambda b: tree_inputs(tree, seq_lens, layout="full", seq_lens_sum=room, backend=b),
+            trees + batch * nodes * 16 + nodes * (room + batch * nodes),
+        ),
+        ("verify greedy", lambda b: verify_greedy(tree, targets, backend=b), trees + outcome + 8 * batch * nodes),
+        (
+            "verify sampled",
+            lambda b: verify_sampled(tree, probs, seeds, seq_lens, backend=b),
+            trees + outcome + 4 * batch * vocab,
+        ),
+        ("compact KV", compact, moved),
+    ]
+    with_triton = use_triton(device)
+    rows = []
+    for name, run, size in operations:
+        equal = None
+        if with_triton:  # before anything is timed: compaction works in place
+            pairs = zip(tensors(run("triton")), tensors(run("reference")), strict=True)
+            equal = all(torch.equal(ours, reference) for ours, reference in pairs)
+        reference_us = median_us(lambda run=run: run("reference"), device, repeats)  # type: ignore[misc]
+        triton_us = rate = None
+        if with_triton and device.type == "cuda":
+            triton_us = median_us(lambda run=run: run("triton"), device, repeats)  # type: ignore[misc]
+            rate = size / (triton_us * 1e-6)
+        rows.append(
+            Row(
+                name,
+                f"{batch}x{nodes}",
+                equal,
+                size,
+                reference_us,
+                triton_us,
+                rate and rate / 1e9,
+                rate and rate / bandwidth,
+            )
+        )
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    head = [
+        "kernel",
+        "batch x nodes",
+        "equal",
+        "MB moved",
+        "reference us",
+        "triton us",
+        "speed-up",
+        "GB/s",
+        "% of copy",
+    ]
+    lines = [head]
+    for r in rows:
+        timed = r.triton_us is not None and r.gb_per_s is not None and r.share_of_copy is not None
+        lines.append(
+            [
+                r.kernel,
+                r.shape,
+                {True: "yes", False: "NO", None: "-"}[r.equal],
+                f"{r.bytes / 1e6:.3f}",
+                f"{r.reference_us:.1f}",
+                *(
+                    [
+                        f"{r.triton_us:.1f}",
+                        f"{r.reference_us / r.triton_us:.1f}x",  # type: ignore[operator]
+                        f"{r.gb_per_s:.0f}",
+                        f"{100 * r.share_of_copy:.0f}",  # type: ignore[operator]
+                    ]
+                    if timed
+                    else ["-"] * 4
+                ),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures there")
+    parser.add_argument("--quick", action="store_true", help="the smallest shape only, few repeats")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()})"
+    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    bandwidth = copy_bandwidth(device)
+    triton_version = __import__("triton").__version__ if has_triton() else None
+    print(f"{name}, torch {torch.__version__}, triton {triton_version}, copy {bandwidth / 1e9:.0f} GB/s")
+    if not use_triton(device):
+        print("no GPU and no TRITON_INTERPRET=1: references only")
+    repeats = 5 if args.quick or device.type == "cpu" else 50
+    rows = [row for s in (shapes[:1] if args.quick else shapes) for row in measure(s, device, bandwidth, repeats)]
+    print(table(rows))
+    if args.json:
+        figures = {
+            "device": name,
+            "torch": torch.__version__,
+            "triton": triton_version,
+            "copy_bytes_per_s": bandwidth,
+            "shapes": [asdict(s) for s in shapes],
+            "rows": [asdict(r) for r in rows],
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if any(row.equal is False for row in rows):
+        print("a kernel differs from its reference", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Token ids, positions and masks of the reference, against plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from freedraft_kernels import TreeBatch, tree_inputs
+from hypothesis import given, settings
+from random_trees import batches, on, path_to, random_batch
+
+from freedraft.draft import DraftBatch
+
+
+def expected(drafts: DraftBatch, lengths: list[int], full: bool) -> tuple[list[int], list[int], list[bool]]:
+    ids, positions, cells = [], [], []
+    for b in range(drafts.batch_size):
+        for i in range(drafts.max_nodes):
+            inside = i < drafts.counts[b]
+            path = path_to(drafts, b, i) if inside else [i]
+            ids.append(int(drafts.tokens[b, i]) if inside else 0)
+            positions.append(lengths[b] + (len(path) - 1 if inside else 0))
+            cells += [True] * (lengths[b] if full else 0) + [j in path for j in range(drafts.max_nodes)]
+    return ids, positions, cells
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_reference(case: tuple[DraftBatch, int, int]) -> None:
+    drafts, _, seed = case
+    tree = on("cpu", drafts)
+    lengths = [(seed >> b) % 23 for b in range(drafts.batch_size)]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32 if seed % 2 else torch.int64)
+    for full in (False, True):
+        inputs = tree_inputs(
+            tree,
+            seq_lens,
+            layout="full" if full else "query",
+            seq_lens_sum=sum(lengths) if full else None,
+            backend="reference",
+        )
+        ids, positions, cells = expected(drafts, lengths, full)
+        assert inputs.input_ids.dtype == inputs.positions.dtype == torch.int64 and inputs.mask.dtype == torch.bool
+        assert inputs.input_ids.tolist() == ids
+        assert inputs.positions.tolist() == positions
+        assert inputs.mask.flatten().tolist() == cells
+        assert inputs.mask.shape == ((len(cells),) if full else (tree.batch_size, tree.max_nodes, tree.max_nodes))
+
+
+def test_full_mask_into_a_larger_and_a_smaller_buffer() -> None:
+    import numpy as np
+
+    drafts = random_batch(np.random.default_rng(3), 3, 6, 9)
+    tree, lengths = on("cpu", drafts), [4, 0, 7]
+    cells = expected(drafts, lengths, True)[2]
+    for fill in (False, True):
+        for size in (len(cells) + 50, len(cells) - 20, 1, 0):
+            out = torch.full((size,), fill)
+            inputs = tree_inputs(tree, torch.tensor(lengths), layout="full", out=out, backend="reference")
+            assert inputs.mask is out
+            assert out.tolist() == (cells + [fill] * 50)[:size]
+
+
+def test_no_requests() -> None:
+    empty = torch.empty(0, 4, dtype=torch.int32)
+    tree = TreeBatch(empty, empty, empty, torch.empty(0, dtype=torch.int32))
+    for layout in ("full", "query"):
+        inputs = tree_inputs(
+            tree, torch.empty(0, dtype=torch.int64), layout=layout, seq_lens_sum=0 if layout == "full" else None
+        )
+        assert inputs.mask.numel() == inputs.input_ids.numel() == 0
+
+
+def test_bad_input() -> None:
+    import numpy as np
+
+    tree = on("cpu", random_batch(np.random.default_rng(0), 2, 4, 9))
+    lengths = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match=r"seq_lens has shape \[3\], expected \[2\]"):
+        tree_inputs(tree, torch.tensor([1, 2, 3]), layout="query")
+    with pytest.raises(ValueError, match=r"seq_lens is torch.float32"):
+        tree_inputs(tree, lengths.float(), layout="query")
+    with pytest.raises(ValueError, match="layout is 'square'"):
+        tree_inputs(tree, lengths, layout="square")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="exactly one of seq_lens_sum and out"):
+        tree_inputs(tree, lengths, layout="full")
+    with pytest.raises(ValueError, match="exactly one of seq_lens_sum and out"):
+        tree_inputs(tree, lengths, layout="full", seq_lens_sum=3, out=torch.empty(99, dtype=torch.bool))
+    with pytest.raises(ValueError, match="seq_lens_sum is -1"):
+        tree_inputs(tree, lengths, layout="full", seq_lens_sum=-1)
+    with pytest.raises(ValueError, match=r"out has shape \[2, 4, 5\], expected \[2, 4, 4\]"):
+        tree_inputs(tree, lengths, layout="query", out=torch.empty(2, 4, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"out is torch.uint8"):
+        tree_inputs(tree, lengths, layout="full", out=torch.empty(99, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="out is not contiguous"):
+        tree_inputs(tree, lengths, layout="full", out=torch.empty(99, dtype=torch.bool)[::2])
+    with pytest.raises(ValueError, match="out is on meta"):
+        tree_inputs(tree, lengths, layout="full", out=torch.empty(99, dtype=torch.bool, device="meta"))
+    with pytest.raises(ValueError, match="backend is 'cuda'"):
+        tree_inputs(tree, lengths, layout="query", backend="cuda")  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""Compaction of accepted paths by the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from freedraft_kernels import KVPool, Verification
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def accepted_paths(rng: np.random.Generator, batch: int, nodes: int, width: int) -> Verification:
+    """Rising node indices from 0, of every length from none to `width`."""
+    accepted = torch.full((batch, width), -1, dtype=torch.int32)
+    lengths = torch.zeros(batch, dtype=torch.int32)
+    for b in range(batch):
+        lengths[b] = length = int(rng.integers(0, width + 1))
+        if length:
+            path = [0, *sorted(rng.choice(np.arange(1, nodes), length - 1, replace=False).tolist())]
+            accepted[b, :length] = torch.tensor(path, dtype=torch.int32)
+    return Verification(accepted, lengths, torch.empty(0), torch.empty(0))
+
+
+def paged_slots(rng: np.random.Generator, batch: int, nodes: int, page_size: int) -> tuple[torch.Tensor, int]:
+    """Windows that start anywhere in a page and go on in another one anywhere: int64 [B, N], and the pool's slots."""
+    per_request = -(-(nodes + page_size - 1) // page_size)
+    pages = rng.permutation(batch * per_request + 3)[: batch * per_request].reshape(batch, per_request)
+    position = rng.integers(0, page_size, (batch, 1)) + np.arange(nodes)
+    slots = pages[np.arange(batch)[:, None], position // page_size] * page_size + position % page_size
+    return torch.from_numpy(slots), (batch * per_request + 3) * page_size
+
+
+def random_buffers(rng: np.random.Generator, slots: int, heads: int, dim: int) -> list[torch.Tensor]:
+    """Float, half, byte and 3-byte rows, and K and V interleaved in one tensor (rows apart from each other)."""
+    both = torch.from_numpy(rng.normal(size=(slots, 2, heads, dim))).float()
+    return [
+        torch.from_numpy(rng.normal(size=(slots, heads, dim))).float(),
+        torch.from_numpy(rng.normal(size=(slots, heads, dim))).bfloat16(),
+        torch.from_numpy(rng.integers(-128, 128, (slots, heads, dim))).to(torch.int8),
+        torch.from_numpy(rng.integers(-128, 128, (slots, 3))).to(torch.int8),
+        both[:, 0],
+        both[:, 1],
+    ]
+
+
+def expected(buffer: torch.Tensor, slots: torch.Tensor, verification: Verification) -> torch.Tensor:
+    result = buffer.clone()
+    for b, length in enumerate(verification.lengths.tolist()):
+        for step in range(length):
+            result[slots[b, step]] = buffer[slots[b, verification.accepted[b, step]]]
+    return result
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 12), st.sampled_from([1, 4, 16]))
+def test_reference(seed: int, batch: int, nodes: int, page_size: int) -> None:
+    rng = np.random.default_rng(seed)
+    slots, total = paged_slots(rng, batch, nodes, page_size)
+    paths = accepted_paths(rng, batch, nodes, int(rng.integers(1, nodes + 1)))
+    buffers = random_buffers(rng, total, 2, 4)
+    wanted = [expected(b, slots, paths) for b in buffers]
+    KVPool(buffers).compact(slots.int() if seed % 2 else slots, paths, backend="reference")
+    for buffer, want in zip(buffers, wanted, strict=True):
+        assert torch.equal(buffer, want)
+
+
+def test_pages_as_a_dimension() -> None:
+    pool = torch.arange(4 * 16 * 2 * 3).view(4, 16, 2, 3).float()
+    before = pool.clone()
+    paths = Verification(
+        torch.tensor([[0, 2, 3, -1]], dtype=torch.int32),
+        torch.tensor([3], dtype=torch.int32),
+        torch.empty(0),
+        torch.empty(0),
+    )
+    KVPool([pool.flatten(0, 1)]).compact(torch.tensor([[15, 48, 49, 50]]), paths, backend="reference")
+    assert torch.equal(pool[3, 0], before[3, 1]) and torch.equal(pool[3, 1], before[3, 2])
+    untouched = torch.ones(4, 16, dtype=torch.bool)
+    untouched[3, :2] = False
+    assert torch.equal(pool[untouched], before[untouched])
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="at least one buffer"):
+        KVPool([])
+    with pytest.raises(ValueError, match="KV buffer 1 has 9 slots on cpu, buffer 0 has 8"):
+        KVPool([torch.zeros(8, 2, 4), torch.zeros(9, 2, 4)])
+    with pytest.raises(ValueError, match="rows of KV buffer 0 are not contiguous"):
+        KVPool([torch.zeros(8, 4, 2).transpose(1, 2)])
+    with pytest.raises(ValueError, match="KV buffer 0 has shape"):
+        KVPool([torch.zeros(8)])
+    pool = KVPool([torch.zeros(8, 2, 4)])
+    paths = accepted_paths(np.random.default_rng(0), 2, 4, 3)
+    with pytest.raises(ValueError, match=r"at most nodes"):
+        pool.compact(torch.zeros(2, 2, dtype=torch.int64), paths)
+    with pytest.raises(ValueError, match=r"accepted has shape \[2, 3\], expected \[1, 3\]"):
+        pool.compact(torch.zeros(1, 4, dtype=torch.int64), paths)
+    with pytest.raises(ValueError, match=r"slots is torch\.float32"):
+        pool.compact(torch.zeros(2, 4), paths)
+    with pytest.raises(ValueError, match="slots is on meta"):
+        pool.compact(torch.zeros(2, 4, dtype=torch.int64, device="meta"), paths)

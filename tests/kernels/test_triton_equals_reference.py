@@ -1,0 +1,203 @@
+"""Triton kernels against the references, bit for bit: on a GPU where there is one, else in Triton's interpreter.
+
+The interpreter has to be chosen before Triton is first imported, and other tests import Triton. Where the environment
+does not say TRITON_INTERPRET=1 and there is no GPU, `test_in_the_interpreter` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from freedraft_kernels import KVPool, TreeBatch, Verification, tree_inputs, verify_greedy, verify_sampled
+from freedraft_kernels.dispatch import interpreting, use_triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import batches, on, random_batch, random_probs
+from test_kernel_kv_pool import accepted_paths, paged_slots, random_buffers
+from test_kernel_verification import chi_square
+
+from freedraft.draft import DraftBatch
+
+pytest.importorskip("triton")
+
+GPU = torch.cuda.is_available() and not interpreting()
+DEVICE = "cuda" if GPU else "cpu"
+runs_triton = pytest.mark.skipif(not (GPU or interpreting()), reason="no GPU: run by test_in_the_interpreter")
+
+
+@pytest.mark.skipif(GPU or interpreting(), reason="the tests below run in this process")
+def test_in_the_interpreter() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert " passed, 2 skipped" in run.stdout, run.stdout[-2000:]  # itself, and what needs a GPU
+
+
+def same(ours: Verification, reference: Verification) -> None:
+    for field in ("accepted", "lengths", "tokens", "bonus"):
+        got, want = getattr(ours, field), getattr(reference, field)
+        assert got.dtype == want.dtype and torch.equal(got, want), (field, got, want)
+
+
+@runs_triton
+def test_dispatch() -> None:
+    assert use_triton(torch.device(DEVICE)) and not use_triton(torch.device(DEVICE), "reference")
+
+
+@runs_triton
+@settings(max_examples=25, deadline=None)
+@given(batches(max_batch=4))
+def test_tree_inputs(case: tuple[DraftBatch, int, int]) -> None:
+    drafts, _, seed = case
+    tree = on(DEVICE, drafts)
+    lengths = [(seed >> (3 * b)) % 1200 for b in range(drafts.batch_size)]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32 if seed % 2 else torch.int64, device=DEVICE)
+    query = [tree_inputs(tree, seq_lens, layout="query", backend=b) for b in ("triton", "reference")]
+    room = sum(lengths)
+    full = [tree_inputs(tree, seq_lens, layout="full", seq_lens_sum=room, backend=b) for b in ("triton", "reference")]
+    size = seed % (2 * full[0].mask.numel())
+    outs = [torch.full((size,), seed % 3 == 0, device=DEVICE) for _ in range(2)]
+    other = [
+        tree_inputs(tree, seq_lens, layout="full", out=out, backend=b)
+        for out, b in zip(outs, ("triton", "reference"), strict=True)
+    ]
+    for ours, reference in (query, full, other):
+        for field in ("input_ids", "positions", "mask"):
+            got, want = getattr(ours, field), getattr(reference, field)
+            assert got.dtype == want.dtype and torch.equal(got, want), field
+
+
+@runs_triton
+@settings(max_examples=60, deadline=None)
+@given(batches(max_nodes=20, max_vocab=4), st.integers(0, 19))
+def test_greedy(case: tuple[DraftBatch, int, int], depth: int) -> None:
+    drafts, vocab, seed = case
+    rng = np.random.default_rng(seed)
+    tree, depth = on(DEVICE, drafts), min(depth, drafts.max_nodes - 1)
+    targets = torch.from_numpy(rng.integers(0, vocab, drafts.tokens.shape)).to(DEVICE)
+    targets = targets.int() if seed % 2 else targets
+    same(*(verify_greedy(tree, targets, max_depth=depth, backend=b) for b in ("triton", "reference")))
+
+
+@runs_triton
+@settings(max_examples=40, deadline=None)
+@given(batches(max_nodes=16), st.integers(0, 15))
+def test_sampled(case: tuple[DraftBatch, int, int], depth: int) -> None:
+    drafts, vocab, seed = case
+    rng = np.random.default_rng(seed)
+    tree, depth = on(DEVICE, drafts), min(depth, drafts.max_nodes - 1)
+    probs = random_probs(rng, *drafts.tokens.shape, vocab).to(DEVICE)
+    seeds = torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, drafts.batch_size)).to(DEVICE)
+    positions = torch.from_numpy(rng.integers(0, 2**31 - 1, drafts.batch_size)).to(DEVICE)
+    positions = positions.int() if seed % 2 else positions
+    same(*(verify_sampled(tree, probs, seeds, positions, max_depth=depth, backend=b) for b in ("triton", "reference")))
+
+
+@runs_triton
+@pytest.mark.parametrize("vocab", [1023, 1024, 1025, 49_152, 152_064])
+def test_sampled_over_large_vocabularies(vocab: int) -> None:
+    """Several chunks, the last one cut short, rejected children in the first, the last and the same chunk."""
+    rng = np.random.default_rng(vocab)
+    batch, nodes = 6, 5
+    drafts = random_batch(rng, batch, nodes, vocab, [5, 5, 5, 1, 0, 5])
+    drafts.tokens[:3, 1:] = [vocab - 1, vocab - 2, 0, vocab // 2]
+    drafts.parents[:3, 1:], drafts.depths[:3, 1:] = 0, 1
+    drafts.check()
+    logits = torch.from_numpy(
+        rng.normal(size=(batch, nodes, vocab)) * rng.choice([0.1, 2.0], (batch, nodes, 1))
+    ).float()
+    probs = torch.softmax(logits, -1)
+    probs[2] = 0.0  # all the mass on the children
+    probs[2, 0, drafts.tokens[2, 1:].astype(np.int64)] = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    probs = probs.to(DEVICE)
+    tree = on(DEVICE, drafts)
+    for trial in range(2):
+        seeds = torch.from_numpy(rng.integers(0, 2**62, batch)).to(DEVICE)
+        positions = torch.full((batch,), trial, device=DEVICE)
+        same(*(verify_sampled(tree, probs, seeds, positions, backend=b) for b in ("triton", "reference")))
+
+
+@runs_triton
+def test_sampled_with_tokens_outside_the_vocabulary_and_rows_that_are_no_distribution() -> None:
+    rng = np.random.default_rng(1)
+    drafts = random_batch(rng, 8, 6, 9, [6] * 8)
+    drafts.tokens[0, 1:4] = [9, 2**31 - 1, 4096]
+    probs = random_probs(rng, 8, 6, 9)
+    probs[1], probs[2], probs[3], probs[4] = 0.0, float("nan"), -1.0, float("inf")
+    probs[5, :, 2] = 1.0 + 1e-6
+    probs, tree = probs.to(DEVICE), on(DEVICE, drafts)
+    for trial in range(5):
+        seeds = torch.arange(8, device=DEVICE) + 100 * trial
+        same(*(verify_sampled(tree, probs, seeds, seeds, backend=b) for b in ("triton", "reference")))
+
+
+@runs_triton
+def test_sampled_passes_a_chi_square() -> None:
+    rng = np.random.default_rng(100)
+    drafts = random_batch(rng, 1, 6, 4, [6])
+    probs = torch.softmax(torch.from_numpy(rng.normal(size=(1, 6, 4))), -1).float()
+    assert chi_square(drafts, probs, 100_000 if GPU else 300, "triton", DEVICE) > 1e-4
+
+
+@runs_triton
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(2, 12), st.sampled_from([1, 4, 16]))
+def test_compaction(seed: int, batch: int, nodes: int, page_size: int) -> None:
+    rng = np.random.default_rng(seed)
+    slots, total = paged_slots(rng, batch, nodes, page_size)
+    paths = accepted_paths(rng, batch, nodes, int(rng.integers(1, nodes + 1)))
+    paths = Verification(paths.accepted.to(DEVICE), paths.lengths.to(DEVICE), paths.tokens, paths.bonus)
+    # Rows that several programs share.
+    wide = [torch.from_numpy(rng.normal(size=(total, 5, 130))).half()] if seed % 4 == 0 else []
+    buffers = [b.to(DEVICE) for b in random_buffers(rng, total, 2, 4) + wide]
+    copies = [b.clone() for b in buffers]
+    slots = (slots.int() if seed % 2 else slots).to(DEVICE)
+    KVPool(buffers).compact(slots, paths, backend="triton")
+    KVPool(copies).compact(slots, paths, backend="reference")
+    for i, (got, want) in enumerate(zip(buffers, copies, strict=True)):
+        assert torch.equal(got, want), i
+
+
+@runs_triton
+def test_no_requests() -> None:
+    empty = torch.empty(0, 4, dtype=torch.int32, device=DEVICE)
+    tree = TreeBatch(empty, empty, empty, empty[:, 0])
+    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    assert tree_inputs(tree, none, layout="query", backend="triton").mask.shape == (0, 4, 4)
+    assert verify_greedy(tree, torch.empty(0, 4, dtype=torch.int64, device=DEVICE), backend="triton").bonus.shape == (
+        0,
+    )
+    assert verify_sampled(tree, torch.empty(0, 4, 9, device=DEVICE), none, none, backend="triton").bonus.shape == (0,)
+
+
+@runs_triton
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_no_operation_synchronises() -> None:
+    rng = np.random.default_rng(0)
+    drafts = random_batch(rng, 4, 8, 50)
+    tree, seq_lens = on(DEVICE, drafts), torch.tensor([5, 6, 7, 8], device=DEVICE)
+    probs, targets = random_probs(rng, 4, 8, 50).to(DEVICE), torch.zeros(4, 8, dtype=torch.int64, device=DEVICE)
+    pool, slots = KVPool([torch.zeros(64, 2, 8, device=DEVICE)]), torch.arange(32, device=DEVICE).view(4, 8)
+
+    def step(backend: str) -> None:
+        tree_inputs(tree, seq_lens, layout="query", backend=backend)  # type: ignore[arg-type]
+        tree_inputs(tree, seq_lens, layout="full", seq_lens_sum=26, backend=backend)  # type: ignore[arg-type]
+        pool.compact(slots, verify_greedy(tree, targets, backend=backend), backend=backend)  # type: ignore[arg-type]
+        verify_sampled(tree, probs, seq_lens, seq_lens, backend=backend)  # type: ignore[arg-type]
+
+    for backend in ("triton", "reference"):
+        step(backend)  # compiles, and copies the pool's table to the device once
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(backend)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
