@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,9 @@ from freedraft.engines.vllm.methods import register as register_method
 from freedraft.engines.vllm.runner import Step, StepProposer
 from freedraft.metrics import Metrics, serve
 from sssd_plugin.options import SssdOptions
+
+if TYPE_CHECKING:
+    from sssd_plugin.datastore.store import Datastore
 
 logger = logging.getLogger("freedraft.sssd")
 
@@ -33,15 +37,15 @@ def check_start(options: SssdOptions, model_config: Any) -> None:
     """
     options.cost_model(1)
     if options.weights is not None:
-        from sssd_plugin.drafter import load_weights
+        from sssd_plugin.learned import Weights
 
-        load_weights(options.weights)
+        Weights.load(options.weights)
     if options.datastore is not None:
-        open_store(options, model_config, verify=True).close()
+        open_store(options.datastore, model_config, verify=True).close()
 
 
-def open_store(options: SssdOptions, model_config: Any, *, verify: bool) -> Any:
-    """The datastore, if it fits the model's vocabulary and tokenizer.
+def open_store(path: Path, model_config: Any, *, verify: bool) -> Datastore:
+    """The datastore at `path`, if it fits the model's vocabulary and tokenizer.
 
     Raises:
         DatastoreError: the store is missing, damaged, of another tokenizer or of a newer format.
@@ -49,7 +53,7 @@ def open_store(options: SssdOptions, model_config: Any, *, verify: bool) -> Any:
     from sssd_plugin.datastore.store import Datastore
 
     return Datastore.open(
-        options.datastore,
+        path,
         vocab_size=model_config.get_vocab_size(),
         tokenizer_fingerprint=tokenizer_fingerprint(model_config),
         verify=verify,
@@ -82,8 +86,10 @@ class SssdProposer(StepProposer):
         from sssd_plugin.drafter import Drafter
 
         options = SssdOptions.parse(self.options)
-        # The front-end process has verified every byte already.
-        self.store = open_store(options, vllm_config.model_config, verify=False) if options.datastore else None
+        self.store: Datastore | None = None
+        if options.datastore is not None:
+            # The front-end process has verified every byte already.
+            self.store = open_store(options.datastore, vllm_config.model_config, verify=False)
         self.min_score = options.min_score
         self.cost_model = options.cost_model(self.max_draft_tokens)
         self.drafter = Drafter(

@@ -1,7 +1,6 @@
 """Mistakes of vLLM that speculative decoding runs into, mended for the versions that have them.
 
-Each fix is one function, named in `FIXES` with the versions, the platform and the reason. They are applied in the
-process that drafts, when one of our drafters starts.
+Each fix is one function, named in `FIXES` with the versions, the platform and the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from freedraft.engines.vllm.methods import vllm_version
+from freedraft.engines.vllm.hooks import vllm_version
 from freedraft.engines.vllm.patching import wrap_once
 
 logger = logging.getLogger(__name__)
@@ -26,6 +25,7 @@ class Fix:
     Attributes:
         first, last: vLLM's versions that have it, as far as known; later ones are left alone.
         platform: `current_platform.device_type` that has it.
+        early: applied in every process when our methods are registered, instead of when a drafter of ours starts.
         reason: what goes wrong without it.
         apply: mends it; safe to call more than once.
     """
@@ -33,6 +33,7 @@ class Fix:
     first: str
     last: str
     platform: str
+    early: bool
     reason: str
     apply: Callable[[], None]
 
@@ -83,17 +84,44 @@ def allow_steps_without_drafts() -> None:
     wrap_once(rejection_sampler, "apply_sampling_constraints", make)
 
 
+def start_with_numba_loaded() -> None:
+    """Let vLLM look through the modules of a process that has loaded numba.
+
+    To replace its Triton kernels vLLM asks every value of every module for its `vars`. That of llvmlite's library
+    object is no dictionary, so no engine starts once numba is loaded, here or in the process that this was forked from.
+    """
+    import builtins
+
+    from vllm.triton_utils import dispatcher
+
+    def vars_of(value: Any) -> Any:
+        found = builtins.vars(value)
+        return found if hasattr(found, "keys") else {}
+
+    dispatcher.vars = vars_of  # type: ignore[attr-defined]
+
+
 FIXES = (
-    Fix("0.26", "0.32", "cpu", "sampling parameters of draft tokens are uninitialised", expand_per_token_parameters),
-    Fix("0.26", "0.32", "cpu", "a sampled step without drafts ends the engine", allow_steps_without_drafts),
+    Fix("0.26", "0.32", "cpu", True, "no engine starts once numba is loaded", start_with_numba_loaded),
+    Fix(
+        "0.26",
+        "0.32",
+        "cpu",
+        False,
+        "sampling parameters of draft tokens are uninitialised memory",
+        expand_per_token_parameters,
+    ),
+    Fix("0.26", "0.32", "cpu", False, "a sampled step without drafts ends the engine", allow_steps_without_drafts),
 )
 
 
-def apply_fixes() -> None:
-    """Apply what this vLLM on this platform needs."""
+def apply_fixes(*, early: bool) -> None:
+    """Apply what this vLLM on this platform needs now."""
     from vllm.platforms import current_platform
 
     for fix in FIXES:
-        if fix.applies(vllm_version(), current_platform.device_type):
-            fix.apply()
-            logger.debug("freedraft: fixed in this process: %s", fix.reason)
+        if fix.early == early and fix.applies(vllm_version(), current_platform.device_type):
+            try:
+                fix.apply()
+            except (ImportError, AttributeError) as error:  # a version of the range that is built differently
+                logger.debug("freedraft: nothing to mend for '%s' (%s)", fix.reason, error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
 from freedraft.engines.hooks import Hook
 
 PACKAGE = "vllm"
@@ -48,3 +50,13 @@ RUNNER_HOOKS = (
 )
 
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, whichever distribution it came in; "?" when it is not a distribution."""
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "?"

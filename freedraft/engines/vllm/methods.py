@@ -12,13 +12,13 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Any
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.engines.hooks import check
-from freedraft.engines.vllm.hooks import CONFIG_HOOKS, DISTRIBUTIONS, RUNNER_HOOKS
+from freedraft.engines.vllm.fixes import apply_fixes
+from freedraft.engines.vllm.hooks import CONFIG_HOOKS, RUNNER_HOOKS, vllm_version
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 
 logger = logging.getLogger(__name__)
@@ -70,19 +70,10 @@ def register(method: Method) -> bool:
         return False
     from vllm.engine.arg_utils import EngineArgs
 
+    apply_fixes(early=True)
     METHODS[method.name] = method
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     return True
-
-
-def vllm_version() -> str:
-    """Version of the installed vLLM, whichever distribution it came in; "?" when it is not a distribution."""
-    for name in DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "?"
 
 
 def method_options(vllm_config: Any) -> dict[str, Any]:

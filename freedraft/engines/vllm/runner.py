@@ -124,7 +124,7 @@ class StepProposer(ABC):
     def __init__(self, vllm_config: Any) -> None:
         share_logging()
         install()
-        apply_fixes()
+        apply_fixes(early=False)
         self.vllm_config = vllm_config
         self.options = method_options(vllm_config)
         self.failed = False
@@ -139,7 +139,7 @@ class StepProposer(ABC):
 
     @abstractmethod
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
-        """A request has its first step; `tokens` int32 [n] are its own copy of the prompt."""
+        """A request has its first step; `tokens` int32 [n] is its prompt, a view that is valid during the call only."""
 
     @abstractmethod
     def finish(self, request_ids: set[str]) -> None:
@@ -212,5 +212,4 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
 def _begin(drafter: StepProposer, batch: Any, request_ids: list[str]) -> None:
     for request_id in request_ids:
         row = batch.req_id_to_index[request_id]
-        # A copy: vLLM moves rows while the drafter may still be reading in the background.
-        drafter.begin(request_id, batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].copy())
+        drafter.begin(request_id, batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]])

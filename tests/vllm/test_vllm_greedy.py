@@ -1,0 +1,268 @@
+"""Greedy decoding through the real engine gives the tokens that it gives without us, whatever happens to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_engines import engine, runner_of, settle, spied
+
+MAX_MODEL_LEN = 512
+TOKENS = 40
+K = 8
+
+TEXT = (
+    "The harbour master wrote in his log that three ships had arrived before noon: the Alder with timber, the Brook "
+    "with salt and the Cedar with wool. The Alder left again the same evening, the Brook stayed for two days, and the "
+    "Cedar waited for a new mast until the end of the week."
+)
+CODE = '''class Stack:
+    """A last-in, first-out container."""
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("pop from an empty stack")
+        return self.items.pop()
+
+    def peek(self):
+        if not self.items:
+            raise IndexError("peek at an empty stack")
+        return self.items[-1]
+'''
+CHAT = [
+    f"Repeat this text word for word:\n{TEXT}",
+    f"Rewrite this text with 'ships' replaced by 'boats':\n{TEXT}",
+    f"Add a method `size` to this class and print the whole class:\n{CODE}",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Write a Python class for a queue with push, pop and peek.",
+    "What is the capital of France, and what is it known for?",
+    "Give me five tips for learning a new language.",
+    "Explain to a child why the sky is blue.",
+    "Tell me a story about a fox who wanted to fly.",
+    "Write the first lines of a story set in a lighthouse.",
+    "List the numbers from one to thirty, separated by commas.",
+    "Translate 'good morning, my friend' into Spanish, French and German.",
+]
+RAW = [TEXT + " " + TEXT[:120], CODE + "\n\nclass Queue:\n", "1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2,"]
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_model: Path) -> list[dict[str, list[int]]]:
+    """15 prompts as token ids; the last three are longer than one chunk of the engine under test."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    chats = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        for text in CHAT
+    ]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in [*chats, *RAW]]
+    assert all(len(tokens) + TOKENS < MAX_MODEL_LEN for tokens in ids)
+    return [{"prompt_token_ids": tokens} for tokens in ids]
+
+
+@pytest.fixture(scope="module")
+def long_prompts(prompts: list[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
+    """Prompts that leave 3, 9 and 30 tokens up to max_model_len."""
+    tokens = (prompts[12]["prompt_token_ids"] + prompts[0]["prompt_token_ids"]) * 6
+    return [{"prompt_token_ids": tokens[: MAX_MODEL_LEN - room]} for room in (3, 9, 30)]
+
+
+def parameters(max_tokens: int = TOKENS, **arguments: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **arguments)
+
+
+def structured(max_tokens: int = 60) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    return parameters(max_tokens, structured_outputs=StructuredOutputsParams(json=schema))
+
+
+def tokens_of(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+STRUCTURED_PROMPTS = slice(3, 7)
+
+
+@pytest.fixture(scope="module")
+def plain(demo_model: Path, prompts: list, long_prompts: list) -> dict[str, list[list[int]]]:
+    """What the engine says without us, with room for everything."""
+    with engine(demo_model, max_model_len=MAX_MODEL_LEN, max_num_seqs=8) as llm:
+        return {
+            "prompts": tokens_of(llm.generate(prompts, parameters(), use_tqdm=False)),
+            "long": tokens_of(llm.generate(long_prompts, parameters(), use_tqdm=False)),
+            "structured": tokens_of(llm.generate(prompts[STRUCTURED_PROMPTS], structured(), use_tqdm=False)),
+            "penalised": tokens_of(
+                llm.generate(prompts[:4], parameters(repetition_penalty=1.3, logprobs=2), use_tqdm=False)
+            ),
+        }
+
+
+@pytest.fixture(scope="module")
+def sssd(plain: dict, demo_model: Path) -> Iterator[Any]:
+    """The engine under test, cramped: prompts in chunks of at most 96 tokens, KV for one and a half long requests.
+
+    It depends on `plain` only so that this engine is not there yet when that one is.
+    """
+    with engine(
+        demo_model,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=8,
+        max_num_batched_tokens=160,
+        block_size=32,
+        num_gpu_blocks_override=24,
+        enable_prefix_caching=True,
+        speculative_config={"method": "sssd", "num_speculative_tokens": K, "scoring": "paper", "knee": 40},
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "sssd" in request.fixturenames:
+        llm = request.getfixturevalue("sssd")
+        settle(llm)
+        proposer = runner_of(llm).drafter
+        assert not proposer.failed
+        assert len(proposer.drafter) == 0
+
+
+def metric(llm: Any, name: str) -> float:
+    return sum(m.value for m in llm.get_metrics() if m.name == name)
+
+
+def test_one_at_a_time(sssd: Any, prompts: list, plain: dict) -> None:
+    for index in (0, 3, 8, 14):
+        assert tokens_of(sssd.generate([prompts[index]], parameters(), use_tqdm=False)) == [plain["prompts"][index]]
+    assert metric(sssd, "vllm:spec_decode_num_accepted_tokens") > 0
+
+
+def test_a_batch_with_chunked_prefill_and_preemption(sssd: Any, prompts: list, plain: dict) -> None:
+    partial = []
+    before = metric(sssd, "vllm:num_preemptions")
+    with spied(runner_of(sssd).drafter, lambda step, drafts: partial.append(len(step.rows) < step.batch_size)):
+        assert tokens_of(sssd.generate(prompts, parameters(), use_tqdm=False)) == plain["prompts"]
+    assert any(partial), "no prompt was read in chunks beside others: the test does not test that"
+    assert metric(sssd, "vllm:num_preemptions") > before, "nobody was preempted: the test does not test that"
+
+
+def test_again_from_the_prefix_cache(sssd: Any, prompts: list, plain: dict) -> None:
+    sssd.reset_prefix_cache()
+    some = prompts[:3]
+    assert tokens_of(sssd.generate(some, parameters(), use_tqdm=False)) == plain["prompts"][:3]
+    before = metric(sssd, "vllm:prefix_cache_hits")
+    held: list[bool] = []
+
+    def whole_prompts_are_known(step: Any, drafts: list[list[int]]) -> None:
+        lengths = step.lengths.tolist()
+        drafter = runner_of(sssd).drafter.drafter
+        held.extend(drafter.length(i) == n for i, n in zip(step.request_ids, lengths, strict=True))
+
+    with spied(runner_of(sssd).drafter, whole_prompts_are_known):
+        assert tokens_of(sssd.generate(some, parameters(), use_tqdm=False)) == plain["prompts"][:3]
+    assert metric(sssd, "vllm:prefix_cache_hits") > before
+    assert held and all(held)
+
+
+def test_near_max_model_len_others_still_draft(sssd: Any, prompts: list, long_prompts: list, plain: dict) -> None:
+    lengths: list[tuple[int, int]] = []
+    ends: list[int] = []
+
+    def record(step: Any, drafts: list[list[int]]) -> None:
+        lengths.append((int(step.lengths.max(initial=0)), sum(map(len, drafts))))
+        drafted = [drafts[row] for row in step.rows.tolist()]
+        # The token after the last draft is sampled too.
+        ends.extend(n + len(draft) + 1 for n, draft in zip(step.lengths.tolist(), drafted, strict=True) if draft)
+
+    with spied(runner_of(sssd).drafter, record):
+        for index, long in enumerate(long_prompts):
+            outputs = sssd.generate([long, prompts[0]], parameters(), use_tqdm=False)
+            assert tokens_of(outputs) == [plain["long"][index], plain["prompts"][0]]
+    assert max(ends) == MAX_MODEL_LEN, "no draft reached the end: the test does not test that"
+    # vLLM itself drafts for nobody while any request is within K of max_model_len.
+    assert any(longest + K > MAX_MODEL_LEN and drafted for longest, drafted in lengths)
+
+
+def test_structured_output(sssd: Any, prompts: list, plain: dict) -> None:
+    import json
+
+    outputs = sssd.generate(prompts[STRUCTURED_PROMPTS], structured(), use_tqdm=False)
+    assert tokens_of(outputs) == plain["structured"]
+    finished = [o.outputs[0].text for o in outputs if o.outputs[0].finish_reason == "stop"]
+    assert finished and all(set(json.loads(text)) == {"name", "age"} for text in finished)
+
+
+def test_penalties_and_logprobs(sssd: Any, prompts: list, plain: dict) -> None:
+    outputs = sssd.generate(prompts[:4], parameters(repetition_penalty=1.3, logprobs=2), use_tqdm=False)
+    assert tokens_of(outputs) == plain["penalised"]
+    assert all(len(o.outputs[0].logprobs) == len(o.outputs[0].token_ids) for o in outputs)
+
+
+def test_requests_that_are_aborted_are_forgotten(sssd: Any, prompts: list, plain: dict) -> None:
+    llm_engine = sssd.llm_engine
+    drafter = runner_of(sssd).drafter.drafter
+    for index in range(4):
+        llm_engine.add_request(f"job-{index}", prompts[index], parameters())
+    finished: dict[str, list[int]] = {}
+    for step in range(10_000):
+        if not llm_engine.has_unfinished_requests():
+            break
+        if step == 4:
+            assert len(drafter) > 0
+            llm_engine.abort_request(["job-1", "job-2"])
+        for output in llm_engine.step():
+            if output.finished and not output.request_id.startswith("again"):
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+    assert finished["job-0"] == plain["prompts"][0] and finished["job-3"] == plain["prompts"][3]
+    # The same id again, at once, with another prompt.
+    llm_engine.add_request("job-1", prompts[5], parameters())
+    outputs = []
+    while llm_engine.has_unfinished_requests():
+        outputs += [output for output in llm_engine.step() if output.finished]
+    assert tokens_of(outputs) == [plain["prompts"][5]]
+
+
+def test_scheduled_draft_length_is_honoured(sssd: Any, prompts: list, plain: dict) -> None:
+    scheduler = sssd.llm_engine.engine_core.engine_core.scheduler
+    longest: list[int] = []
+    scheduler.dynamic_sd_lookup = [3] * 9
+    try:
+        with spied(runner_of(sssd).drafter, lambda step, drafts: longest.append(max(map(len, drafts)))):
+            outputs = sssd.generate(prompts[:2], parameters(), use_tqdm=False)
+    finally:
+        scheduler.dynamic_sd_lookup = None
+    assert tokens_of(outputs) == plain["prompts"][:2]
+    assert max(longest) == 3
+
+
+def test_a_drafter_that_fails_costs_drafts_and_nothing_else(
+    sssd: Any, prompts: list, plain: dict, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    proposer = runner_of(sssd).drafter
+    monkeypatch.setattr(proposer.drafter, "draft", None)
+    monkeypatch.setattr("freedraft.engines.vllm.runner.logger.parent.propagate", True, raising=False)
+    outputs = sssd.generate(prompts[:2], parameters(), use_tqdm=False)
+    assert tokens_of(outputs) == plain["prompts"][:2]
+    assert proposer.failed
+    monkeypatch.undo()
+    proposer.failed = False
+    settle(sssd)
+    proposer.finish(set(proposer.drafter.request_ids()))

@@ -1,0 +1,253 @@
+"""What a user writes in --speculative-config, and what stops the start or lets the engine run without us."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_engines import engine, runner_of
+
+from freedraft.config import ConfigError
+from freedraft.engines.hooks import check
+from freedraft.engines.vllm import methods
+from freedraft.engines.vllm.hooks import HOOKS
+
+GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
+
+
+def config_of(model: Path, speculative_config: dict[str, Any] | None, **arguments: Any) -> Any:
+    from vllm import EngineArgs
+
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "enforce_eager": True} | arguments
+    return EngineArgs(model=str(model), speculative_config=speculative_config, **arguments).create_engine_config()
+
+
+def refusal(model: Path, speculative_config: dict[str, Any], **arguments: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        config_of(model, speculative_config, **arguments)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
+    return caplog
+
+
+def test_all_hooks_are_there() -> None:
+    assert check(HOOKS) == []
+
+
+def test_the_method_is_rewritten_and_options_travel(tiny_model: Path) -> None:
+    given = GOOD | {"knee": 11, "min-score": 0.25}
+    config = config_of(tiny_model, copy.deepcopy(given), additional_config={"others": 1})
+    assert config.speculative_config.method == "custom_class"
+    assert config.speculative_config.num_speculative_tokens == 8
+    assert config.additional_config["others"] == 1
+    options = methods.method_options(config)
+    assert options["knee"] == 11 and options["min_score"] == 0.25 and options["scoring"] == "paper"
+
+
+def test_a_configuration_can_be_made_twice(tiny_model: Path) -> None:
+    from vllm import EngineArgs
+
+    arguments = EngineArgs(str(tiny_model), skip_tokenizer_init=True, speculative_config=dict(GOOD))
+    first, second = arguments.create_engine_config(), arguments.create_engine_config()
+    assert first.speculative_config.num_speculative_tokens == second.speculative_config.num_speculative_tokens == 8
+    assert arguments.speculative_config == GOOD
+
+
+def test_the_short_flags(tiny_model: Path) -> None:
+    config = config_of(tiny_model, None, spec_method="sssd", spec_tokens=5)
+    assert config.speculative_config.method == "custom_class"
+    assert config.speculative_config.num_speculative_tokens == 5
+    assert "given twice" in refusal(tiny_model, dict(GOOD), spec_tokens=5)
+    assert "--spec-model" in refusal(tiny_model, dict(GOOD), spec_model="x")
+
+
+def test_other_methods_are_left_alone(tiny_model: Path) -> None:
+    assert config_of(tiny_model, None).speculative_config is None
+    config = config_of(tiny_model, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
+    assert config.speculative_config.method == "ngram"
+    assert methods.method_options(config) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"datastroe": "x"}, ["'datastroe'", "did you mean 'datastore'"]),
+        ({"num_speculative_token": 3}, ["'num_speculative_token'", "did you mean 'num_speculative_tokens'"]),
+        ({"model": "x"}, ["'model'"]),
+        ({"num_speculative_tokens": 0}, ["'num_speculative_tokens'", "1 to 64", "0", "try 8"]),
+        ({"num_speculative_tokens": 65}, ["'num_speculative_tokens'", "1 to 64", "65"]),
+        ({"num_speculative_tokens": "8"}, ["'num_speculative_tokens'", "'8'"]),
+        ({"num_speculative_tokens": True}, ["'num_speculative_tokens'", "True"]),
+        ({"num_speculative_tokens": None}, ["'num_speculative_tokens'", "missing", "8"]),
+        ({"scoring": "best"}, ["'scoring'", "best", "'learned'"]),
+        ({"weights": "/no/such/weights.json"}, ["'weights'", "/no/such/weights.json", "freedraft calibrate scorer"]),
+        ({"hardware": "h2000"}, ["h2000", "did you mean 'h200'"]),
+        ({"policy": "greedy"}, ["'policy'", "greedy"]),
+        ({"datastore": "/no/such/store"}, ["/no/such/store"]),
+    ],
+)
+def test_bad_input_stops_the_start_with_one_line(tiny_model: Path, change: dict[str, Any], words: list[str]) -> None:
+    message = refusal(tiny_model, GOOD | change)
+    for word in words:
+        assert word in message
+
+
+def test_weights_that_are_none(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "weights.json"
+    path.write_text("{}")
+    assert str(path) in refusal(tiny_model, GOOD | {"weights": str(path)})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    import numpy as np
+
+    from sssd_plugin.datastore.builder import StoreBuilder
+
+    path = tmp_path / "store"
+    with StoreBuilder(path, vocab_size=24) as builder:
+        builder.append(np.arange(3000) % 20)
+        builder.finish()
+    return path
+
+
+def biggest_file(store: Path) -> Path:
+    return max((path for path in store.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def test_a_good_store_is_accepted(tiny_model: Path, store: Path) -> None:
+    config = config_of(tiny_model, GOOD | {"datastore": str(store)})
+    assert methods.method_options(config)["datastore"] == str(store)
+
+
+def test_a_truncated_store(tiny_model: Path, store: Path) -> None:
+    file = biggest_file(store)
+    file.write_bytes(file.read_bytes()[:-5])
+    message = refusal(tiny_model, GOOD | {"datastore": str(store)})
+    assert file.name in message and str(store) in message
+
+
+def test_a_corrupted_store(tiny_model: Path, store: Path) -> None:
+    file = biggest_file(store)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    message = refusal(tiny_model, GOOD | {"datastore": str(store)})
+    assert file.name in message
+
+
+def test_a_store_of_a_larger_vocabulary(tiny_model: Path, tmp_path: Path) -> None:
+    import numpy as np
+
+    from sssd_plugin.datastore.builder import StoreBuilder
+
+    with StoreBuilder(tmp_path / "large", vocab_size=1000) as builder:
+        builder.append(np.arange(1000))
+        builder.finish()
+    message = refusal(tiny_model, GOOD | {"datastore": str(tmp_path / "large")})
+    assert "large" in message and "vocabulary" in message
+
+
+def test_a_store_of_another_tokenizer(demo_model: Path, tmp_path: Path) -> None:
+    import numpy as np
+
+    from sssd_plugin.datastore.builder import StoreBuilder
+    from sssd_plugin.datastore.format import TokenizerEntry
+    from sssd_plugin.datastore.tokenizer import fingerprint, load
+
+    good = fingerprint(load(demo_model))
+    for name, print_ in (("mine", good), ("foreign", "0" * 64)):
+        entry = TokenizerEntry(fingerprint=print_, name="a tokenizer")
+        with StoreBuilder(tmp_path / name, vocab_size=1000, tokenizer=entry) as builder:
+            builder.append(np.arange(1000))
+            builder.finish()
+    message = refusal(demo_model, GOOD | {"datastore": str(tmp_path / "foreign")}, skip_tokenizer_init=False)
+    assert "foreign" in message and "tokenizer" in message
+    config = config_of(demo_model, GOOD | {"datastore": str(tmp_path / "mine")}, skip_tokenizer_init=False)
+    assert config.speculative_config is not None
+
+
+def test_the_engine_drafts_from_the_store(tiny_model: Path, store: Path) -> None:
+    from vllm import SamplingParams
+
+    speculative = GOOD | {"datastore": str(store), "policy": "fixed", "metrics_port": 0}
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4}
+    with engine(tiny_model, speculative_config=speculative, **arguments) as llm:
+        proposer = runner_of(llm).drafter
+        assert proposer.store.n_tokens == 3000
+        drafts: list[list[int]] = []
+        original = proposer.draft
+        proposer.draft = lambda step: drafts.extend(original(step)) or step.no_drafts()
+        # No n-gram of the prompt comes again, so the draft can only be the store's.
+        llm.generate(
+            [{"prompt_token_ids": [7, 2, 4]}],
+            SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=[5], detokenize=False),
+            use_tqdm=False,
+        )
+        assert drafts and drafts[0][:3] == [6, 7, 8]
+
+
+@pytest.mark.parametrize("name", ["propose_draft_token_ids", "_update_states"])
+def test_a_renamed_hook_leaves_the_engine_running_without_us(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture, name: str
+) -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    monkeypatch.setattr(GPUModelRunner, "renamed", getattr(GPUModelRunner, name), raising=False)
+    monkeypatch.delattr(GPUModelRunner, name)
+    with log.at_level(logging.WARNING):
+        config = config_of(tiny_model, dict(GOOD))
+    assert config.speculative_config is None
+    lines = [record.getMessage() for record in log.records if record.name.startswith("freedraft")]
+    assert len(lines) == 1
+    assert f"GPUModelRunner.{name} is missing" in lines[0] and methods.vllm_version() in lines[0]
+    assert "without speculation" in lines[0] and "\n" not in lines[0]
+
+
+def test_an_engine_with_a_renamed_hook_generates(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    monkeypatch.setattr(GPUModelRunner, "renamed", GPUModelRunner.propose_draft_token_ids, raising=False)
+    monkeypatch.delattr(GPUModelRunner, "propose_draft_token_ids")
+    with engine(tiny_model, skip_tokenizer_init=True, max_model_len=64, speculative_config=dict(GOOD)) as llm:
+        parameters = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, detokenize=False)
+        output = llm.generate([{"prompt_token_ids": [5, 9, 5, 9, 5]}], parameters, use_tqdm=False)
+        assert len(output[0].outputs[0].token_ids) == 5
+
+
+def test_without_the_configuration_hook_nothing_is_registered(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from sssd_plugin.options import SssdOptions
+
+    monkeypatch.setattr(methods, "METHODS", {})
+    monkeypatch.delattr(EngineArgs, "create_speculative_config")
+    with log.at_level(logging.WARNING):
+        assert not methods.register(methods.Method("sssd", "sssd_plugin.vllm.SssdProposer", SssdOptions))
+    assert methods.METHODS == {}
+    lines = [record.getMessage() for record in log.records if record.name.startswith("freedraft")]
+    assert len(lines) == 1
+    assert "create_speculative_config is missing" in lines[0] and "freedraft doctor" in lines[0]
+
+
+def test_registering_twice_wraps_once() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    import sssd_plugin.vllm
+
+    sssd_plugin.vllm.register()
+    wrapped = EngineArgs.create_speculative_config
+    sssd_plugin.vllm.register()
+    assert EngineArgs.create_speculative_config is wrapped
