@@ -54,7 +54,8 @@ class _Audit:
             self._check_sums()
             m = len(self.sub.suffix_array)
             if m > 1:
-                self._check_neighbours(np.unique(rng.integers(0, m - 1, min(samples, m))))
+                some = np.arange(m - 1) if m - 1 <= samples else np.unique(rng.integers(0, m - 1, samples))
+                self._check_neighbours(some)
 
     def _fail(self, role: Role, what: str) -> DatastoreError:
         return DatastoreError(f"{self.folder / file_name(role)} is wrong: {what}; {REBUILD}")

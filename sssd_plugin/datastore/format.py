@@ -185,10 +185,11 @@ def read_manifest(directory: Path) -> Manifest:
     recorded = content.pop("checksum", None)
     if recorded != _checksum(content):
         raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {REBUILD}")
-    missing = sorted(set(content.get("requires", ())) - FEATURES)
+    required = content.get("requires")
+    missing = [f for f in required if f not in FEATURES] if isinstance(required, list) else []
     if missing:
         raise DatastoreError(
-            f"{path} requires {', '.join(missing)}, which freedraft {freedraft.__version__} does not know: "
+            f"{path} requires {', '.join(map(str, missing))}, which freedraft {freedraft.__version__} does not know: "
             f"upgrade freedraft, or {REBUILD}"
         )
     try:

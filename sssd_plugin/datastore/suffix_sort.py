@@ -14,6 +14,7 @@ from sssd_plugin.datastore.sub_index import SEPARATOR
 
 _BLOCK = 1 << 18
 _MAX_TABLE = 1 << 24
+_TABLE_PER_TOKEN = 16
 MAX_SORTED_BYTES = (1 << 31) - 1
 """Beyond it pydivsufsort needs 8 bytes of order per byte of text instead of 4."""
 
@@ -27,7 +28,8 @@ def to_bytes(tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
     """Dense ranks of `tokens` (int32 [n], each at least -1) as big-endian bytes: uint8 [n, w]."""
     blocks = range(0, len(tokens), _BLOCK)
     largest = max((int(tokens[a : a + _BLOCK].max()) for a in blocks), default=SEPARATOR)
-    if largest < _MAX_TABLE:  # a table beats a search per token
+    # A table beats a search per token, unless it is much larger than the text.
+    if largest < min(_MAX_TABLE, _BLOCK + _TABLE_PER_TOKEN * len(tokens)):
         present = np.zeros(largest + 2, bool)
         for a in blocks:
             present[tokens[a : a + _BLOCK] + 1] = True

@@ -98,6 +98,8 @@ def _add_configured_tokens(tokenizer: Tokenizer, file: Path) -> None:
         return
     except (OSError, ValueError):
         raise DatastoreError(f"{file} cannot be read as JSON: download it again") from None
+    if tokenizer.padding and not config.get("pad_token"):
+        config["pad_token"] = tokenizer.padding["pad_token"]
     added: dict[str, Any] = config.get("added_tokens_decoder") or {}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     entries = [

@@ -1,0 +1,92 @@
+"""What the tests of the datastore share: building, damaging, looking up by brute force."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.builder import StoreBuilder
+from sssd_plugin.datastore.checksum import ChecksummedFile
+from sssd_plugin.datastore.format import Manifest, _checksum, file_name, read_manifest
+from sssd_plugin.datastore.sub_index import SEPARATOR, SubIndex
+
+
+def build_store(target: Path, documents: Iterable[Sequence[int]], vocab_size: int, **settings: Any) -> Manifest:
+    with StoreBuilder(target, vocab_size=vocab_size, **settings) as builder:
+        for document in documents:
+            builder.append(np.array(document, np.int64))
+            builder.end_document()
+        return builder.finish()
+
+
+def documents_of(sub: SubIndex) -> list[list[int]]:
+    """The documents of a sub-index, as lists."""
+    documents: list[list[int]] = [[]]
+    for token in sub.tokens[: sub.n].tolist():
+        if token == SEPARATOR:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    assert documents[-1] == [], "the last document is closed"
+    return documents[:-1]
+
+
+def look_up(sub: SubIndex, query: Sequence[int]) -> set[int]:
+    """Where `query` occurs, by bisection of the suffix array inside the bucket of its first token."""
+    tokens, order = sub.tokens, sub.suffix_array
+    if query[0] < len(sub.bucket_starts) - 1:
+        low, high = (int(x) for x in sub.bucket_starts[query[0] : query[0] + 2])
+    else:
+        low, high = 0, len(order)
+
+    def first(key: Callable[[list[int]], bool]) -> int:
+        a, b = low, high
+        while a < b:
+            m = (a + b) // 2
+            a, b = (a, m) if key(tokens[order[m] : order[m] + len(query)].tolist()) else (m + 1, b)
+        return a
+
+    wanted = list(query)
+    return {int(p) for p in order[first(lambda s: s >= wanted) : first(lambda s: s > wanted)]}
+
+
+def brute_force(sub: SubIndex, query: Sequence[int]) -> set[int]:
+    tokens, wanted = sub.tokens.tolist(), list(query)
+    return {i for i in range(sub.n) if tokens[i : i + len(wanted)] == wanted}
+
+
+def edit_manifest(store: Path, change: Callable[[dict[str, Any]], None], *, valid_checksum: bool = True) -> None:
+    """Apply `change` to the manifest's content, with a checksum that says it is right."""
+    path = store / "manifest.json"
+    content = json.loads(path.read_bytes())
+    change(content)
+    if valid_checksum:
+        content.pop("checksum")
+        content["checksum"] = _checksum(content)
+    path.write_text(json.dumps(content, indent=1))
+
+
+def replace_array(store: Path, role: Any, change: Callable[[NDArray[np.int32]], None]) -> Path:
+    """Apply `change` to an array of the first sub-index, with checksums that say it is right."""
+    entry = read_manifest(store).sub_indices[0]
+    path = store / entry.name / file_name(role)
+    array = np.fromfile(path, np.int32)
+    change(array)
+    path.unlink()
+    with ChecksummedFile(path) as file:
+        file.write(array)
+        recorded = file.close()
+    edit_manifest(
+        store, lambda content: content["sub_indices"][0]["files"].update({role: recorded.model_dump(mode="json")})
+    )
+    return path
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Temporary siblings of a store."""
+    return [path.name for path in folder.iterdir() if ".building-" in path.name]

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.memory import SubIndexLimit, format_size, parse_size, resident_bytes
+
+BUILD = """
+import sys
+import numpy as np
+from sssd_plugin.datastore.builder import StoreBuilder
+from sssd_plugin.datastore.memory import peak_resident_bytes
+
+target, memory, vocab_size, n = sys.argv[1], *map(int, sys.argv[2:])
+rng = np.random.default_rng(0)
+with StoreBuilder(target, vocab_size=vocab_size, memory=memory) as builder:
+    for _ in range(n // 500_000):
+        block = (rng.random(500_000) ** 4 * vocab_size).astype(np.int32)
+        block[::vocab_size // 100] = -1
+        builder.append(block)
+    manifest = builder.finish()
+print(peak_resident_bytes(), len(manifest.sub_indices))
+"""
+
+
+@pytest.mark.parametrize(("vocab_size", "n_tokens"), [(49_152, 12_000_000), (250_000, 8_000_000)])
+def test_a_build_stays_within_its_memory(tmp_path: Path, vocab_size: int, n_tokens: int) -> None:
+    bound = parse_size("320MiB")
+    args = [sys.executable, "-c", BUILD, str(tmp_path / "store"), str(bound), str(vocab_size), str(n_tokens)]
+    output = subprocess.run(args, capture_output=True, text=True, check=True).stdout
+    peak, sub_indices = map(int, output.split())
+    assert peak <= bound
+    assert 2 <= sub_indices <= 8, "the memory is used"
+
+
+def test_the_limit_follows_memory_and_width() -> None:
+    limit = SubIndexLimit.of(2 << 30, 50_000)
+    assert limit.for_width(2) > limit.for_width(3) > limit.for_width(4) > 40_000_000
+    assert SubIndexLimit.of(1 << 40, 50_000).for_width(2) == 1 << 29
+    assert SubIndexLimit.of(1 << 40, 50_000).for_width(4) * 4 < 1 << 31
+    assert SubIndexLimit.of(2 << 30, 50_000, 1_000).for_width(2) == 1_000
+
+
+def test_too_little_memory() -> None:
+    with pytest.raises(DatastoreError, match=r"--memory 50.0 MiB is too little: give at least"):
+        SubIndexLimit.of(50 << 20, 50_000)
+    for wrong in (0, 63, 1 << 30):
+        with pytest.raises(DatastoreError, match="--sub-index-tokens must be from 64 to 536870912"):
+            SubIndexLimit.of(2 << 30, 50_000, wrong)
+
+
+def test_sizes() -> None:
+    assert parse_size("2GiB") == parse_size("2g") == parse_size(" 2 GiB ") == 2 << 30
+    assert parse_size("1.5MB") == 1_500_000
+    assert parse_size("123") == parse_size("123b") == 123
+    for wrong in ("", "two", "-1", "2XB", "GiB", "1e9"):
+        with pytest.raises(DatastoreError, match="is not a size"):
+            parse_size(wrong)
+    assert format_size(1536) == "1.5 KiB"
+    assert resident_bytes() > 10 << 20

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sssd_plugin.datastore import tokenizer
+from sssd_plugin.datastore.errors import DatastoreError
+
+
+def configured(source: Path, target: Path, **config: Any) -> Path:
+    shutil.copytree(source, target)
+    file = target / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return target
+
+
+def test_nothing_is_cut_off_or_padded(tokenizer_folder: Path, text: str) -> None:
+    loaded = tokenizer.load(tokenizer_folder)
+    assert len(loaded.encode(text).ids) > 1_000
+    assert len(loaded.encode("a").ids) == 1
+    assert loaded.decode(loaded.encode(text).ids) == text
+
+
+def test_fingerprint_tells_tokenizers_apart(tokenizer_folder: Path) -> None:
+    loaded = tokenizer.load(tokenizer_folder)
+    before = tokenizer.fingerprint(loaded)
+    assert len(before) == 64
+    assert before == tokenizer.fingerprint(tokenizer.load(tokenizer_folder / "tokenizer.json"))
+    loaded.add_tokens(["brand new"])
+    assert tokenizer.fingerprint(loaded) != before
+    assert tokenizer.vocab_size(loaded) == max(loaded.get_vocab().values()) + 1
+
+
+def test_fingerprint_depends_on_ids_not_on_order() -> None:
+    class Fixed:
+        def __init__(self, vocabulary: dict[str, int]) -> None:
+            self.get_vocab = lambda: vocabulary
+
+    one = tokenizer.fingerprint(Fixed({"a": 0, "b": 1}))
+    assert one == tokenizer.fingerprint(Fixed({"b": 1, "a": 0}))
+    assert one != tokenizer.fingerprint(Fixed({"a": 1, "b": 0}))
+    assert one != tokenizer.fingerprint(Fixed({"a:0;1:b": 1}))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"pad_token": "<pad>", "bos_token": "<s>"},
+        {"extra_special_tokens": ["<x1>", "<x2>"], "pad_token": "<pad>"},
+        {
+            "added_tokens_decoder": {
+                "0": {"content": "<eos>", "special": True},
+                "400": {"content": "<tool>", "special": False},
+            },
+            "unk_token": "<unk>",
+        },
+    ],
+)
+def test_fingerprint_equals_that_of_transformers(
+    tokenizer_folder: Path, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = configured(tokenizer_folder, tmp_path / "model", **config)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    ours = tokenizer.load(folder)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert tokenizer.fingerprint(ours) == tokenizer.fingerprint(theirs)
+    sample = "def draft(self):\n    return <tool> the value"
+    assert ours.encode(sample, add_special_tokens=False).ids == theirs(sample, add_special_tokens=False).input_ids
+
+
+def test_tokenizers_that_cannot_be_loaded(tokenizer_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatastoreError, match=r"no tokenizer at .*nowhere: give the folder of the model"):
+        tokenizer.load(tmp_path / "nowhere")
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(DatastoreError, match=r"tokenizer.json is not a tokenizer .*download it again"):
+        tokenizer.load(tmp_path)
+    folder = configured(tokenizer_folder, tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DatastoreError, match=r"tokenizer_config.json cannot be read as JSON"):
+        tokenizer.load(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DatastoreError, match=r"give the folder of the model, with its tokenizer.json"):
+        tokenizer.load(tmp_path / "empty")
