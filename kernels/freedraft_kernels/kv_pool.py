@@ -47,6 +47,10 @@ class KVPool:
                 raise ValueError(f"the rows of KV buffer {i} are not contiguous (strides {buffer.stride()})")
         self._buffers = tuple(buffers)
         self._table: torch.Tensor | None = None
+        if use_triton(self.device):  # now: a copy to the device cannot be captured in a CUDA graph
+            from freedraft_kernels.device.kv_pool import buffer_table
+
+            self._table = buffer_table(self._buffers)
 
     @property
     def device(self) -> torch.device:
@@ -83,10 +87,9 @@ class KVPool:
         if width < 2 or batch == 0:
             return
         if use_triton(self.device, backend):
-            from freedraft_kernels.device.kv_pool import buffer_table, launch_compact
+            from freedraft_kernels.device.kv_pool import launch_compact
 
-            if self._table is None:
-                self._table = buffer_table(self._buffers)
+            assert self._table is not None  # Triton is possible now, so it was when this was made
             launch_compact(self._table, max(self.row_bytes), slots, accepted, lengths)
             return
         step = torch.arange(width, device=self.device)
@@ -94,4 +97,5 @@ class KVPool:
         source = slots.to(torch.int64).gather(1, node).view(-1)
         target = slots[:, :width].to(torch.int64).reshape(-1)
         for buffer in self._buffers:
-            buffer[target] = buffer[source]  # gathers all rows before it scatters them
+            rows = buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer  # float8 lacks indexing
+            rows[target] = rows[source]  # gathers all rows before it scatters them
