@@ -2,8 +2,8 @@
 
     python bench/kernels.py [--json OUT] [--quick]
 
-On a GPU: each Triton kernel against its torch reference (results must be equal bit for bit) and against the bytes it
-must move, as a share of the bandwidth of a device-to-device copy measured here. Elsewhere only the references are timed,
+On a GPU: each Triton kernel against its torch reference (equal bit for bit) and against the bytes it
+must move, as a share of the bandwidth of a device-to-device copy measured here. Elsewhere the references are timed,
 at tiny shapes, and under TRITON_INTERPRET=1 the kernels are checked against them.
 """
 
