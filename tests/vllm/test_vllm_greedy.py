@@ -129,7 +129,7 @@ def sssd(plain: dict, demo_model: Path) -> Iterator[Any]:
         block_size=32,
         num_gpu_blocks_override=24,
         enable_prefix_caching=True,
-        speculative_config={"method": "sssd", "num_speculative_tokens": K, "scoring": "paper", "knee": 40},
+        speculative_config={"method": "sssd", "num_speculative_tokens": K, "knee": 40},
     ) as llm:
         yield llm
 
