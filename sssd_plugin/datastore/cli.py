@@ -62,15 +62,15 @@ def build(
     tokenizer: TokenizerOption = None,
     field: Annotated[
         list[str] | None,
-        typer.Option(help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. [default: text]"),
+        typer.Option(help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. (default: text)"),
     ] = None,
     glob: Annotated[str, typer.Option(help="Which files of a folder.")] = "**/*",
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that the build may use.")] = "2GiB",
     sub_index_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Largest sub-index. [default: what the memory allows]")
+        int | None, typer.Option(metavar="N", help="Largest sub-index (default: what the memory allows).")
     ] = None,
     vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Ids are below it. [default: the tokenizer's; needed without one]")
+        int | None, typer.Option(metavar="N", help="Ids are below it (default: the tokenizer's; needed without one).")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the datastore at OUT.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
