@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 
 from prometheus_client import Counter, Gauge, Summary, start_http_server
@@ -25,6 +26,8 @@ _DRAFTED = Counter("freedraft_draft_tokens", "Draft tokens verified by the targe
 _ACCEPTED = Counter("freedraft_accepted_tokens", "Draft tokens accepted by the target", ["method"])
 _SECONDS = Summary("freedraft_drafting_seconds", "Time spent drafting, per step", ["method"])
 
+HOST = "127.0.0.1"
+
 _servers: dict[int, int] = {}
 _lock = threading.Lock()
 
@@ -38,6 +41,22 @@ class Metrics:
         self.drafted = _DRAFTED.labels(method)
         self.accepted = _ACCEPTED.labels(method)
         self.seconds = _SECONDS.labels(method)
+
+
+def check_port(port: int) -> None:
+    """Tell, before the engine starts, that `serve(port)` would fail.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    if port == 0 or port in _servers:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise _taken(port, error) from None
 
 
 def serve(port: int) -> int:
@@ -57,11 +76,15 @@ def serve(port: int) -> int:
     with _lock:
         if port not in _servers:
             try:
-                server, _ = start_http_server(port, addr="127.0.0.1")
+                server, _ = start_http_server(port, addr=HOST)
             except OSError as error:
-                raise ConfigError(
-                    f"option 'metrics_port': cannot listen on 127.0.0.1:{port} ({error.strerror}): choose another port"
-                ) from None
+                raise _taken(port, error) from None
             _servers[port] = server.server_port
-            logger.info("freedraft: metrics at http://127.0.0.1:%d/metrics", server.server_port)
+            logger.info("freedraft: metrics at http://%s:%d/metrics", HOST, server.server_port)
         return _servers[port]
+
+
+def _taken(port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"option 'metrics_port': cannot listen on {HOST}:{port} ({error.strerror}): choose another port, or 0 for any"
+    )

@@ -96,6 +96,8 @@ class Drafter:
             rows: int32 [B].
             lengths: int32 [B], each at most L.
         """
+        if self._prompts:  # a prompt that is indexed after this would take back what is added here
+            self._await_prompts(request_ids)
         with self._lock:
             self._index.extend(self._index.slot_ids(request_ids), token_rows, rows, lengths)
 
@@ -106,7 +108,7 @@ class Drafter:
             self._index.append(self._index.slot_ids(request_ids), tokens, offsets)
 
     def begin(self, request_id: str, prompt: NDArray[np.int32]) -> None:
-        """Start a request with `prompt` (int32 [n]) in the background thread; `draft` and `append` wait for it."""
+        """Start a request with `prompt` (int32 [n]) in the background thread; all calls for it wait."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "freedraft-index")
         prompt = np.array(prompt, np.int32)

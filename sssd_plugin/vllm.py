@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from freedraft.engines.vllm.methods import Method
 from freedraft.engines.vllm.methods import register as register_method
 from freedraft.engines.vllm.runner import Step, StepProposer
-from freedraft.metrics import Metrics, serve
+from freedraft.metrics import Metrics, check_port, serve
 from sssd_plugin.options import SssdOptions
 
 if TYPE_CHECKING:
@@ -30,12 +30,14 @@ def register() -> None:
 
 
 def check_start(options: SssdOptions, model_config: Any) -> None:
-    """Refuse, before the engine starts, what would stop it later: the profile, the scorer's weights, the store.
+    """Refuse, before the engine starts, what would stop it later: profile, port, weights or store.
 
     Raises:
         ValueError: one clear line that names the option or file and the remedy.
     """
     options.cost_model(1)
+    if options.metrics_port is not None:
+        check_port(options.metrics_port)
     if options.weights is not None:
         from sssd_plugin.learned import Weights
 

@@ -35,10 +35,10 @@ class Hook:
         """What is missing, in a few words; None when the hook is all there."""
         try:
             found = resolve(self.path)
-        except ImportError as error:
-            return f"{self.path} cannot be imported ({str(error).splitlines()[0]})"
         except AttributeError:
             return f"{self.path} is missing"
+        except Exception as error:  # whatever an engine's module raises when it does not fit this machine
+            return f"{self.path} cannot be imported ({(str(error) or repr(error)).splitlines()[0]})"
         if self.attribute:
             found = _static(found, self.attribute)
             if found is None:

@@ -101,6 +101,23 @@ def test_bad_input_stops_the_start_with_one_line(tiny_model: Path, change: dict[
         assert word in message
 
 
+def test_a_port_that_is_taken(tiny_model: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = refusal(tiny_model, GOOD | {"metrics_port": port})
+    assert "'metrics_port'" in message and str(port) in message and "another port" in message
+
+
+def test_vllms_own_schedule_by_batch_size_is_passed_on(tiny_model: Path) -> None:
+    schedule = [[1, 4, 8], [5, 64, 2]]
+    config = config_of(tiny_model, GOOD | {"num_speculative_tokens_per_batch_size": schedule})
+    assert [list(entry) for entry in config.speculative_config.num_speculative_tokens_per_batch_size] == schedule
+
+
 def test_weights_that_are_none(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "weights.json"
     path.write_text("{}")

@@ -182,8 +182,8 @@ def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
         self._draft_probs = None
         self._draft_prob_req_ids = None
         arguments = signature.bind(self, *args, **kwargs).arguments
-        step = Step.of(self, arguments)
-        return drafter.guarded(lambda: drafter.draft(step)) or step.no_drafts()
+        drafts = drafter.guarded(lambda: drafter.draft(Step.of(self, arguments)))
+        return drafts or [[] for _ in range(len(arguments["sampled_token_ids"]))]
 
     return propose_draft_token_ids
 
