@@ -9,14 +9,15 @@ from sssd_plugin.datastore.search import bucket, narrow
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.request_index import find
 
-ORDERS = 6  # context lengths looked up, in tokens
+ORDERS = 6  # longest context looked up in the request, in tokens
+STORE_ORDERS = 4  # and in the store
 MAX_CANDIDATES = 256
 OCCURRENCES = 64  # newest occurrences of a token in the request that are looked at
 HASH_BITS = 9
 
-# Columns of the counts: store orders 1-6, request orders 1-6, then contexts that skip their last token.
-STORE, INPUT, SKIP_STORE, SKIP_INPUT = 0, 6, 12, 15
-COLUMNS = 17
+# Columns of the counts: store orders 1-4, request orders 1-6, then contexts that skip their last token.
+STORE, INPUT, SKIP_STORE, SKIP_INPUT = 0, 4, 10, 13
+COLUMNS = 15
 ROW = 32  # bytes of a row of counts; every count is at most 64
 
 
@@ -26,13 +27,13 @@ def advance(table, lo, hi, source, target, token):
 
     Args:
         table: int64 [J, 6], `Snapshot.table`.
-        lo, hi: int32 [nodes, J, ORDERS]; entry [i, j, k - 1] is the range of the last k tokens of node i's context.
+        lo, hi: int32 [nodes, J, STORE_ORDERS]; entry [i, j, k - 1] is the range of the last k tokens of node i's context.
         source, target: nodes; source may be -1 for an empty context.
     """
     for j in range(len(table)):
         tokens = int32_at(table[j, 0], table[j, 3] + 32)
         suffixes = int32_at(table[j, 1], table[j, 4])
-        for k in range(ORDERS - 1, 0, -1):
+        for k in range(STORE_ORDERS - 1, 0, -1):
             a, b = 0, 0
             if source >= 0 and hi[source, j, k - 1] > lo[source, j, k - 1]:
                 a, b = narrow(tokens, suffixes, lo[source, j, k - 1], hi[source, j, k - 1], k, token)
@@ -145,7 +146,7 @@ def gather(
     totals[:] = 0
     kinds[:] = 0
     longer = -1  # size of the range one order up
-    for k in range(ORDERS - 1, -1, -1):
+    for k in range(STORE_ORDERS - 1, -1, -1):
         size = 0
         for j in range(len(table)):
             size += hi[node, j, k] - lo[node, j, k]

@@ -26,6 +26,7 @@ from sssd_plugin.candidates import (
     SKIP_INPUT,
     SKIP_STORE,
     STORE,
+    STORE_ORDERS,
     advance,
     gather,
 )
@@ -68,7 +69,7 @@ def score(
         (length of the shortlist, weight set used).
     """
     store_order = 0
-    for k in range(ORDERS):
+    for k in range(STORE_ORDERS):
         if totals[STORE + k] > 0:
             store_order = k + 1
     input_order = 0
@@ -76,7 +77,7 @@ def score(
         if totals[INPUT + k] > 0:
             input_order = k + 1
     input_bin = input_order if input_order < 4 else (4 if input_order < 6 else 5)
-    weight_set = min(store_order, 4) * 6 + input_bin
+    weight_set = store_order * 6 + input_bin
 
     skip_store = 0.1 / max(totals[SKIP_STORE + 1], 1)
     skip_input = 0.1 / max(totals[SKIP_INPUT + 1], 1)
@@ -184,12 +185,12 @@ def draft_tree(
     request_counts = uint16_at(slots[s, COUNTS], table_size)
 
     j_n = len(table)
-    room_for = (len(ints) - _FIXED_INTS) // (2 * j_n * ORDERS + 2)
+    room_for = (len(ints) - _FIXED_INTS) // (2 * j_n * STORE_ORDERS + 2)
     at = 0
-    ranges = room_for * j_n * ORDERS
-    lo = ints[at : at + ranges].reshape((room_for, j_n, ORDERS))
+    ranges = room_for * j_n * STORE_ORDERS
+    lo = ints[at : at + ranges].reshape((room_for, j_n, STORE_ORDERS))
     at += ranges
-    hi = ints[at : at + ranges].reshape((room_for, j_n, ORDERS))
+    hi = ints[at : at + ranges].reshape((room_for, j_n, STORE_ORDERS))
     at += ranges
     frontier_parent = ints[at : at + room_for]
     at += room_for
@@ -226,7 +227,7 @@ def draft_tree(
 
     # Ranges of the last tokens, one at a time; the last but one state is the root's context without its last token.
     before, here = room_for - 1, -1
-    first = max(0, length - ORDERS)
+    first = max(0, length - STORE_ORDERS)
     for i in range(first, length):
         target = 0 if (length - 1 - i) % 2 == 0 else before
         advance(table, lo, hi, here, target, tokens[i])
@@ -335,7 +336,7 @@ _FIXED_INTS = 3 * (1 << HASH_BITS) + MAX_CANDIDATES + SHORTLIST + 2 * COLUMNS + 
 def scratch(max_nodes: int, sub_indices: int) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.uint8]]:
     """Scratch space of `draft_tree` for up to `max_nodes` nodes over `sub_indices` sub-indices."""
     nodes = max_nodes + 1
-    ints = np.zeros(_FIXED_INTS + nodes * (2 * sub_indices * ORDERS + 2), np.int32)
+    ints = np.zeros(_FIXED_INTS + nodes * (2 * sub_indices * STORE_ORDERS + 2), np.int32)
     floats = np.zeros(3 * MAX_CANDIDATES + SHORTLIST * (1 + FEATURES) + 2 * nodes, np.float64)
     return ints, floats, np.zeros((MAX_CANDIDATES, ROW), np.uint8)
 

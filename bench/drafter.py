@@ -1,0 +1,196 @@
+"""What drafting costs on the CPU, single thread: time per request and per batch, ingest, memory, and building the store.
+
+    python bench/drafter.py --json OUT [--tokenizer DIR]
+
+Stores of 1 M and 8 M real tokens (Python sources of this environment). The requests are held-out sources: each step appends
+the next tokens of the file, as if the engine had produced them, and asks for a draft through the same calls as the engine's
+plugin makes. Figures are medians over all steps, arms interleaved within a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import resource
+import subprocess
+import sys
+import sysconfig
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.drafter import Drafter, Scoring
+from sssd_plugin.request_index import RequestIndex
+
+MODEL = Path(__file__).resolve().parent.parent / "build" / "model"
+PROMPT, STEPS, ADVANCE = 600, 120, 2  # tokens, steps per request, tokens per step
+BATCH = 32
+HELD_OUT = 64
+
+
+def corpus(tokenizer: Path, want: int) -> tuple[list[NDArray[np.int32]], int]:
+    """Python sources of this environment as token arrays, shuffled; at least `want` tokens and the held-out files."""
+    from tokenizers import Tokenizer
+
+    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    if not file.is_file():
+        raise ValueError(f"tokenizer: {file} does not exist; run 'make model' or give --tokenizer")
+    encoder = Tokenizer.from_file(str(file))
+    paths = sysconfig.get_paths()
+    files = sorted({p for root in ("stdlib", "purelib") for p in Path(paths[root]).rglob("*.py")})
+    files = [p for p in files if 4_000 < p.stat().st_size < 400_000]
+    random.Random(1).shuffle(files)
+    documents: list[NDArray[np.int32]] = []
+    total = 0
+    for start in range(0, len(files), 256):
+        texts = [p.read_text(errors="replace") for p in files[start : start + 256]]
+        for encoded in encoder.encode_batch_fast(texts, add_special_tokens=False):
+            documents.append(np.array(encoded.ids, np.int32))
+        total = sum(len(d) for d in documents)
+        if total > want * 1.15:
+            return documents, encoder.get_vocab_size()
+    raise ValueError(f"this environment holds only {total} tokens of Python sources, {want} are needed")
+
+
+def flatten(documents: list[NDArray[np.int32]], limit: int) -> NDArray[np.int32]:
+    joined = np.concatenate([np.append(d, SEPARATOR) for d in documents]).astype(np.int32)[:limit]
+    joined[-1] = SEPARATOR
+    return joined
+
+
+class Arm:
+    """One drafter, stepping through the held-out requests."""
+
+    def __init__(self, name: str, snapshot: Snapshot, vocab: int, scoring: Scoring, nodes: int, batch: int) -> None:
+        self.name, self.nodes, self.batch = name, nodes, batch
+        self.drafter = Drafter(vocab_size=vocab, max_nodes=nodes, scoring=scoring, snapshot=snapshot)
+        self.draft_us: list[float] = []
+        self.append_us: list[float] = []
+
+    def run(self, rows: NDArray[np.int32], timed: bool) -> None:
+        """All steps of a batch of requests. rows: int32 [batch, PROMPT + STEPS * ADVANCE]."""
+        ids = [str(i) for i in range(len(rows))]
+        at = np.arange(len(rows), dtype=np.int32)
+        for step in range(STEPS):
+            length = np.full(len(rows), PROMPT + step * ADVANCE, np.int32)
+            started = time.perf_counter()
+            self.drafter.extend(ids, rows, at, length)
+            middle = time.perf_counter()
+            self.drafter.draft(ids, max_nodes=self.nodes)
+            ended = time.perf_counter()
+            if timed and step:
+                self.append_us.append((middle - started) * 1e6 / (len(rows) * ADVANCE))
+                self.draft_us.append((ended - middle) * 1e6)
+        self.drafter.finish(ids)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    low, median, high = np.percentile(values, [5, 50, 95])
+    return {"median": round(float(median), 2), "p5": round(float(low), 2), "p95": round(float(high), 2)}
+
+
+def build_cost(tokens: int, tokenizer: Path, vocab: int) -> dict[str, float]:
+    """Time and peak memory of `SubIndex.build`, in a process of its own; the input array is not counted."""
+    code = (
+        "import sys, time, resource, numpy as np\n"
+        "from sssd_plugin.datastore.sub_index import SubIndex\n"
+        "SubIndex.build(np.array([1, 2, -1], np.int32), 8)\n"
+        "tokens = np.load(sys.argv[1])\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "started = time.perf_counter()\n"
+        "sub = SubIndex.build(tokens, int(sys.argv[2]))\n"
+        "print(time.perf_counter() - started, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)\n"
+    )
+    path = Path(sys.argv[0]).parent / f".drafter-{time.time_ns()}.npy"
+    documents, _ = corpus(tokenizer, tokens)
+    np.save(path, flatten(documents, tokens))
+    try:
+        done = subprocess.run([sys.executable, "-c", code, path, str(vocab)], capture_output=True, text=True, check=True)
+    finally:
+        path.unlink()
+    seconds, peak = map(float, done.stdout.split())
+    return {"us_per_token": round(seconds / tokens * 1e6, 3), "peak_bytes_per_token": round(peak / tokens, 1)}
+
+
+def context_cost(documents: list[NDArray[np.int32]]) -> dict[str, dict[str, float]]:
+    """Ingest time and bytes of a request by prompt length."""
+    text = np.concatenate(documents).astype(np.int32)
+    result = {}
+    for length in (1024, 8192, 32768, 131072):
+        nanoseconds, size = [], 0.0
+        for repeat in range(15):
+            prompt = text[repeat * 1000 :][:length]
+            index = RequestIndex()
+            slots = index.slot_ids(["r"])
+            started = time.perf_counter()
+            index.append(slots, prompt, np.array([0, length]))
+            nanoseconds.append((time.perf_counter() - started) * 1e9 / length)
+            size = index.nbytes() / length
+        result[str(length)] = {"ns_per_token": spread(nanoseconds)["median"], "bytes_per_token": round(size, 2)}
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tokenizer", type=Path, default=MODEL, help="model folder, or its tokenizer.json")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stores", type=int, nargs="+", default=[1_000_000, 8_000_000], help="sizes in tokens")
+    arguments = parser.parse_args()
+    try:
+        documents, vocab = corpus(arguments.tokenizer, max(arguments.stores))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    need = PROMPT + STEPS * ADVANCE
+    held_out = [d for d in documents if len(d) >= need][:HELD_OUT]
+    taken = {id(d) for d in held_out}
+    stored = [d for d in documents if id(d) not in taken]
+    rows = np.stack([d[:need] for d in held_out]).astype(np.int32)
+
+    arms = [Arm(f"input only, {scoring}, 16 nodes, batch 1", Snapshot.empty(), vocab, scoring, 16, 1) for scoring in
+            ("paper", "learned")]  # fmt: skip
+    store_bytes = {}
+    for size in arguments.stores:
+        sub = SubIndex.build(flatten(stored, size), vocab)
+        store_bytes[str(size)] = round(
+            (sub.tokens.nbytes + sub.suffix_array.nbytes + sub.bucket_starts.nbytes) / sub.n, 2
+        )
+        snapshot = Snapshot.of([sub])
+        label = f"{size / 1e6:g} M"
+        shapes: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
+        arms += [Arm(f"{label}, {s}, {n} nodes, batch 1", snapshot, vocab, s, n, 1) for s, n in shapes]
+        arms += [Arm(f"{label}, {s}, {n} nodes, batch {BATCH}", snapshot, vocab, s, n, BATCH) for s, n in shapes]
+    for round_ in range(arguments.rounds + 1):
+        for arm in arms:
+            for start in range(0, len(rows), BATCH):
+                part = rows[start : start + BATCH]
+                if arm.batch == 1:
+                    for row in part[:8]:
+                        arm.run(row[None], timed=round_ > 0)
+                else:
+                    arm.run(part, timed=round_ > 0)
+    result = {
+        "machine": f"{platform.processor() or platform.machine()}, {platform.system()}, Python {platform.python_version()}",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "draft_us_per_call": {arm.name: spread(arm.draft_us) for arm in arms},
+        "append_us_per_token": {arm.name: spread(arm.append_us)["median"] for arm in arms if arm.batch == 1},
+        "prompt": context_cost(documents),
+        "store_bytes_per_token": store_bytes,
+        "store_build": build_cost(max(arguments.stores), arguments.tokenizer, vocab),
+        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+    print(json.dumps(result, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
