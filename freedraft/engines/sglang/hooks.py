@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from freedraft.engines.hooks import Hook
+from freedraft.engines.sglang import torchvision_stand_in
 from freedraft.engines.sglang.patches import ASSIGN_SLOTS, CORPUS_SPEC
 
 _SRT = "sglang.srt"
@@ -10,6 +11,9 @@ _SRT = "sglang.srt"
 PACKAGE = "sglang"
 DISTRIBUTIONS = ("sglang",)
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
+
+# So that the table can be checked on a machine without a GPU, whether or not the CPU platform is selected.
+torchvision_stand_in.install_without_gpu()
 
 
 def _patched(path: str, parameters: tuple[str, ...], purpose: str) -> Hook:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -61,3 +62,13 @@ def install() -> None:
     """Let `import torchvision` succeed where nothing else provides it. Harmless where the real one is installed."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())  # last: the real package always wins
+
+
+def install_without_gpu() -> None:
+    """`install`, unless there is a GPU, where a missing torchvision is the user's to hear of from SGLang."""
+    if importlib.util.find_spec(_NAME) is not None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        install()

@@ -282,7 +282,8 @@ class TreeVerifyWorker(BaseSpecWorker):
         penalties count tokens, custom logit processors and watermarks may look at them."""
         sampling = batch.sampling_info
         return (
-            sampling.penalizer_orchestrator.is_required
+            sampling.acc_additive_penalties is not None
+            or sampling.acc_scaling_penalties is not None
             or sampling.has_custom_logit_processor
             or sampling.has_watermark_candidates
         )

@@ -1,0 +1,126 @@
+"""Engines for the tests: stock SGLang and SGLang with us, on the CPU platform, in fp32, over a tiny random model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+HAVE_SGLANG = importlib.util.find_spec("sglang") is not None
+ENVIRONMENT = {
+    "SGLANG_PLATFORM": "freedraft_cpu",
+    "HF_HUB_OFFLINE": "1",
+    "FREEDRAFT_POLICY": "fixed",
+    "FREEDRAFT_SCORING": "paper",
+}
+
+if HAVE_SGLANG:  # before SGLang is first imported, in this process too
+    os.environ.update({name: ENVIRONMENT[name] for name in ("SGLANG_PLATFORM", "HF_HUB_OFFLINE")})
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "engine_free: of the SGLang tests, those that run without it")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in Path(item.fspath).parents:
+            item.add_marker(pytest.mark.sglang)
+            if not HAVE_SGLANG and "engine_free" not in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="sglang is not installed"))
+
+
+def demo_model() -> Path | None:
+    path = Path(os.environ.get("FREEDRAFT_TEST_MODEL", HERE.parents[1] / "build" / "model"))
+    return path if (path / "config.json").is_file() else None
+
+
+def make_tiny(folder: Path, *, vocab_size: int, tokenizer: Path | None) -> Path:
+    """A random Llama of two layers in Hugging Face layout."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    if tokenizer is not None:
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (tokenizer / name).is_file():
+                shutil.copy(tokenizer / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo() -> Path:
+    path = demo_model()
+    if path is None:
+        pytest.skip("the demo model is not there: make model, or set FREEDRAFT_TEST_MODEL")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(demo, tmp_path_factory) -> Path:
+    """The tiny model with the demo model's vocabulary and tokenizer."""
+    return make_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=49152, tokenizer=demo)
+
+
+@contextmanager
+def sglang_engine(model: Path, counts: Path | None = None, env: dict[str, str] | None = None, **options):
+    """A `sglang.Engine` on the CPU platform; `counts` gets what the verify worker has done."""
+    changed = {
+        **ENVIRONMENT,
+        "PYTHONPATH": os.pathsep.join([str(HERE / "plugin"), os.environ.get("PYTHONPATH", "")]),
+        "TREE_TEST_COUNTS": str(counts or ""),
+        **(env or {}),
+    }
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    if str(HERE / "plugin") not in sys.path:
+        sys.path.append(str(HERE / "plugin"))
+    try:
+        import sglang
+
+        defaults = dict(
+            model_path=str(model),
+            device="cpu",
+            dtype="float32",
+            attention_backend="torch_native",
+            sampling_backend="pytorch",
+            disable_cuda_graph=True,
+            max_total_tokens=8192,
+            max_running_requests=4,
+            skip_server_warmup=True,
+            log_level="warning",
+            random_seed=1,
+        )
+        engine = sglang.Engine(**{**defaults, **options})
+        try:
+            yield engine
+        finally:
+            engine.shutdown()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+def read_counts(path: Path) -> dict[str, int]:
+    return json.loads(path.read_text())

@@ -1,0 +1,176 @@
+"""Loaded by the tests' engines through PYTHONPATH: draft sources that stress the product's worker, and a count of its work.
+
+`sssd_cycle` drafts with SSSD, puts a wrong sibling before every draft token, so that every accepted one has to be moved, and
+changes the width at every step. `wild` drafts random trees over a tiny vocabulary. `broken` fails at its third draft.
+"""
+
+import collections
+import itertools
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+
+def register():
+    from freedraft.engines.sglang.registration import install
+
+    install("sssd_cycle", make_cycle, corpora=True)
+    install("wild", make_wild)
+    install("broken", make_broken)
+    if os.environ.get("TREE_TEST_COUNTS"):
+        count_work(Path(os.environ["TREE_TEST_COUNTS"]))
+
+
+def count_work(path):
+    """Write, after every verified step, what the worker has done so far."""
+    from freedraft.engines.sglang.worker import TreeVerifyWorker
+
+    totals = collections.Counter()
+    compact, step, finished = TreeVerifyWorker._compact, TreeVerifyWorker._step, TreeVerifyWorker.note_request_finished
+
+    def counting(self, batch, verified):
+        compact(self, batch, verified)
+        accepted = verified.accepted
+        here = np.arange(accepted.shape[1])
+        moved = ((accepted.numpy() >= 0) & (accepted.numpy() != here)).any(1)
+        totals["compacted"] += int(moved.sum())
+        totals["steps"] += 1
+        totals["tokens"] += int(verified.lengths.sum())
+        totals["request_steps"] += accepted.shape[0]
+        totals[f"width {accepted.shape[1]}"] += 1
+        totals["batch 4"] += accepted.shape[0] == 4
+        path.write_text(json.dumps(totals))
+
+    def stepping(self, batch, tokens, lengths):
+        before = dict(self._requests._lengths)
+        made = step(self, batch, tokens, lengths)
+        totals["rebuilt"] += sum(before.get(r.rid, -1) + n != t + 1 for r, n, t in zip(
+            batch.reqs, lengths.tolist(), batch.seq_lens_cpu.tolist(), strict=True))
+        drafter = getattr(self._source, "drafter", None)
+        if drafter is not None:
+            # The index must hold exactly the text so far: one token more than the KV cache.
+            for row, rid in enumerate(made.request_ids):
+                if drafter.length(rid) + int(lengths[row]) != int(batch.seq_lens_cpu[row]) + 1:
+                    drafter._await_prompts([rid])
+                assert drafter.length(rid) + int(lengths[row]) == int(batch.seq_lens_cpu[row]) + 1, "index out of step"
+        return made
+
+    def ending(self, **kwargs):
+        finished(self, **kwargs)
+        totals["finished"] += 1
+        drafter = getattr(self._source, "drafter", None)
+        totals["held"] = len(drafter) if drafter is not None else 0
+        path.write_text(json.dumps(totals))
+
+    TreeVerifyWorker._compact, TreeVerifyWorker._step = counting, stepping
+    TreeVerifyWorker.note_request_finished = ending
+
+
+def make_cycle(context):
+    from sssd_plugin.options import SssdOptions
+    from sssd_plugin.sglang import SssdSource
+
+    class Cycle(SssdSource):
+        cycle = itertools.cycle((16, 4, 1, 8, 2))
+
+        def width(self, batch_size):
+            return next(w for w in self.cycle if w in self.widths)
+
+        def draft(self, step, width):
+            from freedraft.draft import DraftBatch
+
+            tree = super().draft(step, max(1, (width + 1) // 2))
+            out = DraftBatch.empty(tree.batch_size, width)
+            for b in range(tree.batch_size):
+                place = [0]  # node i of the tree stands at place[i]
+                out.tokens[b, 0], out.parents[b, 0], out.scores[b, 0] = tree.tokens[b, 0], -1, 1
+                n = 1
+                for i in range(1, int(tree.counts[b])):
+                    if n + 2 > width:
+                        break
+                    parent = place[tree.parents[b, i]] if tree.parents[b, i] < len(place) else None
+                    if parent is None:
+                        break
+                    siblings = {int(tree.tokens[b, j]) for j in range(i, int(tree.counts[b]))}
+                    siblings |= {int(out.tokens[b, j]) for j in range(1, n) if out.parents[b, j] == parent}
+                    decoy = next(t for t in range(100, 1000) if t not in siblings)
+                    for token in (decoy, tree.tokens[b, i]):
+                        out.tokens[b, n], out.parents[b, n] = token, parent
+                        out.depths[b, n] = out.depths[b, parent] + 1
+                        n += 1
+                    place.append(n - 1)
+                out.counts[b] = n
+            out.check()
+            return out
+
+    return Cycle(context, SssdOptions.read())
+
+
+class Simple:
+    """A source that keeps nothing."""
+
+    def __init__(self, context):
+        self.context = context
+
+    def width(self, batch_size):
+        return self.context.max_nodes
+
+    def begin(self, request_id, tokens):
+        pass
+
+    def observe(self, accepted):
+        pass
+
+    def finish(self, request_ids):
+        pass
+
+    def add_corpus(self, corpus_id, documents):
+        raise ValueError("this source takes no corpora")
+
+
+def make_wild(context):
+    from freedraft.draft import DraftBatch
+
+    rng = np.random.default_rng(0)
+
+    class Wild(Simple):
+        def draft(self, step, width):
+            batch = len(step.request_ids)
+            out = DraftBatch.empty(batch, width)
+            for b in range(batch):
+                out.counts[b] = rng.integers(1, width + 1)
+                out.tokens[b, 0] = step.tokens[step.offsets[b + 1] - 1]
+                out.parents[b, 0], out.scores[b, 0] = -1, 1
+                used = collections.defaultdict(set)
+                for i in range(1, out.counts[b]):
+                    while True:
+                        parent = int(rng.integers(0, i))
+                        free = set(range(context.vocab_size)) - used[parent]
+                        if free:
+                            break
+                    token = int(rng.choice(sorted(free)))
+                    used[parent].add(token)
+                    out.tokens[b, i], out.parents[b, i] = token, parent
+                    out.depths[b, i] = out.depths[b, parent] + 1
+            return out
+
+    return Wild(context)
+
+
+def make_broken(context):
+    from freedraft.draft import DraftBatch
+
+    class Broken(Simple):
+        drafts = 0
+
+        def draft(self, step, width):
+            self.drafts += 1
+            if self.drafts > 2:
+                raise RuntimeError("no more drafts")
+            out = DraftBatch.empty(len(step.request_ids), width)
+            out.counts[:] = 1
+            return out
+
+    return Broken(context)
