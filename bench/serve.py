@@ -1,0 +1,98 @@
+"""Start an OpenAI-compatible vLLM server with SSSD, leave it running, and say how to ask it; or end it.
+
+python bench/serve.py start --model build/model --port 8000
+python bench/serve.py stop
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import demo
+import servers
+
+STATE = Path("build/serve.json")
+
+
+def recorded() -> tuple[int, int] | None:
+    """(pid, port) of the server that an earlier call left running, if it still is that process."""
+    try:
+        state = json.loads(STATE.read_text(encoding="utf-8"))
+        command = Path(f"/proc/{state['pid']}/cmdline").read_bytes().split(b"\0")
+    except (OSError, ValueError, KeyError):
+        return None
+    # Pids are used again: only a process with our port on its command line is ours.
+    if b"vllm.entrypoints.openai.api_server" in command and str(state["port"]).encode() in command:
+        return state["pid"], state["port"]
+    return None
+
+
+def explain(port: int) -> None:
+    request = {"model": servers.MODEL_NAME, "messages": [{"role": "user", "content": "Write a haiku about rivers."}]}
+    print(f"serving on http://{servers.HOST}:{port}/v1 until `make stop`. Ask it:\n")
+    print(
+        f"curl -s http://{servers.HOST}:{port}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"-d '{json.dumps(request | {'max_tokens': 64})}'\n"
+    )
+
+
+def start(model: Path, store: Path, port: int, draft_tokens: int) -> int:
+    known = recorded()
+    if known is not None and servers.is_healthy(f"http://{servers.HOST}:{known[1]}"):
+        explain(known[1])
+        return 0
+    stop()
+    if servers.is_healthy(f"http://{servers.HOST}:{port}"):
+        print(f"error: port {port} is taken: make serve PORT=...", file=sys.stderr)
+        return 2
+    demo.ensure_store(store, model)
+    settings = {"method": "sssd", "num_speculative_tokens": draft_tokens, "datastore": str(store.resolve())}
+    server = servers.build("sssd", "vllm", model, Path("build/logs/serve.log"), port=port, speculative=settings)
+    print("starting the server ...", flush=True)
+    server.start()
+    assert server.process is not None
+    try:
+        STATE.write_text(json.dumps({"pid": server.process.pid, "port": port}) + "\n", encoding="utf-8")
+        server.wait_until_ready()
+    except BaseException as error:
+        server.stop()
+        STATE.unlink(missing_ok=True)
+        if isinstance(error, servers.ServerError):
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        raise
+    explain(port)
+    return 0
+
+
+def stop() -> int:
+    """End the server of an earlier `start`; nothing happens when there is none."""
+    known = recorded()
+    if known is not None:
+        servers.end_group(known[0])
+        print("server stopped")
+    STATE.unlink(missing_ok=True)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A vLLM server with SSSD that stays up.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    starting = commands.add_parser("start", help="start it and return when it answers")
+    starting.add_argument("--model", type=Path, default=Path("build/model"))
+    starting.add_argument("--store", type=Path, default=Path("build/store"))
+    starting.add_argument("--port", type=int, default=8000)
+    starting.add_argument("--draft-tokens", type=int, default=demo.DRAFT_TOKENS["vllm"])
+    commands.add_parser("stop", help="end it")
+    args = parser.parse_args()
+    return stop() if args.command == "stop" else start(args.model, args.store, args.port, args.draft_tokens)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,196 @@
+"""The OpenAI-compatible servers of vLLM and SGLang as child processes: started on a free port, ended by their pid."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HOST = "127.0.0.1"
+MODEL_NAME = "demo"
+MAX_MODEL_LEN = 2048
+START_LIMIT_S = 420.0
+
+
+class ServerError(RuntimeError):
+    """A server that did not start, or ended by itself. The message ends with what it said last."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(engine: str) -> dict[str, str]:
+    """The environment of a CPU server: one thread per core, the venv's OpenMP runtime, no network."""
+    cores = len(os.sched_getaffinity(0))
+    env = dict(os.environ)
+    env |= {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(cores),
+        "PYTHONUNBUFFERED": "1",
+    }
+    # A third faster than the OpenMP runtime that comes with torch. It is installed along with vLLM's CPU build.
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    if openmp.is_file():
+        env["LD_PRELOAD"] = ":".join(filter(None, (str(openmp), os.environ.get("LD_PRELOAD"))))
+    if engine == "vllm":
+        env |= {
+            "VLLM_CPU_KVCACHE_SPACE": env.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_AOT_COMPILE": "0",  # reloading such a cache fails on CPU in 0.32
+        }
+    else:
+        env["SGLANG_PLATFORM"] = "freedraft_cpu"
+    return env
+
+
+def vllm_command(model: Path, port: int, dtype: str, eager: bool, speculative: dict[str, object] | None) -> list[str]:
+    """`vllm serve` by another name: the command itself does not find its version in the CPU wheel."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--no-enable-prefix-caching"]
+    if eager:
+        command += ["--enforce-eager"]
+    if speculative is not None:
+        command += ["--speculative-config", json.dumps(speculative)]
+    return command
+
+
+def sglang_command(model: Path, port: int, dtype: str, speculative: dict[str, object] | None) -> list[str]:
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype]
+    command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+    command += ["--disable-cuda-graph", "--disable-radix-cache", "--context-length", str(MAX_MODEL_LEN)]
+    command += ["--max-total-tokens", "8192", "--max-running-requests", "4", "--skip-server-warmup"]
+    if speculative is not None:
+        command += ["--speculative-algorithm", str(speculative["method"])]
+        command += ["--speculative-num-draft-tokens", str(speculative["num_speculative_tokens"])]
+    return command
+
+
+@dataclass
+class Server:
+    """One server process and everything that it started.
+
+    Attributes:
+        log: file that its output goes to.
+        process: None before `start` and after `stop`.
+    """
+
+    name: str
+    command: Sequence[str]
+    env: dict[str, str]
+    port: int
+    log: Path
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> None:
+        """Start it in a process group of its own, so that all of it can be ended by one signal."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                self.command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
+        """Return when `/health` answers. Raises ServerError when the process ends or the time is over."""
+        assert self.process is not None, "start it first"
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerError(f"server '{self.name}' ended with code {self.process.returncode}\n{self.tail()}")
+            if is_healthy(self.url):
+                return
+            time.sleep(0.5)
+        raise ServerError(f"server '{self.name}' did not answer within {limit_s:.0f} s\n{self.tail()}")
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return answer.read().decode()
+
+    def stop(self) -> None:
+        """End it and its children; nothing happens when it has ended."""
+        if self.process is not None:
+            end_group(self.process.pid)
+            self.process.wait()
+            self.process = None
+
+    def tail(self, lines: int = 15) -> str:
+        """The last lines of its log, and the errors among the lines before."""
+        said = self.log.read_text(errors="replace").splitlines()
+        errors = [line for line in said[:-lines] if "rror:" in line][-5:]
+        return "\n".join([*errors, *said[-lines:], f"(all of it: {self.log})"])
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def end_group(leader: int, patience_s: float = 20.0) -> None:
+    """Ask the process group of `leader` to end; make it, when it does not in time."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(leader, number)
+        except ProcessLookupError:
+            return
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            with suppress(ChildProcessError):  # not our child, or reaped already
+                os.waitpid(leader, os.WNOHANG)
+            try:
+                os.killpg(leader, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.1)
+
+
+def build(
+    name: str,
+    engine: str,
+    model: Path,
+    log: Path,
+    *,
+    port: int = 0,
+    dtype: str = "float32",
+    eager: bool = True,
+    speculative: dict[str, object] | None = None,
+) -> Server:
+    """A server that is not started yet.
+
+    Args:
+        engine: "vllm" or "sglang".
+        port: 0 picks a free one.
+        eager: without compiled graphs, as exact comparisons need it; SGLang on CPU is always eager.
+        speculative: vLLM's `--speculative-config`; None decodes plainly. For SGLang the keys other than `method` and
+            `num_speculative_tokens` are SSSD's options and travel in the environment.
+    """
+    port = port or free_port()
+    env = environment(engine)
+    if engine == "vllm":
+        return Server(name, vllm_command(model, port, dtype, eager, speculative), env, port, log)
+    for key, value in (speculative or {}).items():
+        if key not in ("method", "num_speculative_tokens"):
+            env[f"FREEDRAFT_{key.upper()}"] = str(value)
+    return Server(name, sglang_command(model, port, dtype, speculative), env, port, log)
