@@ -24,7 +24,25 @@ NAME = "sssd"
 
 def register() -> None:
     """Entry point of `sglang.srt.plugins`: runs in every process of SGLang."""
-    install(NAME, make_source, corpora=True)
+    install(NAME, make_source, corpora=True, check_start=check_start)
+
+
+def check_start() -> None:
+    """Refuse, before the engine starts, what would stop it later: the profile, the scorer's weights, the store.
+
+    Raises:
+        ValueError: one clear line that names the option or file and the remedy.
+    """
+    options = SssdOptions.read()
+    options.cost_model(1)
+    if options.scoring == "learned":
+        from sssd_plugin.learned import Weights
+
+        Weights.load(options.weights)
+    if options.datastore is not None:
+        from sssd_plugin.datastore.store import Datastore
+
+        Datastore.open(options.datastore).close()
 
 
 def make_source(context: SourceContext) -> SssdSource:
@@ -49,6 +67,7 @@ class SssdSource:
                 options.datastore,
                 vocab_size=context.vocab_size,
                 tokenizer_fingerprint=fingerprint(context.tokenizer) if context.tokenizer is not None else None,
+                verify=False,  # the front-end process has verified every byte already
             )
         self._corpora: dict[str, SubIndex] = {}
         self._built: dict[str, SubIndex] = {}

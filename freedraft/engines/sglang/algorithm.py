@@ -28,6 +28,8 @@ class TreeAlgorithm(CustomSpecAlgo):
     accepted tokens under overlap, the dummy input for graph capture, the manager of external corpora.
     """
 
+    check_start: Callable[[], None] | None = None
+
     def is_ngram(self) -> bool:
         return True
 
@@ -60,6 +62,8 @@ class TreeAlgorithm(CustomSpecAlgo):
             ConfigError: an argument does not go with tree verification.
         """
         args = server_args
+        if self.check_start is not None:
+            self.check_start()
         refuse_unsupported(args, self.name, cpu_platform=selected())
         if args.speculative_num_draft_tokens is None:
             args.speculative_num_draft_tokens = DEFAULT_NODES
@@ -76,13 +80,17 @@ def taking_corpora() -> set[str]:
     return _taking_corpora
 
 
-def register(name: str, make_source: MakeSource, *, corpora: bool = False) -> None:
+def register(
+    name: str, make_source: MakeSource, *, corpora: bool = False, check_start: Callable[[], None] | None = None
+) -> None:
     """Register `--speculative-algorithm <name>`, whose draft trees come from `make_source`.
 
     Args:
         corpora: whether the source takes corpora over SGLang's HTTP calls.
+        check_start: raises in the front-end process, in one clear line, what would fail in the scheduler later.
     """
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import get_spec
 
     def worker(server_args: Any) -> Any:
         from freedraft.engines.sglang.worker import TreeVerifyWorker
@@ -90,5 +98,8 @@ def register(name: str, make_source: MakeSource, *, corpora: bool = False) -> No
         return functools.partial(TreeVerifyWorker, make_source=make_source)
 
     SpeculativeAlgorithm.register(name.upper(), supports_overlap=True, spec_class=TreeAlgorithm)(worker)
+    algorithm = get_spec(name)
+    assert isinstance(algorithm, TreeAlgorithm)
+    algorithm.check_start = check_start
     if corpora:
         _taking_corpora.add(name.upper())

@@ -61,7 +61,9 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool) -> None:
         refuse("has no draft model", "start without --speculative-draft-model-path")
     thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)
     if any(t is not None and t != 1.0 for t in thresholds):
-        refuse("is lossless and accepts nothing by threshold", "leave both --speculative-accept-threshold options at 1.0")
+        refuse(
+            "is lossless and accepts nothing by threshold", "leave both --speculative-accept-threshold options at 1.0"
+        )
     if getattr(args, "enable_deterministic_inference", False):
         refuse(
             "cannot repeat the sampled tokens of plain decoding seed by seed",

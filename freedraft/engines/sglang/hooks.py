@@ -86,6 +86,18 @@ HOOKS: tuple[Hook, ...] = (
         ("is_verify",),
         purpose="the verifying forward pass",
     ),
+    Hook(
+        f"{_SRT}.model_executor.model_runner.ModelRunner",
+        "_get_attention_backend",
+        ("init_new_workspace",),
+        purpose="a CUDA graph per width",
+    ),
+    Hook(
+        f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
+        "__init__",
+        ("attn_backend", "speculative_num_steps", "speculative_num_draft_tokens"),
+        purpose="a CUDA graph per width",
+    ),
     Hook("sglang.kernels.ops.speculative.cache_locs", "assign_extend_cache_locs_func", purpose="slots to verify in"),
     Hook(f"{_SRT}.speculative.spec_utils", "record_stream_for_v2_verify", purpose="CUDA streams under overlap"),
     Hook(
@@ -121,9 +133,7 @@ CPU_HOOKS: tuple[Hook, ...] = (
     Hook(
         f"{_SRT}.layers.attention.attention_registry", "register_attention_backend", ("name",), purpose="tree attention"
     ),
-    Hook(
-        f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend", "forward_extend", purpose="prefill"
-    ),
+    Hook(f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend", "forward_extend", purpose="prefill"),
     Hook(f"{_SRT}.platforms.interface.SRTPlatform", "get_kv_pool_cls", ("kind",), purpose="the KV pool"),
     Hook(f"{_SRT}.platforms.interface.SRTPlatform", "get_speculative_cache_locs_fn", purpose="slots to verify in"),
     Hook(f"{_SRT}.mem_cache.memory_pool.MHATokenToKVPool", "_move_kv_cache_impl", purpose="the KV pool"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from freedraft.engines.hooks import check
 from freedraft.engines.sglang.hooks import CPU_HOOKS, HOOKS
@@ -18,12 +19,15 @@ logger = logging.getLogger(__name__)
 _patched = False
 
 
-def install(name: str, make_source: MakeSource, *, corpora: bool = False) -> bool:
+def install(
+    name: str, make_source: MakeSource, *, corpora: bool = False, check_start: Callable[[], None] | None = None
+) -> bool:
     """Make SGLang accept `--speculative-algorithm <name>`. Called in every process of SGLang; never raises.
 
     Args:
         make_source: builds the source of drafts in the scheduler of tensor-parallel rank 0.
         corpora: whether the source takes corpora over SGLang's HTTP calls.
+        check_start: raises, in the front-end process, what would fail in the scheduler later: wrong options, say.
 
     Returns:
         whether the algorithm is registered; False, with one log line, when this SGLang lacks what it takes.
@@ -40,7 +44,7 @@ def install(name: str, make_source: MakeSource, *, corpora: bool = False) -> boo
         return False
     from freedraft.engines.sglang.algorithm import register
 
-    register(name, make_source, corpora=corpora)
+    register(name, make_source, corpora=corpora, check_start=check_start)
     _patch_once()
     return True
 
@@ -63,7 +67,7 @@ def _patch_once() -> None:
     from freedraft.engines.sglang.guards import CPU_BACKEND
 
     @register_attention_backend(CPU_BACKEND)
-    def tree_attention(model_runner):  # type: ignore[no-untyped-def]
+    def tree_attention(model_runner: Any) -> Any:
         from freedraft.engines.sglang.cpu_attention import TreeAttentionBackend
 
         return TreeAttentionBackend(model_runner)

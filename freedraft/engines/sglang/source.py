@@ -40,13 +40,13 @@ class DraftStep:
     Attributes:
         request_ids: B ids, in the batch's order.
         tokens: int32 [T], the tokens that each request gained since the source last saw it, request after request.
-        offsets: int32 [B + 1], where each request's tokens start in `tokens`.
+        offsets: int64 [B + 1], where each request's tokens start in `tokens`.
         batch: SGLang's ScheduleBatch, for sources that run the model.
     """
 
     request_ids: Sequence[str]
     tokens: NDArray[np.int32]
-    offsets: NDArray[np.int32]
+    offsets: NDArray[np.int64]
     batch: Any
 
 

@@ -13,7 +13,6 @@ from freedraft_kernels import (
     KVPool,
     TreeBatch,
     Verification,
-    draws,
     target_probs,
     tree_inputs,
     verify_greedy,
@@ -38,6 +37,7 @@ from sglang.srt.speculative.spec_utils import (
 
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
+from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import widths_for
 from freedraft.engines.sglang.platform import selected
 from freedraft.engines.sglang.requests import RequestTokens
@@ -76,6 +76,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         self._requests = RequestTokens()
         self._pool: KVPool | None = None
         self.widths: tuple[int, ...] = (self.max_nodes,)
+        self._graphs = WidthGraphs(self.model_runner)
         self._draft_failed = False
 
     def _check_model(self) -> None:
@@ -116,6 +117,9 @@ class TreeVerifyWorker(BaseSpecWorker):
                 )
             )
 
+    def init_cuda_graphs(self) -> None:
+        self._graphs.capture(self.widths)
+
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def forward_batch_generation(
@@ -138,7 +142,9 @@ class TreeVerifyWorker(BaseSpecWorker):
     def _decode(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
         host_tree = self._draft(batch)
         size, width = host_tree.tokens.shape
-        tree = TreeBatch.from_numpy(host_tree.tokens, host_tree.parents, host_tree.depths, host_tree.counts, self.device)
+        tree = TreeBatch.from_numpy(
+            host_tree.tokens, host_tree.parents, host_tree.depths, host_tree.counts, self.device
+        )
         on_cpu = selected()  # its attention reads the query layout
         inputs = tree_inputs(
             tree,
@@ -163,7 +169,8 @@ class TreeVerifyWorker(BaseSpecWorker):
             positions=inputs.positions,
             draft_token_num=width,
         )
-        result = self._target_worker.forward_batch_generation(batch, is_verify=True)
+        with self._graphs.use(width):
+            result = self._target_worker.forward_batch_generation(batch, is_verify=True)
         logits = result.logits_output.next_token_logits
         self._process_logits(batch, logits, host_tree)
         verified = self._agree(self._verify(batch, tree, logits))
@@ -335,7 +342,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         seeds = sampling.sampling_seed
         if seeds is None:
             seeds = torch.randint(-(2**63), 2**63 - 1, (tree.batch_size,), device=self.device)
-        return verify_sampled(tree, probs, draws(seeds.to(torch.int64), batch.seq_lens, tree.max_nodes))
+        return verify_sampled(tree, probs, seeds.to(torch.int64), batch.seq_lens)
 
     def _agree(self, verified: Verification) -> Verification:
         """Rank 0's outcome on all tensor-parallel ranks: their logits may differ in the last bit, and their coins."""

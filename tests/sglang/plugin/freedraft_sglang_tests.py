@@ -46,8 +46,10 @@ def count_work(path):
     def stepping(self, batch, tokens, lengths):
         before = dict(self._requests._lengths)
         made = step(self, batch, tokens, lengths)
-        totals["rebuilt"] += sum(before.get(r.rid, -1) + n != t + 1 for r, n, t in zip(
-            batch.reqs, lengths.tolist(), batch.seq_lens_cpu.tolist(), strict=True))
+        totals["rebuilt"] += sum(
+            before.get(r.rid, -1) + n != t + 1
+            for r, n, t in zip(batch.reqs, lengths.tolist(), batch.seq_lens_cpu.tolist(), strict=True)
+        )
         drafter = getattr(self._source, "drafter", None)
         if drafter is not None:
             # The index must hold exactly the text so far: one token more than the KV cache.
