@@ -1,0 +1,190 @@
+"""The rules of the house: what may import what, and what may stand in the tree."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINES = ("vllm", "sglang", "sgl_kernel")
+PLUGINS = tuple(p.name for p in (ROOT / "sssd_plugin", ROOT / "layerskip_plugin") if p.is_dir())
+SOURCE_ROOTS = {"freedraft": ROOT, "freedraft_kernels": ROOT / "kernels", **dict.fromkeys(PLUGINS, ROOT)}
+
+IMPORT_WITHOUT_ENGINES = """
+import importlib.abc, importlib.util, json, sys
+
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
+
+sys.meta_path.insert(0, Block())
+failed = {{}}
+for name in {modules!r}:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        failed[name] = f"{{type(error).__name__}}: {{error}}"
+print(json.dumps({{"failed": failed, "imported": sorted(m for m in sys.modules if m.partition(".")[0] in {heavy!r})}}))
+"""
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Dotted name of each module of a package."""
+    root = SOURCE_ROOTS[package]
+    found = {}
+    for path in sorted((root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def is_engine_seam(path: Path) -> bool:
+    """Only files in an `engines` folder, or called after an engine, may import one."""
+    return "engines" in path.relative_to(ROOT).parts or path.stem in ENGINES
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Dotted names that a file imports anywhere, also inside functions and `if TYPE_CHECKING`."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module)
+    return frozenset(names)
+
+
+def tops(path: Path) -> set[str]:
+    return {name.partition(".")[0] for name in imports(path)}
+
+
+def run_isolated(names: list[str], blocked: tuple[str, ...], heavy: tuple[str, ...] = ()) -> dict:
+    code = IMPORT_WITHOUT_ENGINES.format(modules=names, blocked=set(blocked), heavy=set(heavy))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def tracked() -> list[Path]:
+    """Files under version control; without git, what a checkout would hold."""
+    done = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode == 0 and done.stdout:
+        return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+    hidden = (
+        ".git",
+        ".venv",
+        "build",
+        "dist",
+        "__pycache__",
+        ".pytest_cache",
+        ".mypy_cache",
+        ".ruff_cache",
+        ".hypothesis",
+    )
+    return [p for p in ROOT.rglob("*") if p.is_file() and not set(hidden) & set(p.relative_to(ROOT).parts)]
+
+
+@pytest.mark.parametrize("package", sorted(SOURCE_ROOTS))
+def test_every_module_imports_with_no_engine_installed(package: str) -> None:
+    names = [
+        name
+        for name, path in modules(package).items()
+        # Below the seam an engine's own classes are subclassed; those modules are imported by the engine only.
+        if not (is_engine_seam(path) and tops(path) & set(ENGINES))
+    ]
+    assert names
+    assert run_isolated(names, blocked=ENGINES)["failed"] == {}
+
+
+def test_entry_points_import_with_no_engine_installed() -> None:
+    """An engine loads them at start, whichever of the two it is: importing them must not need the other one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    targets = {value.partition(":")[0] for group in project["entry-points"].values() for value in group.values()}
+    targets |= {value.partition(":")[0] for value in project["scripts"].values()}
+    assert run_isolated(sorted(targets), blocked=ENGINES)["failed"] == {}
+
+
+def test_importing_the_packages_is_light() -> None:
+    heavy = (*ENGINES, "torch", "numba", "transformers", "sklearn", "matplotlib")
+    names = [name for name in SOURCE_ROOTS if name != "freedraft_kernels"]
+    assert run_isolated([*names, "freedraft.cli"], blocked=(), heavy=heavy)["imported"] == []
+
+
+def test_only_the_seam_imports_an_engine() -> None:
+    found = {
+        name: sorted(tops(path) & set(ENGINES))
+        for package in SOURCE_ROOTS
+        for name, path in modules(package).items()
+        if not is_engine_seam(path) and tops(path) & set(ENGINES)
+    }
+    assert found == {}
+
+
+def test_arrows_point_one_way() -> None:
+    """kernels <- freedraft <- plugins; the plugins do not know each other."""
+    allowed = {"freedraft_kernels": set(), "freedraft": {"freedraft_kernels"}}
+    allowed |= {plugin: {"freedraft", "freedraft_kernels"} for plugin in PLUGINS}
+    found = {
+        name: sorted(wrong)
+        for package in SOURCE_ROOTS
+        for name, path in modules(package).items()
+        if (wrong := tops(path) & set(SOURCE_ROOTS) - allowed[package] - {package})
+    }
+    assert found == {}
+
+
+def test_no_folder_shadows_a_package_of_an_engine() -> None:
+    """SGLang needs a package called `kernels`; a package of that name here would be found first."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    for name in ENGINES:
+        assert not (ROOT / name).exists()
+        # pytest imports a test package from the first folder above it that is none: `tests.vllm` is fine, `vllm` not.
+        if (ROOT / "tests" / name / "__init__.py").exists():
+            assert (ROOT / "tests" / "__init__.py").exists()
+
+
+def test_nothing_in_the_tree_names_a_machine() -> None:
+    """No path of somebody's machine, and no address of this project's machines."""
+    path_of_a_machine = re.compile(
+        r"(?<![\w.$/{])/(?:work|root|home/\w+|Users/\w+|mnt/\w+|opt/(?:pypi|wheels))(?:/|\b)"
+    )
+    found = []
+    for path in tracked():
+        if path.resolve() == Path(__file__).resolve() or path.name == "LICENSE":
+            continue
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue
+        found += [
+            f"{path.relative_to(ROOT)}:{i}: {line.strip()[:100]}"
+            for i, line in enumerate(lines, 1)
+            if path_of_a_machine.search(line)
+        ]
+    assert found == []
+
+
+def test_nothing_large_or_built_is_tracked() -> None:
+    large = {str(path.relative_to(ROOT)): path.stat().st_size for path in tracked() if path.stat().st_size > 1_000_000}
+    built = [
+        str(p.relative_to(ROOT)) for p in tracked() if p.suffix in {".pyc", ".so", ".safetensors", ".gguf", ".nbi"}
+    ]
+    assert (large, built) == ({}, [])
+
+
+def test_the_wheel_holds_every_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packed = {Path(p).name for p in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
+    assert packed == set(SOURCE_ROOTS)
