@@ -77,7 +77,7 @@ def test_cpu_platform_takes_its_own_backend_only():
 def test_widths():
     assert widths_for("triton", 16) == (1, 2, 4, 8, 16)
     assert widths_for("flashinfer", 12) == (1, 2, 4, 8, 12)
-    assert widths_for("torch_native", 1) == (1,)
+    assert widths_for("torch_native", 5) == (1, 2, 3, 4, 5)
     assert widths_for("fa3", 16) == (16,)
 
 

@@ -67,7 +67,8 @@ class TreeAlgorithm(CustomSpecAlgo):
         refuse_unsupported(args, self.name, cpu_platform=selected())
         if args.speculative_num_draft_tokens is None:
             args.speculative_num_draft_tokens = DEFAULT_NODES
-        # FA3 reads the tree mask only with topk > 1. The product stays within the nodes, so that no more slots are reserved.
+        # FA3 reads the tree mask only with topk > 1. The product stays within the nodes, so that no more slots are
+        # reserved.
         args.speculative_eagle_topk = 2
         args.speculative_num_steps = max(1, args.speculative_num_draft_tokens // 2)
         args.enable_mixed_chunk = False

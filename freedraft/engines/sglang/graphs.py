@@ -1,7 +1,8 @@
 """CUDA graphs for every width of the verify pass.
 
-SGLang captures one graph, for the widest; a batch of another width would run eagerly. So each further width gets an attention
-backend and a graph runner of its own, made as SGLang makes them for its adaptive EAGLE, and swapped in for the pass.
+SGLang captures one graph, for the widest; a batch of another width would run eagerly. So each further width gets an
+attention backend and a graph runner of its own, made as SGLang makes them for its adaptive EAGLE, and swapped in for
+the pass.
 """
 
 from __future__ import annotations

@@ -6,19 +6,23 @@ from typing import Any
 
 from freedraft.config import ConfigError
 
-# Which backends read a custom tree mask in TARGET_VERIFY (SGLang 0.5.23), and whether its width may vary from step to step.
+# Which backends read a custom tree mask in TARGET_VERIFY (SGLang 0.5.23), and whether its width may vary from step to
+# step.
 TREE_BACKENDS = {"triton": True, "flashinfer": True, "fa3": False}
 CPU_BACKEND = "torch_native"
-# With pages of more than one token, accepted branches may end in the middle of a page: only these backends address slots.
+# With pages of more than one token, accepted branches may end in the middle of a page: only these backends address
+# slots.
 PAGED_TREE_BACKENDS = {"flashinfer", CPU_BACKEND}
 
 
 def widths_for(backend: str, max_nodes: int) -> tuple[int, ...]:
     """The numbers of nodes per request, root included, that steps may have under this attention backend; ascending.
 
-    A small set (powers of two and the maximum): each needs a CUDA graph of its own. Backends that fix the width when they
-    are built have the maximum only.
+    A small set (powers of two and the maximum): each needs a CUDA graph of its own. On a CPU there are no graphs and
+    every node costs, so any width is one. Backends that fix the width when they are built have the maximum only.
     """
+    if backend == CPU_BACKEND:
+        return tuple(range(1, max_nodes + 1))
     if not TREE_BACKENDS.get(backend, True):
         return (max_nodes,)
     powers = [1 << i for i in range(max_nodes.bit_length()) if 1 << i < max_nodes]

@@ -1,4 +1,5 @@
-"""The places where SGLang 0.5.23 offers no extension point. Each: one small function, why it is there, what it replaces."""
+"""The places where SGLang 0.5.23 offers no extension point. Each: one small function, why it is there, what it
+replaces."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ class _AsNgram:
 
 
 def let_corpora_through(names: Callable[[], set[str]]) -> None:
-    """The corpus endpoints compare the algorithm with "NGRAM" by name, in the front-end process, and refuse ours although
-    the scheduler's corpus manager serves it. This gives that one module a `get_spec` of its own.
+    """The corpus endpoints compare the algorithm with "NGRAM" by name, in the front-end process, and refuse ours
+    although the scheduler's corpus manager serves it. This gives that one module a `get_spec` of its own.
 
     Not by SGLang's hook registry: it would replace the function in every module.
 

@@ -1,4 +1,5 @@
-"""Entry point of the CPU platform: `SGLANG_PLATFORM=freedraft_cpu` serves SGLang, speculation included, without a GPU."""
+"""Entry point of the CPU platform: `SGLANG_PLATFORM=freedraft_cpu` serves SGLang, speculation included, without a
+GPU."""
 
 from __future__ import annotations
 

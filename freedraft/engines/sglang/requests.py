@@ -19,7 +19,8 @@ class RequestTokens:
         self._lengths: dict[str, int] = {}
 
     def begin(self, request: Any) -> NDArray[np.int32] | None:
-        """Tokens of a request whose prefill starts; None when the source has just these (a later chunk of a prefill)."""
+        """Tokens of a request whose prefill starts; None when the source has just these (a later chunk of a
+        prefill)."""
         known = self._lengths.get(request.rid)
         total = len(request.origin_input_ids) + len(request.output_ids)
         if known == total:

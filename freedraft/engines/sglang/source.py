@@ -53,8 +53,9 @@ class DraftStep:
 class DraftSource(Protocol):
     """Drafts for the requests of one scheduler. Called from its forward thread only, corpora from another one.
 
-    State is kept by request id. A request that was `begin`-ed gains tokens through `draft`, and ends with `finish`, which
-    may come at any time, or never for one that was aborted before it ran: the worker then begins it anew or not at all.
+    State is kept by request id. A request that was `begin`-ed gains tokens through `draft`, and ends with `finish`,
+    which may come at any time, or never for one that was aborted before it ran: the worker then begins it anew or not
+    at all.
     """
 
     def width(self, batch_size: int) -> int:
@@ -73,7 +74,8 @@ class DraftSource(Protocol):
         """Trees of at most `width` nodes per request, rows in the step's order; valid until the next call."""
 
     def observe(self, accepted: Sequence[int]) -> None:
-        """Number of draft tokens accepted, by request of a step that was verified; comes one step late under overlap."""
+        """Number of draft tokens accepted, by request of a step that was verified; comes one step late under
+        overlap."""
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forget these requests. Unknown ids are ignored."""

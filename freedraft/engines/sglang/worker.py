@@ -47,11 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 class TreeVerifyWorker(BaseSpecWorker):
-    """What SGLang's scheduler drives in place of the target's own worker. B requests, N = most nodes, n = this step's width.
+    """What SGLang's scheduler drives in place of the target's own worker. B requests, N = most nodes, n = this step's
+    width.
 
-    Every step relays the tokens it accepted, padded to N per request, to the next step (`NgramVerifyInput.accept_tokens`),
-    with overlap scheduling through SGLang's future map and without it directly; what is drafted from depends on nothing
-    else, so both modes run the same code.
+    Every step relays the tokens it accepted, padded to N per request, to the next step
+    (`NgramVerifyInput.accept_tokens`), with overlap scheduling through SGLang's future map and without it directly;
+    what is drafted from depends on nothing else, so both modes run the same code.
     """
 
     def __init__(
@@ -213,7 +214,8 @@ class TreeVerifyWorker(BaseSpecWorker):
     # -- draft ---------------------------------------------------------------------------------------------------------
 
     def _begin(self, requests: Sequence[Any]) -> None:
-        """Hand prompts to the source while their prefill runs; a retracted request's prompt includes its output so far."""
+        """Hand prompts to the source while their prefill runs; a retracted request's prompt includes its output so
+        far."""
         if self._source is None or self._draft_failed:
             return
         try:
@@ -236,7 +238,8 @@ class TreeVerifyWorker(BaseSpecWorker):
         return tree
 
     def _ask(self, batch: Any, tokens: NDArray[np.int32], lengths: NDArray[np.int32]) -> DraftBatch:
-        """The source's trees, cut to the smallest prepared width that holds them; without branches to offer, the roots."""
+        """The source's trees, cut to the smallest prepared width that holds them; without branches to offer, the
+        roots."""
         assert self._source is not None
         size = len(batch.reqs)
         width, tree = self.widths[0], None
@@ -270,7 +273,8 @@ class TreeVerifyWorker(BaseSpecWorker):
         return out
 
     def _step(self, batch: Any, tokens: NDArray[np.int32], lengths: NDArray[np.int32]) -> DraftStep:
-        """What the source has not seen yet. Normally the tokens that the last step accepted, with no loop over requests."""
+        """What the source has not seen yet. Normally the tokens that the last step accepted, with no loop over
+        requests."""
         assert self._source is not None
         ids = [request.rid for request in batch.reqs]
         totals = batch.seq_lens_cpu.numpy() + 1  # the root is not in the KV cache
@@ -285,8 +289,8 @@ class TreeVerifyWorker(BaseSpecWorker):
 
     @staticmethod
     def _one_at_a_time(batch: Any) -> bool:
-        """Whether some request's distribution depends on tokens of this very step, so that a tree has no one mask or bias:
-        penalties count tokens, custom logit processors and watermarks may look at them."""
+        """Whether some request's distribution depends on tokens of this very step, so that a tree has no one mask or
+        bias: penalties count tokens, custom logit processors and watermarks may look at them."""
         sampling = batch.sampling_info
         return (
             sampling.acc_additive_penalties is not None

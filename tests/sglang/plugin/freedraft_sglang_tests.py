@@ -1,7 +1,9 @@
-"""Loaded by the tests' engines through PYTHONPATH: draft sources that stress the product's worker, and a count of its work.
+"""Loaded by the tests' engines through PYTHONPATH: draft sources that stress the product's worker, and a count of its
+work.
 
-`sssd_cycle` drafts with SSSD, puts a wrong sibling before every draft token, so that every accepted one has to be moved, and
-changes the width at every step. `wild` drafts random trees over a tiny vocabulary. `broken` fails at its third draft.
+`sssd_cycle` drafts with SSSD, puts a wrong sibling before every draft token, so that every accepted one has to be
+moved, and changes the width at every step. `sssd_chain` is SSSD without branches. `wild` drafts random trees over a tiny vocabulary. `broken` fails at its
+third draft.
 """
 
 import collections
@@ -17,6 +19,7 @@ def register():
     from freedraft.engines.sglang.registration import install
 
     install("sssd_cycle", make_cycle, corpora=True)
+    install("sssd_chain", make_chain)
     install("wild", make_wild)
     install("broken", make_broken)
     if os.environ.get("TREE_TEST_COUNTS"):
@@ -108,6 +111,19 @@ def make_cycle(context):
             return out
 
     return Cycle(context, SssdOptions.read())
+
+
+def make_chain(context):
+    """The best chain in place of the best tree: what an engine without tree attention would verify."""
+    from sssd_plugin.options import SssdOptions
+    from sssd_plugin.sglang import SssdSource
+
+    class Chain(SssdSource):
+        def draft(self, step, width):
+            self.drafter.append(step.request_ids, step.tokens, step.offsets)
+            return self.drafter.draft(step.request_ids, max_nodes=width, shape="chain")
+
+    return Chain(context, SssdOptions.read())
 
 
 class Simple:
