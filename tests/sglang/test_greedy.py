@@ -47,7 +47,6 @@ def answers(engine):
     out["grammar beside others"] = ids(engine.generate(PROMPTS[:3], mixed))
     logprobs = engine.generate(PROMPTS[:2], GREEDY, return_logprob=True, top_logprobs_num=3)
     out["logprobs"] = [strip_logprobs(o) for o in logprobs]
-    # Penalties only where the schedule cannot shift them: see the README on penalties under overlap.
     # Over five tokens a random model repeats itself, so that much is accepted.
     narrow = {**GREEDY, "max_new_tokens": 80, "logit_bias": {str(token): 1e4 for token in range(300, 305)}}
     out["bias"] = ids(engine.generate(PROMPTS, narrow))
@@ -115,7 +114,7 @@ def test_same_answers(tiny, stock, tmp_path, overlap, algorithm, page):
     assert done["batch 4"] > 0
     if algorithm == "sssd_cycle":
         assert done["compacted"] >= 50
-        assert all(done.get(f"width {width}") for width in (1, 2, 4, 8, 16)), "the width did not change"
+        assert sum(name.startswith("width") for name in done) >= 4, "the width did not change"
 
 
 def test_retraction(tiny, stock, tmp_path):

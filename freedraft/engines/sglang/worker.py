@@ -345,7 +345,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         )
         seeds = sampling.sampling_seed
         if seeds is None:
-            seeds = torch.randint(-(2**63), 2**63 - 1, (tree.batch_size,), device=self.device)
+            seeds = torch.randint(2**62, (tree.batch_size,), device=self.device)
         return verify_sampled(tree, probs, seeds.to(torch.int64), batch.seq_lens)
 
     def _agree(self, verified: Verification) -> Verification:

@@ -2,8 +2,8 @@
 work.
 
 `sssd_cycle` drafts with SSSD, puts a wrong sibling before every draft token, so that every accepted one has to be
-moved, and changes the width at every step. `sssd_chain` is SSSD without branches. `wild` drafts random trees over a tiny vocabulary. `broken` fails at its
-third draft.
+moved, and changes the width at every step. `sssd_chain` is SSSD without branches. `wild` drafts random trees over a
+tiny vocabulary. `broken` fails at its third draft.
 """
 
 import collections
