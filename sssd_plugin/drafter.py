@@ -126,7 +126,7 @@ class Drafter:
         """The best trees, or chains, for these requests.
 
         Args:
-            request_ids: B ids; one that holds no token gets a tree of 0 nodes.
+            request_ids: B ids; one that is unknown or holds no token gets a tree of 0 nodes.
             max_nodes: per request, root included.
             total_draft_tokens: over the whole batch, roots not counted; the nodes of the highest scores get them.
             shape: `chain` gives every node at most one child.
@@ -143,7 +143,7 @@ class Drafter:
         if self._prompts:
             self._await_prompts(request_ids)
         with self._lock:
-            slot_ids = self._index.slot_ids(request_ids)
+            slot_ids = self._index.slot_ids(request_ids, create=False)
             if len(slot_ids) > self._batch.batch_size:
                 self._batch = DraftBatch.empty(2 * len(slot_ids), self.max_nodes)
             out = self._batch

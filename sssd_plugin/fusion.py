@@ -34,9 +34,14 @@ def draft_batch(
     scoring, slots, slot_ids, table, store_size, weights, max_nodes, total, chain, min_score,
     tokens, parents, depths, scores, counts, ints, floats, bytes_, no_features, no_ints, no_floats,
 ):  # fmt: skip
-    """Fill a `DraftBatch` (tokens .. counts) for the requests in `slot_ids`; at most `total` draft nodes in all."""
+    """Fill a `DraftBatch` (tokens .. counts) for the requests in `slot_ids`; at most `total` draft nodes in all.
+
+    A slot of -1 gets a tree of 0 nodes.
+    """
     for b in range(len(slot_ids)):
-        if scoring == LEARNED:
+        if slot_ids[b] < 0:
+            counts[b] = 0
+        elif scoring == LEARNED:
             counts[b] = learned_tree(
                 slots, slot_ids[b], table, store_size, weights, max_nodes, chain, min_score,
                 tokens[b], parents[b], depths[b], scores[b],

@@ -103,9 +103,8 @@ def _store_trie(table, tokens, length, name, count, first, next_, path):
                 if a >= b:
                     break
                 a, b = narrow(data, suffixes, a, b, i, tokens[length - k + i])
-            samples = max(SAMPLES_FLOOR, (SAMPLES * table[j, 3]) // total)
-            take = min(b - a, samples)
-            if take > 0:
+            if a < b:
+                take = min(b - a, max(SAMPLES_FLOOR, (SAMPLES * table[j, 3]) // total))
                 used = _insert_sorted(data, suffixes, a, b, k, take, name, count, first, next_, path, used)
         if used - 1 >= ENOUGH:
             break

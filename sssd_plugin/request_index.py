@@ -130,17 +130,13 @@ class RequestIndex:
         return request_id in self._slot_of
 
     def slot_ids(self, request_ids: Sequence[str], create: bool = True) -> NDArray[np.int64]:
-        """Slot of each request: int64 [B]. Unknown requests start empty.
-
-        Raises:
-            KeyError: an unknown request, with `create` off.
-        """
+        """Slot of each request: int64 [B]. Unknown requests start empty; with `create` off, they get -1."""
         slot_of = self._slot_of
         try:
             return np.array([slot_of[r] for r in request_ids], np.int64)
         except KeyError:
             if not create:
-                raise
+                return np.array([slot_of.get(r, -1) for r in request_ids], np.int64)
         return np.array([slot_of[r] if r in slot_of else self._start(r) for r in request_ids], np.int64)
 
     def extend(
