@@ -46,7 +46,6 @@ def prepare(gguf: Path, out: Path) -> None:
     """Write the model of `gguf` to the folder `out`, with tokenizer and chat template, in place of what was there."""
     import torch
     from gguf import GGUFReader
-    from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
@@ -60,9 +59,6 @@ def prepare(gguf: Path, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     tokenizer.chat_template = fields["tokenizer.chat_template"].contents()
     tokenizer.model_max_length = int(fields["llama.context_length"].contents())
-    if fields["tokenizer.ggml.pre"].contents() == "smollm":  # a splitting rule that transformers does not know
-        rule = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(rule)
     model = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
@@ -102,8 +98,6 @@ def check(model, tokenizer) -> None:
         raise RuntimeError("converted tokenizer does not reproduce its input")
     if len(tokenizer("<|im_end|>")["input_ids"]) != 1:
         raise RuntimeError("converted tokenizer splits <|im_end|>")
-    if len(tokenizer("  120")["input_ids"]) != 4:
-        raise RuntimeError("converted tokenizer does not split numbers into digits")
 
 
 def main() -> int:
