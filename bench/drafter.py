@@ -1,16 +1,17 @@
-"""What drafting costs on the CPU, single thread: time per request and per batch, ingest, memory, and building the store.
+"""What drafting costs on the CPU, single thread: per request and per batch, ingest, memory, building the store.
 
     python bench/drafter.py --json OUT [--tokenizer DIR]
 
-Stores of 1 M and 8 M real tokens (Python sources of this environment). The requests are held-out sources: each step appends
-the next tokens of the file, as if the engine had produced them, and asks for a draft through the same calls as the engine's
-plugin makes. Figures are medians over all steps, arms interleaved within a run.
+Stores of 1 M and 8 M real tokens (Python sources of this environment). The requests are held-out sources: each step
+appends the next tokens of the file, as if the engine had produced them, and asks for a draft through the same calls
+as the engine's plugin makes. Figures are medians over all steps, arms interleaved within a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import resource
@@ -90,6 +91,12 @@ class Arm:
         self.drafter.finish(ids)
 
 
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def spread(values: list[float]) -> dict[str, float]:
     low, median, high = np.percentile(values, [5, 50, 95])
     return {"median": round(float(median), 2), "p5": round(float(low), 2), "p95": round(float(high), 2)}
@@ -98,20 +105,26 @@ def spread(values: list[float]) -> dict[str, float]:
 def build_cost(tokens: int, tokenizer: Path, vocab: int) -> dict[str, float]:
     """Time and peak memory of `SubIndex.build`, in a process of its own; the input array is not counted."""
     code = (
-        "import sys, time, resource, numpy as np\n"
+        "import sys, time, numpy as np\n"
+        "from pathlib import Path\n"
         "from sssd_plugin.datastore.sub_index import SubIndex\n"
+        "def kib(key):\n"
+        "    lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "    return next(int(line.split()[1]) for line in lines if line.startswith(key))\n"
         "SubIndex.build(np.array([1, 2, -1], np.int32), 8)\n"
         "tokens = np.load(sys.argv[1])\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "Path('/proc/self/clear_refs').write_text('5')\n"  # resets the high-water mark, which fork and exec inherit
+        "before = kib('VmRSS')\n"
         "started = time.perf_counter()\n"
         "sub = SubIndex.build(tokens, int(sys.argv[2]))\n"
-        "print(time.perf_counter() - started, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)\n"
+        "print(time.perf_counter() - started, (kib('VmHWM') - before) * 1024)\n"
     )
     path = Path(sys.argv[0]).parent / f".drafter-{time.time_ns()}.npy"
     documents, _ = corpus(tokenizer, tokens)
     np.save(path, flatten(documents, tokens))
     try:
-        done = subprocess.run([sys.executable, "-c", code, path, str(vocab)], capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", code, str(path), str(vocab)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     finally:
         path.unlink()
     seconds, peak = map(float, done.stdout.split())
@@ -177,7 +190,7 @@ def main() -> int:
                 else:
                     arm.run(part, timed=round_ > 0)
     result = {
-        "machine": f"{platform.processor() or platform.machine()}, {platform.system()}, Python {platform.python_version()}",
+        "machine": f"{os.cpu_count()} cores of {cpu_name()}, Python {platform.python_version()}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "draft_us_per_call": {arm.name: spread(arm.draft_us) for arm in arms},
         "append_us_per_token": {arm.name: spread(arm.append_us)["median"] for arm in arms if arm.batch == 1},

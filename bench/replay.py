@@ -2,10 +2,11 @@
 
     python bench/replay.py --trace FILE --tokenizer DIR --budget 16 --shape tree --drafter sssd --json OUT
 
-Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer of any
-model tells what would have been accepted: the same figure on every machine. Protocol: the outputs of the first 605 rows are
-the datastore; the other rows are replayed, outputs cut at 512 tokens, rows with a prompt under 4 or an output under 9 tokens
-left out; a step yields the longest drafted path that equals the continuation, plus one token. The budget counts the root.
+Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer
+of any model tells what would have been accepted: the same figure on every machine. Protocol: the outputs of the first
+605 rows are the datastore; the other rows are replayed, outputs cut at 512 tokens, rows with a prompt under 4 or an
+output under 9 tokens left out; a step yields the longest drafted path that equals the continuation, plus one token.
+The budget counts the root.
 """
 
 from __future__ import annotations

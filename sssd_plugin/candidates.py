@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from sssd_plugin.datastore.search import bucket, narrow
+from sssd_plugin.datastore.search import bucket, narrow, narrow_within
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.request_index import find
 
 ORDERS = 6  # longest context looked up in the request, in tokens
 STORE_ORDERS = 4  # and in the store
 MAX_CANDIDATES = 256
+MAX_SAMPLES = 32  # suffixes looked at per range
 OCCURRENCES = 64  # newest occurrences of a token in the request that are looked at
 HASH_BITS = 9
 
@@ -22,21 +23,48 @@ ROW = 32  # bytes of a row of counts; every count is at most 64
 
 
 @njit(nogil=True, cache=True)
-def advance(table, lo, hi, source, target, token):
+def advance(table, lo, hi, sampled, source, target, token):
     """Suffix-array ranges of the context of `source` followed by `token`.
 
     Args:
         table: int64 [J, 6], `Snapshot.table`.
-        lo, hi: int32 [nodes, J, STORE_ORDERS]; entry [i, j, k - 1] is the range of the last k tokens of node i's context.
+        lo, hi: int32 [nodes, J, STORE_ORDERS]; entry [i, j, k - 1] is the range of the last k tokens of i's context.
+        sampled: int32 [nodes, STORE_ORDERS, 1 + MAX_SAMPLES], from `gather`: number of samples, then the token at
+            each; 0 where `gather` has not seen the node.
         source, target: nodes; source may be -1 for an empty context.
     """
     for j in range(len(table)):
         tokens = int32_at(table[j, 0], table[j, 3] + 32)
         suffixes = int32_at(table[j, 1], table[j, 4])
         for k in range(STORE_ORDERS - 1, 0, -1):
-            a, b = 0, 0
-            if source >= 0 and hi[source, j, k - 1] > lo[source, j, k - 1]:
-                a, b = narrow(tokens, suffixes, lo[source, j, k - 1], hi[source, j, k - 1], k, token)
+            a, b = np.int64(0), np.int64(0)
+            if source >= 0:
+                start, end = np.int64(lo[source, j, k - 1]), np.int64(hi[source, j, k - 1])
+                take = np.int64(sampled[source, k - 1, 0])
+                if take > 0 and len(table) == 1:
+                    # The samples are sorted as their range is, so they tell between which of them the token lies.
+                    size = end - start
+                    below = 0
+                    while below < take and sampled[source, k - 1, 1 + below] < token:
+                        below += 1
+                    upto = below
+                    while upto < take and sampled[source, k - 1, 1 + upto] == token:
+                        upto += 1
+                    if take == size:
+                        a, b = start + below, start + upto
+                    else:
+                        a, b = narrow_within(
+                            tokens,
+                            suffixes,
+                            start + ((below - 1) * size // take + 1 if below > 0 else 0),
+                            start + (below * size // take if below < take else size),
+                            start + ((upto - 1) * size // take + 1 if upto > 0 else 0),
+                            start + (upto * size // take if upto < take else size),
+                            k,
+                            token,
+                        )
+                elif end > start:
+                    a, b = narrow(tokens, suffixes, start, end, k, token)
             lo[target, j, k] = a
             hi[target, j, k] = b
         a, b = bucket(table, j, token)
@@ -51,7 +79,7 @@ def _candidate(token, stamp, keys, stamps, entries, names, counts, n):
     while stamps[h] == stamp:
         if keys[h] == token:
             return np.int64(entries[h]), n
-        h = (h + 1) & ((1 << HASH_BITS) - 1)
+        h = np.int64((h + 1) & ((1 << HASH_BITS) - 1))
     if n >= MAX_CANDIDATES:
         return np.int64(-1), n
     stamps[h] = stamp
@@ -69,74 +97,88 @@ def _lookup(token, stamp, keys, stamps, entries):
     while stamps[h] == stamp:
         if keys[h] == token:
             return np.int64(entries[h])
-        h = (h + 1) & ((1 << HASH_BITS) - 1)
+        h = np.int64((h + 1) & ((1 << HASH_BITS) - 1))
     return np.int64(-1)
 
 
 @njit(nogil=True, cache=True)
-def _sample_store(
-    table, lo, hi, node, k, offset, samples, column, may_add,
-    stamp, keys, stamps, entries, names, counts, n, totals, kinds,
-):  # fmt: skip
-    """Count the tokens at `offset` of evenly spaced members of node's order-k range, all sub-indices end to end."""
-    size = 0
-    for j in range(len(table)):
+def _size(lo, hi, node, k):
+    size = np.int64(0)
+    for j in range(lo.shape[1]):
         size += hi[node, j, k] - lo[node, j, k]
+    return size
+
+
+@njit(nogil=True, cache=True)
+def _sample(table, lo, hi, node, k, offset, samples, out):
+    """Tokens at `offset` of evenly spaced members of the node's range k, all sub-indices end to end.
+
+    Nothing but loads, so that they overlap: what they hit is cold. out: int32, number of samples, then their tokens.
+    """
+    size = _size(lo, hi, node, k)
     take = min(size, samples)
-    totals[column] = take
+    out[0] = take
     if take == 0:
-        return n
+        return
     whole, rest = size // take, size % take
-    error, at, done = 0, 0, 0  # at: place of the next sample in its sub-index's part, floor(q * size / take) overall
+    error, at, done = np.int64(0), np.int64(0), 0  # at: floor(q * size / take), from the start of this sub-index's part
     for j in range(len(table)):
         part = np.int64(hi[node, j, k] - lo[node, j, k])
-        if at >= part:
-            at -= part
-            continue
-        tokens = int32_at(table[j, 0], table[j, 3] + 32)
-        suffixes = int32_at(table[j, 1], table[j, 4])
-        start = lo[node, j, k]
-        last, row = np.int32(-1), np.int64(-1)
-        while at < part and done < take:
-            token = tokens[suffixes[start + at] + offset]
-            if token >= 0:
-                if token != last:
-                    last = token
-                    if may_add:
-                        row, n = _candidate(token, stamp, keys, stamps, entries, names, counts, n)
-                    else:
-                        row = _lookup(token, stamp, keys, stamps, entries)
-                if row >= 0:
-                    if counts[row, column] == 0:
-                        kinds[column] += 1
-                    counts[row, column] += 1
-            done += 1
-            at += whole
-            error += rest
-            if error >= take:
-                error -= take
-                at += 1
+        if at < part:
+            tokens = int32_at(table[j, 0], table[j, 3] + 32)
+            suffixes = int32_at(table[j, 1], table[j, 4])
+            start = lo[node, j, k]
+            while at < part and done < take:
+                done += 1
+                out[done] = tokens[suffixes[start + at] + offset]
+                at += whole
+                error += rest
+                if error >= take:
+                    error -= take
+                    at += 1
         at -= part
+
+
+@njit(nogil=True, cache=True)
+def _count(sampled, column, may_add, stamp, keys, stamps, entries, names, counts, n, totals, kinds):
+    """Count sampled tokens in `column`; number of candidates."""
+    totals[column] = sampled[0]
+    last, row = np.int32(-1), np.int64(-1)
+    for q in range(1, 1 + sampled[0]):
+        token = sampled[q]
+        if token < 0:
+            continue
+        if token != last:
+            last = token
+            if may_add:
+                row, n = _candidate(token, stamp, keys, stamps, entries, names, counts, n)
+            else:
+                row = _lookup(token, stamp, keys, stamps, entries)
+        if row >= 0:
+            if counts[row, column] == 0:
+                kinds[column] += 1
+            counts[row, column] += 1
     return n
 
 
 @njit(nogil=True, cache=True)
 def gather(
-    table, lo, hi, node, parent, samples,
+    table, lo, hi, sampled, node, parent, samples,
     tokens, previous, heads, table_size, length, context, context_length,
-    stamp, keys, stamps, entries, names, counts, totals, kinds,
+    stamp, keys, stamps, entries, names, counts, totals, kinds, skipped,
 ):  # fmt: skip
     """Candidates at one node and how often each followed, by source and context length.
 
     Args:
-        table, lo, hi: as in `advance`; `node` and `parent` are its rows for this context and for this context without
-            its last token (-1: there is none).
+        table, lo, hi, sampled: as in `advance`; the node's samples are written.
+        node, parent: rows of lo and hi for this context, and for it without its last token (-1: there is none).
         samples: suffixes sampled per range.
         tokens, previous, heads, table_size, length: the request, as in `RequestIndex`.
         context: int32 [>= context_length], newest token first; drafted tokens included.
         stamp: differs from that of every earlier call with this scratch space (keys, stamps, entries).
         names: int32 [MAX_CANDIDATES], out: the candidates.
         counts: uint8 [MAX_CANDIDATES, ROW], out: counts by column.
+        skipped: int32 [3, 1 + MAX_SAMPLES], scratch.
         totals, kinds: int32 [COLUMNS], out: observations, and distinct tokens among them, by column.
 
     Returns:
@@ -145,23 +187,36 @@ def gather(
     n = 0
     totals[:] = 0
     kinds[:] = 0
-    longer = -1  # size of the range one order up
+    longer = np.int64(-1)  # size of the range one order up
     for k in range(STORE_ORDERS - 1, -1, -1):
-        size = 0
-        for j in range(len(table)):
-            size += hi[node, j, k] - lo[node, j, k]
+        size = _size(lo, hi, node, k)
         if size > 0 and size == longer:
-            # The same suffixes: the shorter context adds nothing.
+            sampled[node, k, 0] = -1  # the same suffixes: the shorter context adds nothing
+        else:
+            _sample(table, lo, hi, node, k, k + 1, samples, sampled[node, k])
+        longer = size
+    if parent >= 0:
+        longer = np.int64(-1)
+        for k in range(2, -1, -1):
+            size = _size(lo, hi, parent, k)
+            if size > 0 and size == longer:
+                skipped[k, 0] = -1
+            else:
+                _sample(table, lo, hi, parent, k, k + 2, samples, skipped[k])
+            longer = size
+
+    for k in range(STORE_ORDERS - 1, -1, -1):
+        if sampled[node, k, 0] < 0:
             totals[STORE + k] = totals[STORE + k + 1]
             kinds[STORE + k] = kinds[STORE + k + 1]
             for c in range(n):
                 counts[c, STORE + k] = counts[c, STORE + k + 1]
-        elif size > 0:
-            n = _sample_store(
-                table, lo, hi, node, k, k + 1, samples, STORE + k, True,
-                stamp, keys, stamps, entries, names, counts, n, totals, kinds,
+            for q in range(1 + sampled[node, k + 1, 0]):
+                sampled[node, k, q] = sampled[node, k + 1, q]
+        else:
+            n = _count(
+                sampled[node, k], STORE + k, True, stamp, keys, stamps, entries, names, counts, n, totals, kinds
             )  # fmt: skip
-        longer = size
 
     i = heads[find(heads, table_size, tokens, context[0])]
     seen = 0
@@ -181,21 +236,15 @@ def gather(
         i = previous[i]
 
     if parent >= 0:
-        longer = -1
         for k in range(2, -1, -1):
-            size = 0
-            for j in range(len(table)):
-                size += hi[parent, j, k] - lo[parent, j, k]
-            if size > 0 and size == longer:
+            if skipped[k, 0] < 0:
                 totals[SKIP_STORE + k] = totals[SKIP_STORE + k + 1]
                 for c in range(n):
                     counts[c, SKIP_STORE + k] = counts[c, SKIP_STORE + k + 1]
-            elif size > 0:
-                n = _sample_store(
-                    table, lo, hi, parent, k, k + 2, samples, SKIP_STORE + k, k > 0,
-                    stamp, keys, stamps, entries, names, counts, n, totals, kinds,
+            else:
+                n = _count(
+                    skipped[k], SKIP_STORE + k, k > 0, stamp, keys, stamps, entries, names, counts, n, totals, kinds
                 )  # fmt: skip
-            longer = size
 
     if context_length >= 3:
         i = heads[find(heads, table_size, tokens, context[1])]

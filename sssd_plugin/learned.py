@@ -21,6 +21,7 @@ from sssd_plugin.candidates import (
     HASH_BITS,
     INPUT,
     MAX_CANDIDATES,
+    MAX_SAMPLES,
     ORDERS,
     ROW,
     SKIP_INPUT,
@@ -36,12 +37,12 @@ from sssd_plugin.request_index import COUNTS, HEADS, LENGTH, PREVIOUS, TABLE_SIZ
 FEATURES = 17
 SETS = 30  # weight sets: 5 bins of the longest matching store context x 6 of the longest request context
 SHORTLIST = 10
-ROOT_SAMPLES = 32
-DEEP_SAMPLES = 12
+ROOT_SAMPLES = MAX_SAMPLES
+DEEP_SAMPLES = 8
 MAX_DEPTH = 24
 STORE_DISCOUNT = 0.7
 INPUT_DISCOUNT = 0.4
-EXPAND_MARGIN = 0.98  # the best child a node can hope for, as a share of its own probability
+EXPAND_MARGIN = 0.7  # the best child a node can hope for, as a share of its own probability
 
 _LOG_COUNT = np.log(np.arange(512) + 0.1)
 _LOG_TOTAL = np.log(np.arange(512) + 1.0)
@@ -51,7 +52,7 @@ _LOG_TOTAL = np.log(np.arange(512) + 1.0)
 def score(
     table, names, counts, totals, kinds, n,
     tokens, heads, request_counts, table_size, length, store_size,
-    weights, features, probabilities, shortlist, cheap, store_p, input_p,
+    weights, features, probabilities, shortlist, cheap, store_p, input_p, share, scale, back_off,
 ):  # fmt: skip
     """Score the most promising candidates of one node.
 
@@ -63,7 +64,8 @@ def score(
         features: float64 [SHORTLIST, FEATURES], out.
         probabilities: float64 [SHORTLIST], out: P(next token = candidate); they and P(none of these) sum to 1.
         shortlist: int32 [SHORTLIST], out: the candidates' rows, most promising first.
-        cheap, store_p, input_p: float64 [MAX_CANDIDATES], scratch.
+        cheap, store_p, input_p, share: float64 [MAX_CANDIDATES], scratch.
+        scale, back_off: float64 [COLUMNS], scratch.
 
     Returns:
         (length of the shortlist, weight set used).
@@ -79,25 +81,35 @@ def score(
     input_bin = input_order if input_order < 4 else (4 if input_order < 6 else 5)
     weight_set = store_order * 6 + input_bin
 
+    # Interpolation as p <- max(count - discount, 0) / total + (discount * kinds / total) * p, shortest context first.
+    for k in range(store_order):
+        scale[STORE + k] = 1.0 / totals[STORE + k]
+        back_off[STORE + k] = STORE_DISCOUNT * kinds[STORE + k] * scale[STORE + k]
+    for k in range(input_order):
+        scale[INPUT + k] = 1.0 / totals[INPUT + k]
+        back_off[INPUT + k] = INPUT_DISCOUNT * kinds[INPUT + k] * scale[INPUT + k]
     skip_store = 0.1 / max(totals[SKIP_STORE + 1], 1)
     skip_input = 0.1 / max(totals[SKIP_INPUT + 1], 1)
+    per_token = 1.0 / max(store_size, 1)
+    for c in range(n):
+        share[c] = 0.0
+    for j in range(len(table)):
+        size = table[j, 5]
+        starts = int32_at(table[j, 2], size + 1)
+        for c in range(n):
+            token = names[c]
+            if token < size:
+                share[c] += starts[token + 1] - starts[token]
     m = 0
     for c in range(n):
-        unigram = 0
-        token = names[c]
-        for j in range(len(table)):
-            if token < table[j, 5]:
-                starts = int32_at(table[j, 2], table[j, 5] + 1)
-                unigram += starts[token + 1] - starts[token]
-        p = unigram / store_size + 1e-7 if store_size > 0 else 1e-7
+        share[c] *= per_token
+        p = share[c] + 1e-7
         for k in range(store_order):
-            seen = max(counts[c, STORE + k] - STORE_DISCOUNT, 0.0)
-            p = (seen + STORE_DISCOUNT * kinds[STORE + k] * p) / totals[STORE + k]
+            p = max(counts[c, STORE + k] - STORE_DISCOUNT, 0.0) * scale[STORE + k] + back_off[STORE + k] * p
         store_p[c] = p
         p = 1e-4
         for k in range(input_order):
-            seen = max(counts[c, INPUT + k] - INPUT_DISCOUNT, 0.0)
-            p = (seen + INPUT_DISCOUNT * kinds[INPUT + k] * p) / totals[INPUT + k]
+            p = max(counts[c, INPUT + k] - INPUT_DISCOUNT, 0.0) * scale[INPUT + k] + back_off[INPUT + k] * p
         input_p[c] = p
         v = 0.6 * p + 0.4 * store_p[c] + skip_store * counts[c, SKIP_STORE + 1] + skip_input * counts[c, SKIP_INPUT + 1]
         cheap[c] = v
@@ -117,12 +129,6 @@ def score(
     for i in range(m):
         c = shortlist[i]
         token = names[c]
-        unigram = 0
-        for j in range(len(table)):
-            if token < table[j, 5]:
-                starts = int32_at(table[j, 2], table[j, 5] + 1)
-                unigram += starts[token + 1] - starts[token]
-        share = unigram / store_size if store_size > 0 else 0.0
         at = find(heads, table_size, tokens, token)
         in_request = np.int64(request_counts[at])
         x = features[i]
@@ -130,7 +136,7 @@ def score(
         x[1] = math.log(max(store_p[c], 1e-7))
         x[2] = math.log(max(input_p[c], 1e-6))
         x[3] = _LOG_COUNT[in_request] if in_request < 512 else math.log(in_request + 0.1)
-        x[3] -= math.log(length * share + 0.5)
+        x[3] -= math.log(length * share[c] + 0.5)
         x[4] = 1.0 if in_request > 0 else 0.0
         for k in range(3):
             total = totals[STORE + 1 + k]
@@ -153,6 +159,12 @@ def score(
     for i in range(m):
         probabilities[i] /= total_e
     return m, weight_set
+
+
+@njit(nogil=True, cache=True)
+def _ints_per_node(sub_indices):
+    """Scratch of one node: ranges in every sub-index, the samples taken of them, its place in the frontier."""
+    return 2 * sub_indices * STORE_ORDERS + STORE_ORDERS * (1 + MAX_SAMPLES) + 2
 
 
 @njit(nogil=True, cache=True)
@@ -185,13 +197,17 @@ def draft_tree(
     request_counts = uint16_at(slots[s, COUNTS], table_size)
 
     j_n = len(table)
-    room_for = (len(ints) - _FIXED_INTS) // (2 * j_n * STORE_ORDERS + 2)
+    room_for = (len(ints) - _FIXED_INTS) // _ints_per_node(j_n)
     at = 0
     ranges = room_for * j_n * STORE_ORDERS
     lo = ints[at : at + ranges].reshape((room_for, j_n, STORE_ORDERS))
     at += ranges
     hi = ints[at : at + ranges].reshape((room_for, j_n, STORE_ORDERS))
     at += ranges
+    sampled = ints[at : at + room_for * STORE_ORDERS * (1 + MAX_SAMPLES)].reshape(
+        (room_for, STORE_ORDERS, 1 + MAX_SAMPLES)
+    )
+    at += room_for * STORE_ORDERS * (1 + MAX_SAMPLES)
     frontier_parent = ints[at : at + room_for]
     at += room_for
     frontier_token = ints[at : at + room_for]
@@ -212,11 +228,18 @@ def draft_tree(
     at += COLUMNS
     context = ints[at : at + ORDERS]
     at += ORDERS
+    skipped = ints[at : at + 3 * (1 + MAX_SAMPLES)].reshape((3, 1 + MAX_SAMPLES))
+    at += 3 * (1 + MAX_SAMPLES)
     clock = ints[at : at + 1]
     cheap = floats[:MAX_CANDIDATES]
     store_p = floats[MAX_CANDIDATES : 2 * MAX_CANDIDATES]
     input_p = floats[2 * MAX_CANDIDATES : 3 * MAX_CANDIDATES]
-    at = 3 * MAX_CANDIDATES
+    share = floats[3 * MAX_CANDIDATES : 4 * MAX_CANDIDATES]
+    at = 4 * MAX_CANDIDATES
+    scale = floats[at : at + COLUMNS]
+    at += COLUMNS
+    back_off = floats[at : at + COLUMNS]
+    at += COLUMNS
     probabilities = floats[at : at + SHORTLIST]
     at += SHORTLIST
     features = floats[at : at + SHORTLIST * FEATURES].reshape((SHORTLIST, FEATURES))
@@ -228,9 +251,11 @@ def draft_tree(
     # Ranges of the last tokens, one at a time; the last but one state is the root's context without its last token.
     before, here = room_for - 1, -1
     first = max(0, length - STORE_ORDERS)
+    sampled[0, :, 0] = 0
+    sampled[before, :, 0] = 0
     for i in range(first, length):
         target = 0 if (length - 1 - i) % 2 == 0 else before
-        advance(table, lo, hi, here, target, tokens[i])
+        advance(table, lo, hi, sampled, here, target, tokens[i])
         here = target
     root_parent = before if length - first > 1 else -1
 
@@ -251,7 +276,7 @@ def draft_tree(
             parent = root_parent
             if current > 0:
                 parent = out_parents[current]
-                advance(table, lo, hi, parent, current, out_tokens[current])
+                advance(table, lo, hi, sampled, parent, current, out_tokens[current])
             filled, up = 0, current
             while up > 0 and filled < ORDERS:
                 context[filled] = out_tokens[up]
@@ -264,14 +289,14 @@ def draft_tree(
                 i -= 1
             clock[0] += 1
             found = gather(
-                table, lo, hi, current, parent, ROOT_SAMPLES if current == 0 else DEEP_SAMPLES,
+                table, lo, hi, sampled, current, parent, ROOT_SAMPLES if current == 0 else DEEP_SAMPLES,
                 tokens, previous, heads, table_size, length, context, filled,
-                clock[0], keys, stamps, entries, names, counts, totals, kinds,
+                clock[0], keys, stamps, entries, names, counts, totals, kinds, skipped,
             )  # fmt: skip
             m, weight_set = score(
                 table, names, counts, totals, kinds, found,
                 tokens, heads, request_counts, table_size, length, store_size,
-                weights, features, probabilities, shortlist, cheap, store_p, input_p,
+                weights, features, probabilities, shortlist, cheap, store_p, input_p, share, scale, back_off,
             )  # fmt: skip
             if record:
                 node_sets[current] = weight_set
@@ -330,14 +355,14 @@ def draft_tree(
             return n
 
 
-_FIXED_INTS = 3 * (1 << HASH_BITS) + MAX_CANDIDATES + SHORTLIST + 2 * COLUMNS + ORDERS + 1
+_FIXED_INTS = 3 * (1 << HASH_BITS) + MAX_CANDIDATES + SHORTLIST + 2 * COLUMNS + ORDERS + 3 * (1 + MAX_SAMPLES) + 1
 
 
 def scratch(max_nodes: int, sub_indices: int) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.uint8]]:
     """Scratch space of `draft_tree` for up to `max_nodes` nodes over `sub_indices` sub-indices."""
     nodes = max_nodes + 1
-    ints = np.zeros(_FIXED_INTS + nodes * (2 * sub_indices * STORE_ORDERS + 2), np.int32)
-    floats = np.zeros(3 * MAX_CANDIDATES + SHORTLIST * (1 + FEATURES) + 2 * nodes, np.float64)
+    ints = np.zeros(_FIXED_INTS + nodes * _ints_per_node(sub_indices), np.int32)
+    floats = np.zeros(4 * MAX_CANDIDATES + 2 * COLUMNS + SHORTLIST * (1 + FEATURES) + 2 * nodes, np.float64)
     return ints, floats, np.zeros((MAX_CANDIDATES, ROW), np.uint8)
 
 

@@ -29,9 +29,7 @@ def find(heads, table_size, tokens, token):
     mixed = (np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)
     i = np.int64((mixed * np.uint64(table_size)) >> np.uint64(32))
     while heads[i] >= 0 and tokens[heads[i]] != token:
-        i += 1
-        if i == table_size:
-            i = 0
+        i = np.int64(i + 1 if i + 1 < table_size else 0)
     return i
 
 

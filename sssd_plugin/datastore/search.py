@@ -10,7 +10,12 @@ from sssd_plugin.pointers import int32_at
 @njit(nogil=True, cache=True)
 def narrow(tokens, suffixes, lo, hi, offset, token):
     """The part of suffixes[lo:hi], which share their first `offset` tokens, that goes on with `token`: (lo, hi)."""
-    a, b = lo, hi
+    return narrow_within(tokens, suffixes, lo, hi, lo, hi, offset, token)
+
+
+@njit(nogil=True, cache=True)
+def narrow_within(tokens, suffixes, a, b, c, d, offset, token):
+    """As `narrow`, with the start of the part known to lie in [a, b] and its end in [c, d]."""
     while a < b:
         m = (a + b) >> 1
         if tokens[suffixes[m] + offset] < token:
@@ -19,10 +24,11 @@ def narrow(tokens, suffixes, lo, hi, offset, token):
             b = m
     # The part is most often tiny, so gallop from its start instead of bisecting all of what is left.
     first, step = a, 1
-    while a + step <= hi and tokens[suffixes[a + step - 1] + offset] <= token:
+    a = max(a, c)
+    while a + step <= d and tokens[suffixes[a + step - 1] + offset] <= token:
         a += step
         step += step
-    b = min(a + step - 1, hi)
+    b = min(a + step - 1, d)
     while a < b:
         m = (a + b) >> 1
         if tokens[suffixes[m] + offset] <= token:

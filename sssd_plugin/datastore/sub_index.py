@@ -12,7 +12,7 @@ SEPARATOR = -1
 """Stands after every document. Below every token id, so it sorts first; never a candidate, so no draft crosses it."""
 
 PAD = 32
-"""Separators after the last document: compiled code may look this far beyond any suffix start without a bounds check."""
+"""Separators after the last document: compiled code may look this far beyond any suffix start, unchecked."""
 
 MAX_DIRECT_BUCKETS = 1 << 20
 MAX_TOKENS = (1 << 31) - 1 - PAD
@@ -67,34 +67,21 @@ class SubIndex:
 
 
 def sort_suffixes(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Suffix array of `tokens` without the suffixes that begin with a separator.
+    """Suffix array of `tokens` without the suffixes that begin with a separator."""
+    from sssd_plugin.datastore import suffix_sort
 
-    Ids are re-ranked densely first: pydivsufsort sorts bytes, and most runs of text fit two bytes a token that way.
-    """
-    if len(tokens) == 0:
-        return np.zeros(0, np.int32)
-    import pydivsufsort
-
-    seen = np.unique(tokens)
-    separators = int(np.count_nonzero(tokens == SEPARATOR))
-    width = np.uint16 if len(seen) <= 1 << 16 else np.uint32
-    if int(seen[-1]) <= 1 << 24:
-        rank = np.zeros(int(seen[-1]) + 2, width)  # a table beats a search per token; index -1 is its last entry
-        rank[seen] = np.arange(len(seen), dtype=width)
-        dense = rank[tokens]
-    else:
-        dense = np.searchsorted(seen, tokens).astype(width)
-    order = pydivsufsort.divsufsort(dense)
-    del dense
-    return np.ascontiguousarray(order[separators:], np.int32)
+    return suffix_sort.sort_suffixes(tokens)
 
 
 def bucket_starts(tokens: NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
     """Where the suffixes that begin with each token id start in the suffix array: int32 [min(vocab_size, 2^20) + 1]."""
     direct = min(vocab_size, MAX_DIRECT_BUCKETS)
-    small = tokens[(tokens >= 0) & (tokens < direct)]
+    counts = np.zeros(direct, np.int64)
+    for block in range(0, len(tokens), 1 << 20):  # bincount makes an int64 copy of what it counts
+        part = tokens[block : block + (1 << 20)]
+        counts += np.bincount(part[(part >= 0) & (part < direct)], minlength=direct)
     starts = np.zeros(direct + 1, np.int32)
-    np.cumsum(np.bincount(small, minlength=direct), out=starts[1:])
+    np.cumsum(counts, out=starts[1:])
     return starts
 
 
