@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-LETTER = """\
-Dear neighbours, the comittee has decided to hold the yearly street party on Saturday the 14th of June. We
-will close the road between the bakery and the church from noon untill midnight, so please move your cars
-before eleven in the morning. The bakery has kindly offered to provide bread and cakes, and the Rossi family
-will bring their big grill again. Everyone is asked to bring a salad, a desert or something to drink. There
-will be games for the childern in the afternoon, and a small band will play from seven o'clock. If it rains,
-we will meet in the parish hall instead. Please tell Marta at number 12 by the end of May how many of you are
-coming, and wether you can help to set up the tables. Last year we were more than ninety people, and it was a
-wonderfull evening. We are looking forward to seeing all of you."""
+NOTICE = """\
+Our buletin for the month of May. The libary will be closed on Monday becuase of the holiday. From Tuesday on it
+is open from nine to six again. The new books for childern have arived, and Mrs. Keller will read from them on
+Friday afternoon. Plese return all borrowed books befor the summer. The reading circle meets on the last Wensday
+of the month at seven in the evening."""
 
 MINUTES = """\
 The meeting of the water board took place on Tuesday in the old town hall. The chairwoman opened the meeting
@@ -55,30 +51,18 @@ class Account:
         self.history.append(("withdraw", amount))
 '''
 
-WORD_COUNT = """\
-def count_words(path):
-    counts = {}
-    with open(path) as file:
-        for line in file:
-            for word in line.split():
-                word = word.strip(".,;:!?").lower()
-                if word:
-                    counts[word] = counts.get(word, 0) + 1
-    return counts
-"""
-
+# A model of 135 M parameters follows simple instructions only; in each of these it does what is asked, more or less.
 PROMPTS: dict[str, tuple[str, ...]] = {
     "copying": (
-        f"Correct the spelling mistakes in this letter. Return the whole letter and change nothing else.\n\n{LETTER}",
-        f"Repeat the following text word for word, with 'the board' replaced by 'the council'.\n\n{MINUTES}",
-        f"Return the following recipe exactly as it is, but write 'onions' instead of 'potatoes'.\n\n{RECIPE}",
+        f"Please proofread this text and return the corrected text.\n\n{NOTICE}",
+        f"Write the minutes again in the present tense.\n\n{MINUTES}",
+        f"Make a numbered list of the steps of this recipe.\n\n{RECIPE}",
     ),
     "code": (
-        f"Rename the attribute `balance` to `funds` in this Python file; return all of it.\n\n```python\n{ACCOUNT}```",
+        f"Add a docstring to every method of this class.\n\n```python\n{ACCOUNT}```",
         "Write a Python class `Stack` on top of a list, with the methods push, pop, peek, is_empty and size, a "
         "docstring for each method, and a short example of its use.",
-        "Add type hints and a docstring to this Python function, then write three unit tests for it with the "
-        f"unittest module.\n\n```python\n{WORD_COUNT}```",
+        "Write a Python function that reads a CSV file and returns the average of each numeric column.",
     ),
     "chat": (
         "What are the differences between a virus and a bacterium, and why do antibiotics work against one of them?",
