@@ -123,4 +123,6 @@ def sglang_engine(model: Path, counts: Path | None = None, env: dict[str, str] |
 
 
 def read_counts(path: Path) -> dict[str, int]:
-    return json.loads(path.read_text())
+    counts = json.loads(path.read_text())
+    assert not counts.get("failures"), "drafting failed, and the engine went on without it"
+    return counts

@@ -58,13 +58,15 @@ def penalised(engine):
     return ids(engine.generate(PROMPTS[:2], {**GREEDY, "frequency_penalty": 1.5, "min_new_tokens": 4}))
 
 
+LONGER = {**GREEDY, "max_new_tokens": 150}
 CHUNKS = {"chunked_prefill_size": 64}
 
 
 @pytest.fixture(scope="module")
 def stock(tiny):
     with sglang_engine(tiny, disable_overlap_schedule=True, **CHUNKS) as engine:
-        return {**answers(engine), "penalties": penalised(engine)}
+        longer = ids(engine.generate(PROMPTS[:4], LONGER))
+        return {**answers(engine), "penalties": penalised(engine), "longer": longer}
 
 
 def abort_some(engine, counts):
@@ -120,9 +122,6 @@ def test_same_answers(tiny, stock, tmp_path, overlap, algorithm, page):
 def test_retraction(tiny, stock, tmp_path):
     """A KV pool too small for the batch: requests are thrown out, prefilled again, and end with the same tokens."""
     counts = tmp_path / "counts.json"
-    longer = {**GREEDY, "max_new_tokens": 150}
-    with sglang_engine(tiny, disable_overlap_schedule=True) as engine:
-        expected = ids(engine.generate(PROMPTS[:4], longer))
     with sglang_engine(
         tiny,
         counts,
@@ -131,7 +130,13 @@ def test_retraction(tiny, stock, tmp_path):
         speculative_num_draft_tokens=16,
         max_total_tokens=512,
     ) as engine:
-        got = engine.generate(PROMPTS[:4], longer)
-        assert ids(got) == expected
+        got = engine.generate(PROMPTS[:4], LONGER)
+        assert ids(got) == stock["longer"]
         assert any(o["meta_info"].get("num_retractions", 0) for o in got), "the pool was not small enough to retract"
     assert read_counts(counts)["held"] == 0
+
+
+def test_failing_source(tiny, stock):
+    """Drafting that raises costs speed, not answers."""
+    with sglang_engine(tiny, speculative_algorithm="broken", speculative_num_draft_tokens=4) as engine:
+        assert ids(engine.generate(PROMPTS[:4], GREEDY)) == stock["batch 4"][:4]

@@ -75,6 +75,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         self._make_source = make_source
         self._source: DraftSource | None = None
         self._requests = RequestTokens()
+        self._ended: list[str] = []
         self._pool: KVPool | None = None
         self.widths: tuple[int, ...] = (self.max_nodes,)
         self._graphs = WidthGraphs(self.model_runner)
@@ -249,6 +250,8 @@ class TreeVerifyWorker(BaseSpecWorker):
                 # Also at width 1 tokens are handed on, so that drafting can resume.
                 step = self._step(batch, tokens, lengths)
                 tree = self._source.draft(step, max(1, min(wanted, self.max_nodes)))
+                if self._ended:
+                    self._source.finish(self._ended)
                 most = max(1, min(wanted, int(tree.counts.max())))
                 width = next(w for w in self.widths if w >= most)
             except Exception:
@@ -278,10 +281,16 @@ class TreeVerifyWorker(BaseSpecWorker):
         assert self._source is not None
         ids = [request.rid for request in batch.reqs]
         totals = batch.seq_lens_cpu.numpy() + 1  # the root is not in the KV cache
+        self._ended = []
         for row in self._requests.advance(ids, totals, lengths):
+            if batch.reqs[row].finished():  # with a grammar, SGLang runs a request once more after its end
+                self._requests.forget(ids[row])
+                self._ended.append(ids[row])
+                continue
             known = int(totals[row] - lengths[row])
             self._source.begin(ids[row], self._requests.rebuild(batch.reqs[row], known))
-        self._source.finish(self._requests.sweep(ids, self.model_runner.max_running_requests))
+        if gone := self._requests.sweep(ids, self.model_runner.max_running_requests):
+            self._source.finish(gone)
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         mask = np.arange(self.max_nodes) < lengths[:, None]

@@ -31,7 +31,8 @@ def count_work(path):
     from freedraft.engines.sglang.worker import TreeVerifyWorker
 
     totals = collections.Counter()
-    compact, step, finished = TreeVerifyWorker._compact, TreeVerifyWorker._step, TreeVerifyWorker.note_request_finished
+    compact, step, stop = TreeVerifyWorker._compact, TreeVerifyWorker._step, TreeVerifyWorker._stop_drafting
+    finished = TreeVerifyWorker.note_request_finished
 
     def counting(self, batch, verified):
         compact(self, batch, verified)
@@ -49,18 +50,21 @@ def count_work(path):
     def stepping(self, batch, tokens, lengths):
         before = dict(self._requests._lengths)
         made = step(self, batch, tokens, lengths)
-        totals["rebuilt"] += sum(
-            before.get(r.rid, -1) + n != t + 1
-            for r, n, t in zip(batch.reqs, lengths.tolist(), batch.seq_lens_cpu.tolist(), strict=True)
-        )
         drafter = getattr(self._source, "drafter", None)
-        if drafter is not None:
-            # The index must hold exactly the text so far: one token more than the KV cache.
-            for row, rid in enumerate(made.request_ids):
-                if drafter.length(rid) + int(lengths[row]) != int(batch.seq_lens_cpu[row]) + 1:
-                    drafter._await_prompts([rid])
-                assert drafter.length(rid) + int(lengths[row]) == int(batch.seq_lens_cpu[row]) + 1, "index out of step"
+        for row, request in enumerate(batch.reqs):
+            if request.finished():
+                continue
+            past = int(batch.seq_lens_cpu[row]) + 1 - int(lengths[row])  # the root is not in the KV cache
+            totals["rebuilt"] += before.get(request.rid, -1) != past
+            if drafter is not None:
+                drafter._await_prompts([request.rid])
+                assert drafter.length(request.rid) == past, "the index does not hold the text so far"
         return made
+
+    def stopping(self):
+        totals["failures"] += 1
+        path.write_text(json.dumps(totals))
+        stop(self)
 
     def ending(self, **kwargs):
         finished(self, **kwargs)
@@ -70,7 +74,7 @@ def count_work(path):
         path.write_text(json.dumps(totals))
 
     TreeVerifyWorker._compact, TreeVerifyWorker._step = counting, stepping
-    TreeVerifyWorker.note_request_finished = ending
+    TreeVerifyWorker._stop_drafting, TreeVerifyWorker.note_request_finished = stopping, ending
 
 
 def make_cycle(context):
