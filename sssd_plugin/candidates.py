@@ -130,7 +130,9 @@ def _sample(table, lo, hi, node, k, offset, samples, out):
             start = lo[node, j, k]
             while at < part and done < take:
                 done += 1
-                out[done] = tokens[suffixes[start + at] + offset]
+                place = suffixes[start + at] + offset
+                # Where a token was skipped, it must not have been the end of a document.
+                out[done] = tokens[place] if tokens[place - 1] >= 0 else np.int32(-1)
                 at += whole
                 error += rest
                 if error >= take:

@@ -400,7 +400,7 @@ class Weights:
             return cls(values, str(data["trained_on"]), str(data["trace_sha256"]))
         except FileNotFoundError:
             raise ValueError(f"weights: {source} does not exist; train one with 'freedraft calibrate scorer'") from None
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OSError) as error:
             raise ValueError(
                 f"weights: {source} is no scorer weights file of this version ({error}); "
                 "train one with 'freedraft calibrate scorer'"

@@ -216,7 +216,7 @@ class RequestIndex:
         row = self.slots[slot]
         capacity, table_size = int(row[CAPACITY]), int(row[TABLE_SIZE])
         if target > capacity:
-            capacity = target + max(_MIN_ROOM, target >> 4)
+            capacity = target + max(_MIN_ROOM, target >> 6)
         else:
             table_size += table_size >> 1
         self._allocate(slot, capacity, table_size)

@@ -1,0 +1,408 @@
+"""The drafter once more, in plain Python over lists and dicts: what the compiled one must equal, token for token.
+
+Written from the papers (papers/sssd.txt, Algorithms 1-3; the scorer's recipe) and as directly as possible: every suffix is
+looked up by its n-gram in a dict, every occurrence in a request by scanning it. Only the order of floating-point
+operations and of ties is taken over from the compiled code, so that results can be compared exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+SEPARATOR = -1
+
+
+@dataclass
+class Tree:
+    """One row of a DraftBatch. scores: float64, before rounding to float32."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+    def add(self, token: int, parent: int, score: float) -> int:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
+        self.scores.append(score)
+        return len(self.tokens) - 1
+
+    def path(self, node: int) -> list[int]:
+        """Drafted tokens from below the root down to `node`."""
+        return self.path(self.parents[node]) + [self.tokens[node]] if node > 0 else []
+
+    def head(self, n: int) -> Tree:
+        return Tree(self.tokens[:n], self.parents[:n], self.depths[:n], self.scores[:n])
+
+
+class OracleStore:
+    """Sub-indices as sorted lists of suffixes. sub_indices: token lists, each document followed by a separator."""
+
+    LONGEST = 4
+
+    def __init__(self, sub_indices: Sequence[Sequence[int]], vocab_size: int) -> None:
+        self.sub_indices = [list(map(int, tokens)) for tokens in sub_indices]
+        self.size = sum(map(len, self.sub_indices))
+        self._counted = min(vocab_size, 2**20)  # unigram counts of larger ids are not kept
+        self._starts: list[dict[tuple[int, ...], list[int]]] = []
+        self._unigrams: dict[int, int] = defaultdict(int)
+        for tokens in self.sub_indices:
+            starts: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            begins = [i for i, token in enumerate(tokens) if token != SEPARATOR]
+            limit = 200 if len(tokens) > 2000 else len(tokens)  # text does not repeat itself for longer than that
+            for i in sorted(begins, key=lambda i, t=tokens, m=limit: t[i : i + m]):
+                self._unigrams[tokens[i]] += 1
+                for k in range(1, self.LONGEST + 1):
+                    gram = tuple(tokens[i : i + k])
+                    if len(gram) == k and SEPARATOR not in gram:
+                        starts[gram].append(i)
+            self._starts.append(starts)
+
+    def share(self, token: int) -> float:
+        """uni(token): share of all tokens in the store."""
+        return self._unigrams.get(token, 0) * (1.0 / max(self.size, 1)) if token < self._counted else 0.0
+
+    def range(self, j: int, gram: Sequence[int]) -> list[int]:
+        """Starts, in suffix order, of the suffixes of sub-index j that begin with `gram`."""
+        return self._starts[j].get(tuple(gram), [])
+
+    def members(self, gram: Sequence[int]) -> list[tuple[int, int]]:
+        """(sub-index, start) of the suffixes that begin with `gram`, sub-indices end to end."""
+        return [(j, i) for j in range(len(self.sub_indices)) for i in self.range(j, gram)]
+
+    def token(self, j: int, at: int) -> int:
+        return self.sub_indices[j][at] if at < len(self.sub_indices[j]) else SEPARATOR
+
+
+def evenly(items: list, most: int) -> list:
+    take = min(len(items), most)
+    return [items[q * len(items) // take] for q in range(take)]
+
+
+# ---------------------------------------------------------------------------------------------------- learned scorer
+
+STORE_ORDERS, ORDERS, OCCURRENCES, MAX_CANDIDATES = 4, 6, 64, 256
+SHORTLIST, ROOT_SAMPLES, DEEP_SAMPLES, MAX_DEPTH, EXPAND_MARGIN = 10, 32, 8, 24, 0.7
+# L(c, N) = ln(c + 0.1) - ln(N + 1). By numpy's vectorised log, which may differ from math.log in the last bit.
+LOG_COUNT, LOG_TOTAL = np.log(np.arange(512) + 0.1), np.log(np.arange(512) + 1.0)
+
+
+class Column:
+    """Followers seen in one kind of context of one length: count by token, observations, distinct tokens."""
+
+    def __init__(self) -> None:
+        self.count: dict[int, int] = defaultdict(int)
+        self.total = 0
+
+    @property
+    def kinds(self) -> int:
+        return len(self.count)
+
+    def log_ratio(self, token: int) -> float:
+        if self.total == 0:
+            return 0.0
+        return float(LOG_COUNT[self.count.get(token, 0)] - LOG_TOTAL[self.total])
+
+
+@dataclass
+class Counts:
+    candidates: list[int] = field(default_factory=list)
+    store: list[Column] = field(default_factory=lambda: [Column() for _ in range(STORE_ORDERS)])
+    request: list[Column] = field(default_factory=lambda: [Column() for _ in range(ORDERS)])
+    skip_store: list[Column] = field(default_factory=lambda: [Column() for _ in range(3)])
+    skip_request: list[Column] = field(default_factory=lambda: [Column() for _ in range(2)])
+
+    def see(self, column: Column, token: int, may_add: bool = True) -> None:
+        if token == SEPARATOR:
+            return
+        if token not in self.candidates:
+            if not may_add or len(self.candidates) >= MAX_CANDIDATES:
+                return
+            self.candidates.append(token)
+        column.count[token] += 1
+
+
+def gather(store: OracleStore, request: list[int], context: list[int], samples: int) -> Counts:
+    """All evidence on what follows `context`: the request's tokens, then those drafted on the way to this node."""
+    seen = Counts()
+    for k in range(STORE_ORDERS, 0, -1):
+        if len(context) >= k:
+            column = seen.store[k - 1]
+            sample = evenly(store.members(context[-k:]), samples)
+            column.total = len(sample)
+            for j, i in sample:
+                seen.see(column, store.token(j, i + k))
+
+    n = len(request)
+    occurrences = [i for i in range(n - 2, -1, -1) if request[i] == context[-1]][:OCCURRENCES]
+    for i in occurrences:
+        match = 0
+        while match < min(ORDERS, len(context), i + 1) and request[i - match] == context[-1 - match]:
+            match += 1
+        for column in seen.request[:match]:
+            column.total += 1
+            seen.see(column, request[i + 1])
+
+    if len(context) >= 2:
+        for k in (3, 2, 1):
+            if len(context) > k:
+                column = seen.skip_store[k - 1]
+                sample = evenly(store.members(context[-k - 1 : -1]), samples)
+                column.total = len(sample)
+                for j, i in sample:
+                    if store.token(j, i + k) != SEPARATOR:
+                        seen.see(column, store.token(j, i + k + 1), may_add=k > 1)
+
+    if len(context) >= 3:
+        one, two = seen.skip_request
+        for i in [i for i in range(n - 3, -1, -1) if request[i] == context[-2]][:OCCURRENCES]:
+            one.total += 1
+            if i >= 1 and request[i - 1] == context[-3]:
+                two.total += 1
+                seen.see(two, request[i + 2])
+            seen.see(one, request[i + 2], may_add=False)
+    return seen
+
+
+def interpolate(base: float, columns: list[Column], token: int, discount: float) -> float:
+    p = base
+    for column in columns:
+        if column.total > 0:
+            scale = 1.0 / column.total
+            p = max(column.count.get(token, 0) - discount, 0.0) * scale + discount * column.kinds * scale * p
+    return p
+
+
+def longest(columns: list[Column]) -> int:
+    return max((k + 1 for k, column in enumerate(columns) if column.total), default=0)
+
+
+def score(
+    store: OracleStore, request: list[int], context: list[int], samples: int, weights: NDArray[np.float64]
+) -> list[tuple[int, float]]:
+    """(token, P(token follows context)) of the shortlist, most promising first."""
+    seen = gather(store, request, context, samples)
+    store_p, request_p, promise = {}, {}, {}
+    skip_store, skip_request = seen.skip_store[1], seen.skip_request[1]
+    for x in seen.candidates:
+        store_p[x] = interpolate(store.share(x) + 1e-7, seen.store, x, 0.7)
+        request_p[x] = interpolate(1e-4, seen.request, x, 0.4)
+        promise[x] = (
+            0.6 * request_p[x]
+            + 0.4 * store_p[x]
+            + 0.1 / max(skip_store.total, 1) * skip_store.count.get(x, 0)
+            + 0.1 / max(skip_request.total, 1) * skip_request.count.get(x, 0)
+        )
+    shortlist = sorted(seen.candidates, key=lambda x: -promise[x])[:SHORTLIST]
+    request_bin = (0, 1, 2, 3, 4, 4, 5)[longest(seen.request)]
+    w = weights[longest(seen.store) * 6 + request_bin]
+
+    logits = []
+    for x in shortlist:
+        in_request = min(request.count(x), 65535)
+        log_in_request = float(LOG_COUNT[in_request]) if in_request < 512 else math.log(in_request + 0.1)
+        features = [
+            1.0,
+            math.log(max(store_p[x], 1e-7)),
+            math.log(max(request_p[x], 1e-6)),
+            log_in_request - math.log(len(request) * store.share(x) + 0.5),
+            1.0 if in_request else 0.0,
+            *(column.log_ratio(x) for column in seen.store[1:4]),
+            *(column.log_ratio(x) for column in seen.request[:4]),
+            *(column.log_ratio(x) for column in seen.skip_store),
+            *(column.log_ratio(x) for column in seen.skip_request),
+        ]
+        z = 0.0
+        for f, value in enumerate(features):
+            z += value * float(w[f])
+        logits.append(z)
+    top = max([0.0, *logits])
+    total = math.exp(-top)
+    for z in logits:
+        total += math.exp(z - top)
+    return [(x, math.exp(z - top) / total) for x, z in zip(shortlist, logits, strict=True)]
+
+
+def learned_tree(
+    store: OracleStore, request: list[int], weights: NDArray[np.float64], max_nodes: int, chain: bool, min_score: float
+) -> Tree:
+    tree = Tree()
+    if not request:
+        return tree
+    current = tree.add(request[-1], -1, 1.0)
+    frontier: list[tuple[float, int, int]] = []  # (score, parent, token), best first
+    while len(tree.tokens) < max_nodes:
+        room = max_nodes - len(tree.tokens)
+        base = tree.scores[current]
+        hopeless = current > 0 and not chain and len(frontier) >= room and base * EXPAND_MARGIN <= frontier[room - 1][0]
+        if tree.depths[current] < MAX_DEPTH and not hopeless:
+            samples = ROOT_SAMPLES if current == 0 else DEEP_SAMPLES
+            scored = score(store, request, request + tree.path(current), samples, weights)
+            if chain:
+                frontier = [(base * p, current, x) for x, p in scored if p == max(p for _, p in scored)][:1]
+            else:
+                frontier += [(base * p, current, x) for x, p in scored]
+                frontier = sorted(frontier, key=lambda entry: -entry[0])[:room]  # stable: older ones win ties
+        elif chain:
+            break
+        if not frontier or frontier[0][0] <= min_score:
+            break
+        value, parent, token = frontier.pop(0)
+        current = tree.add(token, parent, value)
+    return tree
+
+
+# ------------------------------------------------------------------------------------------------------ paper's scorer
+
+
+class Trie:
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+        self.children: dict[int, Trie] = {}
+
+    def insert(self, tokens: list[int]) -> None:
+        node = self
+        for token in tokens:
+            node = node.children.setdefault(token, Trie())
+            node.count += 1
+
+    def size(self) -> int:
+        """Nodes below this one."""
+        return sum(1 + child.size() for child in self.children.values())
+
+
+def store_trie(store: OracleStore, request: list[int]) -> Trie:
+    """Algorithm 2, prefixes of 4, 3, 2, 1 tokens until the trie has 50 nodes; continuations of at most 10 tokens."""
+    root = Trie()
+    for k in (4, 3, 2, 1):
+        if k > len(request):
+            continue
+        for j, tokens in enumerate(store.sub_indices):
+            if not tokens:
+                continue
+            for i in evenly(store.range(j, request[-k:]), max(20, 100 * len(tokens) // store.size)):
+                continuation = tokens[i + k : i + k + 10]
+                if SEPARATOR in continuation:
+                    continuation = continuation[: continuation.index(SEPARATOR)]
+                root.insert(continuation)
+        if root.size() >= 50:
+            break
+    root.count = sum(child.count for child in root.children.values())
+    return root
+
+
+class InputNode:
+    """Node of the request's tries for all match lengths at once: the occurrences that lead here, newest first."""
+
+    def __init__(self, request: list[int], occurrences: list[tuple[int, int]], depth: int) -> None:
+        self.request, self.occurrences, self.depth = request, occurrences, depth
+
+    def count(self, match: int) -> int:
+        return sum(1 for _, m in self.occurrences if m >= match)
+
+    def children(self) -> dict[int, InputNode]:
+        by_token: dict[int, list[tuple[int, int]]] = {}
+        for i, m in self.occurrences:
+            at = i + self.depth + 1
+            if m + self.depth < 8 and at < len(self.request):
+                by_token.setdefault(self.request[at], []).append((i, m))
+        return {token: InputNode(self.request, group, self.depth + 1) for token, group in by_token.items()}
+
+
+def input_root(request: list[int]) -> InputNode:
+    occurrences = []
+    for i in range(len(request) - 2, -1, -1):
+        match = 0
+        while match < min(4, i + 1) and request[i - match] == request[len(request) - 1 - match]:
+            match += 1
+        if match:
+            occurrences.append((i, match))
+    return InputNode(request, occurrences[:128], 0)
+
+
+def paper_tree(store: OracleStore, request: list[int], max_nodes: int, chain: bool, min_score: float) -> Tree:
+    """Algorithm 3."""
+    tree = Tree()
+    if not request:
+        return tree
+    tree.add(request[-1], -1, 1.0)
+    queue: list[tuple[float, int, int, Trie | InputNode, int, int]] = []
+    order = itertools.count()  # of equal scores, the one that came first
+
+    def push(value: float, token: int, node: Trie | InputNode, match: int, parent: int) -> None:
+        heapq.heappush(queue, (-value, next(order), token, node, match, parent))
+
+    root = store_trie(store, request)
+    for token, child in sorted(root.children.items()):
+        push(child.count / root.count, token, child, 0, 0)
+    children = input_root(request).children()
+    for match in (4, 3, 2, 1):
+        total = sum(child.count(match) for child in children.values())
+        for token, child in children.items():
+            if child.count(match):
+                push(child.count(match) / total * 0.6, token, child, match, 0)
+
+    tip = 0
+    while queue and len(tree.tokens) < max_nodes:
+        negative, _, token, node, match, parent = heapq.heappop(queue)
+        value = -negative
+        if value <= min_score:
+            break
+        same = [i for i in range(1, len(tree.tokens)) if (tree.parents[i], tree.tokens[i]) == (parent, token)]
+        if same:
+            here = same[0]
+        elif chain and parent != tip:
+            continue
+        else:
+            tip = here = tree.add(token, parent, value)
+        if isinstance(node, Trie):
+            for token, child in sorted(node.children.items()):
+                push(child.count / node.count * value, token, child, 0, here)
+        else:
+            for token, child in node.children().items():
+                if child.count(match):
+                    push(child.count(match) / node.count(match) * value * (0.6 + 0.1 * match), token, child, match, here)
+    return tree
+
+
+# --------------------------------------------------------------------------------------------------------------- batch
+
+
+def draft(
+    store: OracleStore,
+    requests: Sequence[Sequence[int]],
+    *,
+    scoring: str,
+    weights: NDArray[np.float64],
+    max_nodes: int,
+    total_draft_tokens: int | None = None,
+    shape: str = "tree",
+    min_score: float = 0.0,
+) -> list[Tree]:
+    """One tree per request; of all draft nodes in the batch, the `total_draft_tokens` with the highest scores."""
+    trees = []
+    for request in requests:
+        tokens = [int(t) for t in request]
+        if scoring == "learned":
+            trees.append(learned_tree(store, tokens, weights, max_nodes, shape == "chain", min_score))
+        else:
+            trees.append(paper_tree(store, tokens, max_nodes, shape == "chain", min_score))
+    if total_draft_tokens is None:
+        return trees
+    # Ties as float32, as the batch holds them: later requests keep theirs, shallower nodes come before deeper ones.
+    ranked = sorted(
+        (-float(np.float32(value)), -b, i) for b, tree in enumerate(trees) for i, value in enumerate(tree.scores) if i
+    )
+    kept = [min(1, len(tree.tokens)) for tree in trees]
+    for _, b, _ in ranked[: max(0, total_draft_tokens)]:
+        kept[-b] += 1
+    return [tree.head(n) for tree, n in zip(trees, kept, strict=True)]

@@ -1,0 +1,207 @@
+"""The compiled drafter equals the plain Python oracle: tokens, parents, depths, and scores to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+from drafting import Pair, python_sources, random_weights
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sssd_plugin.learned import Weights
+
+SCORINGS = ("learned", "paper")
+EXAMPLES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+
+
+@pytest.fixture(scope="module")
+def weight_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path | None]:
+    """The weights that ship, and others that tell every feature and weight set from the rest."""
+    folder = tmp_path_factory.mktemp("weights")
+    paths: list[Path | None] = [None]
+    for seed in range(2):
+        path = folder / f"{seed}.json"
+        Weights(random_weights(seed)).save(path)
+        paths.append(path)
+    return paths
+
+
+@st.composite
+def worlds(draw, ids: st.SearchStrategy[int] | None = None):
+    """(vocabulary size, documents by sub-index, prompts): so few token ids that ties and long matches abound."""
+    vocab_size = draw(st.integers(2, 6)) if ids is None else 2**31
+    token = st.integers(0, vocab_size - 1) if ids is None else ids
+    documents = st.lists(token, max_size=25)
+    sub_indices = draw(st.lists(st.lists(documents, max_size=3), max_size=3))
+    prompts = draw(st.lists(st.lists(token, max_size=30), min_size=1, max_size=3))
+    return vocab_size, sub_indices, prompts, token
+
+
+def options(data: st.DataObject, batch_size: int) -> dict:
+    return {
+        "max_nodes": data.draw(st.sampled_from([16, 2, 1, 3, 8, 32])),
+        "shape": data.draw(st.sampled_from(["tree", "chain"])),
+        "min_score": data.draw(st.sampled_from([0.0, 0.0, 0.02, 0.3])),
+        "total_draft_tokens": data.draw(st.one_of(st.none(), st.integers(0, 8 * batch_size))),
+    }
+
+
+def step(data: st.DataObject, pair: Pair, token: st.SearchStrategy[int]) -> None:
+    """What an engine may do between two drafts."""
+    name = data.draw(st.sampled_from([*pair.requests, "late"]))
+    held = pair.requests.get(name, [])
+    new = data.draw(st.lists(token, min_size=1, max_size=5))
+    match data.draw(st.sampled_from(["extend", "append", "roll back", "restart", "finish"])):
+        case "extend":  # all requests, in another order
+            pair.extend({n: [*pair.requests.get(n, []), *(new if n == name else [])] for n in sorted({*pair.requests, name})})
+        case "append":
+            pair.append({name: new, "other": new[:1]})
+        case "roll back":
+            pair.extend({name: held[: max(0, len(held) - len(new))]})
+        case "restart":  # another request under the same id, seen by its last token
+            pair.finish(name)
+            pair.extend({name: new})
+        case "finish":
+            pair.finish(name)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@given(data=st.data())
+@settings(max_examples=100, **EXAMPLES)
+def test_tiny_vocabularies(scoring: str, weight_files: list[Path | None], data: st.DataObject) -> None:
+    vocab_size, sub_indices, prompts, token = data.draw(worlds())
+    weights = data.draw(st.sampled_from(weight_files))
+    pair = Pair(sub_indices, scoring=scoring, vocab_size=vocab_size, weights=weights)
+    pair.extend({str(i): prompt for i, prompt in enumerate(prompts)})
+    for _ in range(data.draw(st.integers(1, 4))):
+        pair.compare(**options(data, len(pair.requests)))
+        step(data, pair, token)
+    pair.compare(max_nodes=16)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@given(data=st.data())
+@settings(max_examples=30, **EXAMPLES)
+def test_huge_ids(scoring: str, data: st.DataObject) -> None:
+    """Ids beyond the direct buckets, up to 2^31 - 1; some collide in the request's hash table."""
+    ids = st.sampled_from([0, 1, 2**20 - 1, 2**20, 2**24, 2**24 + 1, 2**31 - 2, 2**31 - 1])
+    vocab_size, sub_indices, prompts, _ = data.draw(worlds(ids))
+    pair = Pair(sub_indices, scoring=scoring, vocab_size=vocab_size)
+    pair.extend({str(i): prompt for i, prompt in enumerate(prompts)})
+    pair.compare(**options(data, len(prompts)))
+    step(data, pair, ids)
+    pair.compare(max_nodes=16)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_streams(scoring: str, seed: int, weight_files: list[Path | None]) -> None:
+    """Longer streams: many candidates a node, more occurrences than are looked at, sub-indices of unequal size."""
+    rng = np.random.default_rng(seed)
+    vocab_size = int(rng.choice([2, 3, 20, 500, 40_000]))
+
+    def stream(n: int) -> list[int]:
+        return (rng.zipf(1.2, n) % vocab_size).tolist()
+
+    phrases = [stream(int(rng.integers(3, 12))) for _ in range(12)]
+
+    def text(n: int) -> list[int]:
+        pieces = (phrases[rng.integers(12)] if rng.random() < 0.6 else stream(4) for _ in range(n))
+        return [token for piece in pieces for token in piece]
+
+    sub_indices = [[text(int(rng.integers(1, 30))) for _ in range(rng.integers(1, 6))] for _ in range(rng.integers(5))]
+    weights = weight_files[seed % len(weight_files)]
+    pair = Pair(sub_indices, scoring=scoring, vocab_size=vocab_size, weights=weights, max_nodes=64)
+    pair.extend({str(i): text(int(rng.integers(1, 60))) for i in range(4)})
+    for number in range(12):
+        pair.compare(
+            max_nodes=int(rng.choice([4, 16, 64])),
+            shape="chain" if number % 3 == 1 else "tree",
+            total_draft_tokens=20 if number % 4 == 2 else None,
+        )
+        pair.append({name: text(1)[: int(rng.integers(1, 4))] for name in list(pair.requests)[number % 2 :]})
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_real_text(scoring: str, shape: str) -> None:
+    """Replays Python modules against a store of other modules, following the accepted path."""
+    sources = python_sources()
+    names = list(sources)
+    sub_indices = [[sources[n] for n in names[:4]], [sources[n][:2000] for n in names[4:7]]]
+    pair = Pair(sub_indices, scoring=scoring, vocab_size=50_000, max_nodes=16)
+    steps = produced = 0
+    for name in names[7:]:
+        text = sources[name][:900]
+        position = 500
+        while position < len(text):
+            pair.extend({name: text[:position]})
+            batch = pair.compare([name], shape=shape)
+            node = 0
+            while position < len(text):
+                children = [i for i in range(1, batch.counts[0]) if batch.parents[0, i] == node]
+                node = next((i for i in children if batch.tokens[0, i] == text[position]), -1)
+                position += 1
+                if node < 0:
+                    break
+            steps += 1
+        produced += len(text) - 500
+        pair.finish(name)
+    assert steps > 200
+    assert produced / steps > 1.3  # it does draft something
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_real_text_with_hashed_ids(scoring: str) -> None:
+    """The same, ids scattered over all 31 bits and a batch of requests that share the store."""
+    scatter = {t: zlib.crc32(t.to_bytes(4, "little")) & 0x7FFFFFFF for s in python_sources().values() for t in s}
+    sources = {name: [scatter[t] for t in text] for name, text in python_sources().items()}
+    names = list(sources)
+    pair = Pair([[sources[n][:1500]] for n in names[:3]], scoring=scoring, vocab_size=2**31, max_nodes=8)
+    for position in range(300, 320):
+        pair.extend({name: sources[name][:position] for name in names[4:]})
+        pair.compare(total_draft_tokens=None if position % 2 else 25)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_long_repetition(scoring: str) -> None:
+    """One token over and over, in store and request: counts and occurrences at their limits, paths at their longest."""
+    pair = Pair([[[3] * 400]], scoring=scoring, vocab_size=8, max_nodes=64)
+    pair.extend({"short": [3, 3], "long": [3] * 700, "mixed": [1, 2, 3] * 200})
+    for shape in ("tree", "chain"):
+        batch = pair.compare(shape=shape)
+        assert batch.depths.max() <= 24
+        pair.append({name: [3] for name in pair.requests})
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("sub_indices", [[], [[]], [[[]]], [[], [[1, 2, 1, 2]], []]])
+def test_empty_store_and_sub_indices(scoring: str, sub_indices: list) -> None:
+    pair = Pair(sub_indices, scoring=scoring, vocab_size=4)
+    for request in ([], [1], [1, 2], [1, 1], [1, 2, 1]):
+        pair.extend({"r": request})
+        pair.compare()
+        pair.finish("r")
+
+
+def test_more_candidates_than_fit() -> None:
+    """Beyond 256 candidates at a node, new ones are refused and those already there still counted."""
+    a, b, c, d, other = range(5)
+    unique = itertools.count(10)
+
+    def followers(n: int, *context: int) -> list[list[int]]:
+        return [[*context, next(unique)] for _ in range(n)]
+
+    contexts = {(d, c, b, a): 34, (other, c, b, a): 120, (other, b, a): 400, (other, a): 1200}
+    contexts |= {(d, c, b, other): 400, (other, c, b, other): 1200}
+    documents = [document for context, n in contexts.items() for document in followers(n, *context)]
+    request = [t for context in ([c, b, other], [other, a]) for text in followers(70, *context) for t in text]
+    pair = Pair([documents[::2], documents[1::2]], scoring="learned", vocab_size=4000)
+    pair.extend({"full": [*request, d, c, b, a], "repeated": [*request, d, c, b, a, *request[-40:], d, c, b, a]})
+    found = [oracle.gather(pair.store, r, r, oracle.ROOT_SAMPLES).candidates for r in pair.requests.values()]
+    assert max(map(len, found)) == oracle.MAX_CANDIDATES
+    pair.compare()

@@ -1,0 +1,262 @@
+"""State by request id: finishing, prompts in the background, threads, growth, another snapshot between steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from drafting import Pair, int32, python_sources, rows_of, snapshot_of
+from sssd_plugin.drafter import Drafter
+
+SCORINGS = ("learned", "paper")
+
+
+def append(drafter: Drafter, name: str, tokens: list[int]) -> None:
+    drafter.append([name], int32(tokens), np.array([0, len(tokens)]))
+
+
+def run_all(*targets: Callable[[], None]) -> None:
+    """Run in threads; raise what any of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(target: Callable[[], None]) -> None:
+        try:
+            target()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(target,)) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+def test_finish_forgets() -> None:
+    drafter = Drafter(vocab_size=10, max_nodes=8)
+    assert len(drafter) == 0  # the warm-up leaves nothing behind
+    drafter.extend(["a", "b"], *rows_of([[1, 2, 1], [3, 4, 3]]))
+    assert (len(drafter), drafter.length("a"), sorted(drafter.request_ids())) == (2, 3, ["a", "b"])
+    drafter.finish(["a", "never seen"])
+    drafter.finish(iter(["a"]))
+    assert (len(drafter), drafter.length("a"), drafter.length("b")) == (1, 0, 3)
+    # A finished id starts afresh, in a slot that another request has used.
+    drafter.extend(["a"], *rows_of([[5]]))
+    batch = drafter.draft(["a", "b"], max_nodes=8)
+    assert batch.tokens[:, 0].tolist() == [5, 3]
+    assert batch.counts[0] == 1 and batch.counts[1] > 1
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_unknown_requests_draft_nothing_and_leave_nothing(scoring: str) -> None:
+    drafter = Drafter(vocab_size=10, max_nodes=8, scoring=scoring)  # type: ignore[arg-type]
+    drafter.extend(["known"], *rows_of([[1, 2, 1]]))
+    for names in (["x"], ["x", "known"], ["known", "x", "y"]):
+        counts = drafter.draft(names, max_nodes=8, total_draft_tokens=3).counts.tolist()
+        assert [n > 0 for n in counts] == [name == "known" for name in names]
+    assert drafter.draft([], max_nodes=8).batch_size == 0
+    assert drafter.request_ids() == ["known"]
+
+
+def test_a_roll_back_starts_over() -> None:
+    """The engine takes tokens back (a preemption, a rejected step): nothing of them is drafted from any more."""
+    pair = Pair([], scoring="learned", vocab_size=50)
+    pair.extend({"r": [1, 2, 3, 1, 2, 9]})
+    for tokens in ([1, 2, 3, 1], [1, 2, 3, 1, 7], [1], [], [4, 4], [8, 5, 8]):
+        pair.extend({"r": tokens})
+        assert pair.drafter.length("r") == len(tokens)
+        pair.compare()
+
+
+def test_extend_reads_only_what_is_new() -> None:
+    """Rows move between steps, and an engine may reuse the memory of tokens that were read before."""
+    pair = Pair([], scoring="learned", vocab_size=50)
+    pair.extend({"r": [1, 2, 3, 1]})
+    table = np.full((4, 8), -1, np.int32)
+    table[3, 3:6] = 1, 2, 3
+    pair.drafter.extend(["r"], table, int32([3]), int32([6]))
+    pair.requests["r"] = [1, 2, 3, 1, 2, 3]
+    pair.compare()
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_prompts_in_the_background(scoring: str) -> None:
+    """Whatever comes after `begin` sees the whole prompt, in any order of calls."""
+    sources = python_sources()
+    prompts = {name: source[:800] for name, source in sources.items()}
+    pair = Pair([], scoring=scoring, vocab_size=50_000)
+    for name, prompt in prompts.items():
+        pair.drafter.begin(name, int32(prompt))
+        pair.requests[name] = list(prompt)
+    pair.compare()
+    first, second, third, *_ = prompts
+    pair.drafter.begin(first, int32(prompts[second]))  # the same id again: the later prompt holds
+    pair.requests[first] = list(prompts[second])
+    pair.drafter.begin("appended to", int32(prompts[third]))
+    pair.requests["appended to"] = list(prompts[third])
+    pair.append({"appended to": [1, 2, 3]})
+    pair.drafter.begin("empty", int32([]))
+    pair.requests["empty"] = []
+    pair.compare()
+    pair.drafter.begin("aborted", int32(prompts[third]))
+    pair.drafter.finish(["aborted", *prompts])
+    assert sorted(pair.drafter.request_ids()) == ["appended to", "empty"]
+
+
+def test_a_prompt_that_is_still_waiting_takes_nothing_back() -> None:
+    """`extend` comes while the background thread is busy: the prompt must not overwrite what `extend` adds."""
+    drafter = Drafter(vocab_size=50, max_nodes=8)
+    drafter.begin("first", int32([1]))
+    gate = threading.Event()
+    assert drafter._worker is not None
+    drafter._worker.submit(gate.wait)
+    drafter.begin("r", int32([1, 2, 3]))
+    threading.Timer(0.1, gate.set).start()
+    drafter.extend(["r"], *rows_of([[1, 2, 3, 1, 2]]))
+    assert drafter.length("r") == 5
+    assert drafter.draft(["r"], max_nodes=8).tokens[0, 0] == 2
+    assert drafter.length("r") == 5
+    drafter.close()
+
+
+def test_the_prompt_is_copied() -> None:
+    drafter = Drafter(vocab_size=50, max_nodes=8)
+    prompt = int32([1, 2, 3] * 10_000)
+    drafter.begin("r", prompt)
+    prompt[:] = 9
+    drafter.draft(["r"], max_nodes=2)
+    assert drafter._index.tokens("r").tolist() == [1, 2, 3] * 10_000
+
+
+def test_close() -> None:
+    threads = set(threading.enumerate())
+    drafter = Drafter(vocab_size=50, max_nodes=8)
+    drafter.close()
+    for i in range(20):
+        drafter.begin(str(i), int32(list(range(40)) * 50))
+    drafter.close()
+    assert len(drafter) == 0
+    assert set(threading.enumerate()) <= threads
+    drafter.close()
+    drafter.begin("again", int32([1, 2, 1]))
+    assert drafter.draft(["again"], max_nodes=8).counts[0] > 1
+    drafter.close()
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_threads(scoring: str) -> None:
+    """Requests grow, finish and are drafted for at once. One thread checks every draft; at the end all are checked."""
+    words = python_sources()["functools"]
+    pair = Pair([[python_sources()["queue"]]], scoring=scoring, vocab_size=50_000, max_nodes=8)
+    drafter = pair.drafter
+    pair.extend({"steady": words[:300]})
+    steady = pair.compare(["steady"])
+    n = int(steady.counts[0])
+    expected = [a[0, :n].tolist() for a in (steady.tokens, steady.parents, steady.scores)]
+    done = threading.Event()
+    final: dict[str, list[int]] = {}
+
+    def churn(worker: int) -> None:
+        rng = np.random.default_rng(worker)
+        for round_ in range(12):
+            name = f"{worker}-{round_}"
+            start = int(rng.integers(0, 1000))
+            held = words[start : start + int(rng.integers(1, 400))]
+            drafter.begin(name, int32(held))
+            for number in range(15):
+                new = words[int(rng.integers(0, 1000)) :][: int(rng.integers(1, 40))]
+                held = held + new
+                if number % 2:
+                    append(drafter, name, new)
+                else:
+                    drafter.extend([name], *rows_of([held]))
+                assert drafter.length(name) == len(held)
+            if round_ % 3:
+                drafter.finish([name])
+            else:
+                final[name] = held
+
+    def draft() -> None:
+        drafts = 0
+        while not done.is_set() or drafts < 50:
+            batch = drafter.draft(["steady"], max_nodes=8)
+            assert batch.counts[0] == n
+            assert [a[0, :n].tolist() for a in (batch.tokens, batch.parents, batch.scores)] == expected
+            drafts += 1
+
+    def churn_all() -> None:
+        try:
+            run_all(*(lambda w=w: churn(w) for w in range(4)))
+        finally:
+            done.set()
+
+    run_all(churn_all, draft)
+    assert len(drafter) == len(final) + 1
+    pair.requests |= final
+    pair.compare()
+    drafter.close()
+
+
+def test_drafting_in_several_threads() -> None:
+    """Drafts overwrite each other's views, but nothing is damaged."""
+    pair = Pair([[python_sources()["queue"]]], scoring="learned", vocab_size=50_000, max_nodes=16)
+    sources = python_sources()
+
+    def work(name: str) -> None:
+        for n in range(200, 320):
+            pair.drafter.extend([name], *rows_of([sources[name][:n]]))
+            pair.drafter.draft([name], max_nodes=16)
+            if n % 40 == 0:
+                pair.drafter.use(pair.drafter._snapshot)
+
+    run_all(*(lambda n=name: work(n) for name in list(sources)[:6]))
+    pair.requests = {name: sources[name][:319] for name in list(sources)[:6]}
+    pair.compare()
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_a_thousand_requests(scoring: str) -> None:
+    """More requests than slots, prompts longer than their room, vocabularies larger than their tables."""
+    rng = np.random.default_rng(0)
+    pair = Pair([], scoring=scoring, vocab_size=2**31, max_nodes=4)
+    for start in range(0, 1000, 250):
+        pair.extend({f"{i}": rng.integers(0, 40, int(rng.integers(1, 50))).tolist() for i in range(start, start + 250)})
+    pair.extend({"long": (rng.zipf(1.2, 20_000) % 2**31).tolist(), "distinct": list(range(0, 2**31, 2**17))})
+    assert len(pair.drafter) == 1002
+    pair.append({name: [1, 2, 3] for name in pair.requests})
+    pair.compare()
+    for i in range(0, 1000, 2):
+        pair.finish(str(i))
+    assert len(pair.drafter) == 502
+    pair.append({f"new {i}": [i, 1, i] for i in range(600)})
+    pair.compare(list(pair.requests)[::7])
+    pair.drafter.finish(pair.drafter.request_ids())
+    assert len(pair.drafter) == 0
+    assert pair.drafter._index.nbytes() == 0
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_another_snapshot_between_steps(scoring: str) -> None:
+    """From the next draft on, nothing of the old store is seen; the number of sub-indices may change."""
+    sources = list(python_sources().values())
+    pair = Pair([], scoring=scoring, vocab_size=50_000, max_nodes=16)
+    pair.extend({"r": sources[0][:150], "s": sources[1][:150]})
+    for sub_indices in ([[sources[2]]], [[s] for s in sources[3:8]], [[]], [], [[sources[4]], [sources[0]]]):
+        pair.use(sub_indices)
+        pair.compare()
+
+
+def test_a_snapshot_lives_as_long_as_it_is_used() -> None:
+    """The drafter keeps the arrays alive whose addresses it reads."""
+    source = python_sources()["contextlib"]
+    drafter = Drafter(vocab_size=50_000, max_nodes=16, snapshot=snapshot_of([[source]], 50_000))
+    drafter.extend(["r"], *rows_of([source[:50]]))
+    before = drafter.draft(["r"], max_nodes=16).tokens.tolist()
+    rubbish = [np.full(len(source) + 32, 3, np.int32) for _ in range(50)]
+    assert drafter.draft(["r"], max_nodes=16).tokens.tolist() == before
+    assert len(rubbish) == 50

@@ -1,0 +1,204 @@
+"""What holds for every draft, whatever the scores are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from drafting import Documents, Pair, int32, python_sources, rows_of, snapshot_of
+from freedraft.draft import DraftBatch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sssd_plugin.datastore.sub_index import SEPARATOR
+from sssd_plugin.drafter import Drafter
+
+SCORINGS = ("learned", "paper")
+SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+
+
+def drafter_over(sub_indices: Sequence[Documents], requests: Sequence[Sequence[int]], scoring: str, vocab_size: int = 50):
+    drafter = Drafter(vocab_size=vocab_size, max_nodes=64, scoring=scoring, snapshot=snapshot_of(sub_indices, vocab_size))  # type: ignore[arg-type]
+    names = [str(i) for i in range(len(requests))]
+    drafter.extend(names, *rows_of(requests))
+    return drafter, names
+
+
+def copied(batch: DraftBatch) -> list[list[tuple[int, int, float]]]:
+    """(token, parent, score) of each node, out of the views that the next draft overwrites."""
+    return [
+        [(int(batch.tokens[b, i]), int(batch.parents[b, i]), float(batch.scores[b, i])) for i in range(batch.counts[b])]
+        for b in range(batch.batch_size)
+    ]
+
+
+def children_of(nodes: list[tuple[int, int, float]]) -> dict[int, list[int]]:
+    children: dict[int, list[int]] = {}
+    for i, (_, parent, _) in enumerate(nodes[1:], 1):
+        children.setdefault(parent, []).append(i)
+    return children
+
+
+documents = st.lists(st.integers(0, 4), max_size=12)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@given(
+    sub_indices=st.lists(st.lists(documents, max_size=8), max_size=3),
+    requests=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=15), min_size=1, max_size=3),
+)
+@settings(max_examples=60, **SLOW)
+def test_no_draft_crosses_a_document(scoring: str, sub_indices: list[list[list[int]]], requests: list[list[int]]) -> None:
+    """A drafted token followed the one before it, or the last but one, within one document or the request itself."""
+    drafter, names = drafter_over(sub_indices, requests, scoring, vocab_size=5)
+    batch = drafter.draft(names, max_nodes=64)
+    batch.check()
+    texts = [document for documents in sub_indices for document in documents]
+    for request, nodes in zip(requests, copied(batch), strict=True):
+        adjacent = {pair for text in [*texts, request] for pair in itertools.pairwise(text)}
+        apart = {pair for text in [*texts, request] for pair in zip(text, text[2:], strict=False)}
+        for node, (token, parent, _) in enumerate(nodes[1:], 1):
+            above = nodes[parent][0]
+            grandparent = nodes[parent][1]
+            before = nodes[grandparent][0] if grandparent >= 0 else (request[-2] if len(request) > 1 else None)
+            assert token != SEPARATOR, node
+            assert (above, token) in adjacent or (scoring == "learned" and (before, token) in apart), node
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_a_skipped_token_is_no_separator(scoring: str) -> None:
+    """After [1, 9], what followed "1, any token": not the start of the document after one that ends in 1."""
+    store = [[[6, 5, 1], [7, 8], [5, 1], [7]]]
+    drafter, names = drafter_over(store, [[6, 5, 1, 9]], scoring)
+    assert copied(drafter.draft(names, max_nodes=64)) == [[(9, -1, 1.0)]]
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_requests_do_not_see_each_other(scoring: str) -> None:
+    """Requests over disjoint alphabets, no store: each drafts its own tokens, and the same as it would alone."""
+    rng = np.random.default_rng(0)
+    requests = [(rng.integers(0, 5, 60) + 5 * i).tolist() for i in range(8)]
+    drafter, names = drafter_over([], requests, scoring)
+    together = copied(drafter.draft(names, max_nodes=16))
+    for i, (request, nodes) in enumerate(zip(requests, together, strict=True)):
+        assert len(nodes) == 16
+        assert {token // 5 for token, _, _ in nodes} == {i}
+        alone, names_alone = drafter_over([], [request], scoring)
+        assert copied(alone.draft(names_alone, max_nodes=16)) == [nodes]
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@given(text=st.lists(st.integers(0, 30), min_size=1, max_size=40), x=st.integers(31, 40), y=st.integers(31, 40))
+@settings(max_examples=40, **SLOW)
+def test_every_generated_token_is_visible_at_the_next_step(scoring: str, text: list[int], x: int, y: int) -> None:
+    """x, y come out for the first time; as soon as x comes again, y is drafted after it: nothing else ever followed."""
+    drafter = Drafter(vocab_size=50, max_nodes=8, scoring=scoring)  # type: ignore[arg-type]
+    drafter.extend(["r"], *rows_of([text]))
+    for token in (x, y, x):
+        drafter.append(["r"], int32([token]), np.array([0, 1]))
+    nodes = copied(drafter.draft(["r"], max_nodes=8))[0]
+    assert nodes[0][0] == x
+    assert max((score, token) for token, parent, score in nodes[1:] if parent == 0)[1] == y
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_visible_at_the_next_step_in_real_text(scoring: str) -> None:
+    """Token by token: the root is the newest token, and what follows its last occurrence is a candidate below it."""
+    text = python_sources()["shlex"][:700]
+    drafter = Drafter(vocab_size=50_000, max_nodes=128, scoring=scoring)  # type: ignore[arg-type]
+    last: dict[int, int] = {}
+    drafted = 0
+    for n in range(1, len(text)):
+        drafter.append(["r"], int32(text[n - 1 : n]), np.array([0, 1]))
+        assert drafter.length("r") == n
+        nodes = copied(drafter.draft(["r"], max_nodes=128))[0]
+        token = text[n - 1]
+        assert nodes[0][0] == token
+        if token in last:
+            below_root = [t for t, parent, _ in nodes[1:] if parent == 0]
+            assert below_root
+            # The learned scorer's shortlist may leave out what followed a frequent token once.
+            drafted += text[last[token] + 1] in below_root
+        last[token] = n - 1
+    assert drafted > 0.85 * (len(text) - 1 - len(last))
+
+
+def test_scores_are_probabilities() -> None:
+    """Learned scores of the children of a node and "none of these" sum to 1; the paper's need not."""
+    sources = list(python_sources().values())
+    drafter, names = drafter_over([sources[:6]], [source[:600] for source in sources[6:]], "learned", 50_000)
+    batch = drafter.draft(names, max_nodes=64)
+    batch.check()
+    nodes_with_many = 0
+    for nodes in copied(batch):
+        for parent, children in children_of(nodes).items():
+            total = sum(nodes[i][2] for i in children) / nodes[parent][2]
+            assert total <= 1 + 1e-5
+            nodes_with_many += len(children) > 1 and total > 0.5
+    assert nodes_with_many > 4  # not for want of children
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@given(data=st.data())
+@settings(max_examples=30, **SLOW)
+def test_a_budget_keeps_the_best_of_the_batch(scoring: str, data: st.DataObject) -> None:
+    """total_draft_tokens: what is left is a prefix of each tree, and nothing dropped beats anything kept."""
+    requests = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=1, max_size=5))
+    shape = data.draw(st.sampled_from(["tree", "chain"]))
+    drafter, names = drafter_over([[[0, 1, 2, 3, 0, 1, 0]]], requests, scoring, vocab_size=4)
+    full = copied(drafter.draft(names, max_nodes=16, shape=shape))
+    drafts = sum(len(nodes[1:]) for nodes in full)
+    total = data.draw(st.integers(0, drafts + 2))
+    batch = drafter.draft(names, max_nodes=16, shape=shape, total_draft_tokens=total)
+    batch.check()
+    shared = copied(batch)
+    assert sum(len(nodes[1:]) for nodes in shared) == min(total, drafts)
+    for nodes, before in zip(shared, full, strict=True):
+        assert nodes == before[: len(nodes)]
+        assert len(nodes) >= min(1, len(before))
+    kept = [score for nodes in shared for _, _, score in nodes[1:]]
+    dropped = [score for nodes, before in zip(shared, full, strict=True) for _, _, score in before[len(nodes) :]]
+    assert not kept or not dropped or min(kept) >= max(dropped)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_shapes_and_limits(scoring: str) -> None:
+    source = python_sources()["queue"]
+    drafter, names = drafter_over([[source]], [source[200:260], source[300:420]], scoring, 50_000)
+    for max_nodes in (1, 2, 5, 64):
+        for shape in ("tree", "chain"):
+            batch = drafter.draft(names, max_nodes=max_nodes, shape=shape)  # type: ignore[arg-type]
+            batch.check()
+            assert 1 <= batch.counts.min() and batch.counts.max() <= max_nodes
+            if shape == "chain":
+                assert [len(batch.chain(b)) for b in range(2)] == (batch.counts - 1).tolist()
+    # A best-first tree grows by its last node only; a higher bar cuts it short.
+    small, large = (copied(drafter.draft(names, max_nodes=n)) for n in (8, 16))
+    if scoring == "paper":
+        assert [nodes[:8] for nodes in large] == small
+    for bar in (0.05, 0.5, 0.999999):
+        for above, nodes in zip(copied(drafter.draft(names, max_nodes=16, min_score=bar)), large, strict=True):
+            assert above == [node for node in nodes if node[2] > bar or node[1] < 0]
+
+
+@pytest.mark.parametrize("max_nodes", [0, -1, 17])
+def test_max_nodes_out_of_range(max_nodes: int) -> None:
+    drafter = Drafter(vocab_size=10, max_nodes=16)
+    with pytest.raises(ValueError, match=f"max_nodes must be 1..16, not {max_nodes}"):
+        drafter.draft(["r"], max_nodes=max_nodes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 0, "max_nodes": 8}, "vocab_size must be"),
+        ({"vocab_size": 2**31 + 1, "max_nodes": 8}, "vocab_size must be"),
+        ({"vocab_size": 10, "max_nodes": 0}, "max_nodes must be"),
+        ({"vocab_size": 10, "max_nodes": 257}, "max_nodes must be"),
+        ({"vocab_size": 10, "max_nodes": 8, "scoring": "guess"}, "scoring must be"),
+    ],
+)
+def test_bad_arguments(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Drafter(**options)

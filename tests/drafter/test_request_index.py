@@ -1,0 +1,138 @@
+"""The hash chains of `RequestIndex`: against a dict of lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from drafting import int32, python_sources
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sssd_plugin.pointers import int32_at, uint16_at
+from sssd_plugin.request_index import (
+    COUNTS,
+    HEADS,
+    LENGTH,
+    PREVIOUS,
+    TABLE_SIZE,
+    RequestIndex,
+    find,
+)
+
+# Ids that land on the same entry of a table of 64: entries fill up and probing wraps around its end.
+COLLIDING = [t for t in range(200_000) if (t * 2654435761 % 2**32) * 64 >> 32 in (0, 62, 63)][:60]
+
+
+def append(index: RequestIndex, name: str, tokens: list[int]) -> None:
+    index.append(index.slot_ids([name]), int32(tokens), np.array([0, len(tokens)]))
+
+
+def check(index: RequestIndex, name: str, expected: list[int]) -> None:
+    """Tokens, counts and every chain of occurrences, newest first."""
+    assert index.tokens(name).tolist() == expected
+    row = index.slots[index.slot_ids([name])[0]]
+    size = int(row[TABLE_SIZE])
+    assert row[LENGTH] == index.length(name) == len(expected)
+    heads, counts = int32_at(row[HEADS], size), uint16_at(row[COUNTS], size)
+    previous = int32_at(row[PREVIOUS], max(len(expected), 1))
+    occurrences: dict[int, list[int]] = {}
+    for i, token in enumerate(expected):
+        occurrences.setdefault(token, []).insert(0, i)
+    assert np.count_nonzero(heads >= 0) == len(occurrences)
+    for token, places in occurrences.items():
+        entry = find(heads, size, index.tokens(name), token)
+        assert counts[entry] == min(len(places), 65535)
+        at = int(heads[entry])
+        for place in places:
+            assert at == place
+            at = int(previous[at])
+        assert at == -1
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"),
+            st.lists(st.one_of(st.sampled_from(COLLIDING), st.integers(0, 2**31 - 1), st.integers(0, 3)), max_size=90),
+        ),
+        max_size=8,
+    )
+)
+@settings(max_examples=80, deadline=None)
+def test_chains(steps: list[tuple[str, list[int]]]) -> None:
+    index = RequestIndex(1)
+    held: dict[str, list[int]] = {}
+    for name, tokens in steps:
+        append(index, name, tokens)
+        held[name] = held.get(name, []) + tokens
+        for other, expected in held.items():
+            check(index, other, expected)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 10_000])
+def test_growth(piece: int) -> None:
+    """In pieces of any size the same chains come out."""
+    text = (np.random.default_rng(0).zipf(1.3, 10_000) % 2**31).tolist()
+    index = RequestIndex()
+    for start in range(0, len(text), piece):
+        append(index, "r", text[start : start + piece])
+    check(index, "r", text)
+
+
+def test_ragged_batches() -> None:
+    rng = np.random.default_rng(0)
+    index = RequestIndex(2)
+    held: dict[str, list[int]] = {str(i): [] for i in range(30)}
+    for _ in range(40):
+        names = rng.permutation(list(held))[:20].tolist()
+        lengths = rng.integers(0, 30, len(names))
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        tokens = rng.integers(0, 500, offsets[-1]).astype(np.int32)
+        index.append(index.slot_ids(names), tokens, offsets)
+        for name, start, end in zip(names, offsets, offsets[1:], strict=False):
+            held[name] += tokens[start:end].tolist()
+    for name, expected in held.items():
+        check(index, name, expected)
+
+
+def test_a_count_does_not_wrap() -> None:
+    index = RequestIndex()
+    append(index, "r", [5] * 66_000 + [6, 5])
+    check(index, "r", [5] * 66_000 + [6, 5])
+
+
+@pytest.mark.parametrize("n", [8_192, 32_768])
+@pytest.mark.parametrize("piece", [1, 100_000], ids=["token by token", "at once"])
+def test_ten_bytes_a_token(n: int, piece: int) -> None:
+    """A long context costs at most 10 bytes a token, tables and spare room included.
+
+    Zipf and Mandelbrot's law, with as many distinct tokens as recorded chats have: a fifth of 8k, a seventh of 32k.
+    """
+    rng = np.random.default_rng(0)
+    ranks = np.arange(1, 50_001)
+    shares = 1 / (ranks + 2.7) ** 1.3
+    text = rng.choice(50_000, n, p=shares / shares.sum()).tolist()
+    index = RequestIndex()
+    for start in range(0, n, piece):
+        append(index, "r", text[start : start + piece])
+    assert index.length("r") == n
+    assert 8 * n < index.nbytes() <= 10 * n
+
+
+def test_ten_bytes_a_token_of_real_text() -> None:
+    text = [token for source in python_sources().values() for token in source][:8_192]
+    index = RequestIndex()
+    append(index, "r", text)
+    assert 8 * len(text) < index.nbytes() <= 10 * len(text)
+
+
+def test_slots_are_reused() -> None:
+    index = RequestIndex(2)
+    for round_ in range(5):
+        for i in range(20):
+            append(index, str(i), [i, round_, i])
+        assert len(index) == 20 and "3" in index
+        index.finish([*map(str, range(20)), "unknown"])
+        assert len(index) == 0 and "3" not in index and index.nbytes() == 0
+    assert len(index.slots) == 32
+    assert index.slot_ids(["x", "y"], create=False).tolist() == [-1, -1]
+    assert len(index) == 0

@@ -1,0 +1,103 @@
+"""Training: the scorer learns what a synthetic source does, and its scores become probabilities."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+from drafting import Pair, rows_of
+from numpy.typing import NDArray
+from sssd_plugin.learned import FEATURES, SETS, Weights, initial_weights
+from sssd_plugin.training import train
+
+VOCAB = 40
+Row = tuple[NDArray[np.int32], NDArray[np.int32]]
+
+
+def source(seed: int, rows: int) -> list[Row]:
+    """Answers of a second-order Markov source that now and then copies a phrase of its own prompt."""
+    tables = np.random.default_rng(7)
+    following = tables.integers(0, VOCAB, (VOCAB, VOCAB, 3))
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(rows):
+        prompt = rng.integers(0, VOCAB, 30).tolist()
+        text = list(prompt)
+        while len(text) < 160:
+            if rng.random() < 0.05:
+                start = int(rng.integers(0, 20))
+                text += prompt[start : start + 8]
+            elif rng.random() < 0.05:
+                text.append(int(rng.integers(0, VOCAB)))
+            else:
+                text.append(int(following[text[-2], text[-1], rng.choice(3, p=(0.7, 0.2, 0.1))]))
+        out.append((np.array(prompt, np.int32), np.array(text[30:160], np.int32)))
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained() -> NDArray[np.float64]:
+    return train(source(0, 24), VOCAB)
+
+
+def log_loss(weights: NDArray[np.float64], held_out: list[Row], store: oracle.OracleStore) -> float:
+    """Mean of -ln P(true next token, or "none of the shortlist"), at every third position."""
+    loss, n = 0.0, 0
+    for prompt, output in held_out:
+        text = [*prompt.tolist(), *output.tolist()]
+        for position in range(len(prompt), len(text), 3):
+            request = text[:position]
+            scored = dict(oracle.score(store, request, request, oracle.ROOT_SAMPLES, weights))
+            loss -= math.log(scored.get(text[position], 1 - sum(scored.values())))
+            n += 1
+    return loss / n
+
+
+def test_training_lowers_the_loss_on_held_out_text(trained: NDArray[np.float64]) -> None:
+    assert trained.shape == (SETS, FEATURES) and np.isfinite(trained).all()
+    rows = source(0, 24)
+    store = oracle.OracleStore([[t for _, output in rows for t in [*output.tolist(), oracle.SEPARATOR]]], VOCAB)
+    held_out = source(1, 4)
+    before, after = (log_loss(w, held_out, store) for w in (initial_weights(), trained))
+    assert after < before - 0.1, (before, after)
+    assert after < log_loss(Weights.load().values, held_out, store)
+
+
+def test_scores_are_calibrated(trained: NDArray[np.float64], tmp_path: Path) -> None:
+    """Over held-out answers, as many nodes are accepted as their scores add up to: in all, and in bins of scores."""
+    Weights(trained).save(tmp_path / "w.json")
+    documents = [output.tolist() for _, output in source(0, 18)]  # as many as a fold of the training had
+    pair = Pair([documents], scoring="learned", vocab_size=VOCAB, max_nodes=8, weights=tmp_path / "w.json")
+    predicted, accepted = [], []
+    for row, (prompt, output) in enumerate(source(2, 40)):
+        text = [*prompt.tolist(), *output.tolist()]
+        for position in range(len(prompt), len(text) - 10, 5):
+            pair.drafter.extend([str(row)], *rows_of([text[:position]]))
+            batch = pair.drafter.draft([str(row)], max_nodes=8)
+            good = [True] * 8
+            for i in range(1, batch.counts[0]):
+                depth, parent = batch.depths[0, i], batch.parents[0, i]
+                good[i] = bool(good[parent] and batch.tokens[0, i] == text[position + depth - 1])
+                predicted.append(float(batch.scores[0, i]))
+                accepted.append(good[i])
+    p, y = np.array(predicted), np.array(accepted)
+    assert len(p) > 4000
+    assert abs(p.sum() / y.sum() - 1) < 0.08, (p.sum(), y.sum())
+    for low, high in ((0.0, 0.1), (0.1, 0.3), (0.3, 0.6), (0.6, 1.0)):
+        inside = (p >= low) & (p < high)
+        assert inside.sum() > 100
+        assert abs(p[inside].mean() - y[inside].mean()) < 0.08, (low, p[inside].mean(), y[inside].mean())
+
+
+def test_training_is_deterministic(trained: NDArray[np.float64]) -> None:
+    """Ranks of a tensor-parallel group, and whoever repeats a training, get the same weights."""
+    again = train(source(0, 24), VOCAB)
+    assert again.tolist() == trained.tolist()
+
+
+def test_too_few_rows() -> None:
+    with pytest.raises(ValueError, match="training needs at least 8 rows"):
+        train(source(0, 7), VOCAB)

@@ -1,0 +1,96 @@
+"""Weights files of the learned scorer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drafting import random_weights
+from sssd_plugin.drafter import Drafter
+from sssd_plugin.learned import FEATURES, SETS, Weights, initial_weights
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    values = random_weights(0)
+    values[0, :3] = 1e-9, -123456.0, 0.0
+    path = tmp_path / "weights.json"
+    Weights(values, 'a trace called "x"', "0" * 64).save(path)
+    loaded = Weights.load(path)
+    assert loaded.values.dtype == np.float64
+    assert loaded.values.tolist() == values.tolist()
+    assert (loaded.trained_on, loaded.trace_sha256) == ('a trace called "x"', "0" * 64)
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == path.read_text()
+
+
+def test_shipped_weights() -> None:
+    shipped = Weights.load()
+    assert shipped.values.shape == (SETS, FEATURES)
+    assert not np.array_equal(shipped.values, initial_weights())
+    assert shipped.trained_on and len(shipped.trace_sha256) == 64
+
+
+GOOD = {
+    "format": "freedraft-scorer-1",
+    "trained_on": "x",
+    "trace_sha256": "y",
+    "weights": initial_weights().tolist(),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", ""),
+        ("{", ""),
+        ("[1, 2]", ""),
+        ("null", ""),
+        ('"text"', ""),
+        (b"\xff\xfe\x00\x80", ""),
+        (GOOD | {"format": "freedraft-scorer-2"}, "freedraft-scorer-2"),
+        ({k: v for k, v in GOOD.items() if k != "weights"}, "weights"),
+        ({k: v for k, v in GOOD.items() if k != "format"}, "format"),
+        ({k: v for k, v in GOOD.items() if k != "trace_sha256"}, "trace_sha256"),
+        (GOOD | {"weights": GOOD["weights"][:-1]}, f"{SETS} x {FEATURES}"),
+        (GOOD | {"weights": [row[:-1] for row in GOOD["weights"]]}, f"{SETS} x {FEATURES}"),
+        (GOOD | {"weights": [*GOOD["weights"][:-1], [1.0]]}, ""),
+        (GOOD | {"weights": [["x"] * FEATURES] * SETS}, ""),
+        (GOOD | {"weights": 3}, f"{SETS} x {FEATURES}"),
+        (GOOD | {"weights": [[float("nan")] * FEATURES] * SETS}, "finite"),
+        (GOOD | {"weights": [[1e400] * FEATURES] * SETS}, "finite"),
+    ],
+)
+def test_malformed(tmp_path: Path, text: str | bytes | dict, reason: str) -> None:
+    path = tmp_path / "weights.json"
+    path.write_bytes(text if isinstance(text, bytes) else (text if isinstance(text, str) else json.dumps(text)).encode())
+    with pytest.raises(ValueError) as raised:
+        Drafter(vocab_size=10, max_nodes=4, weights=path)
+    assert_one_clear_line(raised.value, path)
+    assert reason in str(raised.value)
+
+
+def test_missing(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path / "no folder" / "none.json"):
+        with pytest.raises(ValueError) as raised:
+            Drafter(vocab_size=10, max_nodes=4, weights=path)
+        assert_one_clear_line(raised.value, path)
+        assert "does not exist" in str(raised.value)
+
+
+def test_a_folder_in_place_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as raised:
+        Drafter(vocab_size=10, max_nodes=4, weights=tmp_path)
+    assert_one_clear_line(raised.value, tmp_path)
+
+
+def test_paper_scoring_needs_no_weights(tmp_path: Path) -> None:
+    Drafter(vocab_size=10, max_nodes=4, scoring="paper", weights=tmp_path / "none.json")
+
+
+def assert_one_clear_line(error: ValueError, path: Path) -> None:
+    """It names the file and the remedy."""
+    assert str(error).startswith(f"weights: {path} ")
+    assert "train one with 'freedraft calibrate scorer'" in str(error)
+    assert "\n" not in str(error)
