@@ -25,6 +25,8 @@ class HardwareProfile(BaseModel):
         bandwidth: bytes/s of the memory that holds the weights.
         source: "datasheet" or "measured".
         knee: query tokens per step, over the whole batch, that cost about as much as one; None derives it.
+        token_cost: what one more query token below the knee adds to a step, as a share of it. A draft token that is less
+            likely to be accepted than this does not pay.
         max_nodes_by_batch: the paper's caps: at a batch of this size or more, at most so many nodes per request (root
             included), until the next larger entry.
         devices: parts of the device names that torch reports, by which `hardware: auto` finds this profile.
@@ -37,6 +39,7 @@ class HardwareProfile(BaseModel):
     bandwidth: float = Field(gt=0)
     source: Literal["datasheet", "measured"]
     knee: int | None = Field(default=None, ge=1, le=1_000_000)
+    token_cost: float = Field(default=0.0, ge=0.0, le=1.0)
     max_nodes_by_batch: dict[int, int] = Field(default_factory=dict)
     devices: tuple[str, ...] = ()
 

@@ -33,7 +33,8 @@ class SssdOptions(PluginOptions):
         hardware: name of a shipped profile, path of a .yaml file, or "auto".
         knee: query tokens per step that are about free; replaces the profile's.
         policy: "knee" keeps the batch at the knee, "fixed" always drafts as much as the engine allows.
-        min_score: drafts with a lower estimated probability of acceptance are not verified.
+        min_score: drafts with a lower estimated probability of acceptance are not verified. None: where lengths may
+            differ by request (vLLM), what a token costs by the hardware profile; where they may not (SGLang), 0.
         metrics_port: serve Prometheus metrics of the engine process on 127.0.0.1 at this port (0 picks a free one).
     """
 
@@ -45,7 +46,7 @@ class SssdOptions(PluginOptions):
     hardware: str = Field(default="auto", min_length=1)
     knee: int | None = Field(default=None, ge=1, le=1_000_000)
     policy: Policy = "knee"
-    min_score: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_score: float | None = Field(default=None, ge=0.0, le=1.0)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
 
     @field_validator("weights")

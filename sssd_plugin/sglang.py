@@ -59,7 +59,7 @@ class SssdSource:
 
         self.widths = context.widths
         self.vocab_size = context.vocab_size
-        self.min_score = options.min_score
+        self.min_score = options.min_score or 0.0
         self.cost_model = options.cost_model(context.max_nodes - 1)
         self.store = None
         if options.datastore is not None:

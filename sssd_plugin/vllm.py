@@ -92,8 +92,9 @@ class SssdProposer(StepProposer):
         if options.datastore is not None:
             # The front-end process has verified every byte already.
             self.store = open_store(options.datastore, vllm_config.model_config, verify=False)
-        self.min_score = options.min_score
         self.cost_model = options.cost_model(self.max_draft_tokens)
+        cost = self.cost_model.profile.token_cost
+        self.min_score = cost if options.min_score is None else options.min_score
         self.drafter = Drafter(
             vocab_size=vllm_config.model_config.get_vocab_size(),
             max_nodes=self.max_draft_tokens + 1,
