@@ -25,8 +25,8 @@ class HardwareProfile(BaseModel):
         bandwidth: bytes/s of the memory that holds the weights.
         source: "datasheet" or "measured".
         knee: query tokens per step, over the whole batch, that cost about as much as one; None derives it.
-        token_cost: what one more query token below the knee adds to a step, as a share of it. A draft token that is less
-            likely to be accepted than this does not pay.
+        token_cost: what one more query token below the knee adds to a step, as a share of it. A draft token that is
+            less likely to be accepted than this does not pay.
         max_nodes_by_batch: the paper's caps: at a batch of this size or more, at most so many nodes per request (root
             included), until the next larger entry.
         devices: parts of the device names that torch reports, by which `hardware: auto` finds this profile.
