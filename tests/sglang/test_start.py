@@ -95,9 +95,10 @@ def test_stand_in_for_torchvision():
     import sys
 
     code = """
-import sys
+import importlib.util
+if importlib.util.find_spec("torchvision"):
+    raise SystemExit  # the real one is installed, and wins
 from freedraft.engines.sglang.torchvision_stand_in import install
-sys.modules.pop("torchvision", None)
 install(); install()
 import torchvision.transforms.v2.functional as F
 from torchvision.transforms import InterpolationMode
@@ -110,10 +111,6 @@ else:
     raise SystemExit("a stand-in was usable")
 import math, json  # the finder answers for torchvision only
 """
-    import importlib.util
-
-    if importlib.util.find_spec("torchvision") is not None:
-        pytest.skip("the real torchvision is installed")
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -155,8 +152,9 @@ def test_doctor_names_the_hook(monkeypatch):
     assert "note_request_finished is missing" in problem
 
 
-def test_algorithm_sets_defaults_and_answers_the_core():
+def test_algorithm_sets_defaults_and_answers_the_core(monkeypatch):
     needs_sglang()
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     from freedraft.engines.sglang.algorithm import TreeAlgorithm
 
     algorithm = TreeAlgorithm("SSSD", lambda args: None, supports_overlap=True)

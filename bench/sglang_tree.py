@@ -1,0 +1,63 @@
+"""Tokens per step through SGLang: the best tree of 16 nodes against the best chain of 16, and the tokens of both.
+
+No times are taken: the figures are the same on every machine, as far as greedy decoding in fp32 is.
+
+    python bench/sglang_tree.py --model build/model --json build/sglang-tree.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=Path("build/model"))
+    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    os.environ["SGLANG_PLATFORM"] = "freedraft_cpu"
+
+    from transformers import AutoTokenizer
+
+    from prompts import PROMPTS
+    from tests.sglang.conftest import read_counts, sglang_engine
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    chats = [[{"role": "user", "content": prompt}] for kind in PROMPTS.values() for prompt in kind]
+    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    sampling = {"temperature": 0, "max_new_tokens": args.tokens}
+    result: dict[str, object] = {"model": args.model.name, "nodes": args.nodes, "prompts": len(prompts)}
+    answers = {}
+    for name, algorithm in (("tree", "sssd"), ("chain", "sssd_chain")):
+        with tempfile.TemporaryDirectory() as folder:
+            counts = Path(folder) / "counts.json"
+            with sglang_engine(
+                args.model,
+                counts,
+                env={"FREEDRAFT_SCORING": "learned"},
+                speculative_algorithm=algorithm,
+                speculative_num_draft_tokens=args.nodes,
+            ) as engine:
+                answers[name] = [o["output_ids"] for o in engine.generate(prompts, sampling)]
+            done = read_counts(counts)
+        result[name] = done["tokens"] / done["request_steps"]
+        print(f"{name}: {result[name]:.3f} tokens per step over {done['request_steps']} steps")
+    result["gain"] = result["tree"] / result["chain"] - 1  # type: ignore[operator]
+    result["same answers"] = answers["tree"] == answers["chain"]
+    print(f"tree over chain: {result['gain']:+.1%}; same answers: {result['same answers']}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
