@@ -26,9 +26,9 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["SGLANG_PLATFORM"] = "freedraft_cpu"
 
+    from prompts import PROMPTS
     from transformers import AutoTokenizer
 
-    from prompts import PROMPTS
     from tests.sglang.conftest import read_counts, sglang_engine
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
