@@ -76,6 +76,7 @@ def sglang_command(model: Path, port: int, dtype: str, speculative: dict[str, ob
     command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
     command += ["--disable-cuda-graph", "--disable-radix-cache", "--context-length", str(MAX_MODEL_LEN)]
     command += ["--max-total-tokens", "8192", "--max-running-requests", "4", "--skip-server-warmup"]
+    command += ["--sleep-on-idle"]  # its scheduler takes a whole core otherwise, also from the other server
     if speculative is not None:
         command += ["--speculative-algorithm", str(speculative["method"])]
         command += ["--speculative-num-draft-tokens", str(speculative["num_speculative_tokens"])]
