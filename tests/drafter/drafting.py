@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import oracle
-from freedraft.draft import DraftBatch
 from numpy.typing import NDArray
+
+from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.learned import FEATURES, SETS, Weights

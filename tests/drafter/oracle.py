@@ -1,8 +1,8 @@
 """The drafter once more, in plain Python over lists and dicts: what the compiled one must equal, token for token.
 
-Written from the papers (papers/sssd.txt, Algorithms 1-3; the scorer's recipe) and as directly as possible: every suffix is
-looked up by its n-gram in a dict, every occurrence in a request by scanning it. Only the order of floating-point
-operations and of ties is taken over from the compiled code, so that results can be compared exactly.
+Written from the paper's Algorithms 1-3 (SSSD, Marzollo et al.) and the recipe of the learned scorer, as directly as
+possible: suffixes are looked up by their n-gram in a dict, occurrences in a request by scanning it. Only the order of
+floating-point operations and of ties is taken over from the compiled code, so that results compare exactly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Tree:
 
     def path(self, node: int) -> list[int]:
         """Drafted tokens from below the root down to `node`."""
-        return self.path(self.parents[node]) + [self.tokens[node]] if node > 0 else []
+        return [*self.path(self.parents[node]), self.tokens[node]] if node > 0 else []
 
     def head(self, n: int) -> Tree:
         return Tree(self.tokens[:n], self.parents[:n], self.depths[:n], self.scores[:n])
@@ -370,7 +370,8 @@ def paper_tree(store: OracleStore, request: list[int], max_nodes: int, chain: bo
         else:
             for token, child in node.children().items():
                 if child.count(match):
-                    push(child.count(match) / node.count(match) * value * (0.6 + 0.1 * match), token, child, match, here)
+                    ratio = child.count(match) / node.count(match)
+                    push(ratio * value * (0.6 + 0.1 * match), token, child, match, here)
     return tree
 
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from sssd_plugin import compile_cache
 
 

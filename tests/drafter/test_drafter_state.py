@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from drafting import Pair, int32, python_sources, rows_of, snapshot_of
+
 from sssd_plugin.drafter import Drafter
 
 SCORINGS = ("learned", "paper")

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from drafting import Documents, Pair, int32, python_sources, rows_of, snapshot_of
-from freedraft.draft import DraftBatch
+from drafting import Documents, int32, python_sources, rows_of, snapshot_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.sub_index import SEPARATOR
 from sssd_plugin.drafter import Drafter
 
@@ -18,8 +19,11 @@ SCORINGS = ("learned", "paper")
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
-def drafter_over(sub_indices: Sequence[Documents], requests: Sequence[Sequence[int]], scoring: str, vocab_size: int = 50):
-    drafter = Drafter(vocab_size=vocab_size, max_nodes=64, scoring=scoring, snapshot=snapshot_of(sub_indices, vocab_size))  # type: ignore[arg-type]
+def drafter_over(
+    sub_indices: Sequence[Documents], requests: Sequence[Sequence[int]], scoring: str, vocab_size: int = 50
+) -> tuple[Drafter, list[str]]:
+    snapshot = snapshot_of(sub_indices, vocab_size)
+    drafter = Drafter(vocab_size=vocab_size, max_nodes=64, scoring=scoring, snapshot=snapshot)  # type: ignore[arg-type]
     names = [str(i) for i in range(len(requests))]
     drafter.extend(names, *rows_of(requests))
     return drafter, names
@@ -49,7 +53,9 @@ documents = st.lists(st.integers(0, 4), max_size=12)
     requests=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=15), min_size=1, max_size=3),
 )
 @settings(max_examples=60, **SLOW)
-def test_no_draft_crosses_a_document(scoring: str, sub_indices: list[list[list[int]]], requests: list[list[int]]) -> None:
+def test_no_draft_crosses_a_document(
+    scoring: str, sub_indices: list[list[list[int]]], requests: list[list[int]]
+) -> None:
     """A drafted token followed the one before it, or the last but one, within one document or the request itself."""
     drafter, names = drafter_over(sub_indices, requests, scoring, vocab_size=5)
     batch = drafter.draft(names, max_nodes=64)
@@ -170,7 +176,7 @@ def test_shapes_and_limits(scoring: str) -> None:
         for shape in ("tree", "chain"):
             batch = drafter.draft(names, max_nodes=max_nodes, shape=shape)  # type: ignore[arg-type]
             batch.check()
-            assert 1 <= batch.counts.min() and batch.counts.max() <= max_nodes
+            assert batch.counts.min() >= 1 and batch.counts.max() <= max_nodes
             if shape == "chain":
                 assert [len(batch.chain(b)) for b in range(2)] == (batch.counts - 1).tolist()
     # A best-first tree grows by its last node only; a higher bar cuts it short.

@@ -7,6 +7,7 @@ import pytest
 from drafting import int32, python_sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sssd_plugin.pointers import int32_at, uint16_at
 from sssd_plugin.request_index import (
     COUNTS,

@@ -10,6 +10,7 @@ import oracle
 import pytest
 from drafting import Pair, rows_of
 from numpy.typing import NDArray
+
 from sssd_plugin.learned import FEATURES, SETS, Weights, initial_weights
 from sssd_plugin.training import train
 

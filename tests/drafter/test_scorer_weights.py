@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drafting import random_weights
+
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.learned import FEATURES, SETS, Weights, initial_weights
 
@@ -64,7 +65,9 @@ GOOD = {
 )
 def test_malformed(tmp_path: Path, text: str | bytes | dict, reason: str) -> None:
     path = tmp_path / "weights.json"
-    path.write_bytes(text if isinstance(text, bytes) else (text if isinstance(text, str) else json.dumps(text)).encode())
+    if isinstance(text, dict):
+        text = json.dumps(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError) as raised:
         Drafter(vocab_size=10, max_nodes=4, weights=path)
     assert_one_clear_line(raised.value, path)
