@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from sssd_plugin.datastore.search import bucket, narrow, narrow_within
+from sssd_plugin.datastore.search import bucket, narrow, narrow_bucket, narrow_within
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.request_index import find
 
@@ -27,7 +27,7 @@ def advance(table, lo, hi, sampled, source, target, token):
     """Suffix-array ranges of the context of `source` followed by `token`.
 
     Args:
-        table: int64 [J, 6], `Snapshot.table`.
+        table: int64 [J, 7], `Snapshot.table`.
         lo, hi: int32 [nodes, J, STORE_ORDERS]; entry [i, j, k - 1] is the range of the last k tokens of i's context.
         sampled: int32 [nodes, STORE_ORDERS, 1 + MAX_SAMPLES], from `gather`: number of samples, then the token at
             each; 0 where `gather` has not seen the node.
@@ -52,6 +52,8 @@ def advance(table, lo, hi, sampled, source, target, token):
                         upto += 1
                     if take == size:
                         a, b = start + below, start + upto
+                    elif k == 1:
+                        a, b = narrow_bucket(table, j, start, end, token)
                     else:
                         a, b = narrow_within(
                             tokens,
@@ -63,6 +65,8 @@ def advance(table, lo, hi, sampled, source, target, token):
                             k,
                             token,
                         )
+                elif end > start and k == 1:
+                    a, b = narrow_bucket(table, j, start, end, token)
                 elif end > start:
                     a, b = narrow(tokens, suffixes, start, end, k, token)
             lo[target, j, k] = a

@@ -217,6 +217,7 @@ class RequestIndex:
         capacity, table_size = int(row[CAPACITY]), int(row[TABLE_SIZE])
         if target > capacity:
             capacity = target + max(_MIN_ROOM, target >> 6)
+            table_size = max(table_size, (target - int(row[LENGTH])) >> 2)  # text repeats at least that much
         else:
             table_size += table_size >> 1
         self._allocate(slot, capacity, table_size)
