@@ -190,6 +190,26 @@ def test_empty_store_and_sub_indices(scoring: str, sub_indices: list) -> None:
         pair.finish("r")
 
 
+@pytest.mark.parametrize("nodes", [48, 49, 50, 51])
+def test_the_prefix_is_shortened_below_fifty_nodes(nodes: int) -> None:
+    """Algorithm 2: what follows three tokens is looked at only if four have led to fewer than 50 nodes."""
+    found = list(range(100, 100 + nodes))
+    documents = [[1, 2, 3, 4, *found[i : i + 10]] for i in range(0, nodes, 10)]
+    pair = Pair([[*documents, [9, 2, 3, 4, 50]]], scoring="paper", vocab_size=200, max_nodes=128)
+    pair.extend({"r": [1, 2, 3, 4]})
+    assert (50 in pair.compare().tokens) == (nodes < 50)
+
+
+def test_samples_are_shared_among_sub_indices() -> None:
+    """By size, at least 20 each: sub-indices of 1 to 60 % of the store, with more matches than are sampled."""
+    rng = np.random.default_rng(0)
+    sub_indices = [[[1, 2, 3, int(t)] for t in rng.zipf(1.5, n) % 40] for n in (30, 120, 700, 60, 1500)]
+    for scoring in SCORINGS:
+        pair = Pair(sub_indices, scoring=scoring, vocab_size=40, max_nodes=64)
+        pair.extend({"long": [1, 2, 3], "short": [7, 3]})
+        pair.compare()
+
+
 def test_more_candidates_than_fit() -> None:
     """Beyond 256 candidates at a node, new ones are refused and those already there still counted."""
     a, b, c, d, other = range(5)

@@ -74,6 +74,17 @@ def test_a_roll_back_starts_over() -> None:
         pair.compare()
 
 
+def test_a_shorter_request_over_the_same_row() -> None:
+    """Only the length tells that the engine took tokens back: they still stand in its row."""
+    pair = Pair([], scoring="learned", vocab_size=50)
+    table = int32([[1, 2, 3, 1, 2, 9, 1, 2]])
+    for n in (8, 4, 5, 5, 8):
+        pair.drafter.extend(["r"], table, int32([0]), int32([n]))
+        pair.requests["r"] = table[0, :n].tolist()
+        assert pair.drafter.length("r") == n
+        pair.compare()
+
+
 def test_extend_reads_only_what_is_new() -> None:
     """Rows move between steps, and an engine may reuse the memory of tokens that were read before."""
     pair = Pair([], scoring="learned", vocab_size=50)
