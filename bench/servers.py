@@ -55,6 +55,8 @@ def environment(engine: str) -> dict[str, str]:
         }
     else:
         env["SGLANG_PLATFORM"] = "freedraft_cpu"
+        # Waiting threads of torch's OpenMP runtime spin otherwise: when anything else runs, steps take seconds.
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return env
 
 
