@@ -24,7 +24,7 @@ from sssd_plugin.datastore.format import (
     file_name,
     write_manifest,
 )
-from sssd_plugin.datastore.memory import DEFAULT_MEMORY, SubIndexLimit
+from sssd_plugin.datastore.memory import DEFAULT_MEMORY, SubIndexLimit, resident_bytes
 from sssd_plugin.datastore.staging import Staging
 from sssd_plugin.datastore.sub_index import MAX_DIRECT_BUCKETS, PAD, SEPARATOR
 from sssd_plugin.datastore.suffix_sort import sort_bytes, to_bytes, width_of
@@ -43,7 +43,8 @@ class StoreBuilder:
         target: the directory to make.
         vocab_size: token ids must be below it; at most 2^31.
         tokenizer: recorded in the manifest, so that a store is not used with another tokenizer.
-        memory: bytes that this process may use; decides how large a sub-index grows.
+        memory: bytes that this process may use, what it holds already included; decides how large a sub-index
+            grows. By default 2 GiB more than it holds.
         sub_index_tokens: largest sub-index whatever the memory; at most 512 Mi.
         replace: whether a datastore at `target` may be replaced.
         on_phase: told in words what goes on: reading, or sorting a sub-index.
@@ -58,7 +59,7 @@ class StoreBuilder:
         *,
         vocab_size: int,
         tokenizer: TokenizerEntry | None = None,
-        memory: int = DEFAULT_MEMORY,
+        memory: int | None = None,
         sub_index_tokens: int | None = None,
         replace: bool = False,
         on_phase: Callable[[str], None] = lambda phase: None,
@@ -68,6 +69,7 @@ class StoreBuilder:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._on_phase = on_phase
+        memory = resident_bytes() + DEFAULT_MEMORY if memory is None else memory
         self._limit = SubIndexLimit.of(memory, vocab_size, sub_index_tokens)
         self._buffer = np.empty(_BUFFER_TOKENS, np.int32)
         self._buffered = 0
