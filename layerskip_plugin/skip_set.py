@@ -1,0 +1,200 @@
+"""Which of a model's attention and MLP sublayers a draft pass skips."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FORMAT = "freedraft skip set 1"
+SHAPE_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+
+
+def model_fingerprint(config: Mapping[str, Any] | object) -> str:
+    """16 hex digits over the fields of a Hugging Face config that give the model its shape.
+
+    The same for a model whatever its name, folder, dtype or serving engine. Fine-tunes of one model share it: a skip
+    set of one is valid for the other, if not the best.
+
+    Raises:
+        ValueError: the config lacks one of the fields that every decoder has.
+    """
+    if not isinstance(config, Mapping):
+        inner = getattr(config, "get_text_config", None)
+        config = inner() if callable(inner) else config
+    get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
+    shape = {name: get(name) for name in SHAPE_FIELDS}
+    # Left out by some exporters where they equal the usual value; an engine fills them in.
+    shape["num_key_value_heads"] = shape["num_key_value_heads"] or shape["num_attention_heads"]
+    if not shape["head_dim"] and shape["hidden_size"] and shape["num_attention_heads"]:
+        shape["head_dim"] = shape["hidden_size"] // shape["num_attention_heads"]
+    missing = [name for name, value in shape.items() if value is None]
+    if missing:
+        raise ValueError(f"the model's config has no {', '.join(missing)}: not a decoder that layers can be skipped in")
+    return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class SkipSet:
+    """An immutable set of skipped sublayers; a key of compiled draft modules.
+
+    Attributes:
+        n_layers: decoder layers of the model, L.
+        attention: layers whose attention is skipped.
+        mlp: layers whose MLP is skipped.
+        model: `model_fingerprint` of the model that it was made for; "" when it is not known.
+    """
+
+    n_layers: int
+    attention: frozenset[int]
+    mlp: frozenset[int]
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if self.n_layers < 1:
+            raise ValueError(f"skip set: n_layers must be positive, not {self.n_layers}")
+        for name in ("attention", "mlp"):
+            layers = frozenset(getattr(self, name))
+            object.__setattr__(self, name, layers)
+            wrong = [x for x in layers if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < self.n_layers]
+            if wrong:
+                raise ValueError(
+                    f"skip set: {name} names layer {wrong[0]!r}; the model has layers 0 to {self.n_layers - 1}"
+                )
+
+    @classmethod
+    def empty(cls, n_layers: int, model: str = "") -> SkipSet:
+        """Skip nothing: the draft model is the model itself."""
+        return cls(n_layers, frozenset(), frozenset(), model)
+
+    @classmethod
+    def of_bits(cls, bits: Sequence[bool], model: str = "") -> SkipSet:
+        """From 2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ...
+
+        Raises:
+            ValueError: an odd number of flags, or none.
+        """
+        flags = [bool(bit) for bit in bits]
+        if not flags or len(flags) % 2:
+            raise ValueError(f"skip set: 2 flags per layer are needed, not {len(flags)} in all")
+        return cls.of_sublayers((i for i, flag in enumerate(flags) if flag), len(flags) // 2, model)
+
+    @classmethod
+    def of_sublayers(cls, sublayers: Iterable[int], n_layers: int, model: str = "") -> SkipSet:
+        """From numbers of sublayers: 2i is the attention of layer i, 2i + 1 its MLP."""
+        chosen = [int(s) for s in sublayers]
+        attention = frozenset(s // 2 for s in chosen if s % 2 == 0)
+        return cls(n_layers, attention, frozenset(s // 2 for s in chosen if s % 2), model)
+
+    @property
+    def bits(self) -> tuple[bool, ...]:
+        """The inverse of `of_bits`."""
+        pairs = ((i in self.attention, i in self.mlp) for i in range(self.n_layers))
+        return tuple(flag for pair in pairs for flag in pair)
+
+    @property
+    def sublayers(self) -> tuple[int, ...]:
+        """The inverse of `of_sublayers`, ascending."""
+        return tuple(i for i, flag in enumerate(self.bits) if flag)
+
+    @property
+    def share(self) -> float:
+        """Skipped sublayers / 2L."""
+        return len(self) / (2 * self.n_layers)
+
+    def __len__(self) -> int:
+        """How many sublayers are skipped. The empty set is false."""
+        return len(self.attention) + len(self.mlp)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What JSON holds of it."""
+        fields = {"model": self.model, "n_layers": self.n_layers}
+        return fields | {"attention": sorted(self.attention), "mlp": sorted(self.mlp)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "skip set") -> SkipSet:
+        """The inverse of `to_dict`; other keys are left alone.
+
+        Raises:
+            ValueError: naming `source`, a key that is missing or wrong.
+        """
+        try:
+            n_layers, model = values["n_layers"], values.get("model", "")
+            lists = [values["attention"], values["mlp"]]
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(f"{source}: needs the keys n_layers, attention and mlp") from None
+        if type(n_layers) is not int or not isinstance(model, str) or not all(isinstance(x, list) for x in lists):
+            raise ValueError(f"{source}: n_layers must be a number, model a text, attention and mlp lists of layers")
+        try:
+            return cls(n_layers, frozenset(lists[0]), frozenset(lists[1]), model)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    def save(self, path: Path, about: Mapping[str, Any] | None = None) -> None:
+        """Write a JSON file; `about` says where it comes from (model, hardware, data, scores) and is not read back."""
+        write_json(path, {"format": FORMAT, **self.to_dict(), "about": dict(about or {})})
+
+    @classmethod
+    def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> SkipSet:
+        """Read what `save` wrote; with `n_layers` and `model` (fingerprint), for that model only.
+
+        Raises:
+            ValueError: one line: the file cannot be read, is no skip set, or is one of another model.
+        """
+        values = read_json(path, FORMAT, "skip set")
+        return cls.from_dict(values, str(path)).require(n_layers, model, str(path))
+
+    def require(self, n_layers: int | None = None, model: str | None = None, source: str = "skip set") -> SkipSet:
+        """Itself, if it is one for this model.
+
+        Raises:
+            ValueError: it was made for another one.
+        """
+        remedy = "make one with: freedraft calibrate skip-set"
+        if n_layers is not None and n_layers != self.n_layers:
+            raise ValueError(f"{source} is for a model of {self.n_layers} layers, this one has {n_layers}; {remedy}")
+        if model and self.model and model != self.model:
+            raise ValueError(f"{source} is for another model (fingerprint {self.model}, here {model}); {remedy}")
+        return self
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def read_json(path: Path, form: str, what: str) -> dict[str, Any]:
+    """The object in a JSON file whose "format" is `form`.
+
+    Raises:
+        ValueError: one line that names the file.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{what}: cannot read {path}: {error.strerror or error}") from None
+    except ValueError:
+        raise ValueError(f"{what}: {path} is not JSON") from None
+    found = values.get("format") if isinstance(values, dict) else None
+    if found != form:
+        raise ValueError(f"{what}: {path} has the format {found!r}, not {form!r}")
+    return values

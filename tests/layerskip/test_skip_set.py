@@ -1,0 +1,85 @@
+"""SkipSet: an immutable value that knows which model it is for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+
+SMOL = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+}
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
+def test_bits_and_sublayers_give_the_set_back(pairs: list[tuple[bool, bool]]) -> None:
+    bits = [flag for pair in pairs for flag in pair]
+    skip = SkipSet.of_bits(bits, "m")
+    assert list(skip.bits) == bits
+    assert skip.attention == {i for i, (a, _) in enumerate(pairs) if a}
+    assert skip.mlp == {i for i, (_, m) in enumerate(pairs) if m}
+    assert len(skip) == sum(bits) and skip.share == sum(bits) / len(bits) and bool(skip) == any(bits)
+    assert SkipSet.of_sublayers(skip.sublayers, skip.n_layers, "m") == skip
+    assert hash(SkipSet.from_dict(json.loads(json.dumps(skip.to_dict())))) == hash(skip)
+
+
+def test_file_round_trip_and_nothing_left_behind(tmp_path: Path) -> None:
+    skip = SkipSet(4, frozenset({1, 2}), frozenset({3}), "abc")
+    skip.save(tmp_path / "s.json", about={"data": "d"})
+    assert SkipSet.load(tmp_path / "s.json", 4, "abc") == skip
+    assert [p.name for p in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_equal_sets_are_one_key() -> None:
+    assert {SkipSet(3, frozenset({1}), frozenset()): 7}[SkipSet(3, {1}, set())] == 7  # type: ignore[arg-type]
+    assert SkipSet.empty(3) != SkipSet.empty(4)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "is not JSON"),
+        ('{"format": "other"}', "has the format 'other'"),
+        ('{"format": "freedraft skip set 1", "n_layers": 3}', "needs the keys"),
+        ('{"format": "freedraft skip set 1", "n_layers": "3", "attention": [], "mlp": []}', "must be a number"),
+        ('{"format": "freedraft skip set 1", "n_layers": 3, "attention": [3], "mlp": []}', "layers 0 to 2"),
+        ('{"format": "freedraft skip set 1", "n_layers": 3, "attention": [[1]], "mlp": []}', "s.json"),
+        ('{"format": "freedraft skip set 1", "n_layers": 3, "attention": [true], "mlp": []}', "True"),
+    ],
+)
+def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, content: str, says: str) -> None:
+    (tmp_path / "s.json").write_text(content)
+    with pytest.raises(ValueError, match=says.replace("(", r"\(")) as caught:
+        SkipSet.load(tmp_path / "s.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_set_of_another_model_is_refused(tmp_path: Path) -> None:
+    SkipSet.empty(4, "abc").save(tmp_path / "s.json")
+    with pytest.raises(ValueError, match="4 layers, this one has 5"):
+        SkipSet.load(tmp_path / "s.json", 5)
+    with pytest.raises(ValueError, match="another model"):
+        SkipSet.load(tmp_path / "s.json", 4, "def")
+    with pytest.raises(ValueError, match="cannot read"):
+        SkipSet.load(tmp_path / "missing.json")
+
+
+def test_fingerprint_knows_the_shape_and_not_the_name() -> None:
+    ours = model_fingerprint(SMOL)
+    assert ours == model_fingerprint(SMOL | {"_name_or_path": "x", "dtype": "float32", "head_dim": 64})
+    assert ours == model_fingerprint(SimpleNamespace(**SMOL))
+    assert ours != model_fingerprint(SMOL | {"num_hidden_layers": 31})
+    with pytest.raises(ValueError, match="hidden_size"):
+        model_fingerprint({k: v for k, v in SMOL.items() if k != "hidden_size"})
