@@ -1,8 +1,10 @@
 """Tokens per step through SGLang: the best tree of 16 nodes against the best chain of 16, and the tokens of both.
 
-No times are taken: the figures are the same on every machine, as far as greedy decoding in fp32 is.
+No times are taken: the figures are the same on every machine, as far as greedy decoding in fp32 is. Without
+`--questions` the demo's twelve prompts are asked, without `--corpus` there is no datastore.
 
-    python bench/sglang_tree.py --model build/model --json build/sglang-tree.json
+    python bench/sglang_tree.py --model build/model --questions spec_bench.jsonl --every 5 \
+        --corpus answers.jsonl --field output --json build/sglang-tree.json
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +25,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("build/model"))
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--questions", type=Path, help="JSONL with `turns` (Spec-Bench), `question` or `prompt`")
+    parser.add_argument("--every", type=int, default=1, help="ask every so many-th question")
+    parser.add_argument("--corpus", type=Path, nargs="*", default=[], help="JSONL files for the datastore")
+    parser.add_argument("--field", default="text", help="of the corpus")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     os.environ["SGLANG_PLATFORM"] = "freedraft_cpu"
@@ -32,18 +39,26 @@ def main() -> None:
     from tests.sglang.conftest import read_counts, sglang_engine
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    chats = [[{"role": "user", "content": prompt}] for kind in PROMPTS.values() for prompt in kind]
+    texts = [prompt for kind in PROMPTS.values() for prompt in kind]
+    if args.questions:
+        texts = questions(args.questions)[:: args.every]
+    chats = [[{"role": "user", "content": text}] for text in texts]
     prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     sampling = {"temperature": 0, "max_new_tokens": args.tokens}
     result: dict[str, object] = {"model": args.model.name, "nodes": args.nodes, "prompts": len(prompts)}
     answers = {}
+    store = tempfile.TemporaryDirectory()
+    env = {"FREEDRAFT_SCORING": "learned"}
+    if args.corpus:
+        env["FREEDRAFT_DATASTORE"] = build_store(Path(store.name) / "store", args.corpus, args.model, args.field)
+        result["corpus"] = [path.name for path in args.corpus]
     for name, algorithm in (("tree", "sssd"), ("chain", "sssd_chain")):
         with tempfile.TemporaryDirectory() as folder:
             counts = Path(folder) / "counts.json"
             with sglang_engine(
                 args.model,
                 counts,
-                env={"FREEDRAFT_SCORING": "learned"},
+                env=env,
                 speculative_algorithm=algorithm,
                 speculative_num_draft_tokens=args.nodes,
             ) as engine:
@@ -57,6 +72,19 @@ def main() -> None:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def questions(path: Path) -> list[str]:
+    """The first turn of every question."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [row["turns"][0] if "turns" in row else row.get("question") or row["prompt"] for row in rows]
+
+
+def build_store(folder: Path, corpus: list[Path], model: Path, field: str) -> str:
+    command = ["freedraft", "datastore", "build", folder, *corpus, "--tokenizer", model, "--field", field]
+    command[0] = str(Path(sys.executable).with_name("freedraft"))
+    subprocess.run([str(part) for part in command], check=True)
+    return str(folder)
 
 
 if __name__ == "__main__":
