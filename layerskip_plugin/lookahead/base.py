@@ -1,0 +1,154 @@
+"""What a lookahead policy is: it says after each drafted token which requests draft one more."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
+
+
+class Lookahead(ABC):
+    """How far to draft, decided for a whole batch after every draft pass.
+
+    A round: `affordable(batch)`; if so `begin`, then one draft pass at a time, each followed by `go_on` for the
+    requests that took part in it (also after the last one allowed: policies learn from it); after verification
+    `observe`. `finish` when requests end. A policy belongs to one drafting thread.
+
+    The token just drafted is always kept and verified, however unlikely it looks: dropping it after it was sampled
+    would change the distribution of what is accepted. A policy therefore only says whether another one follows.
+
+    Attributes:
+        needs_top: how many of the largest probabilities of a drafted token's distribution `go_on` wants (0, 1 or 10).
+        needs_entropy: whether it wants the distribution's entropy, in nats.
+    """
+
+    needs_top: int = 0
+    needs_entropy: bool = False
+
+    def affordable(self, batch: int) -> bool:
+        """Whether a step of `batch` requests is worth drafting for at all. To be asked once per step."""
+        return batch > 0
+
+    def begin(self, request_ids: Sequence[str], max_draft_tokens: int) -> None:
+        """A round begins.
+
+        Args:
+            request_ids: those that draft; `rows` in `go_on` are places in it.
+            max_draft_tokens: the most that may be drafted for one of them.
+        """
+        self.max_draft_tokens = max_draft_tokens
+
+    @abstractmethod
+    def go_on(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+        """Which requests draft one more token.
+
+        Args:
+            position: place in the draft of the token just drafted, from 0.
+            rows: int32[R], the requests that just drafted it.
+            top: float32[R, needs_top], the largest probabilities, descending.
+            entropy: float32[R] in nats; None unless `needs_entropy`.
+
+        Returns:
+            bool[R]; False everywhere once `position` is the last that is allowed.
+        """
+
+    def observe(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints) -> None:  # noqa: B027
+        """What verification said of the round.
+
+        Args:
+            request_ids: of length B, in any order; those that were not in the round are ignored.
+            drafted: int32[B], tokens drafted.
+            accepted: int32[B], how many of them were accepted; the bonus token does not count.
+        """
+
+    def finish(self, request_ids: Sequence[str]) -> None:  # noqa: B027
+        """These requests ended or were aborted; what is kept of them can go."""
+
+
+class RoundLog:
+    """Features of the tokens drafted in the running round, until verification has judged them."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.begin((), 0)
+
+    def begin(self, request_ids: Sequence[str], max_draft_tokens: int) -> None:
+        """Forget the last round."""
+        self.row = {request: i for i, request in enumerate(request_ids)}
+        self.features = np.zeros((len(request_ids), max_draft_tokens, self.width), np.float32)
+        self.count = np.zeros(len(request_ids), np.int32)
+
+    def put(self, position: int, rows: Ints, features: Floats) -> None:
+        """Note float32[R, width] of the tokens that `rows` drafted at `position`."""
+        self.features[rows, position] = features
+        self.count[rows] = position + 1
+
+    def judged(
+        self, request_ids: Sequence[str], drafted: Ints, accepted: Ints
+    ) -> tuple[Floats, NDArray[np.intp], Flags, NDArray[np.intp]]:
+        """The tokens that have a verdict: those accepted, and the first rejected one of each request.
+
+        What was drafted behind a rejected token says nothing: its context was wrong.
+
+        Returns:
+            features float32[N, width], position intp[N], accepted bool[N], place in `request_ids` intp[N]; by request,
+            then by position.
+        """
+        rows = np.array([self.row.get(request, -1) for request in request_ids], np.intp)
+        known = np.flatnonzero(rows >= 0)
+        rows, drafted, accepted = rows[known], np.asarray(drafted)[known], np.asarray(accepted)[known]
+        counts = np.minimum(np.minimum(drafted, accepted + 1), self.count[rows])
+        place, position = np.nonzero(np.arange(self.features.shape[1]) < counts[:, None])
+        return self.features[rows[place], position], position, position < accepted[place], known[place]
+
+
+class RequestTable:
+    """A row of floats for each running request."""
+
+    def __init__(self, fresh: Sequence[float]) -> None:
+        self.fresh = np.array(fresh, np.float64)
+        self.values = np.tile(self.fresh, (8, 1))
+        self._slot: dict[str, int] = {}
+        self._free = list(range(len(self.values)))
+
+    def rows(self, request_ids: Sequence[str]) -> NDArray[np.intp]:
+        """Where in `values` these requests are; those not seen before start as `fresh`."""
+        for request in request_ids:
+            if request not in self._slot:
+                self._add(request)
+        return np.array([self._slot[request] for request in request_ids], np.intp)
+
+    def drop(self, request_ids: Sequence[str]) -> None:
+        """Forget these requests."""
+        for request in request_ids:
+            slot = self._slot.pop(request, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def __len__(self) -> int:
+        return len(self._slot)
+
+    def _add(self, request: str) -> None:
+        if not self._free:
+            size = len(self.values)
+            self.values = np.concatenate([self.values, np.tile(self.fresh, (size, 1))])
+            self._free = list(range(size, 2 * size))
+        slot = self._slot[request] = self._free.pop()
+        self.values[slot] = self.fresh
+
+
+def unit(name: str, value: float) -> float:
+    """`value`, if it lies in [0, 1].
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not 0 <= value <= 1:
+        raise ValueError(f"lookahead: {name} must lie between 0 and 1, not {value}")
+    return float(value)

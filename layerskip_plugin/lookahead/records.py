@@ -1,0 +1,149 @@
+"""Recorded verifications: what drafted tokens looked like, and whether they were accepted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, RoundLog
+
+TOP = 10
+FORMAT = "freedraft verifications 1"
+
+
+@dataclass(frozen=True)
+class Verifications:
+    """One entry per drafted token that has a verdict: the accepted ones, and the first rejected one of each round.
+
+    Attributes:
+        top: float32[N, 10], largest probabilities of its distribution, descending.
+        entropy: float32[N], nats.
+        position: int32[N], place in the draft, from 0.
+        accepted: bool[N].
+        request: int32[N].
+        round: int32[N], within the request; a token's round starts where its position is 0.
+        model: fingerprint of the model; "" when it is not known.
+    """
+
+    top: NDArray[np.float32]
+    entropy: NDArray[np.float32]
+    position: NDArray[np.int32]
+    accepted: NDArray[np.bool_]
+    request: NDArray[np.int32]
+    round: NDArray[np.int32]
+    model: str = ""
+
+    def __len__(self) -> int:
+        return len(self.accepted)
+
+    def where(self, chosen: NDArray[Any]) -> Verifications:
+        """The entries that a mask or an index chooses."""
+        arrays: dict[str, Any] = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "model"}
+        return replace(self, **arrays)
+
+    def save(self, path: Path) -> None:
+        """Write a compressed .npz."""
+        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
+        about = json.dumps({"format": FORMAT, "model": self.model})
+        with path.open("wb") as file:
+            np.savez_compressed(file, about=np.array(about), **arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> Verifications:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: one line that names the file.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as held:
+                about = json.loads(str(held["about"]))
+                if about.get("format") != FORMAT:
+                    raise ValueError(f"{path} holds {about.get('format')!r}, not {FORMAT!r}")
+                loaded = cls(*(held[f.name] for f in fields(cls) if f.name != "model"), model=about["model"])
+        except OSError as error:
+            raise ValueError(f"records: cannot read {path}: {error.strerror or error}") from None
+        except Exception as error:
+            raise ValueError(f"records: {path} is no file of recorded verifications: {error}") from None
+        n = len(loaded)
+        if loaded.top.shape != (n, TOP) or any(len(getattr(loaded, f.name)) != n for f in fields(cls)[:-1]):
+            raise ValueError(f"records: {path} is damaged: its arrays do not fit together")
+        return loaded
+
+
+class Recording(Lookahead):
+    """Any policy, with its verifications kept for `freedraft calibrate disco`.
+
+    Args:
+        inner: the policy that decides.
+        path: where `save` writes.
+        model: fingerprint of the model.
+        most: tokens kept; later ones are not recorded.
+    """
+
+    needs_top = TOP
+    needs_entropy = True
+
+    def __init__(self, inner: Lookahead, path: Path, model: str = "", most: int = 200_000) -> None:
+        self.inner, self.path, self.model, self.most = inner, path, model, most
+        self.log = RoundLog(TOP + 1)
+        self.parts: list[tuple[NDArray[Any], ...]] = []
+        self.kept = 0
+        self.numbers: dict[str, list[int]] = {}
+        self.requests = 0
+
+    def affordable(self, batch: int) -> bool:
+        return self.inner.affordable(batch)
+
+    def begin(self, request_ids: Sequence[str], max_draft_tokens: int) -> None:
+        super().begin(request_ids, max_draft_tokens)
+        self.log.begin(request_ids, max_draft_tokens)
+        self.inner.begin(request_ids, max_draft_tokens)
+
+    def go_on(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+        assert entropy is not None
+        self.log.put(position, rows, np.concatenate([top, entropy[:, None]], 1))
+        wanted = entropy if self.inner.needs_entropy else None
+        return self.inner.go_on(position, rows, top[:, : self.inner.needs_top], wanted)
+
+    def observe(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints) -> None:
+        self.inner.observe(request_ids, drafted, accepted)
+        features, position, good, place = self.log.judged(request_ids, drafted, accepted)
+        if not len(good) or self.kept >= self.most:
+            return
+        numbers = np.zeros((len(request_ids), 2), np.int32)
+        for i in np.unique(place):
+            numbers[i] = self._count(request_ids[i])
+        self.kept += len(good)
+        self.parts.append(
+            (features[:, :TOP], features[:, TOP], position.astype(np.int32), good, numbers[place, 0], numbers[place, 1])
+        )
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        self.inner.finish(request_ids)
+        for request in request_ids:
+            self.numbers.pop(request, None)
+
+    def save(self) -> Verifications:
+        """Write what was recorded so far to `path`, and return it."""
+        empty = (np.zeros((0, TOP), np.float32), np.zeros(0, np.float32))
+        ints = np.zeros(0, np.int32)
+        first = (*empty, ints, np.zeros(0, np.bool_), ints, ints)
+        columns = zip(first, *self.parts, strict=True)
+        top, entropy, position, good, request, number = (np.concatenate(column) for column in columns)
+        records = Verifications(top, entropy, position, good, request, number, self.model)
+        records.save(self.path)
+        return records
+
+    def _count(self, request: str) -> list[int]:
+        if request not in self.numbers:
+            self.numbers[request] = [self.requests, -1]
+            self.requests += 1
+        self.numbers[request][1] += 1
+        return self.numbers[request]

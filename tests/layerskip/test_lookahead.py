@@ -1,0 +1,187 @@
+"""Fixed, confidence and adaptive lookahead against plain restatements of their rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lookahead_tools import draft_round
+
+from layerskip_plugin.lookahead import (
+    Confidence,
+    Cost,
+    Disco,
+    DraftVerify,
+    Fixed,
+    Lookahead,
+    Prices,
+    Recording,
+    RocThreshold,
+    make_lookahead,
+)
+from layerskip_plugin.lookahead.adaptive import best_threshold
+from layerskip_plugin.lookahead.base import RequestTable, RoundLog
+from layerskip_plugin.lookahead.disco import Classifier
+
+SURE = np.float32(0.999)
+
+
+def eager() -> list[Lookahead]:
+    """One policy of each kind, set so that it would draft for ever."""
+    zeros = [np.zeros(shape, np.float32) for shape in ((12,), (12, 3), (3,), (3, 1), (1,))]
+    always = Classifier(zeros[0], np.ones(12, np.float32), *zeros[1:], threshold=0.5)
+    cheap = Prices.of_times({1: 1e-9}, {1: 1.0})
+    made = [Fixed(99), Confidence(0.0), DraftVerify(0.0), RocThreshold(0.0), Disco(always), Cost(cheap)]
+    return [*made, Recording(Fixed(99), Path("unused"))]
+
+
+@pytest.mark.parametrize("policy", eager(), ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("most", [1, 2, 7])
+def test_the_longest_draft_allowed_is_never_exceeded_and_reached(policy: Lookahead, most: int) -> None:
+    drafted = draft_round(policy, ["a", "b", "c"], most, lambda position, rows: np.full(len(rows), SURE))
+    assert drafted.tolist() == [most] * 3
+
+
+def test_fixed() -> None:
+    assert draft_round(Fixed(3), ["a", "b"], 8, lambda p, r: np.zeros(len(r))).tolist() == [3, 3]
+
+
+def test_confidence_keeps_the_token_that_it_stops_at() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        p = rng.random((5, 8), np.float32)
+        drafted = draft_round(Confidence(0.4), list("abcde"), 8, lambda position, rows, p=p: p[rows, position])
+        expected = [next((i + 1 for i, x in enumerate(row) if x < 0.4), 8) for row in p]
+        assert drafted.tolist() == expected
+
+
+def output_distribution(target: np.ndarray, draft: np.ndarray, threshold: float, keep: bool) -> np.ndarray:
+    """Exact law of the first two output tokens of a memoryless model, drafts of at most one token, p/q with residual.
+
+    The draft token's own probability decides whether it is verified at all; `keep`: it always is.
+    """
+    n = len(target)
+    law = np.zeros((n, n))
+    residual = np.maximum(target - draft, 0)
+    residual = residual / residual.sum()
+    policy = Confidence(threshold)
+    for token in range(n):
+        policy.begin(["r"], 2)
+        stopped = not policy.go_on(0, np.zeros(1, np.int32), np.array([[draft[token]]], np.float32), None)[0]
+        if stopped and not keep:
+            law += draft[token] * np.outer(target, target)
+            continue
+        accept = min(1.0, target[token] / draft[token])
+        law[token] += draft[token] * accept * target
+        law += draft[token] * (1 - accept) * np.outer(residual, target)
+    return law
+
+
+def test_keeping_the_low_confidence_token_is_lossless_and_dropping_it_is_not() -> None:
+    target, draft = np.array([0.6, 0.3, 0.1]), np.array([0.3, 0.2, 0.5])
+    exact = np.outer(target, target)
+    assert np.abs(output_distribution(target, draft, 0.4, keep=True) - exact).sum() < 1e-12
+    assert np.abs(output_distribution(target, draft, 0.4, keep=False) - exact).sum() > 0.05
+
+
+def test_draft_and_verify_follows_its_formula_per_request() -> None:
+    rng = np.random.default_rng(1)
+    policy = DraftVerify(0.6, target=0.9, memory=0.5, step=0.02, inertia=0.8)
+    state = {name: [0.6, 0.9] for name in "abcdef"}
+    for _ in range(60):
+        ids = [str(x) for x in rng.permutation(list(state))[: rng.integers(1, 7)]]
+        policy.begin(ids, 5)
+        assert policy.thresholds == pytest.approx([state[name][0] for name in ids])
+        drafted = rng.integers(0, 6, len(ids)).astype(np.int32)
+        accepted = np.minimum(drafted, rng.integers(0, 6, len(ids))).astype(np.int32)
+        order = rng.permutation(len(ids))
+        policy.observe([ids[i] for i in order], drafted[order], accepted[order])
+        for name, d, a in zip(ids, drafted, accepted, strict=True):
+            if not d:
+                continue
+            threshold, rate = state[name]
+            rate = 0.5 * rate + 0.5 * a / d
+            change = 0.02 if rate < 0.9 else 0.0 if d == 5 and a == d else -0.02
+            state[name] = [min(1, max(0, 0.8 * threshold + 0.2 * (threshold + change))), rate]
+    policy.finish(list(state))
+    assert len(policy.table) == 0
+    assert policy.table.fresh[0] == pytest.approx(
+        0.6 + 0.6 * (np.mean([threshold for threshold, _ in state.values()]) - 0.6)
+    )
+
+
+def test_best_threshold_is_that_of_exhaustive_search() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(100):
+        n = int(rng.integers(2, 30))
+        p = np.round(rng.random(n), 1).astype(np.float32)
+        good = rng.random(n) < p
+        if good.all() or not good.any():
+            assert best_threshold(p, good, 3.0, otherwise=0.25) == 0.25
+            continue
+        costs = {float(t): (p[~good] >= t).mean() + 3 * (p[good] < t).mean() for t in np.unique(p)}
+        found = best_threshold(p, good, 3.0, otherwise=0.25)
+        assert costs[found] == pytest.approx(min(costs.values()))
+
+
+def test_roc_threshold_finds_where_acceptance_begins() -> None:
+    rng = np.random.default_rng(3)
+    policy = RocThreshold()
+    for _ in range(150):
+        p = rng.random((4, 6)).astype(np.float32)
+        drafted = draft_round(policy, list("abcd"), 6, lambda position, rows, p=p: p[rows, position])
+        accepted = np.array([next((i for i in range(n) if row[i] < 0.7), n) for row, n in zip(p, drafted, strict=True)])
+        policy.observe(list("abcd"), drafted, accepted)
+    assert 0.69 < policy.threshold < 0.76
+
+
+def test_judged_tokens_are_those_up_to_the_first_rejection() -> None:
+    rng = np.random.default_rng(4)
+    log = RoundLog(2)
+    for _ in range(30):
+        ids = [f"r{i}" for i in range(5)]
+        log.begin(ids, 4)
+        length = rng.integers(0, 5, 5)
+        for position in range(4):
+            rows = np.flatnonzero(length > position).astype(np.int32)
+            log.put(position, rows, np.stack([rows, np.full(len(rows), position)], 1).astype(np.float32))
+        asked = [*rng.permutation(ids)[:4], "unknown"]
+        drafted = np.array([length[ids.index(x)] if x in ids else 3 for x in asked])
+        accepted = np.array([rng.integers(0, n + 1) for n in drafted])
+        expected = [
+            (ids.index(name), position, position < a, place)
+            for place, (name, d, a) in enumerate(zip(asked, drafted, accepted, strict=True))
+            for position in range(d)
+            if name in ids and position <= a
+        ]
+        features, position, good, place = log.judged(asked, drafted, accepted)
+        found = [(int(f[0]), int(f[1]), bool(g), int(w)) for f, g, w in zip(features, good, place, strict=True)]
+        assert found == expected and position.tolist() == [e[1] for e in expected]
+
+
+def test_request_table_reuses_rows() -> None:
+    table = RequestTable((1.0, 2.0))
+    for first in range(0, 400, 20):
+        batch = [f"r{i}" for i in range(first, first + 20)]
+        rows = table.rows(batch)
+        assert len(set(rows)) == 20 and (table.values[rows] == [1, 2]).all()
+        table.values[rows] = -1
+        table.drop(batch)
+    assert len(table) == 0 and len(table.values) <= 32
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"policy": "confidense"}, "no policy 'confidense'; choose from: cost, confidence"),
+        ({"policy": "cost"}, "needs measured prices"),
+        ({"policy": "disco"}, "freedraft calibrate disco"),
+        ({"policy": "confidence", "threshold": 1.5}, "between 0 and 1, not 1.5"),
+        ({"policy": "fixed", "length": 0}, "at least 1"),
+        ({"policy": "disco", "classifier": Path("missing.json")}, "cannot read missing.json"),
+    ],
+)
+def test_wrong_options_are_named(options: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_lookahead(**options)

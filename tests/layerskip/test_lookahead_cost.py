@@ -1,0 +1,141 @@
+"""Cost lookahead: decisions against exhaustive search, lengths against the formula, OFF where nothing pays."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from lookahead_tools import draft_round
+
+from layerskip_plugin.lookahead import Cost, Prices
+from layerskip_plugin.lookahead.cost import BINS, to_bins
+from layerskip_plugin.lookahead.rates import BinnedRate
+
+
+def tokens_per_time(alpha: float, draft: float, verify: list[float]) -> list[float]:
+    """Batch 1, by draft length 0, 1, ...: (1 + a + ... + a^d) / (d * draft + verify(d + 1))."""
+    return [sum(alpha**i for i in range(d + 1)) / (d * draft + verify[d]) for d in range(len(verify))]
+
+
+def run(policy: Cost, alpha: float, batch: int, steps: int, most: int, seed: int = 0) -> tuple[float, float]:
+    """Drive `steps` steps with tokens accepted by chance; (share of steps with drafts, mean length where drafted)."""
+    rng = np.random.default_rng(seed)
+    ids = [f"r{i}" for i in range(batch)]
+    on, lengths = 0, []
+    for _ in range(steps):
+        if not policy.affordable(batch):
+            continue
+        on += 1
+        drafted = draft_round(policy, ids, most, lambda position, rows: np.full(len(rows), alpha, np.float32))
+        luck = rng.random((batch, most)) < alpha
+        accepted = np.minimum(np.cumprod(luck, 1).sum(1), drafted).astype(np.int32)
+        policy.observe(ids, drafted, accepted)
+        lengths.append(drafted.mean())
+    return on / steps, float(np.mean(lengths[len(lengths) // 2 :])) if lengths else 0.0
+
+
+def test_each_decision_is_that_of_exhaustive_search() -> None:
+    rng = np.random.default_rng(0)
+    times = {1: 1.0, 2: 1.3, 4: 1.35, 8: 2.1, 32: 6.0}
+    decisions = 0
+    for _ in range(60):
+        policy = Cost(Prices.of_times({1: 0.2, 3: 0.22, 5: 0.5}, times), horizon=3)
+        policy.next_given.add(rng.integers(0, BINS, 60), rng.random(60) < 0.6)
+        policy.accepted_given.add(rng.integers(0, BINS, 60), rng.random(60) < 0.7)
+        policy.begin([f"r{i}" for i in range(5)], 4)
+        policy.rate *= rng.uniform(0.1, 1.1)
+        right, following = policy.accepted_given.rates, policy.next_given.rates
+        chain = policy.series[1] - 1
+        rows, survival, total = np.arange(5, dtype=np.int32), np.ones(5), 5
+        for position in range(3):
+            p = rng.random(len(rows)).astype(np.float32)
+            more = policy.go_on(position, rows, p[:, None], None)
+            total += len(rows)
+            survival[rows] *= right[to_bins(p)]
+            chance = survival[rows] * following[to_bins(p)]
+            best, chosen = 0.0, ()
+            for size in range(1, len(rows) + 1):
+                for subset in itertools.combinations(range(len(rows)), size):
+                    for m in range(1, min(3, 4 - position - 1) + 1):
+                        gain = chance[list(subset)].sum() * sum(chain**j for j in range(m))
+                        price = m * policy.prices.draft(size) + policy.prices.verify(5, total + size * m)
+                        surplus = gain - policy.rate * (price - policy.prices.verify(5, total))
+                        if surplus > best + 1e-12:
+                            best, chosen = surplus, subset
+            assert tuple(np.flatnonzero(more)) == chosen
+            decisions += len(chosen) > 0
+            rows = rows[more]
+            if not len(rows):
+                break
+    assert decisions > 20
+
+
+@pytest.mark.parametrize("alpha", [0.95, 0.9, 0.8])
+def test_the_length_is_near_that_with_the_most_tokens_per_time(alpha: float) -> None:
+    draft, verify = 0.3, [1.0 + 0.02 * n for n in range(13)]
+    policy = Cost(Prices.of_times({1: draft}, {n + 1: t for n, t in enumerate(verify)}))
+    share, length = run(policy, alpha, 1, 600, 12)
+    by_length = tokens_per_time(alpha, draft, verify)
+    assert share > 0.99
+    assert by_length[round(length)] > 0.98 * max(by_length)
+
+
+def test_off_where_nothing_pays_and_on_again_when_it_does() -> None:
+    # A draft pass at 85 % of a step with 80 % accepted: slower at every length.
+    prices = Prices.of_times({1: 0.85}, {1: 1.0, 16: 1.3})
+    policy = Cost(prices)
+    first, _ = run(policy, 0.8, 1, 200, 8)
+    later, _ = run(policy, 0.8, 1, 4000, 8, seed=1)
+    assert not policy.on
+    assert first < 0.3 and 0 < later <= 0.01
+    policy.prices = Prices.of_times({1: 0.2}, {1: 1.0, 16: 1.3})
+    run(policy, 0.95, 1, 1000, 8, seed=2)
+    assert policy.on and run(policy, 0.95, 1, 200, 8, seed=3)[0] == 1.0
+
+
+def test_a_low_acceptance_is_found_out_at_once() -> None:
+    policy = Cost(Prices.of_times({1: 0.3}, {1: 1.0, 16: 1.5}))
+    share, _ = run(policy, 0.05, 1, 1000, 8)
+    assert share < 0.04
+
+
+def test_a_larger_batch_drafts_less_where_verification_is_bound_by_compute() -> None:
+    step = {n: max(1.0, 0.06 * n) for n in range(1, 200)}
+    lengths = {}
+    for batch in (1, 8, 32):
+        policy = Cost(Prices.of_times({1: 0.3, 32: 0.45}, step))
+        lengths[batch] = run(policy, 0.9, batch, 300, 8)
+    assert lengths[1][1] > lengths[8][1] + 1
+    assert lengths[32][0] < 0.1
+
+
+def test_confidence_decides_between_requests() -> None:
+    """Two kinds of requests; the tokens of one are sure. Only it is drafted far for."""
+    policy = Cost(Prices.of_times({1: 0.3, 4: 0.4}, {1: 1.0, 40: 2.2}))
+    rng = np.random.default_rng(0)
+    chance = np.array([0.97, 0.97, 0.3, 0.3], np.float32)
+    ids = list("abcd")
+    for _ in range(400):
+        drafted = draft_round(policy, ids, 8, lambda position, rows: chance[rows])
+        accepted = np.minimum(np.cumprod(rng.random((4, 8)) < chance[:, None], 1).sum(1), drafted)
+        policy.observe(ids, drafted, accepted.astype(np.int32))
+    assert drafted[:2].min() >= 4 and drafted[2:].max() <= 2
+
+
+def test_prices_between_and_behind_the_measured_points() -> None:
+    prices = Prices.of_times({1: 1.0, 3: 2.0}, {1: 1.0, 5: 3.0}, {1: 0.9})
+    assert prices.draft([1, 2, 3, 5]).tolist() == [1.0, 1.5, 2.0, 3.0]
+    assert prices.verify(2, [1, 3, 9]).tolist() == [1.0, 2.0, 5.0] and float(prices.plain(7)) == 0.9
+    for wrong in ({}, {1: 0.0}, {0: 1.0}, {1: float("nan")}):
+        with pytest.raises(ValueError, match="table of draft times"):
+            Prices.of_times(wrong, {1: 1.0})
+
+
+def test_old_trials_fade() -> None:
+    rate = BinnedRate(np.array([0.5, 0.5]), weight=2.0, memory=50)
+    assert rate.rates.tolist() == [0.5, 0.5]
+    rate.add(np.zeros(500, np.intp), np.ones(500, np.bool_))
+    for _ in range(40):
+        rate.add(np.zeros(10, np.intp), np.zeros(10, np.bool_))
+    assert rate.rates[0] < 0.05 and rate.rates[1] == 0.5
