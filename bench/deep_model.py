@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=SCALE, help="what is left of the added layers' output")
     given = parser.parse_args()
     skip_set = build(given.model, given.target, given.scale)
-    print(f"{given.target}: {skip_set.n_layers} layers, of whose sublayers {given.target / SKIP_SET} skips {len(skip_set)}")
+    print(f"{given.target}: {skip_set.n_layers} layers; {given.target / SKIP_SET} skips {len(skip_set)} sublayers")
 
 
 if __name__ == "__main__":

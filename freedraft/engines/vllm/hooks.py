@@ -49,7 +49,58 @@ RUNNER_HOOKS = (
     Hook("vllm.v1.worker.gpu_input_batch.InputBatch", "req_ids", purpose="tokens of each request"),
 )
 
-HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
+# Needed besides to run the target itself as the drafter.
+MODEL_DRAFT_HOOKS = (
+    Hook("vllm.config.VllmConfig", "num_lookahead_tokens", purpose="KV slots for drafts"),
+    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "initialize_kv_cache", purpose="warm-up"),
+    Hook(
+        "vllm.v1.worker.block_table.BlockTable",
+        "__init__",
+        parameters=("block_size", "max_num_blocks_per_req"),
+        purpose="KV slots for drafts",
+    ),
+    Hook(
+        "vllm.v1.attention.backend.CommonAttentionMetadata",
+        fields=(
+            "query_start_loc",
+            "query_start_loc_cpu",
+            "seq_lens",
+            "num_reqs",
+            "num_actual_tokens",
+            "max_query_len",
+            "max_seq_len",
+            "block_table_tensor",
+            "slot_mapping",
+            "causal",
+            "positions",
+            "is_prefilling",
+            "seq_lens_cpu_upper_bound",
+        ),
+        purpose="attention of draft passes",
+    ),
+    Hook(
+        "vllm.v1.worker.utils.AttentionGroup",
+        "build_metadata_for_drafting",
+        parameters=("common_attn_metadata", "draft_index"),
+        purpose="attention of draft passes",
+    ),
+    Hook(
+        "vllm.forward_context",
+        "create_forward_context",
+        parameters=("attn_metadata", "vllm_config"),
+        purpose="attention of draft passes",
+    ),
+    Hook("vllm.forward_context", "override_forward_context", purpose="attention of draft passes"),
+    Hook(
+        "vllm.compilation.decorators",
+        "support_torch_compile",
+        parameters=("dynamic_arg_dims",),
+        purpose="compiled draft passes",
+    ),
+    Hook("vllm.compilation.backends", "set_model_tag", parameters=("tag",), purpose="compiled draft passes"),
+)
+
+HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS
 
 
 def vllm_version() -> str:

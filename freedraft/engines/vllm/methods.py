@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
-from freedraft.engines.hooks import check
+from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.hooks import CONFIG_HOOKS, RUNNER_HOOKS, vllm_version
+from freedraft.engines.vllm.lookahead_slots import reserve_slots
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 
 logger = logging.getLogger(__name__)
@@ -40,12 +41,18 @@ class Method:
         options: its options; unknown ones stop the engine.
         check: called with the options and vLLM's ModelConfig before the engine starts; raises ValueError with one clear
             line when the method cannot work.
+        check_engine: called with vLLM's EngineArgs, likewise.
+        writes_kv: whether the proposer writes KV past the request's tokens; the scheduler then reserves slots for it.
+        hooks: what it needs of vLLM besides `RUNNER_HOOKS`.
     """
 
     name: str
     proposer: str
     options: type[PluginOptions]
     check: Callable[[Any, Any], None] | None = None
+    check_engine: Callable[[Any], None] | None = None
+    writes_kv: bool = False
+    hooks: tuple[Hook, ...] = ()
 
 
 METHODS: dict[str, Method] = {}
@@ -72,8 +79,14 @@ def register(method: Method) -> bool:
 
     apply_fixes(early=True)
     METHODS[method.name] = method
+    if method.writes_kv and not check(method.hooks):
+        reserve_slots(_writes_kv)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     return True
+
+
+def _writes_kv(proposer: str) -> bool:
+    return any(method.writes_kv and method.proposer == proposer for method in METHODS.values())
 
 
 def method_options(vllm_config: Any) -> dict[str, Any]:
@@ -88,7 +101,7 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
         method = METHODS.get(given.get("method") or getattr(self, "spec_method", None) or "")
         if method is None:
             return original(self, *args, **kwargs)
-        missing = check(RUNNER_HOOKS)
+        missing = check((*RUNNER_HOOKS, *method.hooks))
         if missing:
             logger.warning(
                 "freedraft: vLLM %s lacks what speculative method '%s' needs (%s): serving without speculation; "
@@ -168,9 +181,12 @@ def _split(
     if not isinstance(engine_args.additional_config or {}, Mapping):
         raise ConfigError(f"{source}: --additional-config must be a dictionary, so that our options can travel in it")
     options = method.options.read(flags)
-    if method.check is not None:
+    if method.check is not None or method.check_engine is not None:
         try:
-            method.check(options, model_config)
+            if method.check_engine is not None:
+                method.check_engine(engine_args)
+            if method.check is not None:
+                method.check(options, model_config)
         except ConfigError:
             raise
         except ValueError as error:

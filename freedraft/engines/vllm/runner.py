@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.methods import method_options
 from freedraft.engines.vllm.patching import share_logging, wrap_once
+
+if TYPE_CHECKING:
+    from freedraft.controller import Controller
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +91,28 @@ class Step:
         accepted = sum(map(len, self.sampled_token_ids)) - len(self.rows) if drafted else 0
         return drafted, accepted
 
+    def tell(self, controller: Controller) -> None:
+        """Tell a controller what became of its last drafts."""
+        rows, lengths = self.rows, self.lengths.astype(np.int64)
+        width = self.token_rows.shape[1]
+        sampled = self.sampled_token_ids
+        if len(rows) == len(sampled):
+            gained = np.fromiter(map(len, sampled), np.int64, len(sampled))
+            query_tokens = self.arguments["scheduler_output"].total_num_scheduled_tokens
+        else:  # others are in the midst of their prompts
+            gained = np.array([len(sampled[row]) for row in rows], np.int64)
+            query_tokens = None
+        ends = rows * np.int64(width) + lengths
+        context = float(lengths.mean()) if len(rows) else 1.0
+        controller.observe(
+            self.request_ids,
+            self.token_rows.reshape(-1),
+            ends - gained,
+            ends,
+            context=context,
+            query_tokens=query_tokens,
+        )
+
     def no_drafts(self) -> list[list[int]]:
         return [[] for _ in range(self.batch_size)]
 
@@ -117,8 +142,7 @@ class StepProposer(ABC):
     goes on without drafts.
     """
 
-    # Whether drafting writes KV beyond the request's tokens. If not, vLLM's rule that one request near max_model_len
-    # turns drafting off for the whole batch does not hold for it.
+    # Whether drafting writes KV beyond the request's tokens; the `Method` says it too, so that slots get reserved.
     writes_kv: ClassVar[bool] = False
 
     def __init__(self, vllm_config: Any) -> None:
@@ -148,6 +172,9 @@ class StepProposer(ABC):
     def load_model(self, target_model: Any) -> None:  # noqa: B027 (most drafters have nothing to do)
         """vLLM has loaded the target."""
 
+    def ready(self, runner: Any) -> None:  # noqa: B027
+        """The KV cache of vLLM's GPUModelRunner is there; requests come next."""
+
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         raise RuntimeError("freedraft's hook in vLLM's model runner is not in place: run 'freedraft doctor'")
 
@@ -169,6 +196,8 @@ def install() -> None:
 
     wrap_once(GPUModelRunner, "propose_draft_token_ids", _propose)
     wrap_once(GPUModelRunner, "_update_states", _update)
+    if hasattr(GPUModelRunner, "initialize_kv_cache"):
+        wrap_once(GPUModelRunner, "initialize_kv_cache", _initialize)
 
 
 def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,8 +222,8 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
         drafter = getattr(self, "drafter", None)
         if not isinstance(drafter, StepProposer):
             return original(self, scheduler_output, *args, **kwargs)
-        if not drafter.writes_kv:
-            self.effective_drafter_max_model_len = self.max_model_len + drafter.max_draft_tokens + 1
+        # vLLM lets one request near max_model_len turn drafting off for the whole batch. Ours look at each by itself.
+        self.effective_drafter_max_model_len = self.max_model_len + drafter.max_draft_tokens + 1
         # vLLM calls this also for a step of no tokens, which it makes after the last request has ended.
         # An id that starts anew (resubmitted after an abort, streamed input) loses what was known of it.
         new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
@@ -207,6 +236,20 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return _update_states
+
+
+def _initialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        drafter = getattr(self, "drafter", None)
+        profiling = signature.bind(self, *args, **kwargs).arguments.get("is_profiling", False)
+        if isinstance(drafter, StepProposer) and not profiling:
+            drafter.guarded(lambda: drafter.ready(self))
+        return result
+
+    return initialize_kv_cache
 
 
 def _begin(drafter: StepProposer, batch: Any, request_ids: list[str]) -> None:

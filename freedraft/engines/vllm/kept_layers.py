@@ -1,0 +1,210 @@
+"""A forward pass through some sublayers of the target, with the target's own modules: no second copy of anything.
+
+It knows decoders of pre-norm blocks whose sublayers are added to a residual stream:
+    h, r = norm(h, r); h = attention(h)    h, r = norm(h, r); h = mlp(h)
+A skipped sublayer of such a block needs no operation: the stream passes it by, with its norm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+# Families whose decoder layers are known to be such blocks. Others may look the same and scale a residual, say.
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+# Compiled for any number of tokens; vLLM takes 0 and 1 for special ones.
+WARM_UP_TOKENS = 8
+
+
+class UnsupportedModel(ValueError):
+    """The model is not built of blocks that can be skipped. The message is one line."""
+
+
+class Drafted(NamedTuple):
+    """What one pass says of the next token of each of n requests.
+
+    Attributes:
+        tokens: int64 [n], the most probable token.
+        top: float32 [n, T], the largest T probabilities, descending.
+        entropy: float32 [n], of the whole distribution in nats; [0] unless asked for.
+    """
+
+    tokens: torch.Tensor
+    top: torch.Tensor
+    entropy: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Backbone:
+    """The parts of a target, found by their names and checked.
+
+    Attributes:
+        vocab_size: tokens of the head that are real, without padding.
+        scale: what the model multiplies its logits with.
+    """
+
+    embedding: Any
+    layers: tuple[Any, ...]
+    norm: Any
+    head: Any
+    vocab_size: int
+    scale: float
+
+    @classmethod
+    def of(cls, target: Any) -> Backbone:
+        """Raises UnsupportedModel when `target` is built otherwise than this module's forward pass assumes."""
+        from vllm.model_executor.layers.layernorm import RMSNorm
+
+        inner = getattr(target, "model", None)
+        head, processor = getattr(target, "lm_head", None), getattr(target, "logits_processor", None)
+        found = [getattr(inner, name, None) for name in ("embed_tokens", "layers", "norm")]
+        if any(part is None for part in (*found, head, processor)):
+            raise UnsupportedModel(f"layers of {type(target).__name__} cannot be skipped: it is no plain decoder")
+        embedding, layers, norm = found
+        assert head is not None and processor is not None and layers is not None
+        for index, layer in enumerate(layers):
+            problem = _problem(layer, RMSNorm)
+            if problem:
+                raise UnsupportedModel(f"layers of {type(target).__name__} cannot be skipped: layer {index} {problem}")
+        if type(norm) is not RMSNorm:
+            raise UnsupportedModel(f"layers of {type(target).__name__} cannot be skipped: its last norm is not RMSNorm")
+        if processor.soft_cap is not None or processor.logits_as_input:
+            raise UnsupportedModel(f"layers of {type(target).__name__} cannot be skipped: its logits are capped")
+        windows = {getattr(layer.self_attn.attn, "sliding_window", None) for layer in layers}
+        if len(windows) > 1:
+            raise UnsupportedModel(
+                f"layers of {type(target).__name__} cannot be skipped: they keep KV of different windows"
+            )
+        return cls(embedding, tuple(layers), norm, head, processor.org_vocab_size, float(processor.scale))
+
+
+def _problem(layer: Any, norm_type: type[nn.Module]) -> str | None:
+    """Why a layer is not a pre-norm block of attention and MLP that take and give tensors; None when it is one."""
+    parts = {name for name, part in layer.named_children() if part is not None}
+    if parts != LAYER_PARTS:
+        odd = parts ^ LAYER_PARTS
+        return f"has other parts than attention, MLP and their norms ({', '.join(sorted(odd))})"
+    # Other norms may hand over a quantised activation instead of a tensor.
+    if type(layer.input_layernorm) is not norm_type or type(layer.post_attention_layernorm) is not norm_type:
+        return "has norms other than RMSNorm"
+    if not hasattr(layer.self_attn, "attn"):
+        return "has no attention over paged KV"
+    if not {"positions", "hidden_states"} <= set(inspect.signature(layer.self_attn.forward).parameters):
+        return "has an attention that takes other inputs than positions and hidden states"
+    if not (hasattr(layer.mlp, "gate_up_proj") and hasattr(layer.mlp, "down_proj")):
+        return "has no dense MLP"
+    return None
+
+
+class KeptLayers(nn.Module):
+    """Embedding, the kept sublayers in order, last norm, head, and the most probable token. Greedy: no sampling.
+
+    It only references the target's modules (they are not registered again), and so sees whatever happens to them.
+    Must be called in vLLM's forward context, with attention metadata of one query token per request.
+    """
+
+    backbone: Backbone
+    steps: list[tuple[Any, Any, bool]]
+
+    def __init__(
+        self, backbone: Backbone, kept: Sequence[tuple[int, str]], *, needs_top: int = 0, needs_entropy: bool = False
+    ) -> None:
+        """
+        Args:
+            kept: (layer, "attention" or "mlp") of each sublayer that is not skipped, in order.
+            needs_top: how many top probabilities a pass returns.
+        """
+        super().__init__()
+        steps = []
+        for index, kind in kept:
+            layer = backbone.layers[index]
+            if kind == "attention":
+                steps.append((layer.input_layernorm, layer.self_attn, True))
+            else:
+                steps.append((layer.post_attention_layernorm, layer.mlp, False))
+        hide = object.__setattr__  # past nn.Module, which would register them as children
+        hide(self, "backbone", backbone)
+        hide(self, "steps", steps)
+        self.needs_top = needs_top
+        self.needs_entropy = needs_entropy
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Drafted:
+        """input_ids, positions int64 [n]: the newest token of each request."""
+        backbone = self.backbone
+        hidden = backbone.embedding(input_ids)
+        residual = None
+        for norm, sublayer, is_attention in self.steps:
+            if residual is None:
+                residual = hidden
+                hidden = norm(hidden)
+            else:
+                hidden, residual = norm(hidden, residual)
+            hidden = sublayer(positions=positions, hidden_states=hidden) if is_attention else sublayer(hidden)
+        hidden = backbone.norm(hidden) if residual is None else backbone.norm(hidden, residual)[0]
+        logits = backbone.head.quant_method.apply(backbone.head, hidden, bias=None)[:, : backbone.vocab_size]
+        tokens = logits.argmax(-1)
+        none = positions.new_empty(0, dtype=torch.float32)
+        if not (self.needs_top or self.needs_entropy):
+            return Drafted(tokens, none, none)
+        log_probs = (logits.float() * backbone.scale).log_softmax(-1)
+        if self.needs_top == 1:
+            top = log_probs.amax(-1, keepdim=True).exp()
+        else:
+            top = log_probs.topk(self.needs_top).values.exp() if self.needs_top else none
+        entropy = -(log_probs.exp() * log_probs).sum(-1) if self.needs_entropy else none
+        return Drafted(tokens, top, entropy)
+
+
+def compiled(
+    vllm_config: Any,
+    backbone: Backbone,
+    kept: Sequence[tuple[int, str]],
+    *,
+    needs_top: int = 0,
+    needs_entropy: bool = False,
+) -> nn.Module:
+    """`KeptLayers`, compiled with vLLM's own machinery where the engine compiles; eager where it does not.
+
+    Compiling takes about as long as the target's own did. Attention stays what it is: vLLM's compiled graphs look up
+    metadata, slots and KV cache by the name of the layer, so that one `Attention` serves the target and every draft.
+    """
+    from vllm.compilation.backends import set_model_tag
+    from vllm.compilation.decorators import support_torch_compile
+    from vllm.config import CompilationMode, set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    if vllm_config.compilation_config.mode in (None, CompilationMode.NONE, CompilationMode.STOCK_TORCH_COMPILE):
+        return KeptLayers(backbone, kept, needs_top=needs_top, needs_entropy=needs_entropy).eval()
+    # vLLM's caches know a compiled function by its qualified name and first line, and a graph by the model's tag.
+    key = hashlib.sha256(repr((tuple(kept), needs_top, needs_entropy)).encode()).hexdigest()[:12]
+    name = f"KeptLayers_{key}"
+
+    def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> Drafted:
+        return KeptLayers.forward(self, input_ids, positions)
+
+    forward.__qualname__ = f"{name}.forward"
+
+    def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        KeptLayers.__init__(self, backbone, kept, needs_top=needs_top, needs_entropy=needs_entropy)
+
+    kind: Any = support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})(
+        type(name, (KeptLayers,), {"forward": forward, "__init__": init, "__qualname__": name})
+    )
+    device = backbone.norm.weight.device
+    with set_current_vllm_config(vllm_config), set_model_tag(name):
+        module = kind(vllm_config=vllm_config).eval()
+        ids = torch.zeros(WARM_UP_TOKENS, dtype=torch.int64, device=device)
+        positions = torch.arange(WARM_UP_TOKENS, dtype=torch.int64, device=device)
+        with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=WARM_UP_TOKENS):
+            module(ids, positions)
+    return module

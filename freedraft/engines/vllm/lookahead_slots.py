@@ -1,0 +1,35 @@
+"""KV slots for drafts: drafters that write KV get them reserved by vLLM's scheduler, block by block, per request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_MARK = "_freedraft_original"
+
+
+def reserve_slots(writes_kv: Callable[[str], bool]) -> None:
+    """Make `VllmConfig.num_lookahead_tokens` count the drafts of proposers that write KV. Safe to call more than once.
+
+    vLLM reserves slots past the scheduled tokens for its own drafters that run a model, and none for custom ones. The
+    scheduler and the worker's warm-up both read this property, so replacing it keeps them in agreement.
+
+    Args:
+        writes_kv: whether the proposer of that dotted path writes KV.
+    """
+    from vllm.config import VllmConfig
+
+    original = VllmConfig.__dict__["num_lookahead_tokens"]
+    if hasattr(original.fget, _MARK):
+        return
+
+    def num_lookahead_tokens(self: Any) -> int:
+        config = self.speculative_config
+        if config is not None and config.method == "custom_class" and writes_kv(config.model or ""):
+            # A draft of k tokens writes the KV of the last sampled token and of its first k - 1 tokens; that makes k
+            # slots past the computed ones, of which the scheduler's own count holds none.
+            return config.num_speculative_tokens
+        return original.fget(self)
+
+    setattr(num_lookahead_tokens, _MARK, original.fget)
+    setattr(VllmConfig, "num_lookahead_tokens", property(num_lookahead_tokens, doc=original.__doc__))  # noqa: B010

@@ -1,0 +1,116 @@
+"""The options of layer skipping, the same on every engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from freedraft.config import PluginOptions
+from layerskip_plugin.lookahead import Lookahead, Prices, make_lookahead
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+
+LookaheadName = Literal["cost", "confidence", "adaptive", "roc", "disco", "fixed"]
+MAX_SKIP_SETS = 4
+
+
+def _paths(value: object) -> object:
+    """One path, several in a list, or several in one text with commas between them (flags, environment)."""
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return tuple(Path(part.strip()).expanduser() for part in value.split(",") if part.strip())
+    if isinstance(value, Path):
+        return (value.expanduser(),)
+    if isinstance(value, (list, tuple)):
+        return tuple(Path(part).expanduser() if isinstance(part, str) else part for part in value)
+    return value
+
+
+def _expand(value: object) -> object:
+    if isinstance(value, str):
+        return Path(value).expanduser() if value.strip() else None
+    return value
+
+
+class LayerSkipOptions(PluginOptions):
+    """Options of layer skipping.
+
+    Attributes:
+        skip_set: files with skip sets, at most 4; requests take the first unless they choose. None skips nothing, which
+            drafts with the whole model: right for testing, never worth its time.
+        lookahead: which policy says how far to draft. "cost" goes on while one more token pays, and stops drafting
+            altogether where none does.
+        threshold: top-1 probability of policy "confidence", the first one of "adaptive" and "roc"; None takes theirs.
+        disco: file of the classifier of policy "disco", made by `freedraft calibrate disco`.
+        metrics_port: serve Prometheus metrics of the engine process on 127.0.0.1 at this port (0 picks a free one).
+    """
+
+    source_name: ClassVar[str] = "layerskip"
+
+    skip_set: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
+    lookahead: LookaheadName = "cost"
+    threshold: float | None = Field(default=None, ge=0.0, le=1.0)
+    disco: Annotated[Path | None, BeforeValidator(_expand)] = None
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+
+    @field_validator("skip_set")
+    @classmethod
+    def _few_files(cls, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+        if len(paths) > MAX_SKIP_SETS:
+            raise ValueError(f"names {len(paths)} skip sets: at most {MAX_SKIP_SETS} are kept ready")
+        for path in paths:
+            if not path.is_file():
+                raise ValueError(f"{path} is not a file: make one with 'freedraft calibrate skip-set'")
+        return paths
+
+    @field_validator("disco")
+    @classmethod
+    def _disco_exists(cls, path: Path | None) -> Path | None:
+        if path is not None and not path.is_file():
+            raise ValueError("is not a file: make one with 'freedraft calibrate disco'")
+        return path
+
+    def skip_sets(self, config: Any) -> dict[str, SkipSet]:
+        """The skip sets by name (the stem of their file), in order; one empty set, "", when none is given.
+
+        Args:
+            config: the model's Hugging Face config.
+
+        Raises:
+            ValueError: one line: a file is no skip set, or one of another model; two have the same name.
+        """
+        model = model_fingerprint(config)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        layers = text.num_hidden_layers
+        if not self.skip_set:
+            return {"": SkipSet.empty(layers, model)}
+        sets: dict[str, SkipSet] = {}
+        for path in self.skip_set:
+            if path.stem in sets:
+                raise ValueError(
+                    f"option 'skip_set': two files are called {path.stem}: rename one, requests choose by it"
+                )
+            sets[path.stem] = SkipSet.load(path, layers, model)
+        return sets
+
+    def make_lookahead(self, max_draft_tokens: int, prices: Prices, model: str = "") -> Lookahead:
+        """The lookahead policy that these options describe.
+
+        Args:
+            max_draft_tokens: what "fixed" always drafts.
+            prices: what "cost" goes by.
+            model: fingerprint of the model; the classifier of another one is refused.
+
+        Raises:
+            ValueError: one line: the classifier is missing, damaged or of another model.
+        """
+        return make_lookahead(
+            self.lookahead,
+            length=max_draft_tokens,
+            threshold=self.threshold,
+            classifier=self.disco,
+            prices=prices,
+            model=model or None,
+        )

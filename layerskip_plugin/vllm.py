@@ -1,0 +1,311 @@
+"""Layer skipping in vLLM: translates between the engine's step, the draft passes and the lookahead policies."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.engines.vllm.hooks import MODEL_DRAFT_HOOKS
+from freedraft.engines.vllm.methods import Method
+from freedraft.engines.vllm.methods import register as register_method
+from freedraft.engines.vllm.runner import Step, StepProposer
+from freedraft.metrics import Metrics, check_port, serve
+from layerskip_plugin.lookahead import Lookahead, Prices
+from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.served_times import ServedTimes
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+
+if TYPE_CHECKING:
+    from freedraft.engines.vllm.draft_passes import DraftPasses
+    from freedraft.engines.vllm.kept_layers import Backbone
+
+logger = logging.getLogger("freedraft.layerskip")
+
+NAME = "layerskip"
+# Where a request says which of several skip sets it wants: SamplingParams(extra_args={"skip_set": "NAME"}), in the
+# OpenAI server "vllm_xargs".
+CHOICE = "skip_set"
+# Batch sizes whose draft passes are timed before the first request.
+REHEARSED = (1, 2, 4, 8)
+REHEARSALS = 4
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: runs in every process of vLLM."""
+    register_method(
+        Method(
+            NAME,
+            f"{__name__}.LayerSkipProposer",
+            LayerSkipOptions,
+            check_start,
+            check_engine=check_engine,
+            writes_kv=LayerSkipProposer.writes_kv,
+            hooks=MODEL_DRAFT_HOOKS,
+        )
+    )
+
+
+def check_engine(engine_args: Any) -> None:
+    """Refuse what draft passes do not know.
+
+    Raises:
+        ValueError: one clear line.
+    """
+    refused = {
+        "pipeline_parallel_size": "layers on several pipeline ranks",
+        "tensor_parallel_size": "layers split over several tensor-parallel ranks",
+        "decode_context_parallel_size": "KV split over several ranks",
+    }
+    for name, what in refused.items():
+        size = getattr(engine_args, name, 1) or 1
+        if size > 1:
+            raise ValueError(f"cannot draft with {what}: set --{name.replace('_', '-')} 1, not {size}")
+    if getattr(engine_args, "kv_transfer_config", None) is not None:
+        raise ValueError("cannot draft with KV transfer, which may move pages during a draft: remove the option")
+    if getattr(engine_args, "enable_lora", False):
+        raise ValueError("cannot draft with LoRA adapters, which are set up for the target's tokens only: remove them")
+
+
+def check_start(options: LayerSkipOptions, model_config: Any) -> None:
+    """Refuse, before the engine starts, what would stop it later: architecture, skip sets, classifier or port.
+
+    Raises:
+        ValueError: one clear line that names the option or file and the remedy.
+    """
+    from freedraft.engines.vllm.kept_layers import ARCHITECTURES
+
+    names = list(getattr(model_config.hf_config, "architectures", None) or ())
+    if not any(name in ARCHITECTURES for name in names):
+        raise ValueError(
+            f"layers of {', '.join(names) or 'this model'} cannot be skipped: "
+            f"supported are {', '.join(ARCHITECTURES)} (method 'sssd' works with any model)"
+        )
+    if model_config.uses_mrope:
+        raise ValueError("layers of a model with multimodal rotary positions cannot be skipped (use method 'sssd')")
+    options.skip_sets(model_config.hf_config)
+    options.make_lookahead(1, Prices.of_times({1: 1.0}, {1: 1.0}), model_fingerprint(model_config.hf_config))
+    if options.metrics_port is not None:
+        check_port(options.metrics_port)
+
+
+@dataclass(slots=True)
+class Drafter:
+    """A skip set that is ready to draft.
+
+    Attributes:
+        times: what its draft passes and the engine's steps take.
+        policy: how far to draft, which depends on what this set's passes cost and how good its drafts are.
+        module: the forward pass through the kept sublayers; None until the engine is ready.
+    """
+
+    name: str
+    skip_set: SkipSet
+    times: ServedTimes
+    policy: Lookahead
+    module: Any = None
+
+    @property
+    def kept(self) -> list[tuple[int, str]]:
+        """(layer, kind) of the sublayers that stay, in the order of the forward pass."""
+        skipped = self.skip_set.bits
+        return [(i // 2, ("attention", "mlp")[i % 2]) for i in range(len(skipped)) if not skipped[i]]
+
+
+class LayerSkipProposer(StepProposer):
+    """The proposer that vLLM creates for `{"method": "layerskip"}`."""
+
+    writes_kv: ClassVar[bool] = True
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        options = LayerSkipOptions.parse(self.options)
+        self.needs_prices = options.lookahead == "cost"
+        config = vllm_config.model_config.hf_config
+        self.drafters = []
+        for name, skip_set in options.skip_sets(config).items():
+            times = ServedTimes(1 - skip_set.share)
+            policy = options.make_lookahead(
+                self.max_draft_tokens, Prices(times.draft, times.verify, times.plain), model_fingerprint(config)
+            )
+            self.drafters.append(Drafter(name, skip_set, times, policy))
+        self.choice: dict[str, int] = {}
+        self.backbone: Backbone | None = None
+        self.passes: DraftPasses | None = None
+        # Set false to serve without drafts, as benchmarks do in turns.
+        self.enabled = True
+        self.last: tuple[list[str], float] | None = None
+        self.metrics = Metrics(NAME)
+        if options.metrics_port is not None:
+            rank = vllm_config.parallel_config.rank
+            serve(options.metrics_port + rank if options.metrics_port else 0)
+
+    def load_model(self, target_model: Any) -> None:
+        """Raises UnsupportedModel, which stops the start, when layers of this model cannot be skipped."""
+        from freedraft.engines.vllm.kept_layers import Backbone
+
+        self.backbone = Backbone.of(target_model)
+
+    def ready(self, runner: Any) -> None:
+        """Build the draft module of each skip set and time its passes, before the first request."""
+        from freedraft.engines.vllm.draft_passes import DraftPasses
+        from freedraft.engines.vllm.kept_layers import compiled
+
+        assert self.backbone is not None
+        self.passes = DraftPasses(runner, self.vllm_config)
+        for drafter in self.drafters:
+            started = time.perf_counter()
+            policy = drafter.policy
+            drafter.module = compiled(
+                self.vllm_config,
+                self.backbone,
+                drafter.kept,
+                needs_top=policy.needs_top,
+                needs_entropy=policy.needs_entropy,
+            )
+            built = time.perf_counter() - started
+            self._rehearse(drafter, runner.max_num_reqs)
+            logger.info(
+                "freedraft: skip set '%s' leaves out %d of %d sublayers; draft pass %.1f ms (built in %.0f s)",
+                drafter.name,
+                len(drafter.skip_set),
+                len(drafter.skip_set.bits),
+                1e3 * float(drafter.times.draft(1)),
+                built,
+            )
+
+    def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
+        self.metrics.requests.inc()
+
+    def finish(self, request_ids: set[str]) -> None:
+        for drafter in self.drafters:
+            drafter.policy.finish(list(request_ids))
+        for request_id in request_ids:
+            self.choice.pop(request_id, None)
+
+    def draft(self, step: Step) -> list[list[int]]:
+        started = time.perf_counter()
+        self._note_step(step, started)
+        request_ids = step.request_ids
+        sets = self._choices(step, request_ids)
+        self._note_verdicts(step, request_ids, sets)
+        drafts = self._drafts(step, request_ids, sets) if self.enabled and len(step.rows) else step.no_drafts()
+        ended = time.perf_counter()
+        self.last = (list(step.runner.input_batch.req_ids), ended)
+        self.metrics.seconds.observe(ended - started)
+        return drafts
+
+    def _drafts(self, step: Step, request_ids: Sequence[str], sets: NDArray[np.intp]) -> list[list[int]]:
+        drafts = step.no_drafts()
+        assert self.passes is not None
+        most = step.max_draft_tokens
+        if most == 0:
+            return drafts
+        room = np.minimum(self.passes.room(step), most)
+        for index, drafter in enumerate(self.drafters):
+            chosen = np.flatnonzero((sets == index) & (room > 0))
+            if not len(chosen) or (self.needs_prices and not drafter.times.plain_known(step.batch_size)):
+                continue
+            if drafter.policy.affordable(len(chosen)):
+                self._round(step, drafter, request_ids, chosen, room[chosen], drafts)
+        return drafts
+
+    def _round(
+        self,
+        step: Step,
+        drafter: Drafter,
+        request_ids: Sequence[str],
+        chosen: NDArray[np.intp],
+        room: NDArray[np.int32],
+        drafts: list[list[int]],
+    ) -> None:
+        """Draft for the requests `chosen` (indices into `step.rows`), at most `room` tokens each, into `drafts`."""
+        assert self.passes is not None
+        since = time.perf_counter()
+        most = int(room.max())
+        policy = drafter.policy
+        policy.begin([request_ids[i] for i in chosen.tolist()], most)
+        draft_round = self.passes.begin(step, chosen, most)
+        active = np.arange(len(chosen), dtype=np.int32)
+        tokens = np.empty((len(chosen), most), np.int64)
+        counts = np.zeros(len(chosen), np.int64)
+        for position in range(most):
+            drafted = draft_round.run(drafter.module)
+            tokens[active, position] = drafted.tokens.cpu().numpy()  # waits for the device
+            top = drafted.top.cpu().numpy()
+            entropy = drafted.entropy.cpu().numpy() if policy.needs_entropy else None
+            counts[active] = position + 1
+            stay = policy.go_on(position, active, top, entropy) & (room[active] > position + 1)
+            # With what a round costs besides: setting up, deciding.
+            now = time.perf_counter()
+            drafter.times.note_draft(len(active), now - since)
+            since = now
+            if not stay.any():
+                break
+            draft_round.keep(stay)
+            active = active[stay]
+        rows = step.rows[chosen].tolist()
+        for row, draft, count in zip(rows, tokens.tolist(), counts.tolist(), strict=True):
+            drafts[row] = draft[:count]
+
+    def _note_step(self, step: Step, now: float) -> None:
+        """The engine's step that has just ended, if it only decoded, and for the requests of the one before it."""
+        output = step.arguments["scheduler_output"]
+        tokens = output.total_num_scheduled_tokens
+        drafted = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        if (
+            self.last is not None
+            and tokens == step.batch_size + drafted
+            and self.last[0] == step.runner.input_batch.req_ids
+        ):
+            for drafter in self.drafters:
+                drafter.times.note_step(step.batch_size, tokens, now - self.last[1])
+
+    def _note_verdicts(self, step: Step, request_ids: Sequence[str], sets: NDArray[np.intp]) -> None:
+        """Tell each policy what was accepted of its drafts."""
+        scheduled = step.arguments["scheduler_output"].scheduled_spec_decode_tokens
+        if not scheduled:
+            return
+        sampled = step.sampled_token_ids
+        drafted = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32)
+        accepted = np.array([len(sampled[row]) - 1 for row in step.rows.tolist()], np.int32)
+        accepted = np.minimum(accepted, drafted)
+        self.metrics.drafted.inc(int(drafted.sum()))
+        self.metrics.accepted.inc(int(accepted.sum()))
+        for index, drafter in enumerate(self.drafters):
+            chosen = np.flatnonzero((sets == index) & (drafted > 0))
+            if len(chosen):
+                drafter.policy.observe([request_ids[i] for i in chosen.tolist()], drafted[chosen], accepted[chosen])
+
+    def _choices(self, step: Step, request_ids: Sequence[str]) -> NDArray[np.intp]:
+        """intp [R]: which of `drafters` each request has."""
+        if len(self.drafters) == 1:
+            return np.zeros(len(request_ids), np.intp)
+        new = [request_id for request_id in request_ids if request_id not in self.choice]
+        for request_id in new:
+            parameters = getattr(step.runner.requests.get(request_id), "sampling_params", None)
+            wanted = (getattr(parameters, "extra_args", None) or {}).get(CHOICE)
+            names = [drafter.name for drafter in self.drafters]
+            self.choice[request_id] = names.index(wanted) if wanted in names else 0
+        return np.fromiter((self.choice[request_id] for request_id in request_ids), np.intp, len(request_ids))
+
+    def _rehearse(self, drafter: Drafter, max_batch: int) -> None:
+        """Time draft passes that write nothing, so that the first decisions have a price to go by."""
+        import torch
+
+        assert self.passes is not None
+        with torch.inference_mode():
+            for batch in REHEARSED:
+                if batch > max_batch:
+                    break
+                for attempt in range(REHEARSALS):
+                    rehearsal = self.passes.rehearsal(batch)
+                    started = time.perf_counter()
+                    rehearsal.run(drafter.module).tokens.cpu()
+                    if attempt:
+                        drafter.times.note_draft(batch, time.perf_counter() - started)
