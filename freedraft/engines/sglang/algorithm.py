@@ -29,6 +29,7 @@ class TreeAlgorithm(CustomSpecAlgo):
     """
 
     check_start: Callable[[], None] | None = None
+    check_arguments: Callable[[Any], None] | None = None
 
     def is_ngram(self) -> bool:
         return True
@@ -74,6 +75,8 @@ class TreeAlgorithm(CustomSpecAlgo):
         args.enable_mixed_chunk = False
         if args.max_running_requests is None:
             args.max_running_requests = 48
+        if self.check_arguments is not None:
+            self.check_arguments(args)
 
 
 def taking_corpora() -> set[str]:
@@ -82,13 +85,21 @@ def taking_corpora() -> set[str]:
 
 
 def register(
-    name: str, make_source: MakeSource, *, corpora: bool = False, check_start: Callable[[], None] | None = None
+    name: str,
+    make_source: MakeSource,
+    *,
+    corpora: bool = False,
+    runs_model: bool = False,
+    check_start: Callable[[], None] | None = None,
+    check_arguments: Callable[[Any], None] | None = None,
 ) -> None:
     """Register `--speculative-algorithm <name>`, whose draft trees come from `make_source`.
 
     Args:
         corpora: whether the source takes corpora over SGLang's HTTP calls.
+        runs_model: whether the source runs the target model: then every tensor-parallel rank has one.
         check_start: raises in the front-end process, in one clear line, what would fail in the scheduler later.
+        check_arguments: the same, given ServerArgs with our defaults in.
     """
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
@@ -96,11 +107,12 @@ def register(
     def worker(server_args: Any) -> Any:
         from freedraft.engines.sglang.worker import TreeVerifyWorker
 
-        return functools.partial(TreeVerifyWorker, make_source=make_source)
+        return functools.partial(TreeVerifyWorker, make_source=make_source, every_rank=runs_model)
 
     SpeculativeAlgorithm.register(name.upper(), supports_overlap=True, spec_class=TreeAlgorithm)(worker)
     algorithm = get_spec(name)
     assert isinstance(algorithm, TreeAlgorithm)
     algorithm.check_start = check_start
+    algorithm.check_arguments = check_arguments
     if corpora:
         _taking_corpora.add(name.upper())

@@ -129,6 +129,37 @@ HOOKS: tuple[Hook, ...] = (
     _patched(CORPUS_SPEC, (), "corpora over HTTP"),
 )
 
+# What a source that runs the target model needs besides.
+MODEL_HOOKS: tuple[Hook, ...] = (
+    Hook(
+        f"{_SRT}.model_executor.forward_batch_info.ForwardBatch",
+        "init_new",
+        ("batch", "model_runner", "return_hidden_states_before_norm"),
+        purpose="a draft pass",
+    ),
+    Hook(f"{_SRT}.model_executor.model_runner.ModelRunner", "forward", ("forward_batch",), purpose="a draft pass"),
+    Hook(f"{_SRT}.models.llama.LlamaDecoderLayer", "forward", purpose="the layers that are skipped"),
+    Hook(f"{_SRT}.models.llama.LlamaMLP", "forward", purpose="the layers that are skipped"),
+    Hook(f"{_SRT}.models.qwen2.Qwen2DecoderLayer", "forward", purpose="the layers that are skipped"),
+    Hook(f"{_SRT}.models.qwen2.Qwen2MLP", "forward", purpose="the layers that are skipped"),
+    Hook(f"{_SRT}.models.qwen3.Qwen3DecoderLayer", "forward", purpose="the layers that are skipped"),
+    Hook(
+        f"{_SRT}.layers.layernorm.RMSNorm", "forward_native", ("x", "residual"), purpose="the layers that are skipped"
+    ),
+    Hook(
+        f"{_SRT}.layers.logits_processor.LogitsProcessor",
+        "forward",
+        ("input_ids", "hidden_states", "lm_head", "logits_metadata"),
+        purpose="the logits of a draft pass",
+    ),
+    Hook(
+        f"{_SRT}.utils.hf_transformers_utils",
+        "get_config",
+        ("model", "trust_remote_code", "revision"),
+        purpose="whether a skip set is this model's",
+    ),
+)
+
 CPU_HOOKS: tuple[Hook, ...] = (
     Hook(
         f"{_SRT}.layers.attention.attention_registry", "register_attention_backend", ("name",), purpose="tree attention"

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from freedraft.engines.hooks import check
-from freedraft.engines.sglang.hooks import CPU_HOOKS, HOOKS
+from freedraft.engines.sglang.hooks import CPU_HOOKS, HOOKS, MODEL_HOOKS
 from freedraft.engines.sglang.patches import ASSIGN_SLOTS, assign_slots, let_corpora_through
 from freedraft.engines.sglang.platform import selected
 
@@ -20,19 +20,27 @@ _patched = False
 
 
 def install(
-    name: str, make_source: MakeSource, *, corpora: bool = False, check_start: Callable[[], None] | None = None
+    name: str,
+    make_source: MakeSource,
+    *,
+    corpora: bool = False,
+    runs_model: bool = False,
+    check_start: Callable[[], None] | None = None,
+    check_arguments: Callable[[Any], None] | None = None,
 ) -> bool:
     """Make SGLang accept `--speculative-algorithm <name>`. Called in every process of SGLang; never raises.
 
     Args:
         make_source: builds the source of drafts in the scheduler of tensor-parallel rank 0.
         corpora: whether the source takes corpora over SGLang's HTTP calls.
+        runs_model: whether the source runs the target model, so that it must be built and asked on every rank.
         check_start: raises, in the front-end process, what would fail in the scheduler later: wrong options, say.
+        check_arguments: the same, for what depends on SGLang's own arguments (it gets ServerArgs).
 
     Returns:
         whether the algorithm is registered; False, with one log line, when this SGLang lacks what it takes.
     """
-    missing = check(HOOKS + (CPU_HOOKS if selected() else ()))
+    missing = check(HOOKS + (MODEL_HOOKS if runs_model else ()) + (CPU_HOOKS if selected() else ()))
     if missing:
         logger.warning(
             "freedraft: SGLang %s lacks what speculative algorithm '%s' needs (%s): not registered; "
@@ -44,7 +52,14 @@ def install(
         return False
     from freedraft.engines.sglang.algorithm import register
 
-    register(name, make_source, corpora=corpora, check_start=check_start)
+    register(
+        name,
+        make_source,
+        corpora=corpora,
+        runs_model=runs_model,
+        check_start=check_start,
+        check_arguments=check_arguments,
+    )
     _patch_once()
     return True
 

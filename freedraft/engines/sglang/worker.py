@@ -63,8 +63,10 @@ class TreeVerifyWorker(BaseSpecWorker):
         target_worker: Any,
         *,
         make_source: Callable[[SourceContext], DraftSource],
+        every_rank: bool = False,
     ) -> None:
         super().__init__()
+        self._every_rank = every_rank
         self._target_worker = target_worker
         self.model_runner = target_worker.model_runner
         self.device = get_device().device
@@ -107,7 +109,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         backend = self.model_runner.server_args.attention_backend or ""
         decode = getattr(self.model_runner, "decode_attention_backend_str", None) or backend
         self.widths = widths_for(decode, self.max_nodes)
-        if self._tp.rank_in_group == 0:
+        if self._every_rank or self._tp.rank_in_group == 0:
             self._source = self._make_source(
                 SourceContext(
                     vocab_size=self.model_runner.model_config.vocab_size,
@@ -227,7 +229,7 @@ class TreeVerifyWorker(BaseSpecWorker):
             self._stop_drafting()
 
     def _draft(self, batch: Any) -> DraftBatch:
-        """The trees of this step, [B, n], the same on every tensor-parallel rank: rank 0 drafts and broadcasts."""
+        """The trees of this step, [B, n], the same on every tensor-parallel rank: rank 0's, which it broadcasts."""
         tree = None
         if self._source is not None:
             tokens = batch.spec_info.accept_tokens.cpu().numpy().astype(np.int32, copy=False)
@@ -309,7 +311,10 @@ class TreeVerifyWorker(BaseSpecWorker):
         )
 
     def _stop_drafting(self) -> None:
-        """Drafting is an aid: when it fails, decode without it."""
+        """Drafting is an aid: when it fails, decode without it. Not where all ranks run the model to draft: the others
+        would wait for this one for ever."""
+        if self._every_rank and self._tp.world_size > 1:
+            raise
         self._draft_failed = True
         logger.exception("freedraft: drafting failed; the server goes on without speculation")
 

@@ -1,0 +1,77 @@
+"""`caterpillar`: SWIFT's dynamic verification: a greedy chain with the draft model's other candidates beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.draft import DraftBatch
+
+# Candidates by the confidence p in the first of them: k = 10, 5, 3, 1 for p in (0, .5], (.5, .8], (.8, .95], (.95, 1]
+# (SWIFT, section 3.3).
+CONFIDENCES = (0.5, 0.8, 0.95)
+CANDIDATES = (10, 5, 3, 1)
+MOST = CANDIDATES[0]
+
+
+def candidates_at(confidence: NDArray[np.float32]) -> NDArray[np.int64]:
+    """How many of the draft's best tokens are verified where the best one has this probability; any shape."""
+    return np.asarray(CANDIDATES, np.int64)[np.searchsorted(CONFIDENCES, confidence, side="left")]
+
+
+def caterpillar(
+    roots: NDArray[np.int32],
+    tokens: NDArray[np.int32],
+    probabilities: NDArray[np.float32],
+    drafted: NDArray[np.int32],
+    max_nodes: int,
+    min_score: float = 0.0,
+) -> DraftBatch:
+    """Draft trees in which only the nodes of the chain have children.
+
+    Node 0 is the root and node j + 1 the chain's token j, the draft's best there. Siblings follow, best first: at each
+    position the next k - 1 candidates, as long as nodes are left. A sibling's score is the probability that the chain
+    is accepted up to its position, times its own.
+
+    Args:
+        roots: int32 [B], last accepted token of each request.
+        tokens: int32 [B, D, K], the draft's best tokens at each position, best first.
+        probabilities: float32 [B, D, K], theirs.
+        drafted: int32 [B], positions that were drafted; the others hold anything.
+        max_nodes: most nodes per request, root included; chains are cut to it.
+        min_score: siblings below it are left out. 1: the chain alone.
+
+    Returns:
+        B trees, as wide as the largest of them.
+    """
+    batch, depth, width = tokens.shape
+    length = np.minimum(drafted, max_nodes - 1).astype(np.int64)
+    here = np.arange(depth) < length[:, None]  # [B, D]
+    best = np.where(here, probabilities[:, :, 0] if width else 0.0, 1.0).astype(np.float64)
+    chain = np.cumprod(best, 1)
+    before = np.concatenate((np.ones((batch, 1)), chain[:, :-1]), 1)  # the chain is accepted up to position j
+    scores = before[:, :, None] * probabilities[:, :, 1:]
+    allowed = here[:, :, None] & (np.arange(1, width) < candidates_at(probabilities[:, :, 0])[:, :, None])
+    allowed &= probabilities[:, :, 1:] > 0
+    scores = np.where(allowed & (scores >= min_score) & (min_score < 1), scores, -1.0).reshape(batch, -1)
+    order = np.argsort(-scores, 1, kind="stable")[:, : max_nodes - 1]
+    scores = np.take_along_axis(scores, order, 1)
+    beside = np.minimum((scores >= 0).sum(1), max_nodes - 1 - length)
+
+    counts = 1 + length + beside
+    out = DraftBatch.empty(batch, max(1, int(counts.max(initial=1))))
+    out.counts[:] = counts
+    out.tokens[:, 0], out.parents[:, 0], out.scores[:, 0] = roots, -1, 1.0
+    row, position = np.nonzero(here)
+    out.tokens[row, position + 1] = tokens[row, position, 0]
+    out.parents[row, position + 1] = position
+    out.depths[row, position + 1] = position + 1
+    out.scores[row, position + 1] = chain[row, position]
+    row, rank = np.nonzero(np.arange(order.shape[1]) < beside[:, None])
+    position, candidate = np.divmod(order[row, rank], max(1, width - 1))
+    node = 1 + length[row] + rank
+    out.tokens[row, node] = tokens[row, position, candidate + 1]
+    out.parents[row, node] = position
+    out.depths[row, node] = position + 1
+    out.scores[row, node] = scores[row, rank]
+    return out
