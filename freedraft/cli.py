@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -136,6 +137,74 @@ def doctor() -> None:
     from freedraft.doctor import run
 
     raise typer.Exit(run())
+
+
+@app.command()
+def profile(
+    name: Annotated[str | None, typer.Option(help="Name of the profile (default: the device's).")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write (default: configs/hardware/NAME.yaml).")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu (default: the GPU if there is one).")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+) -> None:
+    """Measure this machine (matrix products and copies, a few seconds) and write its hardware profile."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from freedraft.profiling import measure, write
+
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+        measured = measure(
+            device, name=name, progress=lambda what, share: bar.update(task, description=what, completed=share)
+        )
+    path = write(measured, out, force=force)
+    typer.echo(
+        f"{path}: {measured.peak_flops / 1e12:.3g} TFLOP/s, {measured.bandwidth / 1e9:.3g} GB/s, "
+        f"{measured.ridge} query tokens per step at the ridge"
+    )
+
+
+@app.command()
+def explain(
+    model: Annotated[Path, typer.Option(help="Model folder, or its config.json.")],
+    hardware: Annotated[str, typer.Option(help="Name or file of a hardware profile, or auto.")] = "auto",
+    context: Annotated[int, typer.Option(min=1, help="Tokens per request in the KV cache.")] = 1024,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks.")] = 1,
+    dtype: Annotated[str | None, typer.Option(help="What the engine computes in (default: the model's).")] = None,
+    tokens_per_step: Annotated[
+        str | None, typer.Option(metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it too (.png, .svg, .pdf).")] = None,
+) -> None:
+    """Say what a step costs and how much the cost model would draft, by batch size, from the roofline alone."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from freedraft import explain as explanation
+    from freedraft.hardware import choose_profile
+    from freedraft.model_shape import ModelShape
+    from freedraft.roofline import Roofline
+
+    roofline = Roofline(ModelShape.load(model, dtype), choose_profile(hardware), tensor_parallel)
+    curve = explanation.parse_curve(tokens_per_step) if tokens_per_step else None
+    rows = explanation.explain(roofline, context, curve=curve)
+    table = Table(title=f"{model} on {roofline.profile.name} ({roofline.profile.source}), context {context:,}")
+    for heading in ("batch", "plain ms", "rule s_q", "ms", "best s_q", "ms", "tokens/s", "gain"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.batch), f"{row.plain * 1e3:.2f}", str(row.rule), f"{row.rule_seconds * 1e3:.2f}", str(row.best),
+            f"{row.best_seconds * 1e3:.2f}", f"{row.batch / row.plain * row.speedup:,.0f}", f"{row.speedup:.2f}x",
+        )  # fmt: skip
+    Console().print(table)
+    typer.echo(
+        "s_q counts nodes per request, root included. Rule: I_knee / b, capped. Best: most tokens per second, if "
+        + ", ".join(f"{n} nodes give {t:g}" for n, t in (curve or explanation.TOKENS_PER_STEP).items() if n > 1)
+        + " tokens per step. While serving, policy 'auto' measures both."
+    )
+    if plot is not None:
+        explanation.plot(roofline, context, rows, plot)
+        typer.echo(f"drawn: {plot}")
 
 
 main: Callable[[], None] = app

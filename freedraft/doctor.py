@@ -12,8 +12,8 @@ from rich.console import Console
 
 from freedraft import __version__
 from freedraft.config import ConfigError
-from freedraft.cost_model import HardwareProfile, device_name
 from freedraft.engines.hooks import Hook, check
+from freedraft.hardware import HardwareProfile, device_name
 
 ENGINES = ("vllm", "sglang")
 
@@ -43,7 +43,7 @@ def examine(engine: str) -> Report:
     table = importlib.import_module(f"freedraft.engines.{engine}.hooks")
     if find_spec(table.PACKAGE) is None:
         return Report(engine, None, 0, ())
-    hooks: Sequence[Hook] = table.HOOKS
+    hooks: Sequence[Hook] = (*table.HOOKS, *getattr(table, "MODEL_HOOKS", ()))
     problems = check(hooks)
     if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
         problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")

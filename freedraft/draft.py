@@ -23,6 +23,8 @@ class DraftBatch:
         scores: float32 [B, N], estimated probability that verification accepts the node (and so its whole path);
             1 for the root, never above the parent's.
         counts: int32 [B], number of nodes, root included; 0 where the request has no token to extend.
+        kinds: uint8 [B, N], where a node comes from, in the drafter's own numbering below 64 (source and match length);
+            what is learnt of acceptance is learnt by it.
     """
 
     tokens: NDArray[np.int32]
@@ -30,6 +32,7 @@ class DraftBatch:
     depths: NDArray[np.int32]
     scores: NDArray[np.float32]
     counts: NDArray[np.int32]
+    kinds: NDArray[np.uint8]
 
     @classmethod
     def empty(cls, batch_size: int, max_nodes: int) -> DraftBatch:
@@ -43,6 +46,7 @@ class DraftBatch:
             np.zeros(shape, np.int32),
             np.zeros(shape, np.float32),
             np.zeros(batch_size, np.int32),
+            np.zeros(shape, np.uint8),
         )
 
     @property
@@ -56,7 +60,9 @@ class DraftBatch:
     def head(self, batch_size: int) -> DraftBatch:
         """The first `batch_size` requests, as views of the same memory."""
         b = batch_size
-        return DraftBatch(self.tokens[:b], self.parents[:b], self.depths[:b], self.scores[:b], self.counts[:b])
+        return DraftBatch(
+            self.tokens[:b], self.parents[:b], self.depths[:b], self.scores[:b], self.counts[:b], self.kinds[:b]
+        )
 
     def chain(self, row: int) -> list[int]:
         """Draft tokens of `row`, root excluded, in order.
@@ -72,7 +78,10 @@ class DraftBatch:
     def check(self) -> None:
         """Raise `ValueError` at the first broken invariant. For tests and debugging, not for the hot path."""
         shape = self.tokens.shape
-        if any(a.shape != shape for a in (self.parents, self.depths, self.scores)) or self.counts.shape != shape[:1]:
+        if (
+            any(a.shape != shape for a in (self.parents, self.depths, self.scores, self.kinds))
+            or self.counts.shape != shape[:1]
+        ):
             raise ValueError("arrays of a DraftBatch differ in shape")
         for b in range(shape[0]):
             n = int(self.counts[b])

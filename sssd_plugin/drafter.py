@@ -151,7 +151,8 @@ class Drafter:
             draft_batch(
                 self._scoring, self._index.slots, slot_ids, self._snapshot.table, self._store_size, self._weights,
                 max_nodes, total, shape == "chain", min_score,
-                out.tokens, out.parents, out.depths, out.scores, out.counts, *self._scratch,
+                out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
+                *self._scratch,
                 self._no_features, self._no_ints, self._no_floats,
             )  # fmt: skip
         return out.head(len(slot_ids))

@@ -32,9 +32,9 @@ def _share(scores, counts, total):
 @njit(nogil=True, cache=True)
 def draft_batch(
     scoring, slots, slot_ids, table, store_size, weights, max_nodes, total, chain, min_score,
-    tokens, parents, depths, scores, counts, ints, floats, bytes_, no_features, no_ints, no_floats,
+    tokens, parents, depths, scores, counts, kinds, ints, floats, bytes_, no_features, no_ints, no_floats,
 ):  # fmt: skip
-    """Fill a `DraftBatch` (tokens .. counts) for the requests in `slot_ids`; at most `total` draft nodes in all.
+    """Fill a `DraftBatch` (tokens .. kinds) for the requests in `slot_ids`; at most `total` draft nodes in all.
 
     A slot of -1 gets a tree of 0 nodes.
     """
@@ -44,13 +44,13 @@ def draft_batch(
         elif scoring == LEARNED:
             counts[b] = learned_tree(
                 slots, slot_ids[b], table, store_size, weights, max_nodes, chain, min_score,
-                tokens[b], parents[b], depths[b], scores[b],
+                tokens[b], parents[b], depths[b], scores[b], kinds[b],
                 ints, floats, bytes_, no_features, no_ints[0], no_ints[0], no_ints, no_floats,
             )  # fmt: skip
         else:
             counts[b] = paper_tree(
                 slots, slot_ids[b], table, max_nodes, chain, min_score,
-                tokens[b], parents[b], depths[b], scores[b], ints, floats,
+                tokens[b], parents[b], depths[b], scores[b], kinds[b], ints, floats,
             )  # fmt: skip
     if total >= 0:
         _share(scores[: len(slot_ids)], counts[: len(slot_ids)], np.int64(total))

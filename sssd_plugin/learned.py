@@ -164,13 +164,13 @@ def score(
 @njit(nogil=True, cache=True)
 def _ints_per_node(sub_indices):
     """Scratch of one node: ranges in every sub-index, the samples taken of them, its place in the frontier."""
-    return 2 * sub_indices * STORE_ORDERS + STORE_ORDERS * (1 + MAX_SAMPLES) + 2
+    return 2 * sub_indices * STORE_ORDERS + STORE_ORDERS * (1 + MAX_SAMPLES) + 3
 
 
 @njit(nogil=True, cache=True)
 def draft_tree(
     slots, s, table, store_size, weights, max_nodes, chain, min_score,
-    out_tokens, out_parents, out_depths, out_scores,
+    out_tokens, out_parents, out_depths, out_scores, out_kinds,
     ints, floats, counts, node_features, node_sets, node_found, node_names, node_probabilities,
 ):  # fmt: skip
     """Best-first tree of at most `max_nodes` nodes for request slot s, by product of the scores along each path.
@@ -179,7 +179,7 @@ def draft_tree(
         slots: `RequestIndex.slots`; table: `Snapshot.table`; store_size: tokens in it.
         chain: only ever extend the newest node, by its best candidate.
         min_score: leave out nodes below this probability of being accepted.
-        out_*: one row of a `DraftBatch`.
+        out_*: one row of a `DraftBatch`; a node's kind is the weight set that scored it, so the matching contexts.
         ints, floats, counts: from `scratch`.
         node_*: float64 [N, SHORTLIST, FEATURES], int32 [N], int32 [N], int32 [N, SHORTLIST], float64 [N, SHORTLIST]:
             what was seen at each expanded node, for learning; N = 0 records nothing.
@@ -211,6 +211,8 @@ def draft_tree(
     frontier_parent = ints[at : at + room_for]
     at += room_for
     frontier_token = ints[at : at + room_for]
+    at += room_for
+    frontier_kind = ints[at : at + room_for]
     at += room_for
     keys = ints[at : at + (1 << HASH_BITS)]
     at += 1 << HASH_BITS
@@ -263,6 +265,7 @@ def draft_tree(
     out_parents[0] = -1
     out_depths[0] = 0
     out_scores[0] = 1.0
+    out_kinds[0] = 0
     path_score[0] = 1.0
     n, pending, current = 1, 0, 0
     record = len(node_sets) > 0
@@ -315,6 +318,7 @@ def draft_tree(
                     frontier_score[0] = path_score[current] * probabilities[best]
                     frontier_parent[0] = current
                     frontier_token[0] = names[shortlist[best]]
+                    frontier_kind[0] = weight_set
                     pending = 1
             else:
                 pending = min(pending, room)
@@ -331,10 +335,12 @@ def draft_tree(
                         frontier_score[k] = frontier_score[k - 1]
                         frontier_parent[k] = frontier_parent[k - 1]
                         frontier_token[k] = frontier_token[k - 1]
+                        frontier_kind[k] = frontier_kind[k - 1]
                         k -= 1
                     frontier_score[k] = v
                     frontier_parent[k] = current
                     frontier_token[k] = names[shortlist[i]]
+                    frontier_kind[k] = weight_set
         elif chain:
             pending = 0
         if n >= max_nodes or pending == 0 or frontier_score[0] <= min_score:
@@ -346,11 +352,13 @@ def draft_tree(
         out_parents[current] = frontier_parent[0]
         out_depths[current] = out_depths[frontier_parent[0]] + 1
         out_scores[current] = frontier_score[0]
+        out_kinds[current] = frontier_kind[0]
         pending -= 1
         for i in range(pending):
             frontier_score[i] = frontier_score[i + 1]
             frontier_parent[i] = frontier_parent[i + 1]
             frontier_token[i] = frontier_token[i + 1]
+            frontier_kind[i] = frontier_kind[i + 1]
         if n >= max_nodes:
             return n
 

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from freedraft.config import PluginOptions
-from freedraft.cost_model import CostModel, Policy, choose_profile
+from freedraft.cost_model import CostModel, Policy
+from freedraft.hardware import choose_profile
 
 Scoring = Literal["learned", "paper"]
 
@@ -32,9 +33,12 @@ class SssdOptions(PluginOptions):
         weights: file of the learned scorer; None takes the shipped one.
         hardware: name of a shipped profile, path of a .yaml file, or "auto".
         knee: query tokens per step that are about free; replaces the profile's.
-        policy: "knee" keeps the batch at the knee, "fixed" always drafts as much as the engine allows.
-        min_score: drafts with a lower estimated probability of acceptance are not verified. None: where lengths may
-            differ by request (vLLM), what a token costs by the hardware profile; where they may not (SGLang), 0.
+        policy: "auto" takes the draft tokens that maximise expected tokens per second, from measured step times and
+            acceptance; "knee" keeps the batch at the knee; "fixed" always drafts as much as the engine allows.
+        step_times: file that keeps the measured step times of "auto" from one start to the next; None forgets them.
+        min_score: drafts with a lower estimated probability of acceptance are not verified. None: 0 under "auto"; else,
+            where lengths may differ by request (vLLM), what a token costs by the hardware profile, and 0 where they may
+            not (SGLang).
         metrics_port: serve Prometheus metrics of the engine process on 127.0.0.1 at this port (0 picks a free one).
     """
 
@@ -45,7 +49,8 @@ class SssdOptions(PluginOptions):
     weights: UserPath = None
     hardware: str = Field(default="auto", min_length=1)
     knee: int | None = Field(default=None, ge=1, le=1_000_000)
-    policy: Policy = "knee"
+    policy: Policy = "auto"
+    step_times: UserPath = None
     min_score: float | None = Field(default=None, ge=0.0, le=1.0)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
 

@@ -203,9 +203,12 @@ def _expand_input(
 
 @njit(nogil=True, cache=True)
 def draft_tree(
-    slots, s, table, max_nodes, chain, min_score, out_tokens, out_parents, out_depths, out_scores, ints, floats
-):
+    slots, s, table, max_nodes, chain, min_score,
+    out_tokens, out_parents, out_depths, out_scores, out_kinds, ints, floats,
+):  # fmt: skip
     """Algorithm 3: merge all sources, best first, into a tree of at most `max_nodes` nodes; their number.
+
+    A node's kind is the match length of the input it comes from, 0 for the store.
 
     Args: as in `sssd_plugin.learned.draft_tree`; ints and floats are scratch of INTS and FLOATS entries.
     """
@@ -234,6 +237,7 @@ def draft_tree(
     out_parents[0] = -1
     out_depths[0] = 0
     out_scores[0] = 1.0
+    out_kinds[0] = 0
     n, pushed, size, tip = 1, 0, 0, 0
 
     if len(table) > 0:
@@ -301,6 +305,7 @@ def draft_tree(
             out_parents[n] = parent
             out_depths[n] = out_depths[parent] + 1
             out_scores[n] = score
+            out_kinds[n] = match
             tip = n
             n += 1
         if match == 0:

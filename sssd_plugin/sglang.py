@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from freedraft.engines.sglang.controller import make_controller
 from freedraft.engines.sglang.registration import install
 from freedraft.engines.sglang.source import DraftStep, SourceContext
 from freedraft.metrics import Metrics, serve
@@ -61,6 +62,8 @@ class SssdSource:
         self.vocab_size = context.vocab_size
         self.min_score = options.min_score or 0.0
         self.cost_model = options.cost_model(context.max_nodes - 1)
+        self.controller = make_controller(context, self.cost_model, options.step_times)
+        self._query_tokens: int | None = None
         self.store = None
         if options.datastore is not None:
             self.store = Datastore.open(
@@ -90,18 +93,34 @@ class SssdSource:
         )
 
     def width(self, batch_size: int) -> int:
+        if self.controller is not None:
+            most = self.controller.limit(batch_size) + 1
+            return max((width for width in self.widths if width <= most), default=1)
         width = self.cost_model.width(batch_size, self.widths)
         self.metrics.budget.set(batch_size * (width - 1))
         return width
 
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
+        self._query_tokens = None  # the step that goes on is no mere decoding step
         self.drafter.begin(request_id, tokens)
         self.metrics.requests.set(len(self.drafter))
 
     def draft(self, step: DraftStep, width: int) -> DraftBatch:
         started = time.perf_counter()
+        if self.controller is not None:
+            self.controller.observe(
+                step.request_ids, step.tokens, step.offsets[:-1], step.offsets[1:],
+                context=float(step.batch.seq_lens_cpu.float().mean()), query_tokens=self._query_tokens,
+            )  # fmt: skip
         self.drafter.append(step.request_ids, step.tokens, step.offsets)
         tree = self.drafter.draft(step.request_ids, max_nodes=width, min_score=self.min_score)
+        if self.controller is not None:
+            if width > 1:
+                chosen = self.controller.cut(tree)
+                self.metrics.budget.set(tree.batch_size * (chosen - 1))
+            most = int(tree.counts.max(initial=1)) if width > 1 else 1
+            self._query_tokens = tree.batch_size * next(w for w in self.widths if w >= most)
+            self.controller.end(step.request_ids)
         if width > 1:
             self.metrics.drafted.inc(int(np.maximum(tree.counts - 1, 0).sum()))
             self.metrics.seconds.observe(time.perf_counter() - started)
@@ -146,6 +165,8 @@ class SssdSource:
 
     def close(self) -> None:
         self.drafter.close()
+        if self.controller is not None:
+            self.controller.save()
         if self.store is not None:
             self.store.close()
 

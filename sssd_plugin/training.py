@@ -19,7 +19,7 @@ EPSILON = 1e-3
 def _replay(
     slots, s, truth, start, table, store_size, max_nodes, every_token, rate,
     shared, gated, shared_sum, gated_sum, weights,
-    tokens, parents, depths, scores, ints, floats, counts, features, sets, found, names, probabilities,
+    tokens, parents, depths, scores, kinds, ints, floats, counts, features, sets, found, names, probabilities,
 ):  # fmt: skip
     """Replay one request from `start` on as far as its slot has room; learn at every expanded node on the true path.
 
@@ -32,7 +32,7 @@ def _replay(
             return position
         n = draft_tree(
             slots, s, table, store_size, weights, max_nodes, False, 0.0, tokens, parents, depths, scores,
-            ints, floats, counts, features, sets, found, names, probabilities,
+            kinds, ints, floats, counts, features, sets, found, names, probabilities,
         )  # fmt: skip
         current, accepted = 0, 0
         while position + accepted < len(truth):
@@ -93,7 +93,8 @@ class Trainer:
                 index.slots, slots[0], truth, position, snapshot.table, snapshot.n_tokens, max_nodes, max_nodes == 1,
                 rate, self._shared, self._gated, self._shared_sum, self._gated_sum, self.weights,
                 np.zeros(nodes, np.int32), np.zeros(nodes, np.int32), np.zeros(nodes, np.int32),
-                np.zeros(nodes, np.float32), ints, floats, counts, np.zeros((nodes, SHORTLIST, FEATURES)),
+                np.zeros(nodes, np.float32), np.zeros(nodes, np.uint8), ints, floats, counts,
+                np.zeros((nodes, SHORTLIST, FEATURES)),
                 np.full(nodes, -1, np.int32), np.zeros(nodes, np.int32), np.zeros((nodes, SHORTLIST), np.int32),
                 np.zeros((nodes, SHORTLIST)),
             )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.engines.vllm.controller import make_controller
 from freedraft.engines.vllm.methods import Method
 from freedraft.engines.vllm.methods import register as register_method
 from freedraft.engines.vllm.runner import Step, StepProposer
@@ -17,6 +18,8 @@ from freedraft.metrics import Metrics, check_port, serve
 from sssd_plugin.options import SssdOptions
 
 if TYPE_CHECKING:
+    from freedraft.controller import Controller
+    from freedraft.draft import DraftBatch
     from sssd_plugin.datastore.store import Datastore
 
 logger = logging.getLogger("freedraft.sssd")
@@ -93,7 +96,8 @@ class SssdProposer(StepProposer):
             # The front-end process has verified every byte already.
             self.store = open_store(options.datastore, vllm_config.model_config, verify=False)
         self.cost_model = options.cost_model(self.max_draft_tokens)
-        cost = self.cost_model.profile.token_cost
+        self.controller = make_controller(vllm_config, self.cost_model, options.step_times)
+        cost = 0.0 if self.controller else self.cost_model.profile.token_cost
         self.min_score = cost if options.min_score is None else options.min_score
         self.drafter = Drafter(
             vocab_size=vllm_config.model_config.get_vocab_size(),
@@ -122,25 +126,42 @@ class SssdProposer(StepProposer):
         self.metrics.requests.set(len(self.drafter))
 
     def draft(self, step: Step) -> list[list[int]]:
-        started = time.perf_counter()
         drafted, accepted = step.verified
         self.metrics.drafted.inc(drafted)
         self.metrics.accepted.inc(accepted)
+        return self._by_rule(step) if self.controller is None else self._by_gain(step, self.controller)
+
+    def _by_rule(self, step: Step) -> list[list[int]]:
+        started = time.perf_counter()
         batch_size = len(step.rows)
         most = min(step.max_draft_tokens, self.cost_model.per_request(batch_size))
         budget = min(self.cost_model.budget(batch_size), batch_size * most)
         self.metrics.budget.set(budget)
         if budget == 0:
             return step.no_drafts()
-        request_ids = step.request_ids
-        self.drafter.extend(request_ids, step.token_rows, step.rows, step.lengths)
-        chains = self.drafter.draft(
-            request_ids,
-            max_nodes=most + 1,
-            total_draft_tokens=budget,
-            shape="chain",
-            min_score=self.min_score,
-        )
-        drafts = step.drafts(chains)
+        drafts = step.drafts(self._chains(step, most, budget))
         self.metrics.seconds.observe(time.perf_counter() - started)
         return drafts
+
+    def _by_gain(self, step: Step, controller: Controller) -> list[list[int]]:
+        started = time.perf_counter()
+        request_ids = step.request_ids
+        step.tell(controller)
+        drafts, chosen = None, 0
+        if most := controller.limit(len(step.rows), step.max_draft_tokens):
+            chains = self._chains(step, most, None)
+            chosen = controller.cut(chains)
+            if chosen:
+                drafts = step.drafts(chains)
+        self.metrics.budget.set(chosen)
+        if most:
+            self.metrics.seconds.observe(time.perf_counter() - started)
+        controller.end(request_ids)
+        return step.no_drafts() if drafts is None else drafts
+
+    def _chains(self, step: Step, most: int, budget: int | None) -> DraftBatch:
+        request_ids = step.request_ids
+        self.drafter.extend(request_ids, step.token_rows, step.rows, step.lengths)
+        return self.drafter.draft(
+            request_ids, max_nodes=most + 1, total_draft_tokens=budget, shape="chain", min_score=self.min_score
+        )

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freedraft import cost_model
+from freedraft import hardware
 from freedraft.config import ConfigError
-from freedraft.cost_model import CostModel, HardwareProfile, choose_profile
+from freedraft.cost_model import CostModel
+from freedraft.hardware import HardwareProfile, choose_profile
 
 
 def profile(**values: object) -> HardwareProfile:
@@ -22,9 +23,9 @@ def test_ridge_is_flops_per_byte_unless_a_knee_is_given() -> None:
 
 
 def test_width_of_the_papers_example() -> None:
-    # s_q = 174 / 8 = 21.75: the largest width at or below it.
+    # s_q = 174 / 8, rounded.
     model = CostModel(profile(peak_flops=165e12, bandwidth=0.95e12), 63)
-    assert model.width(8, range(1, 64)) == 21
+    assert model.width(8, range(1, 64)) == 22
     assert model.width(8, (1, 2, 4, 8, 16, 32)) == 16
 
 
@@ -52,7 +53,7 @@ def test_budget_keeps_the_batch_at_the_knee(knee: int, most: int, batch: int, ca
     assert 0 <= budget <= batch * most
     assert budget == 0 or batch + budget <= knee
     width = model.width(batch, (1, 2, 4, 8, 16, 32))
-    assert width == 1 or (batch * width <= knee and width <= min(most + 1, cap))
+    assert width == 1 or (batch * (width - 0.5) <= knee and width <= min(most + 1, cap))
 
 
 def test_shipped_profiles() -> None:
@@ -80,7 +81,7 @@ def test_shipped_profiles() -> None:
 def test_auto_takes_the_profile_of_the_device(
     monkeypatch: pytest.MonkeyPatch, device: str | None, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cost_model, "device_name", lambda: device)
+    monkeypatch.setattr(hardware, "device_name", lambda: device)
     assert choose_profile("auto").name == name
     assert ("GTX 1080" in caplog.text) == (device is not None and "1080" in device)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def test_enumeration_sees_a_biased_procedure(monkeypatch: pytest.MonkeyPatch) ->
 
 def repeated(drafts: DraftBatch, times: int) -> DraftBatch:
     """Row 0, `times` times."""
-    arrays = drafts.tokens, drafts.parents, drafts.depths, drafts.scores, drafts.counts
+    arrays = [getattr(drafts, field.name) for field in fields(drafts)]
     return DraftBatch(*(np.repeat(a[:1], times, 0) for a in arrays))
 
 
@@ -217,7 +218,7 @@ def test_sampled_depends_on_the_request_alone() -> None:
     seeds, positions = torch.arange(6) * 7919, torch.arange(6) + 100
     whole = verify_sampled(on("cpu", drafts), probs, seeds, positions, backend="reference")
     order = [4, 1, 3]
-    rows = DraftBatch(*(a[order] for a in (drafts.tokens, drafts.parents, drafts.depths, drafts.scores, drafts.counts)))
+    rows = DraftBatch(*(getattr(drafts, field.name)[order] for field in fields(drafts)))
     part = verify_sampled(on("cpu", rows), probs[order], seeds[order], positions[order], backend="reference")
     assert torch.equal(part.tokens, whole.tokens[order])
 

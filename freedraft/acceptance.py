@@ -1,0 +1,152 @@
+"""`Acceptance`: what a draft node's score is worth, learnt from what verification shows.
+
+The probability that a node is accepted given that its parent was is modelled as
+
+    sigmoid(logit(score / parent's score) + a[bin of that] + b[kind] + c[depth])
+
+with every a, b, c 0 at first, and each outcome moves the three that it concerns by a fixed step along the gradient of
+its log-likelihood. A constant step forgets at a constant rate, so a change of traffic is followed within a few hundred
+outcomes. `kind` is what the drafter says of where a node comes from: source and match length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from freedraft.draft import DraftBatch
+
+KINDS = 64
+_BINS = 12
+_DEPTHS = 8
+_RATE = 0.03
+_MOST = 4.0  # no correction goes further than this
+_BINS_AT, _KINDS_AT, _DEPTHS_AT = 0, _BINS, _BINS + KINDS
+SIZE = _BINS + KINDS + _DEPTHS
+NO_NODE = -1
+_GRID = 512
+
+
+def _bins() -> NDArray[np.uint8]:
+    """The bin of each share out of `_GRID`: one per unit of its logit."""
+    share = (np.arange(_GRID) + 0.5) / _GRID
+    return np.clip(np.log(share / (1 - share)) + _BINS / 2, 0, _BINS - 1).astype(np.uint8)
+
+
+BIN_OF = _bins()
+
+
+@njit(inline="always")
+def _given_parent(odds, bin_of, score, parents_score, kind, depth):
+    """(P(node accepted | parent accepted), the three corrections that made it). odds: exp of the corrections, so that
+    nothing but products is needed here."""
+    ratio = min(max(score / max(parents_score, 1e-9), 1e-4), 0.9995)
+    x = _BINS_AT + bin_of[int(ratio * _GRID)]
+    y = _KINDS_AT + min(kind, KINDS - 1)
+    d = _DEPTHS_AT + min(depth - 1, _DEPTHS - 1)
+    o = ratio * odds[x] * odds[y] * odds[d]
+    return o / (o + 1.0 - ratio), x, y, d
+
+
+@njit(cache=True, nogil=True)
+def calibrate(odds, bin_of, parents, depths, scores, kinds, counts, out):
+    """P(accepted) of every node by what was learnt. out: float64 [B, N]; 1 for the roots."""
+    for b in range(len(counts)):
+        out[b, 0] = 1.0
+        for i in range(1, counts[b]):
+            parent = parents[b, i]
+            p, _, _, _ = _given_parent(odds, bin_of, scores[b, i], scores[b, parent], kinds[b, i], depths[b, i])
+            out[b, i] = out[b, parent] * p
+
+
+@njit(cache=True, nogil=True)
+def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, rows, source, starts, ends):
+    """Move the corrections by what became of a draft: at each node of the true path, which child came next.
+
+    Args:
+        tokens, ..., counts: the draft, verified or not, with its roots.
+        rows: int32 [B], which entry of starts and ends is this request's; -1: it has ended.
+        source, starts, ends: source[starts[r]:ends[r]] are the tokens that the request has gained since.
+
+    Returns:
+        (outcomes seen, sum of their log-losses in nats).
+    """
+    seen, loss = 0, 0.0
+    for b in range(len(counts)):
+        r = rows[b]
+        if r < 0:
+            continue
+        node = 0
+        for at in range(starts[r], ends[r]):
+            token = source[at]
+            following = NO_NODE
+            for i in range(node + 1, counts[b]):
+                if parents[b, i] != node:
+                    continue
+                p, x, y, d = _given_parent(odds, bin_of, scores[b, i], scores[b, node], kinds[b, i], depths[b, i])
+                hit = 1.0 if tokens[b, i] == token else 0.0
+                loss -= np.log(max(p if hit > 0.0 else 1.0 - p, 1e-9))
+                step = _RATE * (hit - p)
+                for k in (x, y, d):
+                    bias[k] = min(max(bias[k] + step, -_MOST), _MOST)
+                    odds[k] = np.exp(bias[k])
+                seen += 1
+                if hit > 0.0:
+                    following = i
+            if following < 0:
+                break
+            node = following
+    return seen, loss
+
+
+class Acceptance:
+    """The corrections, and what they make of a draft."""
+
+    def __init__(self) -> None:
+        self.bias = np.zeros(SIZE)
+        self.odds = np.ones(SIZE)
+        self.outcomes = 0
+        self.log_loss = 0.0
+
+    def probabilities(self, draft: DraftBatch) -> NDArray[np.float64]:
+        """float64 [B, N]: estimated probability of every node; entries at and beyond `counts` are undefined."""
+        out = np.empty(draft.tokens.shape)
+        self.calibrate(draft, out)
+        return out
+
+    def calibrate(self, draft: DraftBatch, out: NDArray[np.float64]) -> None:
+        """`probabilities` into `out`, float64 [B, N]."""
+        calibrate(self.odds, BIN_OF, draft.parents, draft.depths, draft.scores, draft.kinds, draft.counts, out)
+
+    def observe(self, draft: DraftBatch, continuations: Sequence[NDArray[np.int32]]) -> int:
+        """Learn from the tokens that followed each root of `draft`.
+
+        Returns:
+            number of nodes of which the outcome is known by that.
+        """
+        ends = np.cumsum([len(tokens) for tokens in continuations]).astype(np.int64)
+        starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+        source = np.concatenate([np.asarray(tokens, np.int32) for tokens in continuations] or [np.zeros(0, np.int32)])
+        rows = np.arange(len(continuations), dtype=np.int32)
+        return self.learn(draft, rows, source, starts, ends)
+
+    def learn(
+        self,
+        draft: DraftBatch,
+        rows: NDArray[np.int32],
+        source: NDArray[np.int32],
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+    ) -> int:
+        """`observe` on flat arrays, as `learn` of this module takes them."""
+        seen, loss = learn(
+            self.bias, self.odds, BIN_OF,
+            draft.tokens, draft.parents, draft.depths, draft.scores, draft.kinds, draft.counts,
+            rows, source, starts, ends,
+        )  # fmt: skip
+        self.outcomes += seen
+        self.log_loss += loss
+        return seen

@@ -1,0 +1,129 @@
+"""What the cost model would do with a model on some hardware: step times and speculation lengths by batch size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from freedraft.config import ConfigError
+from freedraft.cost_model import CostModel
+from freedraft.roofline import Roofline, operations
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TOKENS_PER_STEP = {1: 1.0, 4: 1.536, 8: 1.696, 16: 1.815, 32: 1.904}
+"""Tokens per step by nodes: SSSD's trees on recorded answers of Llama-3.1-8B (bench/results/replay.json)."""
+
+
+def parse_curve(text: str) -> dict[int, float]:
+    """ "4:1.5,8:1.7" as {4: 1.5, 8: 1.7}, with one token at one node.
+
+    Raises:
+        ConfigError: not such pairs, or tokens that fall or exceed the nodes.
+    """
+    try:
+        pairs = {int(nodes): float(tokens) for nodes, tokens in (part.split(":") for part in text.split(","))}
+    except ValueError:
+        raise ConfigError(f"--tokens-per-step '{text}': write NODES:TOKENS pairs, as in 4:1.5,8:1.7") from None
+    curve = dict(sorted(({1: 1.0} | pairs).items()))
+    tokens = list(curve.values())
+    if any(not 1 <= t <= n for n, t in curve.items()) or tokens != sorted(tokens):
+        raise ConfigError(f"--tokens-per-step '{text}': tokens must grow with the nodes, from 1 to as many")
+    return curve
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One batch size. Times in seconds, lengths in nodes per request, root included.
+
+    Attributes:
+        plain: step time without drafts.
+        rule: the paper's s_q = I_knee / b, with the profile's caps; rule_seconds: a step of it.
+        best: the length of the most tokens per second; best_seconds: a step of it; speedup: over plain.
+    """
+
+    batch: int
+    plain: float
+    rule: int
+    rule_seconds: float
+    best: int
+    best_seconds: float
+    speedup: float
+
+
+def explain(roofline: Roofline, context: int, *, most: int = 64, curve: dict[int, float] | None = None) -> list[Row]:
+    """Step time and speculation length by batch size.
+
+    Args:
+        context: tokens per request. most: longest length considered.
+        curve: tokens per step by nodes; between them it is taken as linear in the logarithm of the nodes.
+    """
+    rows = []
+    lengths = np.arange(1, most + 1)
+    tokens = expected_tokens(lengths, curve or TOKENS_PER_STEP)
+    rule = CostModel(roofline.profile, most - 1)
+    for batch in BATCHES:
+        seconds = np.asarray(roofline.seconds(batch, batch * lengths.astype(np.float64), context))
+        best = int((tokens / seconds).argmax())
+        chosen = min(rule.speculation_length(batch), rule.per_request(batch) + 1)
+        rows.append(
+            Row(batch, float(seconds[0]), chosen, float(seconds[chosen - 1]), best + 1, float(seconds[best]),
+                float(tokens[best] / seconds[best] * seconds[0]))
+        )  # fmt: skip
+    return rows
+
+
+def expected_tokens(lengths: np.ndarray, curve: dict[int, float]) -> np.ndarray:
+    """Tokens per step for each length; beyond the last known one, no more."""
+    return np.interp(np.log2(lengths), np.log2(list(curve)), list(curve.values()))
+
+
+def plot(roofline: Roofline, context: int, rows: list[Row], path: Path, *, most: int = 64) -> None:
+    """Draw step time by speculation length (figure 3 of papers/sssd.txt for this model) and the lengths by batch size.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot draws with matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lengths = np.arange(1, most + 1, dtype=np.float64)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    batch = 8
+    peak, bandwidth = roofline.profile.flops(roofline.shape.dtype), roofline.profile.bandwidth
+    parts = {"linear layers": np.zeros(most), "attention": np.zeros(most)}
+    for operation in operations(
+        roofline.shape, batch, lengths, context, tensor_parallel=roofline.tensor_parallel, mask=roofline.mask
+    ):
+        part = "attention" if operation.name == "attention" else "linear layers"
+        parts[part] = parts[part] + np.asarray(operation.seconds(peak, bandwidth)) * 1e3
+    left.stackplot(lengths, list(parts.values()), labels=list(parts), colors=["#e8a33d", "#4878a8"], alpha=0.85)
+    left.axvline(
+        min(most, max(1, round(roofline.profile.ridge / batch))), color="black", ls="--", lw=1, label="$I_{knee} / b$"
+    )
+    left.set(
+        title=f"Step time, batch {batch}, context {context:,}",
+        xlabel="nodes per request $s_q$ (root included)", ylabel="ms", xlim=(1, most),
+    )  # fmt: skip
+    left.legend(loc="upper left")
+    batches = [row.batch for row in rows]
+    right.plot(batches, [row.best for row in rows], "o-", color="#b5483a", label="most tokens per second")
+    right.plot(batches, [row.rule for row in rows], "s--", color="#555555", label="rule $I_{knee} / b$, capped")
+    right.set(title="Nodes per request", xlabel="batch size", ylabel="$s_q$")
+    right.set_xscale("log", base=2)
+    right.set_yscale("log", base=2)
+    right.xaxis.set_major_formatter("{x:.0f}")
+    right.yaxis.set_major_formatter("{x:.0f}")
+    right.legend()
+    figure.suptitle(f"{roofline.profile.name} ({roofline.profile.source}), tensor parallel {roofline.tensor_parallel}")
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from None
+    finally:
+        pyplot.close(figure)

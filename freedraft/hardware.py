@@ -1,0 +1,153 @@
+"""`HardwareProfile`: what the cost model knows of an accelerator."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from freedraft.config import ConfigError, configs_dir, one_line, read_yaml, suggestion
+
+logger = logging.getLogger(__name__)
+
+DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0}
+"""Bytes per element of the number formats that a profile may give a rate for."""
+
+
+class HardwareProfile(BaseModel):
+    """What the cost model knows of an accelerator.
+
+    Attributes:
+        name: also the stem of the file it comes from.
+        peak_flops: dense bf16 FLOP/s.
+        bandwidth: bytes/s of the memory that holds the weights.
+        source: "datasheet" or "measured".
+        peak_flops_by_dtype: FLOP/s of other number formats (float32, float16, bfloat16, float8, int8).
+        knee: query tokens per step, over the whole batch, that cost about as much as one; None derives it.
+        token_cost: what one more query token below the knee adds to a step, as a share of it. A draft token that is
+            less likely to be accepted than this does not pay. For policy "knee"; policy "auto" measures it.
+        max_nodes_by_batch: the paper's caps: at a batch of this size or more, at most so many nodes per request (root
+            included), until the next larger entry.
+        devices: parts of the device names that torch reports, by which `hardware: auto` finds this profile.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: str = Field(min_length=1)
+    peak_flops: float = Field(gt=0)
+    bandwidth: float = Field(gt=0)
+    source: Literal["datasheet", "measured"]
+    peak_flops_by_dtype: dict[str, float] = Field(default_factory=dict)
+    knee: int | None = Field(default=None, ge=1, le=1_000_000)
+    token_cost: float = Field(default=0.0, ge=0.0, le=1.0)
+    max_nodes_by_batch: dict[int, int] = Field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+
+    @field_validator("max_nodes_by_batch")
+    @classmethod
+    def _positive(cls, caps: dict[int, int]) -> dict[int, int]:
+        if any(batch < 1 or nodes < 1 for batch, nodes in caps.items()):
+            raise ValueError("needs batch sizes and node counts of at least 1")
+        return dict(sorted(caps.items()))
+
+    @field_validator("peak_flops_by_dtype")
+    @classmethod
+    def _known(cls, rates: dict[str, float]) -> dict[str, float]:
+        for dtype, rate in rates.items():
+            if dtype not in DTYPE_BYTES:
+                raise ValueError(f"knows no dtype '{dtype}': {suggestion(dtype, DTYPE_BYTES)}")
+            if rate <= 0:
+                raise ValueError(f"needs more than 0 FLOP/s for '{dtype}'")
+        return rates
+
+    @property
+    def ridge(self) -> int:
+        """Query tokens per step at the ridge of the roofline: `knee`, or I_knee = peak FLOP/s / bandwidth.
+
+        With bf16 weights a matrix product does 2 FLOP per query token for every 2-byte weight that it reads, so its
+        intensity is about b * s_q FLOP per byte, and I_knee counts query tokens (paper, section 3.2).
+        """
+        return self.knee if self.knee is not None else max(1, round(self.peak_flops / self.bandwidth))
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s in `dtype`: the profile's figure for it, or bf16's; 8-bit formats count as bf16 unless given."""
+        return self.peak_flops_by_dtype.get(dtype, self.peak_flops)
+
+    def max_nodes(self, batch_size: int) -> int | None:
+        """Most nodes per request, root included, at this batch size; None where there is no cap."""
+        cap = None
+        for batch, nodes in self.max_nodes_by_batch.items():
+            if batch <= batch_size:
+                cap = nodes
+        return cap
+
+    @classmethod
+    def load(cls, name_or_path: str | Path) -> Self:
+        """The profile in a YAML file, or the shipped one of that name (any case).
+
+        Raises:
+            ConfigError: there is no such profile, or it makes no sense.
+        """
+        text = str(name_or_path)
+        path = Path(text).expanduser()
+        if path.suffix not in (".yaml", ".yml") and path.name == text:
+            shipped = cls.shipped()
+            if text.lower() not in shipped:
+                raise ConfigError(
+                    f"there is no hardware profile '{text}': {suggestion(text.lower(), [*shipped, 'auto'])}"
+                    " (or give the path of a .yaml file)"
+                )
+            path = shipped[text.lower()]
+        try:
+            return cls.model_validate(read_yaml(path))
+        except ValidationError as error:
+            raise ConfigError(one_line(error, cls.model_fields, f"hardware profile {path}")) from None
+
+    @classmethod
+    def shipped(cls) -> dict[str, Path]:
+        """Files of the profiles in the configs folder by name."""
+        return {path.stem: path for path in sorted((configs_dir() / "hardware").glob("*.yaml"))}
+
+    @classmethod
+    def detect(cls) -> Self:
+        """The shipped profile of the device that torch sees: the first GPU, else the CPU.
+
+        An unknown GPU gets the shipped GPU profile with the lowest ridge, which drafts least, and a log line.
+        """
+        device = device_name()
+        profiles = [cls.load(path) for path in cls.shipped().values()]
+        if device is None:
+            return next(p for p in profiles if p.name == "cpu")
+        # The longest match wins, so that "L40S" is not taken for an "L4".
+        matches = [(len(part), p) for p in profiles for part in p.devices if part.lower() in device.lower()]
+        if matches:
+            return max(matches, key=lambda match: match[0])[1]
+        fallback = min((p for p in profiles if p.name != "cpu"), key=lambda p: p.ridge)
+        logger.warning(
+            "freedraft: no hardware profile for '%s', using '%s' (%d query tokens per step are free); "
+            "measure this machine with 'freedraft profile', or set option 'hardware' or 'knee'",
+            device,
+            fallback.name,
+            fallback.ridge,
+        )
+        return fallback
+
+
+def device_name() -> str | None:
+    """Name of the first GPU as torch reports it; None without torch or without a GPU."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def choose_profile(hardware: str) -> HardwareProfile:
+    """The profile that option `hardware` names; "auto" asks torch.
+
+    Raises:
+        ConfigError: there is no such profile, or it makes no sense.
+    """
+    return HardwareProfile.detect() if hardware == "auto" else HardwareProfile.load(hardware)

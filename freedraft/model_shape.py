@@ -1,0 +1,209 @@
+"""`ModelShape`: the dimensions of a decoder, read from its Hugging Face configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from freedraft.config import ConfigError
+from freedraft.hardware import DTYPE_BYTES
+
+# Names of one thing in different families; the first that is given counts.
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "n_head_kv", "num_kv_heads")
+_MLP = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "d_ff")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "experts_per_token")
+# Families whose MLP has two matrices instead of SwiGLU's three.
+_UNGATED = {"gpt2", "gptj", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "starcoder2", "mpt", "nemotron"}
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA): all heads share one compressed cache entry per token.
+
+    Attributes:
+        kv_rank: width of the compressed key/value.
+        rope_dim: width of the key part that carries the position, also shared.
+        q_rank: width of the compressed query; 0 where the query is not compressed.
+        nope_dim, v_dim: width per head of the rest of the key, and of the value.
+    """
+
+    kv_rank: int
+    rope_dim: int
+    q_rank: int
+    nope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Mixture of experts in some of the layers.
+
+    Attributes:
+        total: experts per layer; active: experts per token.
+        intermediate: h_mlp of one expert; shared: h_mlp of the experts that every token uses, together.
+        layers: number of layers with experts.
+    """
+
+    total: int
+    active: int
+    intermediate: int
+    shared: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Dimensions of a decoder, in the symbols of the paper (appendix B).
+
+    Attributes:
+        hidden: h. layers: number of decoder layers. heads, kv_heads: n_q, n_kv. head_dim: d.
+        intermediate: h_mlp of a dense layer. vocab: rows of the output head.
+        gated: whether the MLP is SwiGLU-like (three matrices) or has two.
+        weight_bytes, activation_bytes, kv_bytes: bytes per element.
+        dtype: number format of the matrix products, for the hardware's peak.
+        latent: MLA instead of grouped-query attention. experts: MoE layers.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    gated: bool = True
+    weight_bytes: float = 2.0
+    activation_bytes: float = 2.0
+    kv_bytes: float = 2.0
+    dtype: str = "bfloat16"
+    latent: LatentAttention | None = None
+    experts: Experts | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "vocab"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a model shape needs {name} >= 1, not {getattr(self, name)}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"a model shape knows no dtype '{self.dtype}': choose from {', '.join(DTYPE_BYTES)}")
+
+    @classmethod
+    def load(cls, model: Path | str, dtype: str | None = None) -> Self:
+        """The shape of the model in a folder (its config.json).
+
+        Raises:
+            ConfigError: there is no readable configuration, or it misses something.
+        """
+        path = Path(model).expanduser()
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}; give a model folder") from None
+        except ValueError:
+            raise ConfigError(f"{path} is not valid JSON: give a model folder with a good config.json") from None
+        if not isinstance(config, dict):
+            raise ConfigError(f"{path} holds no model configuration")
+        return cls.from_config(config, dtype=dtype, source=str(path))
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], *, dtype: str | None = None, source: str = "the model's configuration"
+    ) -> Self:
+        """The shape that a Hugging Face configuration (as a dictionary) describes.
+
+        Args:
+            dtype: what the engine computes in, where it is not what the configuration says.
+
+        Raises:
+            ConfigError: a field is missing or makes no sense.
+        """
+        quantised = config.get("quantization_config")
+        text = config.get("text_config")
+        if isinstance(text, Mapping):
+            config = {**config, **text}
+        try:
+            return cls._of(config, dtype, quantised if isinstance(quantised, Mapping) else {})
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            what = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"{source} is no decoder that the cost model can read ({what})") from None
+
+    @classmethod
+    def _of(cls, config: Mapping[str, Any], dtype: str | None, quantised: Mapping[str, Any]) -> Self:
+        hidden = int(_first(config, _HIDDEN))
+        heads = int(_first(config, _HEADS))
+        layers = int(_first(config, _LAYERS))
+        name = str(dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+        name = {"half": "float16", "float": "float32"}.get(name, name)
+        size = DTYPE_BYTES.get(name)
+        if size is None:
+            raise ValueError(f"dtype '{name}' is none of {', '.join(DTYPE_BYTES)}")
+        latent = None
+        if config.get("kv_lora_rank"):
+            latent = LatentAttention(
+                kv_rank=int(config["kv_lora_rank"]),
+                rope_dim=int(config["qk_rope_head_dim"]),
+                q_rank=int(config.get("q_lora_rank") or 0),
+                nope_dim=int(config["qk_nope_head_dim"]),
+                v_dim=int(config["v_head_dim"]),
+            )
+        return cls(
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=int(_first(config, _KV_HEADS, heads)),
+            head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
+            intermediate=int(_first(config, _MLP, 4 * hidden)),
+            vocab=int(config["vocab_size"]),
+            gated=str(config.get("model_type", "")) not in _UNGATED,
+            weight_bytes=_weight_bytes(quantised) or size,
+            activation_bytes=size,
+            kv_bytes=size,
+            dtype=name,
+            latent=latent,
+            experts=_experts(config, layers),
+        )
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...], default: Any = None) -> Any:
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    if default is None:
+        raise KeyError(names[0])
+    return default
+
+
+def _weight_bytes(quantised: Mapping[str, Any]) -> float | None:
+    """Bytes per weight of the common quantised formats, scales left out."""
+    method = str(quantised.get("quant_method", ""))
+    if quantised.get("bits"):  # GPTQ, AWQ, AutoRound
+        return float(quantised["bits"]) / 8
+    if "fp8" in method or quantised.get("load_in_8bit"):
+        return 1.0
+    if quantised.get("load_in_4bit") or "fp4" in method:
+        return 0.5
+    for group in (quantised.get("config_groups") or {}).values():  # compressed-tensors
+        bits = (group.get("weights") or {}).get("num_bits")
+        if bits:
+            return float(bits) / 8
+    return None
+
+
+def _experts(config: Mapping[str, Any], layers: int) -> Experts | None:
+    total = int(_first(config, _EXPERTS, 0) or 0)
+    if total <= 1:
+        return None
+    intermediate = int(config.get("moe_intermediate_size") or _first(config, _MLP))
+    shared = int(config.get("shared_expert_intermediate_size") or 0)
+    shared = shared or int(config.get("n_shared_experts") or 0) * intermediate
+    dense = set(config.get("mlp_only_layers") or ()) | set(range(int(config.get("first_k_dense_replace") or 0)))
+    step = int(config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1)
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    return Experts(total, int(_first(config, _EXPERTS_PER_TOKEN)), intermediate, shared, len(sparse))

@@ -1,0 +1,166 @@
+"""The roofline of a decoding step: papers/sssd.txt, appendix B, Table 2, and the same for MLA and MoE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.hardware import HardwareProfile
+from freedraft.model_shape import ModelShape
+
+Number = float | NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One row of Table 2, on one of p tensor-parallel ranks; for several s_q at once, arrays of one shape.
+
+    Attributes:
+        name: the row.
+        flops: FLOPs of matrix products. read, write: bytes.
+        count: how often it runs per forward pass.
+    """
+
+    name: str
+    flops: Number
+    read: Number
+    write: Number
+    count: Number
+
+    @property
+    def intensity(self) -> Number:
+        """FLOPs per byte."""
+        return self.flops / (self.read + self.write)
+
+    def seconds(self, peak_flops: float, bandwidth: float) -> Number:
+        """Time of all its runs: the slower of computing and moving."""
+        return self.count * np.maximum(self.flops / peak_flops, (self.read + self.write) / bandwidth)
+
+
+def product(name: str, shape: ModelShape, n: Number, rows: float, columns: float, count: Number) -> Operation:
+    """A matrix product of n query tokens: X [n, rows] times W [rows, columns], both local to the rank."""
+    a, w = shape.activation_bytes, shape.weight_bytes
+    return Operation(name, 2 * n * rows * columns, a * n * rows + w * rows * columns, a * n * columns, count)
+
+
+def operations(
+    shape: ModelShape, batch: int, s_q: Number, s_kv: float, *, tensor_parallel: int = 1, mask: bool = True
+) -> list[Operation]:
+    """The rows of Table 2 for a batch of b requests with s_q query tokens each, over contexts of s_kv tokens.
+
+    The head is added to the paper's rows, since small models spend much of a step there. MLA is taken as engines run
+    it while decoding, with the up-projections absorbed: every head attends to the compressed cache itself. Of E experts
+    with k per token, n query tokens are expected to touch E (1 - (1 - k/E)^n), and all of those are read.
+
+    Args:
+        tensor_parallel: p. mask: whether a mask of one byte per element is read, as for trees.
+    """
+    b, p = batch, tensor_parallel
+    n = b * s_q
+    h = shape.hidden
+    rows = _latent(shape, b, s_q, s_kv, p, mask) if shape.latent else _attention(shape, b, s_q, s_kv, p, mask)
+    experts = shape.experts
+    dense = shape.layers - (experts.layers if experts else 0)
+    if dense:
+        rows += _mlp("", shape, n, shape.intermediate / p, dense)
+    if experts and experts.layers:
+        touched = experts.total * (1 - (1 - experts.active / experts.total) ** n)
+        per_expert = n * experts.active / touched
+        rows += [product("router", shape, n, h, experts.total, experts.layers)]
+        rows += _mlp("experts: ", shape, per_expert, experts.intermediate / p, experts.layers * touched)
+        if experts.shared:
+            rows += _mlp("shared expert: ", shape, n, experts.shared / p, experts.layers)
+    rows.append(product("logits", shape, n, h, shape.vocab / p, 1))
+    return rows
+
+
+def _attention(shape: ModelShape, b: int, s_q: Number, s_kv: float, p: int, mask: bool) -> list[Operation]:
+    n, h, layers = b * s_q, shape.hidden, shape.layers
+    q, kv = shape.heads * shape.head_dim / p, shape.kv_heads * shape.head_dim / p
+    total = s_kv + s_q
+    read = shape.kv_bytes * b * 2 * total * kv + shape.activation_bytes * n * q + (n * total if mask else 0)
+    return [
+        product("Q", shape, n, h, q, layers),
+        product("K", shape, n, h, kv, layers),
+        product("V", shape, n, h, kv, layers),
+        Operation("attention", 4 * n * total * q, read, shape.activation_bytes * n * q, layers),
+        product("Y", shape, n, q, h, layers),
+    ]
+
+
+def _latent(shape: ModelShape, b: int, s_q: Number, s_kv: float, p: int, mask: bool) -> list[Operation]:
+    latent = shape.latent
+    assert latent is not None
+    n, h, layers, heads = b * s_q, shape.hidden, shape.layers, shape.heads / p
+    total, entry = s_kv + s_q, latent.kv_rank + latent.rope_dim
+    q = heads * (latent.nope_dim + latent.rope_dim)
+    if latent.q_rank:
+        rows = [
+            product("Q down", shape, n, h, latent.q_rank, layers),
+            product("Q up", shape, n, latent.q_rank, q, layers),
+        ]
+    else:
+        rows = [product("Q", shape, n, h, q, layers)]
+    read = shape.kv_bytes * b * total * entry + shape.activation_bytes * n * heads * entry
+    read += n * total if mask else 0
+    attended = shape.activation_bytes * n * heads * latent.kv_rank
+    return [
+        *rows,
+        product("KV down", shape, n, h, entry, layers),
+        product("K absorbed", shape, n, latent.nope_dim, latent.kv_rank, layers * heads),
+        Operation("attention", 2 * n * total * heads * (entry + latent.kv_rank), read, attended, layers),
+        product("V absorbed", shape, n, latent.kv_rank, latent.v_dim, layers * heads),
+        product("Y", shape, n, heads * latent.v_dim, h, layers),
+    ]
+
+
+def _mlp(name: str, shape: ModelShape, n: Number, width: float, count: Number) -> list[Operation]:
+    """H = SwiGLU(Y W1) and Z = H W2; W1 holds both input projections, of whose results only the product is written."""
+    h, a, w = shape.hidden, shape.activation_bytes, shape.weight_bytes
+    inputs = 2 if shape.gated else 1
+    up = Operation(f"{name}H", 2 * inputs * n * h * width, a * n * h + inputs * w * h * width, a * n * width, count)
+    return [up, product(f"{name}Z", shape, n, width, h, count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Predicted step times of one model on one kind of hardware.
+
+    Attributes:
+        tensor_parallel: number of ranks; their communication is left out, as in the paper.
+        mask: whether attention reads a tree mask.
+    """
+
+    shape: ModelShape
+    profile: HardwareProfile
+    tensor_parallel: int = 1
+    mask: bool = False
+
+    def seconds(self, batch: int, query_tokens: Number, context: float) -> Number:
+        """Time of one forward pass.
+
+        Args:
+            batch: requests, b >= 1.
+            query_tokens: over the whole batch, b * s_q; requests are taken to have equal shares.
+            context: tokens in the cache per request, s_kv.
+        """
+        s_q = query_tokens / batch
+        rows = operations(self.shape, batch, s_q, context, tensor_parallel=self.tensor_parallel, mask=self.mask)
+        peak = self.profile.flops(self.shape.dtype)
+        return sum((row.seconds(peak, self.profile.bandwidth) for row in rows), start=np.float64(0.0))
+
+    def knee(self, batch: int, context: float) -> int:
+        """Query tokens per step from which one more costs at least half of its full computing time.
+
+        The measure of the whole forward pass that I_knee approximates for one matrix product.
+        """
+        peak = self.profile.flops(self.shape.dtype)
+        full = sum(row.count * row.flops for row in operations(self.shape, 1, 1, 0)) / peak / self.tensor_parallel
+        low, high = batch, 1 << 20
+        while low < high:
+            middle = (low + high) // 2
+            slope = self.seconds(batch, middle + 1, context) - self.seconds(batch, middle, context)
+            low, high = (low, middle) if slope >= full / 2 else (middle + 1, high)
+        return low

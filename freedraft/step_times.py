@@ -1,0 +1,275 @@
+"""`StepTimes`: how long a step takes here, learnt while serving: the roofline, corrected by what was measured."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from freedraft.roofline import Roofline
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "freedraft-step-times-1"
+MAX_QUERY_TOKENS = 8192
+_EXACT = 16  # query tokens up to here have a bucket each, then four per octave
+
+
+def _centres() -> list[int]:
+    edges = [round(_EXACT * 2 ** (i / 4)) for i in range(4 * int(math.log2(MAX_QUERY_TOKENS / _EXACT)) + 1)]
+    return [*range(1, _EXACT), *edges]
+
+
+CENTRES: NDArray[np.float64] = np.array(_centres(), np.float64)
+"""Query tokens at which step times are kept; between two of them they are interpolated."""
+BUCKETS = len(CENTRES)
+BATCHES = 10  # 1, 2, 3-4, 5-8, ..., 129-256, more
+CONTEXTS = 5  # tokens per request: up to 512, 2 Ki, 8 Ki, 32 Ki, more
+BUCKET_OF: NDArray[np.int32] = np.searchsorted(
+    (CENTRES[1:] + CENTRES[:-1]) / 2, np.arange(MAX_QUERY_TOKENS + 1), side="right"
+).astype(np.int32)
+
+ROWS = BATCHES * CONTEXTS
+_LEFT: NDArray[np.int32] = np.clip(
+    np.searchsorted(CENTRES, np.arange(MAX_QUERY_TOKENS + 1), side="right") - 1, 0, BUCKETS - 2
+).astype(np.int32)
+_SHARE: NDArray[np.float64] = np.clip(
+    (np.arange(MAX_QUERY_TOKENS + 1) - CENTRES[_LEFT]) / (CENTRES[_LEFT + 1] - CENTRES[_LEFT]), 0.0, 1.0
+)
+
+_RATE = 0.02  # of a new time against what is known, once a bucket has been seen often enough
+_LEVEL_RATE = 0.08  # faster: a machine that slows down does so for every kind of step
+_CLIP = 0.25  # ln: a time further off than this counts as this far off
+_ABSURD = math.log(30.0)  # ln: beyond this a time says nothing of the step
+_PATIENCE = 20  # so many absurd times in a row and they are the truth
+
+
+def batch_bucket(batch: int) -> int:
+    return min((batch - 1).bit_length(), BATCHES - 1)
+
+
+def context_bucket(context: float) -> int:
+    bucket = 0
+    while bucket < CONTEXTS - 1 and context > 512 * 4**bucket:
+        bucket += 1
+    return bucket
+
+
+def row_of(batch: int, context: float) -> int:
+    """Where steps of this batch size and mean context are kept: 0 .. ROWS - 1."""
+    return batch_bucket(batch) * CONTEXTS + context_bucket(context)
+
+
+@njit(inline="always")
+def at(table, query_tokens):
+    """The value of a table over `CENTRES` at a number of query tokens (compiled code only)."""
+    q = min(query_tokens, MAX_QUERY_TOKENS)
+    i, share = _LEFT[q], _SHARE[q]
+    return table[i] + share * (table[i + 1] - table[i])
+
+
+@njit(cache=True)
+def _learn(delta, count, row, i, error):
+    """One time of bucket i of a row: `error` is ln(measured / predicted), already without the common level."""
+    seen = count[row, i]
+    if seen == 0.0:
+        delta[row, i] = error
+    else:
+        step = error - delta[row, i]
+        clip = _CLIP if seen >= 3.0 else 3.0 * _CLIP
+        step = min(max(step, -clip), clip)
+        delta[row, i] += max(_RATE, 1.0 / (seen + 1.0)) * step
+    count[row, i] = min(seen + 1.0, 1e6)
+
+
+@njit(cache=True)
+def _fill(delta, count, row, out):
+    """The corrections of a row for every bucket: what was seen there, drawn towards its neighbours while seen rarely;
+    unseen ones from the nearest that were."""
+    n = delta.shape[1]
+    last = -1
+    for i in range(n):
+        if count[row, i] > 0.0:
+            if last < 0:
+                for k in range(i):
+                    out[k] = delta[row, i]
+            else:
+                for k in range(last + 1, i):
+                    share = (k - last) / (i - last)
+                    out[k] = (1.0 - share) * delta[row, last] + share * delta[row, i]
+            out[i] = delta[row, i]
+            last = i
+    if last < 0:
+        return False
+    for k in range(last + 1, n):
+        out[k] = delta[row, last]
+    before = -1
+    for i in range(n):
+        if count[row, i] <= 0.0:
+            continue
+        if count[row, i] < 8.0:
+            after = -1
+            for k in range(i + 1, n):
+                if count[row, k] > 0.0:
+                    after = k
+                    break
+            if before >= 0 or after >= 0:
+                if before < 0:
+                    near = delta[row, after]
+                elif after < 0:
+                    near = delta[row, before]
+                else:
+                    share = (i - before) / (after - before)
+                    near = (1.0 - share) * delta[row, before] + share * delta[row, after]
+                trust = count[row, i] / (count[row, i] + 1.0)
+                out[i] = trust * delta[row, i] + (1.0 - trust) * near
+        before = i
+    return True
+
+
+class StepTimes:
+    """Seconds of a step by batch size, query tokens and context: roofline * exp(level + correction).
+
+    The level follows the machine (its clock, its other load); the corrections, by buckets of batch size, query tokens
+    and context, say how this kind of step differs from what the roofline predicts. Only ratios decide how much to
+    draft, and a change of the level leaves them alone. Outliers are clipped, absurd times dropped.
+
+    Args:
+        roofline: the prediction to start from.
+    """
+
+    def __init__(self, roofline: Roofline) -> None:
+        self.roofline = roofline
+        self._delta = np.zeros((ROWS, BUCKETS))
+        self._count = np.zeros((ROWS, BUCKETS))
+        self._level = 0.0
+        self._seen = 0
+        self._absurd = 0
+        self._logs: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self._tables: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self._stale = np.ones(ROWS, np.bool_)
+        self._filled = np.zeros((ROWS, BUCKETS))
+
+    @property
+    def seen(self) -> int:
+        """Times learnt from."""
+        return self._seen
+
+    def count(self, batch: int, query_tokens: int, context: float) -> float:
+        """How often steps of this bucket were timed."""
+        row = row_of(batch, context)
+        return float(self._count[row, BUCKET_OF[min(query_tokens, MAX_QUERY_TOKENS)]])
+
+    def observe(self, batch: int, query_tokens: int, context: float, seconds: float) -> bool:
+        """Learn from one step.
+
+        Returns:
+            False where the time cannot be one of a step (not positive, not finite, absurdly far off) and was dropped.
+        """
+        if not (seconds > 0.0 and math.isfinite(seconds)) or not 1 <= batch <= query_tokens <= MAX_QUERY_TOKENS:
+            return False
+        row = row_of(batch, context)
+        i = int(BUCKET_OF[query_tokens])
+        logs = self._log_roofline(batch, context)
+        error = math.log(seconds) - float(np.interp(query_tokens, CENTRES, logs)) - self._level
+        if self._seen == 0:
+            self._level += error
+            error = 0.0
+        known = self._row(row)[i]
+        if abs(error - known) > _ABSURD:
+            self._absurd += 1
+            if self._absurd < _PATIENCE:
+                return False
+            self._level += error - known  # a different machine, or a clock that was wrong before
+            error = known
+        self._absurd = 0
+        if self._count[row, i] >= 3:  # before, the roofline's shape is what is wrong
+            self._level += _LEVEL_RATE * min(max(error - known, -_CLIP), _CLIP)
+        _learn(self._delta, self._count, row, i, error)
+        self._seen += 1
+        self._stale[:] = True
+        return True
+
+    def table(self, batch: int, context: float) -> NDArray[np.float64]:
+        """float64 [BUCKETS]: seconds of a step of `batch` requests at each number of query tokens in `CENTRES`."""
+        row = row_of(batch, context)
+        return np.exp(self._log_roofline(batch, context) + self._row(row) + self._level)
+
+    def seconds(self, batch: int, query_tokens: float, context: float) -> float:
+        """Seconds of one step."""
+        return float(np.interp(query_tokens, CENTRES, self.table(batch, context)))
+
+    def _log_roofline(self, batch: int, context: float) -> NDArray[np.float64]:
+        key = batch, context_bucket(context)
+        logs = self._logs.get(key)
+        if logs is None:
+            typical = 256 * 4 ** key[1]
+            query_tokens = np.maximum(CENTRES, batch)
+            logs = self._logs[key] = np.log(np.asarray(self.roofline.seconds(batch, query_tokens, typical)))
+        return logs
+
+    def _row(self, row: int) -> NDArray[np.float64]:
+        """Corrections of a row; of the nearest one that has any where it has none."""
+        out = self._filled[row]
+        if self._stale[row]:
+            self._stale[row] = False
+            if not _fill(self._delta, self._count, row, out):
+                known = np.flatnonzero(self._count.any(axis=1))
+                if len(known):
+                    distance = abs(known // CONTEXTS - row // CONTEXTS) + 0.6 * abs(known % CONTEXTS - row % CONTEXTS)
+                    _fill(self._delta, self._count, known[distance.argmin()], out)
+        return out
+
+    # -- on disk -------------------------------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write what was learnt, replacing the file in one go."""
+        cells = [
+            [
+                int(row // CONTEXTS),
+                int(row % CONTEXTS),
+                int(i),
+                round(float(self._delta[row, i]), 5),
+                int(self._count[row, i]),
+            ]
+            for row, i in zip(*np.nonzero(self._count), strict=True)
+        ]
+        data = {"format": FORMAT, "for": self._identity(), "level": self._level, "cells": cells}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(data))
+        part.replace(path)
+
+    def load(self, path: Path) -> bool:
+        """Take over what `save` wrote for the same model on the same hardware; anything else is left with a warning."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["format"] != FORMAT or data["for"] != self._identity():
+                raise ValueError("it is of another model, other hardware or another version")
+            level, cells = float(data["level"]), data["cells"]
+            if not math.isfinite(level):
+                raise ValueError("its level is no number")
+            delta, count = np.zeros_like(self._delta), np.zeros_like(self._count)
+            for batch, context, i, value, seen in cells:
+                if not (0 <= batch < BATCHES and 0 <= context < CONTEXTS and 0 <= i < BUCKETS and abs(value) < 20):
+                    raise ValueError("a cell is out of range")
+                delta[batch * CONTEXTS + context, i], count[batch * CONTEXTS + context, i] = value, min(seen, 30)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("freedraft: step times in %s are not used (%s); they are learnt anew", path, error)
+            return False
+        self._delta, self._count, self._level, self._seen = delta, count, level, 1
+        self._stale[:] = True
+        return True
+
+    def _identity(self) -> list[object]:
+        shape, profile = self.roofline.shape, self.roofline.profile
+        return [shape.hidden, shape.layers, shape.vocab, shape.dtype, shape.weight_bytes, profile.name,
+                profile.peak_flops, profile.bandwidth, self.roofline.tensor_parallel]  # fmt: skip

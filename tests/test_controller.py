@@ -1,0 +1,307 @@
+"""The controller against machines and traffic that are known, and its shares against plain enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freedraft.acceptance import SIZE, Acceptance
+from freedraft.controller import PROBE_EVERY, Controller, share_tokens, share_width
+from freedraft.cost_model import CostModel
+from freedraft.draft import DraftBatch
+from freedraft.hardware import HardwareProfile
+from freedraft.model_shape import ModelShape
+from freedraft.roofline import Roofline
+from freedraft.step_times import BUCKET_OF, BUCKETS, CENTRES
+
+SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
+PROFILE = HardwareProfile(name="x", peak_flops=9.2e11, bandwidth=5.1e10, source="measured")
+
+
+def controller(most: int = 8, **options: object) -> Controller:
+    return Controller(CostModel(PROFILE, most, policy="auto"), Roofline(SHAPE, PROFILE), **options)
+
+
+def chains(p: list[list[float]], kinds: int = 0) -> DraftBatch:
+    """Chains whose nodes have these probabilities given their parents; token i at depth i."""
+    draft = DraftBatch.empty(len(p), 1 + max(map(len, p), default=0))
+    for b, row in enumerate(p):
+        n = len(row)
+        draft.counts[b] = n + 1
+        draft.tokens[b, 1 : n + 1] = draft.depths[b, 1 : n + 1] = np.arange(1, n + 1)
+        draft.parents[b, 1 : n + 1] = np.arange(n)
+        draft.parents[b, 0], draft.scores[b, 0] = -1, 1.0
+        draft.scores[b, 1 : n + 1] = np.cumprod(row)
+        draft.kinds[b] = kinds
+    return draft
+
+
+probabilities = st.lists(st.lists(st.floats(0.01, 0.99), max_size=4), min_size=1, max_size=3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(probabilities, st.lists(st.floats(0.0, 0.4), min_size=BUCKETS, max_size=BUCKETS), st.integers(-1, 12))
+def test_shares_are_the_best_of_all(p: list[list[float]], growth: list[float], forced: int) -> None:
+    draft = chains(p)
+    table = np.cumprod(1 + np.array(growth)) * 0.02
+    path = np.cumprod(np.pad([[*row, *[1] * (4 - len(row))] for row in p], ((0, 0), (1, 0)), constant_values=1), axis=1)
+    batch = len(p)
+
+    def tokens(cut: tuple[int, ...]) -> float:
+        return batch + sum(path[b, 1 : n + 1].sum() for b, n in enumerate(cut))
+
+    def rate(cut: tuple[int, ...]) -> float:
+        return tokens(cut) / table[BUCKET_OF[batch + sum(cut)]]
+
+    cuts = list(itertools.product(*(range(len(row) + 1) for row in p)))
+    counts = draft.counts.copy()
+    order = np.empty(draft.tokens.size)
+    chosen, gain, longest = share_tokens(path, counts, table, 0.0, forced, order)
+    cut = tuple(int(n) - 1 for n in counts)
+    assert sum(cut) == chosen and longest == max(cut) + 1
+    if forced >= 0:
+        wanted = min(forced, sum(map(len, p)))
+        assert chosen == wanted
+        assert tokens(cut) == pytest.approx(max(tokens(c) for c in cuts if sum(c) == wanted))
+    else:
+        assert rate(cut) == pytest.approx(max(map(rate, cuts)))
+        assert gain == pytest.approx(rate(cut) / rate((0,) * batch) - 1) and gain >= 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(probabilities, st.lists(st.floats(0.0, 0.4), min_size=BUCKETS, max_size=BUCKETS))
+def test_the_width_is_the_best_of_all(p: list[list[float]], growth: list[float]) -> None:
+    draft, batch = chains(p), len(p)
+    table = np.cumprod(1 + np.array(growth)) * 0.02
+    path = np.cumprod(np.pad([[*row, *[0] * (4 - len(row))] for row in p], ((0, 0), (1, 0)), constant_values=1), axis=1)
+    widths = np.array([1, 2, 4, 5], np.int32)
+    most = max(map(len, p)) + 1
+    candidates = [w for i, w in enumerate(widths) if i == 0 or widths[i - 1] < most]
+    rates = {w: path[:, :w].sum() / np.interp(batch * w, CENTRES, table) for w in candidates}
+    counts = draft.counts.copy()
+    width, gain, longest = share_width(path, counts, table, 0.0, widths, -1)
+    assert rates[width] == pytest.approx(max(rates.values()))
+    assert gain == pytest.approx(rates[width] / rates[1] - 1)
+    assert np.array_equal(counts, np.minimum(draft.counts, width)) and longest == counts.max()
+
+
+def test_acceptance_learns_what_scores_are_worth() -> None:
+    acceptance, rng = Acceptance(), np.random.default_rng(0)
+    draft = chains([[0.6, 0.6]], kinds=3)
+    before = acceptance.probabilities(draft)[0]
+    assert before == pytest.approx([1, 0.6, 0.36])
+    for _ in range(1500):
+        hits = list(itertools.takewhile(lambda p: rng.random() < p, (0.2, 0.9)))
+        acceptance.observe(draft, [np.array([*range(1, len(hits) + 1), 99], np.int32)])
+    after = acceptance.probabilities(draft)[0]
+    assert after[1] == pytest.approx(0.2, abs=0.1)
+    assert after[2] / after[1] == pytest.approx(0.9, abs=0.12)
+
+
+def test_kinds_are_told_apart() -> None:
+    acceptance, rng = Acceptance(), np.random.default_rng(0)
+    for _ in range(1000):
+        for kind, p in ((1, 0.8), (2, 0.1)):
+            acceptance.observe(chains([[0.4]], kind), [np.array([1 if rng.random() < p else 7], np.int32)])
+    good, bad = (acceptance.probabilities(chains([[0.4]], kind))[0, 1] for kind in (1, 2))
+    assert good == pytest.approx(0.8, abs=0.12) and bad == pytest.approx(0.1, abs=0.1)
+
+
+def test_an_outcome_counts_once_per_child_of_the_true_path() -> None:
+    tree = DraftBatch.empty(1, 6)
+    # root -> 1 (token 10), 2 (token 11); 2 -> 3 (token 12), 4 (token 13); 1 -> 5 (token 14), not on the true path
+    tree.parents[0], tree.depths[0], tree.counts[0] = [-1, 0, 0, 2, 2, 1], [0, 1, 1, 2, 2, 2], 6
+    tree.tokens[0], tree.scores[0] = [9, 10, 11, 12, 13, 14], [1, 0.5, 0.3, 0.1, 0.1, 0.2]
+    acceptance = Acceptance()
+    assert acceptance.observe(tree, [np.array([11, 13, 5], np.int32)]) == 4
+    assert acceptance.observe(tree, [np.array([8], np.int32)]) == 2
+    assert acceptance.observe(tree, [np.zeros(0, np.int32)]) == 0
+    assert np.isfinite(acceptance.bias).all() and acceptance.bias.shape == (SIZE,)
+
+
+class Machine:
+    """A clock, a machine of known step times, and text of which drafts are right with a known probability."""
+
+    def __init__(self, seconds, batch: int = 1) -> None:
+        self.now, self.seconds, self.batch = 100.0, seconds, batch
+        self.rng = np.random.default_rng(5)
+        self.ids = [f"r{i}" for i in range(batch)]
+        self.position = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def run(self, control: Controller, steps: int, accept: float, scored: float = 0.5, length: int = 8) -> list[int]:
+        """Draft tokens verified, by step."""
+        chosen = []
+        source = np.zeros(self.batch * 16, np.int32)
+        gained = np.ones(self.batch, np.int64)
+        query_tokens = self.batch
+        for _ in range(steps):
+            starts = np.arange(self.batch, dtype=np.int64) * 16
+            control.observe(self.ids, source, starts, starts + gained, context=300.0, query_tokens=query_tokens)
+            n, counts = 0, np.ones(self.batch, np.int32)
+            if most := control.limit(self.batch):
+                draft = chains([[scored] * min(most, length)] * self.batch)
+                n = control.cut(draft)
+                counts = draft.counts
+            control.end(self.ids)
+            query_tokens = self.batch + n
+            self.now += self.seconds(self.batch, query_tokens)
+            for b in range(self.batch):
+                hits = 0
+                while hits < 8 and self.rng.random() < accept:
+                    hits += 1
+                # The true text goes on as drafted for `hits` tokens; what was not verified is generated as one token.
+                gained[b] = min(hits, int(counts[b]) - 1) + 1
+                source[b * 16 : b * 16 + 16] = 99
+                source[b * 16 : b * 16 + hits] = np.arange(1, hits + 1)
+            chosen.append(n)
+        return chosen
+
+
+def flat(batch: int, query_tokens: int) -> float:
+    return 0.02 + 0.002 * max(0, query_tokens - 6)
+
+
+def steep(batch: int, query_tokens: int) -> float:
+    return 0.004 * query_tokens
+
+
+def expensive(batch: int, query_tokens: int) -> float:
+    return 0.02 * (1 + 0.12 * (query_tokens - 1))
+
+
+def test_it_finds_the_knee_of_the_machine() -> None:
+    machine = Machine(flat)
+    control = controller(clock=machine.clock)
+    lengths = machine.run(control, 400, accept=0.7)
+    rate = [sum(0.7**i for i in range(n + 1)) / flat(1, 1 + n) for n in range(9)]
+    best = int(np.argmax(rate))
+    achieved = np.mean([rate[n] for n in lengths[200:]])
+    assert achieved >= 0.98 * rate[best], (best, np.bincount(lengths[200:]))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_where_nothing_pays_it_is_plain_but_for_probes(batch: int) -> None:
+    machine = Machine(steep, batch)
+    control = controller(clock=machine.clock)
+    lengths = machine.run(control, 1500, accept=0.6)
+    assert np.count_nonzero(lengths[500:]) <= 1000 / PROBE_EVERY
+    assert control.times.count(batch, batch, 300.0) > 100
+
+
+def test_useless_drafts_are_not_verified() -> None:
+    machine = Machine(expensive)
+    control = controller(clock=machine.clock)
+    lengths = machine.run(control, 1500, accept=0.0)
+    assert np.count_nonzero(lengths[800:]) <= 700 / PROBE_EVERY + 1
+
+
+def test_a_change_of_traffic_is_followed_within_300_steps() -> None:
+    machine = Machine(expensive)
+    control = controller(clock=machine.clock)
+    code, story = 0.9, 0.05
+    rates = {a: [sum(a**i for i in range(n + 1)) / expensive(1, 1 + n) for n in range(9)] for a in (code, story)}
+    for accept in (code, story, code, story):
+        lengths = machine.run(control, 400, accept=accept)
+        settled = np.mean([rates[accept][n] for n in lengths[300:]])
+        assert settled >= 0.95 * max(rates[accept]), (accept, lengths[300:])
+
+
+def test_drafting_that_costs_more_than_it_brings_stops_but_for_glances() -> None:
+    machine = Machine(flat)
+    control = controller(clock=machine.clock)
+    drafted = 0
+    original = control.cut
+
+    def slow_cut(draft: DraftBatch) -> int:
+        nonlocal drafted
+        drafted += 1
+        machine.now += 0.004  # a fifth of a step
+        return original(draft)
+
+    control.cut = slow_cut  # type: ignore[method-assign]
+    machine.run(control, 300, accept=0.05)
+    drafted = 0
+    machine.run(control, 1000, accept=0.05)
+    assert 1 <= drafted <= 100, "4 ms each, of 20 s: at most a hundredth, and probes"
+    assert max(machine.run(control, 300, accept=0.95)[200:]) >= 4, "it comes back"
+
+
+def test_widths_are_chosen_from_the_set() -> None:
+    machine = Machine(flat, 2)
+    control = controller(most=15, widths=(1, 2, 4, 8, 16), clock=machine.clock)
+    source = np.zeros(32, np.int32)
+    starts = np.array([0, 16], np.int64)
+    for _ in range(300):
+        control.observe(machine.ids, source, starts, starts + 1, context=10.0, query_tokens=2)
+        draft = chains([[0.9] * 15, [0.3] * 3])
+        width = control.cut(draft)
+        control.end(machine.ids)
+        machine.now += flat(2, 2 * width)
+        assert width in (1, 2, 4, 8, 16) and draft.counts.max() <= width
+        source[:] = np.tile(np.arange(1, 17), 2)
+    assert np.isfinite(control.acceptance.bias).all()
+
+
+def test_requests_come_and_go() -> None:
+    machine = Machine(flat, 3)
+    control = controller(clock=machine.clock)
+    for ids in (["a", "b", "c"], ["c", "a"], [], ["d"], ["d", "e", "c"]):
+        n = len(ids)
+        starts = np.arange(n, dtype=np.int64) * 4
+        source = np.tile(np.arange(1, 5, dtype=np.int32), max(n, 1))
+        control.observe(ids, source, starts, starts + 2, context=5.0, query_tokens=n or None)
+        if n and control.limit(n):
+            control.cut(chains([[0.8] * 3] * n))
+        control.end(ids)
+        machine.now += 0.02
+
+
+def test_a_clock_that_jumps_does_no_harm() -> None:
+    machine = Machine(flat)
+    control = controller(clock=machine.clock)
+    machine.run(control, 200, accept=0.7)
+    known = control.times.table(1, 300.0).copy()
+    for jump in (-1e6, 1e9, math.nan, -5.0):
+        machine.now = (100.0 if math.isnan(machine.now) else machine.now) + jump
+        machine.run(control, 1, accept=0.7)
+    machine.now = 100.0
+    machine.run(control, 3, accept=0.7)
+    assert np.allclose(control.times.table(1, 300.0), known, rtol=0.1)
+
+
+def test_step_times_survive_a_restart(tmp_path) -> None:
+    machine = Machine(steep)
+    control = controller(clock=machine.clock, path=tmp_path / "times.json")
+    machine.run(control, 400, accept=0.6)
+    control.save()
+    again = controller(clock=machine.clock, path=tmp_path / "times.json")
+    assert np.count_nonzero(machine.run(again, 90, accept=0.6)) <= 3
+
+
+def test_its_own_cost() -> None:
+    """At most 20 us per step at batch 32; the bound here leaves room for a busy machine."""
+    control = controller()
+    ids = [f"r{i}" for i in range(32)]
+    source = np.zeros(32 * 16, np.int32)
+    starts = np.arange(32, dtype=np.int64) * 16
+    draft = chains([[0.7] * 8] * 32)
+    counts = draft.counts.copy()
+    best = math.inf
+    for _ in range(300):
+        started = time.perf_counter()
+        control.observe(ids, source, starts, starts + 1, context=300.0, query_tokens=64)
+        control.limit(32)
+        control.cut(draft)
+        control.end(ids)
+        best = min(best, time.perf_counter() - started)
+        draft.counts[:] = counts
+    assert best < 100e-6

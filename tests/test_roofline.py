@@ -1,0 +1,178 @@
+"""Table 2 and the worked example of papers/sssd.txt, appendix B; what the models that it leaves out add."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from freedraft.config import ConfigError
+from freedraft.hardware import HardwareProfile
+from freedraft.model_shape import ModelShape
+from freedraft.roofline import Roofline, operations
+
+LLAMA3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+
+
+def profile(**values: object) -> HardwareProfile:
+    return HardwareProfile(**({"name": "x", "peak_flops": 165e12, "bandwidth": 0.95e12, "source": "measured"} | values))
+
+
+def rows(b: int, s: int, kv: int, p: int) -> dict[str, tuple[float, float, float, float]]:
+    found = operations(ModelShape.from_config(LLAMA3_8B), b, s, kv, tensor_parallel=p)
+    return {row.name: (row.flops, row.read, row.write, row.intensity) for row in found}
+
+
+@pytest.mark.parametrize(("b", "s", "kv", "p"), [(1, 1, 100, 1), (8, 22, 1000, 1), (8, 22, 1000, 2), (64, 4, 32000, 8)])
+def test_every_row_of_table_2(b: int, s: int, kv: int, p: int) -> None:
+    h, g, m, bs = 4096, 4, 14336, b * s
+    total = kv + s
+    table = {
+        # name: FLOPs, read, write, FLOPs:IO, each as printed (K and V write 2 b s h / (g p), as their ratio says; the
+        # mask has one byte per element, as the text and the ratio of attention say).
+        "Q": (2 * bs * h**2 / p, 2 * (bs * h + h**2 / p), 2 * bs * h / p, 1 / ((p + 1) / h + 1 / bs)),
+        "K": (
+            2 * bs * h**2 / (g * p), 2 * (bs * h + h**2 / (g * p)), 2 * bs * h / (g * p),
+            1 / ((g * p + 1) / h + 1 / bs),
+        ),
+        "attention": (
+            4 * bs * total * h / p, 2 * (b * h / (g * p) * (2 * total + g * s)) + bs * total, 2 * bs * h / p,
+            1 / (1 / (g * s) + 1 / total + p / (4 * h)),
+        ),
+        "Y": (2 * bs * h**2 / p, 2 * (bs * h / p + h**2 / p), 2 * bs * h, 1 / ((p + 1) / h + 1 / bs)),
+        "H": (
+            4 * bs * h * m / p, 2 * (bs * h + 2 * h * m / p), 2 * bs * m / p, 1 / (1 / (2 * h) + p / (2 * m) + 1 / bs),
+        ),
+        "Z": (2 * bs * h * m / p, 2 * (bs * m / p + h * m / p), 2 * bs * h, 1 / (1 / h + p / m + 1 / bs)),
+    }  # fmt: skip
+    table["V"] = table["K"]
+    found = rows(b, s, kv, p)
+    for name, wanted in table.items():
+        assert found[name] == pytest.approx(wanted, rel=1e-12), name
+    assert set(found) == {*table, "logits"}
+
+
+def test_the_worked_example() -> None:
+    # 165 TFLOP/s and 0.95 TB/s: free up to b * s_q = 174, s_q = 22 at b = 8; with 1/h in it, as in the equation, 181.
+    assert profile().ridge == 174
+    assert round(profile().ridge / 8) == 22
+    assert round(1 / (0.95 / 165 - 1 / 4096)) == 181
+
+
+def test_the_slope_breaks_where_the_example_says() -> None:
+    """Figure 3a: nearly flat up to s_q = 22 at b = 8 and short context, then a token costs all of its computing."""
+    roofline = Roofline(ModelShape.from_config(LLAMA3_8B), profile())
+    flat = roofline.seconds(8, 8 * 22, 100) / roofline.seconds(8, 8, 100)
+    steep = roofline.seconds(8, 8 * 48, 100) / roofline.seconds(8, 8 * 24, 100)
+    assert flat < 1.2 and steep > 1.8
+    assert 8 * 21 <= roofline.knee(8, 100) <= 8 * 26
+
+
+def test_several_lengths_at_once_are_each_alone() -> None:
+    roofline = Roofline(ModelShape.from_config(LLAMA3_8B), profile(), tensor_parallel=2, mask=True)
+    lengths = np.array([8.0, 24.0, 400.0])
+    assert np.allclose(roofline.seconds(8, lengths, 777), [roofline.seconds(8, float(n), 777) for n in lengths])
+
+
+def test_the_weights_of_a_step_are_the_models() -> None:
+    """At one token, the bytes read are the parameters of the model: 8.03 billion less the embedding's 0.53."""
+    read = sum(row.read * row.count for row in operations(ModelShape.from_config(LLAMA3_8B), 1, 1, 0, mask=False))
+    assert read / 2 == pytest.approx(7.5e9, rel=0.01)
+
+
+MIXTRAL = LLAMA3_8B | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+def test_experts_are_read_as_tokens_touch_them() -> None:
+    def expert_bytes(n: int) -> float:
+        found = operations(ModelShape.from_config(MIXTRAL), n, 1, 0)
+        return sum(row.read * row.count for row in found if row.name == "experts: Z") / 32
+
+    one = 2 * 4096 * 14336
+    assert expert_bytes(1) == pytest.approx(2 * one, rel=0.01)
+    assert expert_bytes(2) == pytest.approx(2 * one * (2 - 2 / 8), rel=0.01)  # 8 (1 - (3/4)^2) = 3.5 of 8
+    assert expert_bytes(64) == pytest.approx(8 * one, rel=0.1)
+    flops = {n: sum(r.flops * r.count for r in operations(ModelShape.from_config(MIXTRAL), n, 1, 0)) for n in (1, 64)}
+    assert flops[64] == pytest.approx(64 * flops[1], rel=1e-9), "computing does not depend on which experts"
+
+
+def test_a_draft_token_costs_more_with_experts() -> None:
+    dense, sparse = (Roofline(ModelShape.from_config(c), profile(), mask=False) for c in (LLAMA3_8B, MIXTRAL))
+    assert dense.seconds(1, 4, 100) / dense.seconds(1, 1, 100) < 1.02
+    assert sparse.seconds(1, 4, 100) / sparse.seconds(1, 1, 100) > 1.8
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129280, "kv_lora_rank": 512,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_latent_attention_reads_one_small_entry_per_token() -> None:
+    shape = ModelShape.from_config(DEEPSEEK)
+    assert shape.experts is not None and shape.experts.layers == 58
+    near, far = (
+        next(r for r in operations(shape, 4, 1, kv, mask=False) if r.name == "attention") for kv in (0, 10_000)
+    )
+    assert far.read - near.read == pytest.approx(2 * 4 * 10_000 * (512 + 64))
+    # 37 billion parameters are active per token (the published figure; it counts neither embedding nor all of MLA).
+    read = sum(r.read * r.count for r in operations(shape, 1, 1, 0, mask=False)) / 2
+    assert read == pytest.approx(37e9, rel=0.05)
+
+
+def test_shapes_of_other_families() -> None:
+    gpt2 = ModelShape.from_config(
+        {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    )
+    assert (gpt2.hidden, gpt2.kv_heads, gpt2.intermediate, gpt2.gated) == (768, 12, 3072, False)
+    qwen3 = ModelShape.from_config(LLAMA3_8B | {"head_dim": 256})
+    assert next(r for r in operations(qwen3, 1, 1, 0) if r.name == "Q").flops == 2 * 4096 * 32 * 256
+    awq = ModelShape.from_config(LLAMA3_8B | {"quantization_config": {"quant_method": "awq", "bits": 4}})
+    assert awq.weight_bytes == 0.5 and awq.activation_bytes == 2
+    nested = ModelShape.from_config({"model_type": "vlm", "text_config": LLAMA3_8B})
+    assert nested.layers == 32
+    moe = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "decoder_sparse_step": 1,
+           "shared_expert_intermediate_size": 5632, "mlp_only_layers": [0, 1]}  # fmt: skip
+    experts = ModelShape.from_config(LLAMA3_8B | moe).experts
+    assert experts is not None and (experts.layers, experts.shared, experts.active) == (30, 5632, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"vocab_size": "many"}, "many"),
+        ({"torch_dtype": "int3"}, "int3"),
+        ({"num_attention_heads": 0}, "heads >= 1"),
+        ({"num_hidden_layers": -3}, "layers"),
+        ({"kv_lora_rank": 512}, "qk_rope_head_dim"),
+        ({"num_local_experts": 8}, "num_experts_per_tok"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, change: dict, word: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B | change))
+    with pytest.raises(ConfigError) as error:
+        ModelShape.load(tmp_path)
+    assert word in str(error.value) and "\n" not in str(error.value)
+
+
+def test_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give a model folder"):
+        ModelShape.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        ModelShape.load(tmp_path)

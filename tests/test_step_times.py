@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from freedraft.hardware import HardwareProfile
+from freedraft.model_shape import ModelShape
+from freedraft.roofline import Roofline
+from freedraft.step_times import BUCKET_OF, CENTRES, MAX_QUERY_TOKENS, StepTimes, batch_bucket, context_bucket
+
+SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
+PROFILE = HardwareProfile(name="x", peak_flops=9.2e11, bandwidth=5.1e10, source="measured")
+
+
+def times() -> StepTimes:
+    return StepTimes(Roofline(SHAPE, PROFILE))
+
+
+def machine(batch: int, query_tokens: int) -> float:
+    """A machine whose knee is at 6 tokens, far below the roofline's 18."""
+    return 0.020 + 0.0015 * max(0, query_tokens - 6) + 0.0002 * batch
+
+
+def test_buckets() -> None:
+    assert [batch_bucket(b) for b in (1, 2, 3, 4, 5, 8, 9, 16, 17, 1000)] == [0, 1, 2, 2, 3, 3, 4, 4, 5, 9]
+    assert [context_bucket(c) for c in (0, 512, 513, 2048, 9000, 1e6)] == [0, 0, 1, 1, 3, 4]
+    assert [BUCKET_OF[q] for q in range(1, 17)] == list(range(16))
+    nearest = np.abs(CENTRES[None, :] - np.arange(MAX_QUERY_TOKENS + 1)[:, None]).argmin(axis=1)
+    distance = np.abs(CENTRES[BUCKET_OF] - np.arange(MAX_QUERY_TOKENS + 1))
+    assert np.array_equal(distance, np.abs(CENTRES[nearest] - np.arange(MAX_QUERY_TOKENS + 1)))
+
+
+def test_the_machine_replaces_the_datasheet() -> None:
+    learnt = times()
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        q = int(rng.integers(1, 17))
+        learnt.observe(1, q, 300.0, machine(1, q) * rng.lognormal(0.0, 0.05))
+    for q in (1, 4, 6, 8, 12, 16):
+        assert learnt.seconds(1, q, 300.0) == pytest.approx(machine(1, q), rel=0.06), q
+
+
+def test_what_was_never_seen_is_taken_from_its_neighbours() -> None:
+    learnt = times()
+    for _ in range(20):
+        for q in (1, 9):
+            learnt.observe(1, q, 300.0, 3 * learnt.roofline.seconds(1, q, 256.0))
+    for batch, q, context in ((1, 5, 300.0), (2, 5, 300.0), (4, 12, 5000.0)):
+        predicted = learnt.roofline.seconds(batch, q, 256 * 4 ** context_bucket(context))
+        assert learnt.seconds(batch, q, context) == pytest.approx(3 * predicted, rel=0.02)
+
+
+def test_outliers_are_clipped_and_impossible_times_dropped() -> None:
+    learnt = times()
+    rng = np.random.default_rng(1)
+    for i in range(600):
+        q = 1 + i % 8
+        slow = 8.0 if rng.random() < 0.04 else 1.0
+        learnt.observe(1, q, 300.0, machine(1, q) * slow)
+    for q in range(1, 9):
+        assert learnt.seconds(1, q, 300.0) == pytest.approx(machine(1, q), rel=0.08), q
+    before = learnt.seconds(1, 4, 300.0)
+    for wrong in (0.0, -1.0, math.nan, math.inf, 1e9, 1e-9):
+        assert not learnt.observe(1, 4, 300.0, wrong)
+    assert not learnt.observe(0, 4, 300.0, 1.0) and not learnt.observe(5, 4, 300.0, 1.0)
+    assert learnt.seconds(1, 4, 300.0) == before
+
+
+def test_a_clock_that_was_wrong_at_first_is_overcome() -> None:
+    learnt = times()
+    learnt.observe(1, 1, 300.0, 500.0)
+    for _ in range(60):
+        learnt.observe(1, 1, 300.0, 0.02)
+    assert learnt.seconds(1, 1, 300.0) == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_slower_machine_leaves_the_ratios_alone() -> None:
+    learnt = times()
+    for _ in range(60):
+        for q in range(1, 17):
+            learnt.observe(1, q, 300.0, machine(1, q))
+    ratio = learnt.seconds(1, 12, 300.0) / learnt.seconds(1, 1, 300.0)
+    for _ in range(150):  # the machine halves its clock while only one length is used
+        learnt.observe(1, 4, 300.0, 2 * machine(1, 4))
+    assert learnt.seconds(1, 4, 300.0) == pytest.approx(2 * machine(1, 4), rel=0.1)
+    assert learnt.seconds(1, 12, 300.0) / learnt.seconds(1, 1, 300.0) == pytest.approx(ratio, rel=1e-6)
+
+
+def test_saved_and_reloaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    learnt, path = times(), tmp_path / "deep" / "times.json"
+    for _ in range(30):
+        for q in range(1, 9):
+            learnt.observe(1, q, 300.0, machine(1, q))
+    learnt.save(path)
+    again = times()
+    assert not again.load(tmp_path / "none.json") and again.load(path)
+    assert np.allclose(again.table(1, 300.0), learnt.table(1, 300.0), rtol=1e-3)
+    assert [p.name for p in path.parent.iterdir()] == ["times.json"]
+    other = StepTimes(Roofline(SHAPE, PROFILE, tensor_parallel=2))
+    with caplog.at_level(logging.WARNING):
+        assert not other.load(path)
+    assert "another model, other hardware" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "half", "nan", "cell"])
+def test_a_damaged_file_is_left_with_a_warning(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    learnt, path = times(), tmp_path / "times.json"
+    learnt.observe(1, 1, 300.0, 0.02)
+    learnt.save(path)
+    text = path.read_text()
+    data = json.loads(text)
+    texts = {
+        "half": text[: len(text) // 2],
+        "nan": json.dumps(data | {"level": math.nan}),
+        "cell": json.dumps(data | {"cells": [[99, 0, 0, 0.0, 1]]}),
+    }
+    path.write_text(texts.get(damage, damage))
+    assert not times().load(path)
+    assert "learnt anew" in caplog.text
