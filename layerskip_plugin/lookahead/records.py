@@ -66,7 +66,8 @@ class Verifications:
                 about = json.loads(str(held["about"]))
                 if about.get("format") != FORMAT:
                     raise ValueError(f"{path} holds {about.get('format')!r}, not {FORMAT!r}")
-                loaded = cls(*(held[f.name] for f in fields(cls) if f.name != "model"), model=about["model"])
+                arrays: dict[str, Any] = {f.name: held[f.name] for f in fields(cls) if f.name != "model"}
+                loaded = cls(**arrays, model=about["model"])
         except OSError as error:
             raise ValueError(f"records: cannot read {path}: {error.strerror or error}") from None
         except Exception as error:
