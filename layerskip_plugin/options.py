@@ -44,6 +44,7 @@ class LayerSkipOptions(PluginOptions):
             altogether where none does.
         threshold: top-1 probability of policy "confidence", the first one of "adaptive" and "roc"; None takes theirs.
         disco: file of the classifier of policy "disco", made by `freedraft calibrate disco`.
+        record: file for verifications of the first skip set's drafts, from which `freedraft calibrate disco` learns.
         metrics_port: serve Prometheus metrics of the engine process on 127.0.0.1 at this port (0 picks a free one).
     """
 
@@ -53,6 +54,7 @@ class LayerSkipOptions(PluginOptions):
     lookahead: LookaheadName = "cost"
     threshold: float | None = Field(default=None, ge=0.0, le=1.0)
     disco: Annotated[Path | None, BeforeValidator(_expand)] = None
+    record: Annotated[Path | None, BeforeValidator(_expand)] = None
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
 
     @field_validator("skip_set")
@@ -70,6 +72,13 @@ class LayerSkipOptions(PluginOptions):
     def _disco_exists(cls, path: Path | None) -> Path | None:
         if path is not None and not path.is_file():
             raise ValueError("is not a file: make one with 'freedraft calibrate disco'")
+        return path
+
+    @field_validator("record")
+    @classmethod
+    def _folder_exists(cls, path: Path | None) -> Path | None:
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"is in a folder that does not exist: make {path.parent} first")
         return path
 
     def skip_sets(self, config: Any) -> dict[str, SkipSet]:
@@ -95,13 +104,16 @@ class LayerSkipOptions(PluginOptions):
             sets[path.stem] = SkipSet.load(path, layers, model)
         return sets
 
-    def make_lookahead(self, max_draft_tokens: int, prices: Prices, model: str = "") -> Lookahead:
+    def make_lookahead(
+        self, max_draft_tokens: int, prices: Prices, model: str = "", *, record: bool = False
+    ) -> Lookahead:
         """The lookahead policy that these options describe.
 
         Args:
             max_draft_tokens: what "fixed" always drafts.
             prices: what "cost" goes by.
             model: fingerprint of the model; the classifier of another one is refused.
+            record: whether it is the one whose verifications option `record` keeps.
 
         Raises:
             ValueError: one line: the classifier is missing, damaged or of another model.
@@ -113,4 +125,5 @@ class LayerSkipOptions(PluginOptions):
             classifier=self.disco,
             prices=prices,
             model=model or None,
+            record=self.record if record else None,
         )

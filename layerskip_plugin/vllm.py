@@ -16,7 +16,7 @@ from freedraft.engines.vllm.methods import Method
 from freedraft.engines.vllm.methods import register as register_method
 from freedraft.engines.vllm.runner import Step, StepProposer
 from freedraft.metrics import Metrics, check_port, serve
-from layerskip_plugin.lookahead import Lookahead, Prices
+from layerskip_plugin.lookahead import Lookahead, Prices, Recording
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.served_times import ServedTimes
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
@@ -34,6 +34,8 @@ CHOICE = "skip_set"
 # Batch sizes whose draft passes are timed before the first request.
 REHEARSED = (1, 2, 4, 8)
 REHEARSALS = 4
+# Recorded verifications are written when the last request ends, and while others run, this often at most.
+SAVE_EVERY_S = 10.0
 
 
 def register() -> None:
@@ -127,19 +129,21 @@ class LayerSkipProposer(StepProposer):
         options = LayerSkipOptions.parse(self.options)
         self.needs_prices = options.lookahead == "cost"
         config = vllm_config.model_config.hf_config
-        self.drafters = []
+        self.drafters: list[Drafter] = []
         for name, skip_set in options.skip_sets(config).items():
             times = ServedTimes(1 - skip_set.share)
             policy = options.make_lookahead(
                 self.max_draft_tokens, Prices(times.draft, times.verify, times.plain), model_fingerprint(config)
             )
             self.drafters.append(Drafter(name, skip_set, times, policy))
+        self.running: set[str] = set()
         self.choice: dict[str, int] = {}
         self.backbone: Backbone | None = None
         self.passes: DraftPasses | None = None
         # Set false to serve without drafts, as benchmarks do in turns.
         self.enabled = True
         self.last: tuple[list[str], float] | None = None
+        self.saved = 0.0
         self.metrics = Metrics(NAME)
         if options.metrics_port is not None:
             rank = vllm_config.parallel_config.rank
@@ -180,13 +184,23 @@ class LayerSkipProposer(StepProposer):
             )
 
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
-        self.metrics.requests.inc()
+        self.running.add(request_id)
+        self.metrics.requests.set(len(self.running))
 
     def finish(self, request_ids: set[str]) -> None:
+        self.running -= request_ids
+        self.metrics.requests.set(len(self.running))
         for drafter in self.drafters:
             drafter.policy.finish(list(request_ids))
+            if isinstance(drafter.policy, Recording):
+                self._save(drafter.policy)
         for request_id in request_ids:
             self.choice.pop(request_id, None)
+
+    def _save(self, recording: Recording) -> None:
+        if not self.running or time.monotonic() > self.saved + SAVE_EVERY_S:
+            recording.save()
+            self.saved = time.monotonic()
 
     def draft(self, step: Step) -> list[list[int]]:
         started = time.perf_counter()

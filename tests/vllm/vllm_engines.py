@@ -26,11 +26,12 @@ for _name, _value in {
 
 @contextmanager
 def engine(model: Path, **arguments: Any) -> Iterator[Any]:
-    """An `LLM` in fp32, eager; gone when the block ends."""
+    """An `LLM` in fp32, eager unless told otherwise; gone when the block ends."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(str(model), dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **arguments)
+    arguments = {"enforce_eager": True} | arguments
+    llm = LLM(str(model), dtype="float32", seed=0, disable_log_stats=False, **arguments)
     try:
         yield llm
     finally:

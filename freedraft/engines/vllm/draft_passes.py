@@ -63,20 +63,20 @@ class DraftPasses:
         slots = table.block_table.np[rows[None, :], blocks].astype(np.int64) * table.block_size
         slots += positions % table.block_size
         pages = step.arguments["common_attn_metadata"].block_table_tensor
-        pages = pages[: len(rows)] if len(rows) == step.batch_size else pages[self._tensor(rows.astype(np.int64))]
-        return DraftRound(self, self._tensor(tokens), self._tensor(positions), self._tensor(slots), pages)
+        pages = pages[: len(rows)] if len(rows) == step.batch_size else pages[self.tensor(rows.astype(np.int64))]
+        return DraftRound(self, tokens, positions, self.tensor(slots), pages)
 
     def rehearsal(self, batch_size: int) -> DraftRound:
         """A round of one pass that writes nothing, for measuring and warming up."""
         zeros = np.zeros(batch_size, np.int64)
         slots = np.full((1, batch_size), NO_SLOT, np.int64)
         pages = self._table().get_device_tensor(1)[:, :1].expand(batch_size, -1).clone()
-        return DraftRound(self, self._tensor(zeros), self._tensor(zeros[None]), self._tensor(slots), pages)
+        return DraftRound(self, zeros, zeros[None], self.tensor(slots), pages)
 
     def _table(self) -> Any:
         return self.runner.input_batch.block_table[0]
 
-    def _tensor(self, values: NDArray[Any]) -> torch.Tensor:
+    def tensor(self, values: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
@@ -86,20 +86,22 @@ class DraftRound:
     def __init__(
         self,
         passes: DraftPasses,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
         slots: torch.Tensor,
         pages: torch.Tensor,
     ) -> None:
         """
         Args:
             tokens: int64 [n], the newest token of each request.
-            positions, slots: int64 [K, n], where pass k reads and writes.
+            positions: int64 [K, n], where pass k reads up to.
+            slots: int64 [K, n], where it writes.
             pages: int32 [n, P], block tables.
         """
         self.passes = passes
-        self.tokens = tokens
-        self.positions = positions
+        self.tokens = passes.tensor(tokens)
+        self.positions_cpu = positions
+        self.positions = passes.tensor(positions)
         self.slots = slots
         self.pages = pages
         self.index = 0
@@ -108,10 +110,12 @@ class DraftRound:
         """Drop the requests that have stopped; `stay` is over those that the last pass had."""
         if stay.all():
             return
-        chosen = torch.from_numpy(np.flatnonzero(stay)).to(self.passes.device)
+        places = np.flatnonzero(stay)
+        chosen = self.passes.tensor(places)
         self.tokens = self.tokens[chosen]
         self.pages = self.pages[chosen]
-        self.positions = self.positions[:, chosen]
+        self.positions_cpu = self.positions_cpu[:, places]
+        self.positions = self.positions[:, chosen].contiguous()
         self.slots = self.slots[:, chosen].contiguous()
 
     def run(self, module: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
@@ -136,11 +140,11 @@ class DraftRound:
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         passes, n = self.passes, positions.shape[0]
-        lengths = (positions + 1).to(torch.int32)
+        lengths = (self.positions_cpu[self.index] + 1).astype(np.int32)
         return CommonAttentionMetadata(
             query_start_loc=passes.starts[: n + 1],
             query_start_loc_cpu=passes.starts_cpu[: n + 1],
-            seq_lens=lengths,
+            seq_lens=passes.tensor(lengths),
             num_reqs=n,
             num_actual_tokens=n,
             max_query_len=1,
@@ -150,5 +154,5 @@ class DraftRound:
             causal=True,
             positions=positions,
             is_prefilling=passes.not_prefilling[:n],
-            seq_lens_cpu_upper_bound=lengths.cpu(),
+            seq_lens_cpu_upper_bound=torch.from_numpy(lengths),
         )

@@ -193,6 +193,8 @@ def compiled(
         return KeptLayers.forward(self, input_ids, positions)
 
     forward.__qualname__ = f"{name}.forward"
+    # Functions made here would share one code object, and with it what was compiled for another set.
+    forward.__code__ = forward.__code__.replace(co_name=f"forward_{key}")
 
     def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         KeptLayers.__init__(self, backbone, kept, needs_top=needs_top, needs_entropy=needs_entropy)

@@ -1,0 +1,362 @@
+"""Layer skipping through the real engine: the same tokens, and KV written only where it was reserved."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_vllm_greedy import CHAT, RAW, metric, parameters, tokens_of
+from vllm_engines import engine, runner_of, settle, spied
+
+from layerskip_plugin.lookahead import Cost, Prices
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+
+MAX_MODEL_LEN = 384
+BLOCK = 32
+TOKENS = 32
+K = 5
+SOME = SkipSet(30, frozenset({7, 12, 20, 29}), frozenset({5, 12, 24}))
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_model: Path) -> list[dict[str, list[int]]]:
+    """15 prompts as token ids; the last three are longer than one chunk of the engine under test."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    chats = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        for text in CHAT
+    ]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in [*chats, *RAW]]
+    assert all(len(tokens) + TOKENS < MAX_MODEL_LEN for tokens in ids)
+    return [{"prompt_token_ids": tokens} for tokens in ids]
+
+
+@pytest.fixture(scope="module")
+def long_prompts(prompts: list) -> list[dict[str, list[int]]]:
+    """Prompts that leave 3, 9 and 30 tokens up to max_model_len."""
+    tokens = (prompts[12]["prompt_token_ids"] + prompts[0]["prompt_token_ids"]) * 6
+    return [{"prompt_token_ids": tokens[: MAX_MODEL_LEN - room]} for room in (3, 9, 30)]
+
+
+@pytest.fixture(scope="module")
+def plain(demo_model: Path, prompts: list, long_prompts: list) -> dict[str, list[list[int]]]:
+    """What the engine says without us."""
+    with engine(demo_model, max_model_len=MAX_MODEL_LEN, max_num_seqs=8) as llm:
+        return {
+            "prompts": tokens_of(llm.generate(prompts, parameters(TOKENS), use_tqdm=False)),
+            "long": tokens_of(llm.generate(long_prompts, parameters(TOKENS), use_tqdm=False)),
+        }
+
+
+@pytest.fixture(scope="module")
+def layerskip(plain: dict, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The engine under test, cramped, with two skip sets, the empty one first. It always drafts K tokens."""
+    folder = tmp_path_factory.mktemp("skip_sets")
+    import json
+
+    fingerprint = model_fingerprint(json.loads((demo_model / "config.json").read_text()))
+    SkipSet.empty(30, fingerprint).save(folder / "empty.json")
+    SkipSet(30, SOME.attention, SOME.mlp, fingerprint).save(folder / "some.json")
+    with engine(
+        demo_model,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=8,
+        max_num_batched_tokens=160,
+        block_size=BLOCK,
+        num_gpu_blocks_override=24,
+        enable_prefix_caching=True,
+        speculative_config={
+            "method": "layerskip",
+            "num_speculative_tokens": K,
+            "skip_set": [str(folder / "empty.json"), str(folder / "some.json")],
+            "lookahead": "confidence",
+            "threshold": 0.0,
+        },
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "layerskip" in request.fixturenames:
+        llm = request.getfixturevalue("layerskip")
+        settle(llm)
+        proposer = runner_of(llm).drafter
+        assert not proposer.failed
+        assert not proposer.running and not proposer.choice
+
+
+def skipping(name: str, max_tokens: int = TOKENS) -> Any:
+    return parameters(max_tokens, extra_args={"skip_set": name})
+
+
+def generate(llm: Any, prompts: list, parameters: Any) -> list[list[int]]:
+    return tokens_of(llm.generate(prompts, parameters, use_tqdm=False))
+
+
+@contextmanager
+def counted(llm: Any) -> Iterator[list[int]]:
+    """[drafted, accepted] of the block's steps."""
+    names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+    before = [metric(llm, name) for name in names]
+    counts = [0, 0]
+    yield counts
+    counts[:] = [int(metric(llm, name) - b) for name, b in zip(names, before, strict=True)]
+
+
+def test_everything_is_accepted_when_nothing_is_skipped(layerskip: Any, prompts: list, plain: dict) -> None:
+    with counted(layerskip) as counts:
+        for start in range(0, 12, 4):
+            some = slice(start, start + 4)
+            assert generate(layerskip, prompts[some], skipping("empty")) == plain["prompts"][some]
+    drafted, accepted = counts
+    # What was drafted past the end of an output was right too, but is not counted as accepted.
+    steps = 12 * TOKENS / (K + 1)
+    assert drafted > 10 * steps / 4
+    assert accepted >= drafted - 12 * K
+    verdicts: list[tuple[int, int]] = []
+    with spied(runner_of(layerskip).drafter, lambda step, drafts: verdicts.append(step.verified)):
+        generate(layerskip, prompts[:1], skipping("empty", 31))
+    assert verdicts[1:] and all(drafted == accepted for drafted, accepted in verdicts[1:])
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_any_skip_set_leaves_the_output_alone(layerskip: Any, prompts: list, plain: dict, batch: int) -> None:
+    with counted(layerskip) as counts:
+        for start in range(0, 12, batch):
+            some = slice(start, start + batch)
+            assert generate(layerskip, prompts[some], skipping("some")) == plain["prompts"][some]
+    drafted, accepted = counts
+    assert 0.2 * drafted < accepted < drafted
+
+
+def test_skip_sets_side_by_side_with_chunked_prefill_and_preemption(layerskip: Any, prompts: list, plain: dict) -> None:
+    before = metric(layerskip, "vllm:num_preemptions")
+    partial: list[bool] = []
+    sizes: list[set[int]] = []
+    proposer = runner_of(layerskip).drafter
+
+    def record(step: Any, drafts: list[list[int]]) -> None:
+        partial.append(len(step.rows) < step.batch_size)
+        sizes.append({proposer.choice[request_id] for request_id in step.request_ids})
+
+    with spied(proposer, record):
+        settings = [skipping(("empty", "some")[i % 2]) for i in range(len(prompts))]
+        assert generate(layerskip, prompts, settings) == plain["prompts"]
+    assert any(partial), "no prompt was read in chunks beside others: the test does not test that"
+    assert {0, 1} in sizes, "the two sets were never in one batch: the test does not test that"
+    assert metric(layerskip, "vllm:num_preemptions") > before, "nobody was preempted: the test does not test that"
+
+
+def test_near_max_model_len_others_still_draft(layerskip: Any, prompts: list, long_prompts: list, plain: dict) -> None:
+    lengths: list[tuple[int, int]] = []
+    ends: list[int] = []
+
+    def record(step: Any, drafts: list[list[int]]) -> None:
+        lengths.append((int(step.lengths.max(initial=0)), sum(map(len, drafts))))
+        drafted = [drafts[row] for row in step.rows.tolist()]
+        ends.extend(n + len(draft) + 1 for n, draft in zip(step.lengths.tolist(), drafted, strict=True) if draft)
+
+    with spied(runner_of(layerskip).drafter, record):
+        for index, long in enumerate(long_prompts):
+            outputs = generate(layerskip, [long, prompts[0]], skipping("some"))
+            assert outputs == [plain["long"][index], plain["prompts"][0]]
+    assert max(ends) == MAX_MODEL_LEN, "no draft reached the end: the test does not test that"
+    assert any(longest + K > MAX_MODEL_LEN and drafted for longest, drafted in lengths)
+
+
+def test_slots_are_reserved_and_drafts_end_where_none_are(layerskip: Any, prompts: list, plain: dict) -> None:
+    """With the scheduler's reserve every draft has its slots; without it drafts end at the last block of the row."""
+    scheduler = layerskip.llm_engine.engine_core.engine_core.scheduler
+    assert scheduler.num_lookahead_tokens == K
+    proposer = runner_of(layerskip).drafter
+    rooms: list[int] = []
+
+    def record(step: Any, drafts: list[list[int]]) -> None:
+        rooms.extend(proposer.passes.room(step).tolist())
+        ends = step.lengths - 1 + np.array([len(drafts[row]) for row in step.rows.tolist()])
+        table = step.runner.input_batch.block_table[0]
+        assert (ends <= table.num_blocks_per_row[step.rows] * table.block_size).all()
+
+    with spied(proposer, record):
+        assert generate(layerskip, prompts[:4], skipping("some")) == plain["prompts"][:4]
+    assert min(rooms) >= K
+    rooms.clear()
+    scheduler.num_lookahead_tokens = 0
+    try:
+        with spied(proposer, record):
+            assert generate(layerskip, prompts[:4], skipping("some")) == plain["prompts"][:4]
+    finally:
+        scheduler.num_lookahead_tokens = K
+    assert min(rooms) < K, "no draft came to the end of its blocks: the test does not test that"
+
+
+class Pages:
+    """The KV cache of all layers, looked at token by token."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        attention = [layer.self_attn.attn for layer in runner.model.model.layers]
+        self.caches = [layer.kv_cache for layer in attention]
+        # Which elements of a block belong to the token at each offset: kernels pack blocks as they like.
+        first, cache = attention[0], self.caches[0]
+        self.mine = torch.zeros(BLOCK, *cache.shape[1:], dtype=torch.bool)
+        for offset in range(BLOCK):
+            block = torch.zeros_like(cache[:1])
+            ones = torch.ones(1, first.num_kv_heads, first.head_size)
+            first.impl.do_kv_cache_update(first, ones, ones, block, torch.tensor([offset]))
+            self.mine[offset] = block[0] != 0
+        assert self.mine.sum(0).eq(1).all()
+
+    def blocks(self, row: int) -> list[int]:
+        table = self.runner.input_batch.block_table[0]
+        return table.block_table.np[row, : table.num_blocks_per_row[row]].tolist()
+
+    def copy(self) -> list[torch.Tensor]:
+        return [cache.clone() for cache in self.caches]
+
+    def changed(self, before: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """bool [BLOCK] by block: which of its tokens differ in any layer."""
+        result = {}
+        for old, cache in zip(before, self.caches, strict=True):
+            differs = old != cache
+            for block in differs.flatten(1).any(1).nonzero().flatten().tolist():
+                tokens = (differs[block] & self.mine).flatten(1).any(1)
+                result[block] = result.get(block, torch.zeros(BLOCK, dtype=torch.bool)) | tokens
+        return result
+
+    def digest(self, row: int, tokens: int) -> str:
+        """Of the KV of a row's first tokens, all layers."""
+        blocks = self.blocks(row)
+        made = hashlib.sha256()
+        for cache in self.caches:
+            for index in range(0, tokens, BLOCK):
+                mine = self.mine[: min(BLOCK, tokens - index)].any(0)
+                made.update(cache[blocks[index // BLOCK]][mine].numpy().tobytes())
+        return made.hexdigest()
+
+
+def test_drafting_writes_reserved_slots_and_nothing_else(layerskip: Any, prompts: list, plain: dict) -> None:
+    proposer = runner_of(layerskip).drafter
+    pages = Pages(runner_of(layerskip))
+    original = proposer._drafts
+    written = 0
+    strays: list[tuple[int, int]] = []
+
+    def watched(step: Any, *arguments: Any) -> list[list[int]]:
+        nonlocal written
+        before = pages.copy()
+        drafts = original(step, *arguments)
+        allowed = set()
+        for row, n in zip(step.rows.tolist(), step.lengths.tolist(), strict=True):
+            blocks = pages.blocks(row)
+            allowed |= {
+                (blocks[position // BLOCK], position % BLOCK) for position in range(n - 1, n - 1 + len(drafts[row]))
+            }
+        for block, tokens in pages.changed(before).items():
+            offsets = tokens.nonzero().flatten().tolist()
+            written += len(offsets)
+            strays.extend((block, offset) for offset in offsets if (block, offset) not in allowed)
+        return drafts
+
+    proposer._drafts = watched
+    try:
+        assert generate(layerskip, prompts[2:6], skipping("some", 16)) == [t[:16] for t in plain["prompts"][2:6]]
+    finally:
+        del proposer._drafts
+    assert written > 4 * 16 / 2 and not strays
+
+
+def test_committed_pages_are_those_of_an_engine_that_does_not_draft(layerskip: Any, prompts: list) -> None:
+    """The same drafts, once from draft passes and once out of the air, leave the same KV bit for bit."""
+    proposer = runner_of(layerskip).drafter
+    pages = Pages(runner_of(layerskip))
+    drafted: dict[bytes, list[int]] = {}
+    digests: list[dict[bytes, str]] = [{}, {}]
+
+    def keys(step: Any) -> list[tuple[int, int, bytes]]:
+        rows, lengths = step.rows.tolist(), step.lengths.tolist()
+        return [(row, n, step.token_rows[row, :n].tobytes()) for row, n in zip(rows, lengths, strict=True)]
+
+    def record(step: Any, drafts: list[list[int]]) -> None:
+        for row, n, key in keys(step):
+            drafted[key] = drafts[row]
+            digests[0][key] = pages.digest(row, n - 1)
+
+    def replay(step: Any) -> list[list[int]]:
+        drafts = step.no_drafts()
+        for row, n, key in keys(step):
+            drafts[row] = drafted[key]
+            digests[1][key] = pages.digest(row, n - 1)
+        return drafts
+
+    some = prompts[5:9]
+    layerskip.reset_prefix_cache()
+    with spied(proposer, record):
+        first = generate(layerskip, some, skipping("some", 16))
+    layerskip.reset_prefix_cache()
+    proposer.draft = replay
+    try:
+        second = generate(layerskip, some, skipping("some", 16))
+    finally:
+        del proposer.draft
+    assert first == second
+    assert len(digests[0]) > 16 and digests[0] == digests[1]
+
+
+def test_the_controller_stops_where_a_draft_costs_too_much(layerskip: Any, prompts: list, plain: dict) -> None:
+    proposer = runner_of(layerskip).drafter
+    drafter = proposer.drafters[1]
+    policy = drafter.policy
+    counts = {}
+    try:
+        for share in (0.1, 0.95):
+            drafter.policy = Cost(Prices.of_times({1: share, 8: share}, {1: 1.0, 64: 1.05}))
+            lengths: list[int] = []
+            with spied(proposer, lambda step, drafts, lengths=lengths: lengths.append(max(map(len, drafts)))):
+                for index in range(3):
+                    assert generate(layerskip, [prompts[index]], skipping("some")) == [plain["prompts"][index]]
+            counts[share] = lengths
+    finally:
+        drafter.policy = policy
+    assert np.mean(counts[0.1]) > 1
+    # At most the first rounds, which show that it does not pay.
+    assert sum(length > 0 for length in counts[0.95]) <= 0.1 * len(counts[0.95])
+
+
+def test_lookahead_stops_each_request_by_itself(layerskip: Any, prompts: list, plain: dict) -> None:
+    """Rows that stop early leave the round; the others' drafts are not affected."""
+    drafter = runner_of(layerskip).drafter.drafters[1]
+    lengths: list[list[int]] = []
+    drafter.policy.threshold, before = 0.7, drafter.policy.threshold
+    try:
+        with spied(runner_of(layerskip).drafter, lambda step, drafts: lengths.append([len(d) for d in drafts])):
+            assert generate(layerskip, prompts[:4], skipping("some")) == plain["prompts"][:4]
+    finally:
+        drafter.policy.threshold = before
+    assert any(len(set(row)) > 1 for row in lengths)
+
+
+def test_requests_that_are_aborted_are_forgotten(layerskip: Any, prompts: list, plain: dict) -> None:
+    llm_engine = layerskip.llm_engine
+    for index in range(3):
+        llm_engine.add_request(f"job-{index}", prompts[index], skipping("some"))
+    finished = {}
+    step = 0
+    while llm_engine.has_unfinished_requests():
+        if step == 3:
+            llm_engine.abort_request(["job-1"])
+        for output in llm_engine.step():
+            if output.finished:
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+    assert finished["job-0"] == plain["prompts"][0] and finished["job-2"] == plain["prompts"][2]

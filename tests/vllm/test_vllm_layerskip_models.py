@@ -1,0 +1,224 @@
+"""Which models and engines layers can be skipped in, how the others are refused, and compiled draft modules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_vllm_start import config_of, refusal
+from vllm_engines import engine, runner_of, spied
+
+from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
+from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+from layerskip_plugin.vllm import check_start
+
+GOOD = {"method": "layerskip", "num_speculative_tokens": 3}
+FAMILIES = ("Qwen2", "Qwen3", "Mistral")
+PROMPTS = [[5, 9, 17, 5, 9, 3], [7, 7, 2, 20, 11], [13, 4, 4, 4, 19, 8, 2], [21]]
+
+
+def save_tiny(family: str, folder: Path, layers: int = 2) -> Path:
+    """A random model of that family with a vocabulary of 24 and no tokenizer."""
+    import torch
+    import transformers
+
+    torch.manual_seed(11)
+    sizes = {
+        "vocab_size": 24,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    return folder
+
+
+def skip_set_of(model: Path, folder: Path, attention: set[int], mlp: set[int], name: str = "set") -> str:
+    config = json.loads((model / "config.json").read_text())
+    path = folder / f"{name}.json"
+    SkipSet(config["num_hidden_layers"], frozenset(attention), frozenset(mlp), model_fingerprint(config)).save(path)
+    return str(path)
+
+
+def generate(llm: Any, skip_set: str, max_tokens: int = 40) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args={"skip_set": skip_set}
+    )
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], parameters, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def check_drafts(llm: Any) -> None:
+    """Sets "empty" and "some" of an engine: all accepted, and the same output as without drafts."""
+    drafter = runner_of(llm).drafter
+    drafter.enabled = False
+    plain = generate(llm, "empty")
+    drafter.enabled = True
+    verdicts: list[tuple[int, int]] = []
+    with spied(drafter, lambda step, drafts: verdicts.append(step.verified)):
+        # 1 + 6 x 4 + 3 x 1 tokens and so on: no draft runs past the end of a request.
+        assert [tokens[:37] for tokens in plain] == generate(llm, "empty", 37)
+    assert not drafter.failed
+    drafted, accepted = (sum(column) for column in zip(*verdicts, strict=True))
+    assert drafted == accepted == 4 * 27
+    verdicts.clear()
+    with spied(drafter, lambda step, drafts: verdicts.append(step.verified)):
+        assert plain == generate(llm, "some")
+    drafted, accepted = (sum(column) for column in zip(*verdicts, strict=True))
+    assert 0 < accepted < drafted
+
+
+def sets(model: Path, folder: Path) -> dict[str, Any]:
+    paths = [
+        skip_set_of(model, folder, set(), set(), "empty"),
+        # Without attention the first layer begins with its MLP; without MLP the last one ends with its attention.
+        skip_set_of(model, folder, {0}, {1}, "some"),
+    ]
+    return GOOD | {"skip_set": paths, "lookahead": "fixed"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str, tmp_path: Path) -> None:
+    model = save_tiny(family, tmp_path / "model")
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4}
+    with engine(model, speculative_config=sets(model, tmp_path), **arguments) as llm:
+        check_drafts(llm)
+
+
+def test_compiled(tmp_path: Path) -> None:
+    """Two sets of one model get two compiled modules, and switching between them compiles nothing."""
+    from torch._dynamo.utils import counters
+
+    model = save_tiny("Llama", tmp_path / "model")
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4, "enforce_eager": False}
+    with engine(model, speculative_config=sets(model, tmp_path), **arguments) as llm:
+        modules = [drafter.module for drafter in runner_of(llm).drafter.drafters]
+        assert all(not module.do_not_compile for module in modules)
+        assert type(modules[0]) is not type(modules[1])
+        before = counters["stats"]["unique_graphs"]
+        check_drafts(llm)
+        assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size 1"]),
+        ({"tensor_parallel_size": 2}, ["--tensor-parallel-size 1"]),
+        ({"enable_lora": True}, ["LoRA"]),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, ["KV transfer"]),
+    ],
+)
+def test_engines_that_are_refused(tiny_model: Path, arguments: dict[str, Any], words: list[str]) -> None:
+    if "kv_transfer_config" in arguments:
+        from vllm.config import KVTransferConfig
+
+        arguments = {"kv_transfer_config": KVTransferConfig(**arguments["kv_transfer_config"])}
+    message = refusal(tiny_model, dict(GOOD), **arguments)
+    for word in words:
+        assert word in message
+
+
+def test_a_skip_set_of_another_model(tiny_model: Path, tmp_path: Path) -> None:
+    other = save_tiny("Qwen3", tmp_path / "other")
+    message = refusal(tiny_model, GOOD | {"skip_set": skip_set_of(other, tmp_path, {1}, set())})
+    assert "set.json" in message and "another model" in message
+    deeper = save_tiny("Llama", tmp_path / "deeper", layers=3)
+    message = refusal(tiny_model, GOOD | {"skip_set": skip_set_of(deeper, tmp_path, {1}, set())})
+    assert "3 layers" in message and "2" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"skip_set": "/no/such/set.json"}, ["'skip_set'", "/no/such/set.json", "freedraft calibrate"]),
+        ({"lookahead": "far"}, ["'lookahead'", "far"]),
+        ({"lookahead": "disco"}, ["disco", "freedraft calibrate disco"]),
+        ({"threshold": 2}, ["'threshold'", "2"]),
+        ({"skip_sets": "x"}, ["'skip_sets'", "did you mean 'skip_set'"]),
+    ],
+)
+def test_bad_options(tiny_model: Path, change: dict[str, Any], words: list[str]) -> None:
+    message = refusal(tiny_model, GOOD | change)
+    for word in words:
+        assert word in message
+
+
+def test_too_many_skip_sets(tiny_model: Path, tmp_path: Path) -> None:
+    paths = [skip_set_of(tiny_model, tmp_path, {1}, set(), f"set{i}") for i in range(5)]
+    assert "at most 4" in refusal(tiny_model, GOOD | {"skip_set": paths})
+    assert config_of(tiny_model, GOOD | {"skip_set": paths[:4]}).speculative_config is not None
+
+
+def test_an_architecture_without_such_layers() -> None:
+    model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Gemma2ForCausalLM"]), uses_mrope=False)
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM") as error:
+        check_start(LayerSkipOptions(), model_config)
+    assert "LlamaForCausalLM" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_slots_are_reserved_for_this_method_only(tiny_model: Path) -> None:
+    assert config_of(tiny_model, dict(GOOD)).num_lookahead_tokens == 3
+    assert config_of(tiny_model, GOOD | {"method": "sssd"}).num_lookahead_tokens == 0
+    assert config_of(tiny_model, None).num_lookahead_tokens == 0
+
+
+class TestStructure:
+    """`Backbone.of` on targets that are built otherwise than their name says."""
+
+    @pytest.fixture
+    def target(self, tiny_target: Any) -> Any:
+        return tiny_target
+
+    def test_the_real_one_passes(self, target: Any) -> None:
+        assert len(Backbone.of(target).layers) == 2
+
+    def test_a_part_too_many(self, target: Any) -> None:
+        from torch import nn
+
+        target.model.layers[1].pre_feedforward_layernorm = nn.Identity()
+        try:
+            with pytest.raises(UnsupportedModel, match=r"layer 1 .*pre_feedforward_layernorm"):
+                Backbone.of(target)
+        finally:
+            del target.model.layers[1].pre_feedforward_layernorm
+
+    def test_a_norm_that_may_hand_over_something_else_than_a_tensor(self, target: Any) -> None:
+        norm = target.model.layers[0].input_layernorm
+        target.model.layers[0].input_layernorm = type("FusedNormQuant", (type(norm),), {}).__new__(
+            type("FusedNormQuant", (type(norm),), {})
+        )
+        target.model.layers[0].input_layernorm.__dict__.update(norm.__dict__)
+        try:
+            with pytest.raises(UnsupportedModel, match=r"layer 0 .*norms other than RMSNorm"):
+                Backbone.of(target)
+        finally:
+            target.model.layers[0].input_layernorm = norm
+
+    def test_no_decoder(self) -> None:
+        from torch import nn
+
+        with pytest.raises(UnsupportedModel, match="no plain decoder"):
+            Backbone.of(nn.Linear(2, 2))
+
+
+@pytest.fixture(scope="module")
+def tiny_target(tiny_model: Path) -> Any:
+    with engine(tiny_model, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=2) as llm:
+        yield runner_of(llm).model
