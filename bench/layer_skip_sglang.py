@@ -1,9 +1,9 @@
 """Layer skipping through SGLang's CPU platform, on the deep synthetic model (bench/deep_model.py) where it can pay.
 
-Plain and speculative decoding take turns in one engine, request by request, so that both meet the same machine. Reported
-by batch size: M (tokens per speculative step), alpha (share of drafted tokens accepted), c (a draft pass by a plain
-step), the measured ratio, and its share of M * alpha / ((M - 1) * c + alpha), what such a drafter can reach at most when
-verifying costs as much as a plain step and nothing else costs anything (SWIFT, section 3).
+Plain and speculative decoding take turns in one engine, request by request, so that both meet the same machine.
+Reported by batch size: M (tokens per speculative step), alpha (share of drafted tokens accepted), c (a draft pass by a
+plain step), the measured ratio, and its share of M * alpha / ((M - 1) * c + alpha): what such a drafter can reach at
+most when verifying costs as much as a plain step and nothing else costs anything (SWIFT, section 3).
 
     python bench/layer_skip_sglang.py --model build/deep --json build/layer-skip-sglang.json
 """
@@ -29,7 +29,7 @@ PLAIN = "plain"
 
 
 def register() -> None:
-    """Entry point of `sglang.srt.plugins` in the bench's engines: layer skip that leaves requests named "plain" alone."""
+    """Entry point of `sglang.srt.plugins` in the bench's engines: layer skip that leaves "plain" requests alone."""
     from freedraft.engines.sglang.registration import install
 
     install(ALGORITHM, make_source, runs_model=True)
@@ -63,8 +63,8 @@ def make_source(context):
                 "drafted": self._last.drafted.tolist() if drafts else [0] * len(step.request_ids),
                 "nodes": int(tree.counts.sum()),
             }
-            log.write(json.dumps(row) + "\n")
-            log.flush()
+            with log.open("a") as file:
+                file.write(json.dumps(row) + "\n")
             return tree
 
         def _pass(self, *args):
@@ -72,7 +72,7 @@ def make_source(context):
             super()._pass(*args)
             self.passes.append(time.perf_counter() - began)
 
-    log = Path(os.environ[LOG]).open("a")
+    log = Path(os.environ[LOG])
     source = make(context)
     source.__class__ = InTurns
     return source
