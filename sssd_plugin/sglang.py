@@ -101,7 +101,6 @@ class SssdSource:
         return width
 
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
-        self._query_tokens = None  # the step that goes on is no mere decoding step
         self.drafter.begin(request_id, tokens)
         self.metrics.requests.set(len(self.drafter))
 
@@ -110,7 +109,8 @@ class SssdSource:
         if self.controller is not None:
             self.controller.observe(
                 step.request_ids, step.tokens, step.offsets[:-1], step.offsets[1:],
-                context=float(step.batch.seq_lens_cpu.float().mean()), query_tokens=self._query_tokens,
+                context=float(step.batch.seq_lens_cpu.float().mean()),
+                query_tokens=self._query_tokens if step.undisturbed else None,
             )  # fmt: skip
         self.drafter.append(step.request_ids, step.tokens, step.offsets)
         tree = self.drafter.draft(step.request_ids, max_nodes=width, min_score=self.min_score)

@@ -42,12 +42,14 @@ class DraftStep:
         tokens: int32 [T], the tokens that each request gained since the source last saw it, request after request.
         offsets: int64 [B + 1], where each request's tokens start in `tokens`.
         batch: SGLang's ScheduleBatch, for sources that run the model.
+        undisturbed: nothing but the last step's decoding has run since the source was last asked.
     """
 
     request_ids: Sequence[str]
     tokens: NDArray[np.int32]
     offsets: NDArray[np.int64]
     batch: Any
+    undisturbed: bool = False
 
 
 class DraftSource(Protocol):

@@ -82,6 +82,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         self.widths: tuple[int, ...] = (self.max_nodes,)
         self._graphs = WidthGraphs(self.model_runner)
         self._draft_failed = False
+        self._decoded_last = False
 
     def _check_model(self) -> None:
         from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -132,6 +133,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         record_stream_for_v2_verify(batch, None, torch.get_device_module(self.device).current_stream())
         if batch.forward_mode.is_decode() and len(batch.reqs):
             return self._decode(batch, on_publish)
+        self._decoded_last = False
         if batch.forward_mode.is_extend():
             self._begin(batch.reqs)
         result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
@@ -187,6 +189,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(new_seq_lens)
         batch.forward_mode = ForwardMode.DECODE
+        self._decoded_last = True
         tokens = F.pad(verified.tokens.clamp(min=0), (0, self.max_nodes - verified.tokens.shape[1]))
         return self._result(result, tokens.flatten(), tokens, verified.lengths, new_seq_lens)
 
@@ -296,7 +299,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
         mask = np.arange(self.max_nodes) < lengths[:, None]
-        return DraftStep(ids, tokens[mask], offsets, batch)
+        return DraftStep(ids, tokens[mask], offsets, batch, self._decoded_last)
 
     @staticmethod
     def _one_at_a_time(batch: Any) -> bool:
