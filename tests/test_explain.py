@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from freedraft.cli import app
 from freedraft.config import ConfigError
-from freedraft.explain import explain, expected_tokens, parse_curve
+from freedraft.explain import expected_tokens, explain, parse_curve
 from freedraft.hardware import HardwareProfile
 from freedraft.model_shape import ModelShape
 from freedraft.profiling import write
