@@ -50,7 +50,9 @@ class Cost(Lookahead):
         self.log = RoundLog(1)
         middles = (np.arange(BINS) + 0.5) / BINS
         self.accepted_given = BinnedRate(middles, PRIOR_WEIGHT)
-        self.next_given = BinnedRate(np.full(BINS, prior), PRIOR_WEIGHT)
+        # Pooled: bins behind which nothing was drafted yet count as like the others. At a fixed prior that does not pay
+        # for a pass nothing would ever be drafted behind them.
+        self.next_given = BinnedRate(np.full(BINS, prior), PRIOR_WEIGHT, pooled=True)
         # Per place in the draft, shares of the rounds in which it was drafted, and in which it was accepted.
         self.reached, self.held = prior ** np.arange(LONGEST), prior ** np.arange(1, LONGEST + 1)
         self.weight = PRIOR_WEIGHT

@@ -13,10 +13,14 @@ class BinnedRate:
         prior: float64[bins], the rate believed before any trial.
         weight: trials that the prior counts for.
         memory: trials of one bin after which an old one counts 1/e.
+        pooled: the prior of each bin follows the rate of all bins together.
     """
 
-    def __init__(self, prior: NDArray[np.float64], weight: float, memory: float = 500.0) -> None:
+    def __init__(
+        self, prior: NDArray[np.float64], weight: float, memory: float = 500.0, *, pooled: bool = False
+    ) -> None:
         self.prior, self.weight, self.memory = np.asarray(prior, np.float64), weight, memory
+        self.pooled = pooled
         self.trials, self.successes = np.zeros(len(self.prior)), np.zeros(len(self.prior))
 
     def add(self, bins: NDArray[np.intp], success: NDArray[np.bool_]) -> None:
@@ -30,4 +34,7 @@ class BinnedRate:
     @property
     def rates(self) -> NDArray[np.float64]:
         """float64[bins]."""
-        return (self.successes + self.weight * self.prior) / (self.trials + self.weight)
+        prior = self.prior
+        if self.pooled:
+            prior = (self.successes.sum() + self.weight * prior) / (self.trials.sum() + self.weight)
+        return (self.successes + self.weight * prior) / (self.trials + self.weight)

@@ -81,6 +81,20 @@ def test_the_length_is_near_that_with_the_most_tokens_per_time(alpha: float) -> 
     assert by_length[round(length)] > 0.98 * max(by_length)
 
 
+def test_unlikely_tokens_that_are_accepted_do_not_end_drafts_for_ever() -> None:
+    """A pass costs more than the prior's acceptance brings, so behind which probabilities it pays has to be tried."""
+    policy = Cost(Prices.of_times({1: 0.55}, {1: 1.0, 6: 1.05}))
+    rng = np.random.default_rng(0)
+    lengths = []
+    for _ in range(1500):
+        assert policy.affordable(1)
+        drafted = draft_round(policy, ["r"], 5, lambda position, rows: rng.beta(1.2, 0.5, len(rows)).astype(np.float32))
+        accepted = np.minimum(np.cumprod(rng.random(5) < 0.98).sum(), drafted).astype(np.int32)
+        policy.observe(["r"], drafted, accepted)
+        lengths.append(int(drafted[0]))
+    assert np.mean(lengths[-300:]) > 4
+
+
 def test_off_where_nothing_pays_and_on_again_when_it_does() -> None:
     # A draft pass at 85 % of a step with 80 % accepted: slower at every length.
     prices = Prices.of_times({1: 0.85}, {1: 1.0, 16: 1.3})

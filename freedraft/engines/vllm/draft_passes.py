@@ -70,7 +70,7 @@ class DraftPasses:
         """A round of one pass that writes nothing, for measuring and warming up."""
         zeros = np.zeros(batch_size, np.int64)
         slots = np.full((1, batch_size), NO_SLOT, np.int64)
-        pages = self._table().get_device_tensor(1)[:, :1].expand(batch_size, -1).clone()
+        pages = self._table().get_device_tensor(1).expand(batch_size, -1).clone()
         return DraftRound(self, zeros, zeros[None], self.tensor(slots), pages)
 
     def _table(self) -> Any:
