@@ -179,6 +179,10 @@ class LayerSkipSource:
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         self._measuring = None  # a prefill runs between this step and the next
 
+    def capture_graphs(self) -> None:
+        """Called once, after SGLang has captured its own CUDA graphs."""
+        self.model.capture(self.stages)
+
     def assign(self, request_id: str, skip_set: int) -> None:
         """Draft for this request with the skip set of that number, from its next step on."""
         self._set_of[request_id] = skip_set

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence, Set
+import logging
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +14,13 @@ from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from freedraft.config import ConfigError
+from freedraft.engines.sglang.graphs import Captured, capture, swapped_in
+from freedraft.engines.sglang.platform import selected
+
+logger = logging.getLogger(__name__)
 
 
 class Stage(NamedTuple):
@@ -57,6 +64,9 @@ class PartialModel:
         self.n_layers = len(self._model.model.layers)
         self._ranks = get_parallel().tp_group
         self._sum: Callable[[torch.Tensor], torch.Tensor] = self._ranks.all_reduce
+        self._graphs: dict[Stages, Captured] = {}
+        # Whether a pass is run as the verification of one node, which graphs are captured of, not as plain decoding.
+        self.as_nodes = False
 
     def stages(self, without_attention: Set[int], without_mlp: Set[int]) -> Stages:
         """What remains of the model without the attention and the MLP of the given layers."""
@@ -86,19 +96,43 @@ class PartialModel:
         """
         return DraftWindow(self, batch, width)
 
+    def capture(self, sets: Sequence[Stages]) -> None:
+        """Capture CUDA graphs of passes over these; does nothing where SGLang captures none.
+
+        A graph is of a step of one node per request, as SGLang captures them under speculation. Where capturing fails,
+        passes run eagerly, which costs time only.
+        """
+        if self._runner.decode_cuda_graph_runner is None:
+            return
+        try:
+            for stages in sets:
+                with self._in_place(stages):
+                    self._graphs[stages] = capture(self._runner, 1)
+        except Exception as error:
+            self._graphs.clear()
+            logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
+            return
+        self.as_nodes = True
+
     def forward(self, stages: Stages, batch: ForwardBatch) -> torch.Tensor:
         """Logits after one token per request, float [R, V]."""
-        runner, model = self._runner, self._model
+        captured = self._graphs.get(stages)
+        graphs = contextlib.nullcontext() if captured is None else swapped_in(self._runner, captured)
+        with self._in_place(stages), graphs, torch.no_grad():
+            return self._runner.forward(batch).logits_output.next_token_logits
+
+    @contextlib.contextmanager
+    def _in_place(self, stages: Stages) -> Iterator[None]:
+        """SGLang runs these stages where it runs the model: everything around the model is its own."""
+        model = self._model
 
         def partial(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
             hidden = run(model.model, stages, input_ids, positions, forward_batch, self._sum)
             return model.logits_processor(input_ids, hidden, model.lm_head, forward_batch)
 
-        # SGLang runs it as any decoding pass of its own, except for what it calls as the model.
         model.forward = partial
         try:
-            with torch.no_grad():
-                return runner.forward(batch).logits_output.next_token_logits
+            yield
         finally:
             del model.forward
 
@@ -207,22 +241,34 @@ class DraftWindow:
     def _pass(self, rows: torch.Tensor, tokens: torch.Tensor, depth: int) -> ForwardBatch:
         whole = self._batch
         part = copy.copy(whole)
-        part.forward_mode = ForwardMode.DECODE
-        part.spec_info = None
         part.input_ids = tokens
-        part.seq_lens_cpu = self._lengths[rows] + depth + 1
-        part.seq_lens_sum = int(part.seq_lens_cpu.sum())
         if len(rows) == len(whole.reqs):
-            part.seq_lens = whole.seq_lens + depth + 1
+            past = whole.seq_lens + depth
             part.out_cache_loc = self.slots[:, depth].contiguous()
         else:
             there = rows.to(whole.seq_lens.device)
+            past = whole.seq_lens[there] + depth
+            part.out_cache_loc = self.slots[there, depth]
             part.reqs = [whole.reqs[i] for i in rows.tolist()]
             part.req_pool_indices = whole.req_pool_indices[there]
-            part.seq_lens = whole.seq_lens[there] + depth + 1
-            part.out_cache_loc = self.slots[there, depth]
             if whole.orig_seq_lens is not None:
                 part.orig_seq_lens = whole.orig_seq_lens[there]
+        past_cpu = self._lengths[rows] + depth
+        if self._model.as_nodes:  # as the worker verifies a tree of nothing but its root
+            part.forward_mode = ForwardMode.TARGET_VERIFY
+            part.seq_lens, part.seq_lens_cpu = past, past_cpu
+            seen = len(rows) if selected() else int(past_cpu.sum()) + len(rows)
+            part.spec_info = NgramVerifyInput(
+                draft_token=tokens,
+                custom_mask=torch.ones(seen, dtype=torch.bool, device=tokens.device),
+                positions=past.to(torch.int64),
+                draft_token_num=1,
+            )
+        else:
+            part.forward_mode = ForwardMode.DECODE
+            part.seq_lens, part.seq_lens_cpu = past + 1, past_cpu + 1
+            part.spec_info = None
+        part.seq_lens_sum = int(part.seq_lens_cpu.sum())
         part.return_logprob = False
         part.top_logprobs_nums = part.token_ids_logprobs = None
         return ForwardBatch.init_new(part, self._model.runner, return_hidden_states_before_norm=False)

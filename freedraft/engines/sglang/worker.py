@@ -124,6 +124,9 @@ class TreeVerifyWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         self._graphs.capture(self.widths)
+        capture = getattr(self._source, "capture_graphs", None)  # of sources that run the model
+        if capture is not None:
+            capture()
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
