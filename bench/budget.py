@@ -170,7 +170,8 @@ def controller_cost() -> float:
 
     shape = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
     profile = HardwareProfile.load("cpu")
-    control = Controller(CostModel(profile, MOST, policy="auto"), Roofline(shape, profile))
+    now = [0.0]  # the clock that the controller reads: steps of 50 ms
+    control = Controller(CostModel(profile, MOST, policy="auto"), Roofline(shape, profile), clock=lambda: now[0])
     batch, nodes = 32, 5
     draft = DraftBatch.empty(batch, nodes)
     draft.counts[:] = nodes
@@ -186,10 +187,11 @@ def controller_cost() -> float:
     for i in range(3000):
         began = time.perf_counter()
         control.observe(ids, source, starts, starts + 1 + i % 3, context=300.0, query_tokens=64 + i % 32)
-        if control.limit(batch):
-            control.cut(draft)
+        control.limit(batch)
+        control.cut(draft)
         control.end(ids)
         times.append(time.perf_counter() - began)
+        now[0] += 0.05
         draft.counts[:] = nodes
     return statistics.median(times[500:]) * 1e6
 

@@ -43,7 +43,7 @@ _SHARE: NDArray[np.float64] = np.clip(
     (np.arange(MAX_QUERY_TOKENS + 1) - CENTRES[_LEFT]) / (CENTRES[_LEFT + 1] - CENTRES[_LEFT]), 0.0, 1.0
 )
 
-_RATE = 0.02  # of a new time against what is known, once a bucket has been seen often enough
+_RATE = 0.01  # of a new time against what is known, once a bucket has been seen often enough
 _LEVEL_RATE = 0.08  # faster: a machine that slows down does so for every kind of step
 _CLIP = 0.25  # ln: a time further off than this counts as this far off
 _ABSURD = math.log(30.0)  # ln: beyond this a time says nothing of the step

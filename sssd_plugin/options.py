@@ -34,7 +34,8 @@ class SssdOptions(PluginOptions):
         hardware: name of a shipped profile, path of a .yaml file, or "auto".
         knee: query tokens per step that are about free; replaces the profile's.
         policy: "auto" takes the draft tokens that maximise expected tokens per second, from measured step times and
-            acceptance; "knee" keeps the batch at the knee; "fixed" always drafts as much as the engine allows.
+            acceptance; "knee" keeps the batch at the knee; "fixed" always drafts as much as the engine allows. None is
+            "auto", or "knee" where a knee is given.
         step_times: file that keeps the measured step times of "auto" from one start to the next; None forgets them.
         min_score: drafts with a lower estimated probability of acceptance are not verified. None: 0 under "auto"; else,
             where lengths may differ by request (vLLM), what a token costs by the hardware profile, and 0 where they may
@@ -49,7 +50,7 @@ class SssdOptions(PluginOptions):
     weights: UserPath = None
     hardware: str = Field(default="auto", min_length=1)
     knee: int | None = Field(default=None, ge=1, le=1_000_000)
-    policy: Policy = "auto"
+    policy: Policy | None = None
     step_times: UserPath = None
     min_score: float | None = Field(default=None, ge=0.0, le=1.0)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
@@ -67,4 +68,5 @@ class SssdOptions(PluginOptions):
         Raises:
             ConfigError: option `hardware` names no usable profile.
         """
-        return CostModel(choose_profile(self.hardware), max_draft_tokens, policy=self.policy, knee=self.knee)
+        policy = self.policy or ("auto" if self.knee is None else "knee")
+        return CostModel(choose_profile(self.hardware), max_draft_tokens, policy=policy, knee=self.knee)

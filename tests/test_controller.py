@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -285,6 +286,30 @@ def test_step_times_survive_a_restart(tmp_path) -> None:
     control.save()
     again = controller(clock=machine.clock, path=tmp_path / "times.json")
     assert np.count_nonzero(machine.run(again, 90, accept=0.6)) <= 3
+
+
+class _Config:
+    def __init__(self, values: dict) -> None:
+        self.values = values
+
+    def to_dict(self) -> dict:
+        return self.values
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_model_that_cannot_be_read_is_left_to_the_rule(readable: bool, caplog: pytest.LogCaptureFixture) -> None:
+    from freedraft.engines.vllm.controller import make_controller
+
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    model = SimpleNamespace(hf_config=_Config(config if readable else {}), dtype="torch.float32")
+    served = SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    caps = CostModel(PROFILE, 8, policy="auto")
+    made = make_controller(served, caps, None)
+    assert (made is not None) == readable
+    warnings = [record for record in caplog.records if "policy 'knee' decides" in record.message]
+    assert len(warnings) == (not readable)
+    assert caps.budget(1) == 8, "and the rule still answers"
+    assert make_controller(served, CostModel(PROFILE, 8, policy="knee"), None) is None
 
 
 def test_its_own_cost() -> None:

@@ -253,6 +253,26 @@ def test_scheduled_draft_length_is_honoured(sssd: Any, prompts: list, plain: dic
     assert max(longest) == 3
 
 
+def test_lengths_that_the_controller_chooses(sssd: Any, prompts: list, plain: dict) -> None:
+    from freedraft.cost_model import CostModel
+    from freedraft.engines.vllm.controller import make_controller
+
+    proposer = runner_of(sssd).drafter
+    caps = CostModel(proposer.cost_model.profile, K, policy="auto")
+    controller = proposer.controller = make_controller(proposer.vllm_config, caps, None)
+    assert controller is not None
+    chosen: list[int] = []
+    try:
+        with spied(proposer, lambda step, drafts: chosen.append(sum(map(len, drafts)))):
+            for batch in (prompts, prompts[:2], [prompts[0]]):
+                outputs = sssd.generate(batch, parameters(), use_tqdm=False)
+                assert tokens_of(outputs) == plain["prompts"][: len(batch)]
+    finally:
+        proposer.controller = None
+    assert len(set(chosen)) > 2, "the lengths never changed: the test does not test that"
+    assert controller.times.seen > 20 and controller.acceptance.outcomes > 20
+
+
 def test_a_drafter_that_fails_costs_drafts_and_nothing_else(
     sssd: Any, prompts: list, plain: dict, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
