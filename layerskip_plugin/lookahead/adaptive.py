@@ -39,7 +39,8 @@ class DraftVerify(Lookahead):
 
     def begin(self, request_ids: Sequence[str], max_draft_tokens: int) -> None:
         super().begin(request_ids, max_draft_tokens)
-        self.thresholds = self.table.values[self.table.rows(request_ids), 0]
+        rows = self.table.rows(request_ids)  # first: it may put a larger array in the place of `values`
+        self.thresholds = self.table.values[rows, 0]
 
     def go_on(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         if position + 1 >= self.max_draft_tokens:
