@@ -1,0 +1,1 @@
+"""Which sublayers to skip: static, SWIFT, Self-SD, KNN-SSD and KnapSpec."""

@@ -1,0 +1,174 @@
+"""SWIFT (Xia et al. 2025): the skip set is searched while serving, on the newest tokens of the traffic."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip_plugin.selection.base import Evaluate, Selection
+from layerskip_plugin.selection.bit_search import BitSearch
+from layerskip_plugin.skip_set import SkipSet
+
+WINDOW = 32
+BETA = 25
+DROP = 0.1
+"""Fall of live acceptance below that at the end of the search that starts it again."""
+LOW, HIGH, NOTCH = 0.6, 0.92, 0.05
+"""Where the matchness of the best set lies outside, the next search skips fewer or more sublayers."""
+
+
+class Swift(Selection):
+    """Searches with `step`, in batches that fit the time it is given.
+
+    Every batch scores the incumbent and new candidates on the same, newest window, so that they are compared on the
+    same tokens. A candidate that beats the incumbent becomes its challenger and replaces it only if it also does so, on
+    average, on the next window: the best of many noisy scores alone would be luck. Every `beta`-th candidate is the
+    Gaussian process's, the others are random. The search ends after `patience` candidates without a better one, then
+    the ratio moves a notch if matchness says so; it begins again when live acceptance falls.
+
+    Args:
+        n_layers, model: of the sets.
+        evaluate: matchness over the newest `WINDOW` tokens of the traffic; one batched forward.
+        ratio: share of the sublayers skipped at first.
+        kept: sublayers that are never skipped.
+        beta, patience, seed: see above.
+        clock: for tests.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        evaluate: Evaluate,
+        model: str = "",
+        ratio: float = 0.3,
+        kept: Iterable[int] = (),
+        beta: int = BETA,
+        patience: int = 200,
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if not 0 < ratio < 1:
+            raise ValueError(f"selection swift: ratio must lie between 0 and 1, not {ratio}")
+        self.evaluate, self.beta, self.patience, self.clock = evaluate, beta, patience, clock
+        self.space = BitSearch(n_layers, model, kept, seed=seed)
+        self.ratio = min(ratio, len(self.space.free) / (2 * n_layers))
+        self.live, self.at_end = 0.0, 0.0
+        self.trials = 0.0
+        self.moved = 0
+        self.seconds_per_set, self.seconds_of_step = 0.0, 0.0
+        self._restart()
+
+    @property
+    def searching(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.idle < self.patience
+
+    def sets(self) -> tuple[SkipSet, ...]:
+        return (self.incumbent,)
+
+    def step(self, seconds: float) -> bool:
+        """Score batches until the time is used up; a batch begins only if it is expected to fit.
+
+        The first batch ever is always run: nothing is known of its price.
+        """
+        before, end = self.incumbent, self.clock() + seconds
+        while self.searching:
+            wanted = self._wanted(end - self.clock())
+            if wanted < 1:
+                break
+            start = self.clock()
+            self._score(wanted)
+            self._learn_price(self.clock() - start, wanted)
+        if not self.searching and not self.settled:
+            self._settle()
+        return self.incumbent != before
+
+    def observe(self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
+        tried = float(np.minimum(np.asarray(drafted), np.asarray(accepted) + 1).sum())
+        if not tried:
+            return
+        # About the newest 200 judged tokens.
+        self.trials = min(self.trials + tried, 200.0)
+        self.live += (float(np.sum(accepted)) / tried - self.live) * min(1.0, tried / self.trials)
+        if self.searching or self.trials < 100:
+            return
+        if not self.at_end:
+            self.at_end = self.live
+        elif self.live < self.at_end - DROP:
+            self.moved = 0
+            self._restart()
+
+    def _restart(self) -> None:
+        """Search anew at the present ratio; an incumbent of the right size stays, to be scored again."""
+        size = max(1, min(len(self.space.free), round(self.ratio * 2 * self.space.n_layers)))
+        self.space.resize(size)
+        held = getattr(self, "incumbent", None)
+        self.incumbent = held if held is not None and len(held) == size else self.space.uniform()
+        self.challenger: SkipSet | None = None
+        self.matchness, self.lead = 0.0, 0.0
+        self.candidates = self.idle = 0
+        self.settled = False
+        self.at_end = 0.0
+
+    def _wanted(self, left: float) -> int:
+        """How many candidates the next batch may hold beside the incumbent."""
+        if not self.seconds_per_set:
+            return 1
+        return min(8, self.patience, int((left - self.seconds_of_step) / self.seconds_per_set) - 1)
+
+    def _learn_price(self, seconds: float, wanted: int) -> None:
+        per_set = seconds / (wanted + 1)
+        self.seconds_per_set += (per_set - self.seconds_per_set) * (0.3 if self.seconds_per_set else 1.0)
+
+    def _score(self, count: int) -> None:
+        first = not self.space.values
+        fresh: list[SkipSet] = []
+        if self.challenger is not None:
+            fresh.append(self.challenger)
+        while len(fresh) < count and not first:
+            self.candidates += 1
+            skip = self._propose()
+            if skip != self.incumbent and skip not in fresh:
+                fresh.append(skip)
+        # The incumbent alone in the first batch: the start is scored before anything may replace it.
+        asked = [self.incumbent, *fresh]
+        scores = np.asarray(self.evaluate(asked), np.float64)
+        self.space.register(asked, scores)
+        self.matchness = float(scores[0]) if first else 0.8 * self.matchness + 0.2 * float(scores[0])
+        self.idle += len(fresh)
+        self._replace(fresh, scores[1:] - scores[0])
+
+    def _replace(self, fresh: list[SkipSet], leads: NDArray[np.float64]) -> None:
+        if self.challenger is not None:
+            if self.lead + leads[0] > 0:
+                self.incumbent, self.idle = self.challenger, 0
+                self.matchness += float(leads[0] + self.lead) / 2
+                # The others were measured against the old incumbent.
+                leads = leads - leads[0]
+            self.challenger = None
+            fresh, leads = fresh[1:], leads[1:]
+        if len(fresh) and leads.max() > 0:
+            best = int(np.argmax(leads))
+            self.challenger, self.lead = fresh[best], float(leads[best])
+
+    def _propose(self) -> SkipSet:
+        if self.candidates % self.beta:
+            return self.space.random()
+        start = self.clock()
+        skip = self.space.bayesian()
+        # Paid once in `beta` candidates, but it must fit into the step that it falls in.
+        self.seconds_of_step = self.clock() - start
+        return skip
+
+    def _settle(self) -> None:
+        """The search has ended: keep the set, or search on with a neighbouring ratio."""
+        self.settled = True
+        way = 1 if self.matchness > HIGH else -1 if self.matchness < LOW else 0
+        ratio = self.ratio + way * NOTCH
+        # Never back to where it came from: it would swing between two ratios for ever.
+        if way and way != -self.moved and NOTCH / 2 < ratio < len(self.space.free) / (2 * self.space.n_layers):
+            self.ratio, self.moved = ratio, way
+            self._restart()

@@ -1,0 +1,129 @@
+"""Text that skip sets are calibrated on: prompts from JSONL files, with the model's own answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from layerskip_plugin.selection.host_model import HostModel
+
+PROMPT_KEYS = ("prompt", "question", "turns", "text")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of one file.
+
+    Attributes:
+        texts: one each.
+        name: of the file, without its folder and ending.
+        sha256: of the file, 16 digits.
+    """
+
+    texts: list[str]
+    name: str
+    sha256: str
+
+    @classmethod
+    def load(cls, path: Path) -> Prompts:
+        """Read JSONL with "prompt", "question", "turns" (the first one counts) or "text" in each line.
+
+        Raises:
+            ValueError: a missing or malformed file, named with its line.
+        """
+        if not path.is_file():
+            raise ValueError(f"data: {path} does not exist")
+        raw = path.read_bytes()
+        texts = []
+        for number, line in enumerate(raw.decode().splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                value = next(row[key] for key in PROMPT_KEYS if key in row)
+            except (ValueError, TypeError, StopIteration):
+                keys = ", ".join(f'"{key}"' for key in PROMPT_KEYS)
+                raise ValueError(f"data: {path} line {number} is no JSON object with one of {keys}") from None
+            texts.append(str(value[0] if isinstance(value, list) and value else value))
+        return cls(texts, path.stem, hashlib.sha256(raw).hexdigest()[:16])
+
+    def slice(self, first: int, count: int) -> Prompts:
+        """`count` prompts from `first` on.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        if first + count > len(self.texts):
+            raise ValueError(f"data: {self.name} holds {len(self.texts)} prompts; {first + count} are needed")
+        return Prompts(self.texts[first : first + count], self.name, self.sha256)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt with the model's greedy answer: `tokens`, of which the first `prompt` are the prompt."""
+
+    tokens: list[int]
+    prompt: int
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in a model folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def encode(tokenizer: Any, text: str, longest: int) -> list[int]:
+    """A prompt's tokens as a chat server would send them, the last `longest` of them."""
+    if getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])[-longest:]
+    return list(tokenizer(text)["input_ids"])[-longest:]
+
+
+@torch.inference_mode()
+def answer(
+    host: HostModel,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    new_tokens: int,
+    longest_prompt: int = 384,
+    batch: int = 8,
+    progress: Callable[[], object] = lambda: None,
+) -> list[Answered]:
+    """Each prompt with what the model greedily answers: text of the kind that drafts are made for.
+
+    Args:
+        progress: called after each prompt.
+    """
+    encoded = [encode(tokenizer, text, longest_prompt) for text in prompts]
+    # Similar lengths together, so that little is padded.
+    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
+    answers: dict[int, Answered] = {}
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    for start in range(0, len(order), batch):
+        group = order[start : start + batch]
+        width = max(len(encoded[i]) for i in group)
+        ids = torch.full((len(group), width), pad)
+        mask = torch.zeros_like(ids)
+        for row, i in enumerate(group):
+            ids[row, width - len(encoded[i]) :] = torch.tensor(encoded[i])
+            mask[row, width - len(encoded[i]) :] = 1
+        out = host.model.generate(
+            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad
+        )
+        stops = host.model.generation_config.eos_token_id
+        ends = set(stops if isinstance(stops, list) else [stops])
+        for row, i in enumerate(group):
+            new = out[row, width:].tolist()
+            length = next((k + 1 for k, token in enumerate(new) if token in ends), len(new))
+            answers[i] = Answered(encoded[i] + new[:length], len(encoded[i]))
+            progress()
+    return [answers[i] for i in range(len(encoded))]
