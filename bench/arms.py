@@ -81,8 +81,6 @@ def environment(cores: int) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     os.environ["OMP_NUM_THREADS"] = str(cores)
-    # A worker that waits must leave the cores to the one that works.
-    os.environ["KMP_BLOCKTIME"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
