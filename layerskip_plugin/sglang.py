@@ -29,8 +29,9 @@ logger = logging.getLogger("freedraft.layerskip")
 
 NAME = "layerskip"
 MOST_SETS = 4
-PLAIN_EVERY = 256
-"""One step in so many is a plain one where all others draft, so that the price of plain decoding stays known."""
+PLAIN_SOON, PLAIN_EVERY = 4, 256
+"""Where all other steps draft, one in so many is a plain one, so that the price of plain decoding stays known: often at
+first, when the first times measured were those of a cold engine, then ever more rarely."""
 
 
 class Options(LayerSkipOptions):
@@ -156,7 +157,7 @@ class LayerSkipSource:
         self._set_of: dict[str, int] = {}
         self._last: _Round | None = None
         self._measuring: tuple[float, int, int] | None = None
-        self._since_plain = 0
+        self._plain_due: dict[int, tuple[int, int]] = {}
         self.metrics = Metrics(NAME)
 
     # -- calls of the verify worker ------------------------------------------------------------------------------------
@@ -169,11 +170,13 @@ class LayerSkipSource:
 
     def _drafts(self, batch_size: int) -> bool:
         """Whether this step drafts. A policy that compares with plain decoding needs to know what that takes."""
-        self._since_plain += 1
-        priced = isinstance(self.lookahead, Cost)
-        if priced and (not self.times.plain_known(batch_size) or self._since_plain > PLAIN_EVERY):
-            self._since_plain = 0
-            return False
+        if isinstance(self.lookahead, Cost):
+            left, interval = self._plain_due.get(batch_size, (PLAIN_SOON, PLAIN_SOON))
+            if left == 0 or not self.times.plain_known(batch_size):
+                interval = min(2 * interval, PLAIN_EVERY) if left == 0 else interval
+                self._plain_due[batch_size] = interval, interval
+                return False
+            self._plain_due[batch_size] = left - 1, interval
         return self.lookahead.affordable(batch_size)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
