@@ -34,7 +34,7 @@ from prompts import PROMPTS
 from servers import environment
 
 ROOT = Path(__file__).resolve().parents[1]
-SKIP_SET_OF_DEMO = ROOT / "configs" / "skip_sets" / "smollm2-135m-instruct-20.json"
+SKIP_SET_OF_DEMO = ROOT / "configs" / "skip_sets" / "smollm2-135m-instruct-12.json"
 BATCHES = (1, 2, 4)
 K = 5
 
@@ -66,7 +66,14 @@ class Bench:
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.proposer = runner.drafter
         self.drafter = self.proposer.drafters[0]
-        self.generate(self.prompts[: max(BATCHES)], drafting=True)
+        if exact:
+            return
+        # The controller learns here what steps cost and what is accepted; what is measured later is what it settles on.
+        for batch in BATCHES:
+            for on in (False, True):
+                self.generate(self.prompts[:batch], drafting=on)
+        for first in range(0, len(self.prompts), max(BATCHES)):
+            self.generate(self.prompts[first : first + max(BATCHES)], drafting=True)
 
     def generate(self, prompts: list[list[int]], *, drafting: bool) -> Run:
         from vllm import SamplingParams

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from test_vllm_start import config_of, refusal
-from vllm_engines import engine, runner_of, spied
+from vllm_engines import engine, runner_of, settle, spied
 
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
+from layerskip_plugin.lookahead import Verifications
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from layerskip_plugin.vllm import check_start
@@ -97,8 +98,14 @@ def sets(model: Path, folder: Path) -> dict[str, Any]:
 def test_family(family: str, tmp_path: Path) -> None:
     model = save_tiny(family, tmp_path / "model")
     arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4}
-    with engine(model, speculative_config=sets(model, tmp_path), **arguments) as llm:
+    record = tmp_path / "seen.npz"
+    with engine(model, speculative_config=sets(model, tmp_path) | {"record": str(record)}, **arguments) as llm:
         check_drafts(llm)
+        settle(llm)
+        # Of the first set, whose drafts were all accepted.
+        seen = Verifications.load(record)
+        assert len(seen.accepted) == 4 * 27 and seen.accepted.all() and seen.top.shape[1] == 10
+        assert (seen.top[:, 0] > 1 / 24).all() and (seen.entropy > 0).all()
 
 
 def test_compiled(tmp_path: Path) -> None:
