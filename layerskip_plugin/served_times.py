@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from statistics import median
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -73,15 +74,18 @@ class _Table:
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
         self._line: tuple[Seconds, Seconds] = (np.zeros(1), np.ones(1))
 
     def __bool__(self) -> bool:
         return bool(self._samples)
 
     def add(self, size: int, seconds: float) -> None:
-        self._samples.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
-        sizes = sorted(self._samples)
-        times = np.array([np.median(self._samples[s]) for s in sizes])
+        samples = self._samples.setdefault(size, deque(maxlen=SAMPLES))
+        samples.append(seconds)
+        self._medians[size] = median(samples)
+        sizes = sorted(self._medians)
+        times = np.array([self._medians[s] for s in sizes])
         self._line = np.array(sizes, np.float64), np.maximum.accumulate(times)
 
     def count(self, size: int) -> int:

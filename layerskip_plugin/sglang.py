@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,9 @@ logger = logging.getLogger("freedraft.layerskip")
 
 NAME = "layerskip"
 MOST_SETS = 4
+# Where a request names the skip set that it wants: sampling_params={"custom_params": {"skip_set": NAME}}, in the
+# OpenAI API "custom_params" in the body. The name is that of the file without its ending.
+CHOICE = "skip_set"
 PLAIN_SOON, PLAIN_EVERY = 4, 256
 """Where all other steps draft, one in so many is a plain one, so that the price of plain decoding stays known: often at
 first, when the first times measured were those of a cold engine, then ever more rarely."""
@@ -100,7 +103,7 @@ def make_source(context: SourceContext) -> LayerSkipSource:
         "trees" if options.tree else "chains",
         context.max_nodes,
     )
-    return LayerSkipSource(context, model, tuple(sets.values()), lookahead, times, tree=options.tree)
+    return LayerSkipSource(context, model, sets, lookahead, times, tree=options.tree)
 
 
 def _lookahead(options: Options, model: str, times: ServedTimes) -> Lookahead:
@@ -127,7 +130,7 @@ class LayerSkipSource:
         self,
         context: SourceContext,
         model: PartialModel,
-        skip_sets: Sequence[SkipSet],
+        skip_sets: Mapping[str, SkipSet],
         lookahead: Lookahead,
         times: ServedTimes,
         *,
@@ -135,7 +138,7 @@ class LayerSkipSource:
     ) -> None:
         """
         Args:
-            skip_sets: at most 4; requests draft with the first one unless `assign` says otherwise.
+            skip_sets: by name, at most 4; requests draft with the first one unless they choose another.
             lookahead: of rank 0; not asked on the others.
             times: filled with what this source measures.
             tree: verify the draft's other candidates too (SWIFT's dynamic verification), not the chain alone.
@@ -146,14 +149,15 @@ class LayerSkipSource:
         if not 1 <= len(skip_sets) <= MOST_SETS:
             raise ValueError(f"{len(skip_sets)} skip sets: give 1 to {MOST_SETS}")
         self.model = model
-        self.max_nodes = context.max_nodes
+        self.max_nodes, self.widths = context.max_nodes, context.widths
         self.lookahead = lookahead
         self.times = times
         self.tree = tree
         self.candidates = max(lookahead.needs_top, min(MOST, context.vocab_size) if tree else 1)
         self.stages: tuple[Stages, ...] = tuple(
-            self.model.stages(s.attention, s.mlp) for s in (s.require(self.model.n_layers) for s in skip_sets)
+            self.model.stages(s.attention, s.mlp) for s in (s.require(self.model.n_layers) for s in skip_sets.values())
         )
+        self.numbers = {name: number for number, name in enumerate(skip_sets)}
         self._set_of: dict[str, int] = {}
         self._last: _Round | None = None
         self._measuring: tuple[float, int, int] | None = None
@@ -180,11 +184,22 @@ class LayerSkipSource:
         return self.lookahead.affordable(batch_size)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
-        self._measuring = None  # a prefill runs between this step and the next
+        """Nothing to prepare: what the requests hold is in the KV pool."""
 
     def capture_graphs(self) -> None:
         """Called once, after SGLang has captured its own CUDA graphs."""
         self.model.capture(self.stages)
+
+    def _choose(self, batch: Any) -> None:
+        """Note the skip sets that new requests ask for."""
+        for request in batch.reqs:
+            if request.rid not in self._set_of:
+                wanted = (getattr(request.sampling_params, "custom_params", None) or {}).get(CHOICE, "")
+                if wanted != "" and wanted not in self.numbers:
+                    logger.warning(
+                        "freedraft: there is no skip set '%s' here, only %s", wanted, ", ".join(self.numbers)
+                    )
+                self._set_of[request.rid] = self.numbers.get(wanted, 0)
 
     def assign(self, request_id: str, skip_set: int) -> None:
         """Draft for this request with the skip set of that number, from its next step on."""
@@ -193,7 +208,7 @@ class LayerSkipSource:
     def draft(self, step: DraftStep, width: int) -> DraftBatch:
         started = time.perf_counter()
         batch = len(step.request_ids)
-        if self._measuring is not None and self._measuring[1] == batch:
+        if step.undisturbed and self._measuring is not None and self._measuring[1] == batch:
             since, _, tokens = self._measuring
             self.times.note_step(batch, tokens, started - since)
         self._observe(step)
@@ -208,7 +223,8 @@ class LayerSkipSource:
         else:
             tree = DraftBatch.empty(batch, 1)
             tree.tokens[:, 0], tree.parents[:, 0], tree.scores[:, 0], tree.counts[:] = roots, -1, 1.0, 1
-        self._measuring = time.perf_counter(), batch, batch * int(tree.counts.max(initial=1))
+        most = int(tree.counts.max(initial=1))
+        self._measuring = time.perf_counter(), batch, batch * next(w for w in self.widths if w >= most)
         return tree
 
     def observe(self, accepted: Sequence[int]) -> None:
@@ -243,6 +259,8 @@ class LayerSkipSource:
         batch, deepest = len(step.request_ids), width - 1
         made = _Round(step.request_ids, batch, deepest, self.candidates)
         window = self.model.window(step.batch, width)
+        if len(self.stages) > 1:
+            self._choose(step.batch)
         sets = np.fromiter((self._set_of.get(i, 0) for i in step.request_ids), np.int64, batch)
         latest = roots.copy()
         active = np.arange(batch)
