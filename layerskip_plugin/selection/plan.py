@@ -1,0 +1,99 @@
+"""KnapSpec at serving time: the searched (set, draft length) of each context length, both used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip_plugin.selection.base import Selection
+from layerskip_plugin.selection.knapsack import Choice
+from layerskip_plugin.skip_set import SkipSet, read_json, write_json
+
+FORMAT = "freedraft knapsack plan 1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run by context length.
+
+    Attributes:
+        contexts: ascending; each entry holds from half-way (geometrically) to its neighbours.
+        choices: one per context; length 0 is plain decoding.
+        hardware: that the times were measured on.
+    """
+
+    contexts: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    hardware: str
+
+    def __post_init__(self) -> None:
+        if not self.contexts or len(self.contexts) != len(self.choices):
+            raise ValueError("a plan needs one choice per context length")
+        if list(self.contexts) != sorted(set(self.contexts)) or self.contexts[0] < 1:
+            raise ValueError(f"context lengths must be positive and ascend, not {list(self.contexts)}")
+
+    def at(self, context: NDArray[np.int32]) -> NDArray[np.intp]:
+        """Which entry holds for each context length."""
+        ends = np.sqrt(np.array(self.contexts[1:], np.float64) * np.array(self.contexts[:-1], np.float64))
+        return np.searchsorted(ends, context, side="right")
+
+    def save(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Write a JSON file; `about` says where it comes from."""
+        entries = [
+            {"context": c, "length": x.length, "tokens_per_second": round(x.rate, 3), "set": x.skip.to_dict()}
+            for c, x in zip(self.contexts, self.choices, strict=True)
+        ]
+        write_json(path, {"format": FORMAT, "hardware": self.hardware, "entries": entries, "about": dict(about)})
+
+    @classmethod
+    def load(
+        cls, path: Path, n_layers: int | None = None, model: str | None = None, hardware: str | None = None
+    ) -> Plan:
+        """Read what `save` wrote; with `n_layers` and `model` (fingerprint) or `hardware`, for those only.
+
+        Raises:
+            ValueError: one line: the file is damaged, or of another model or other hardware.
+        """
+        values = read_json(path, FORMAT, "knapsack plan")
+        try:
+            entries = values["entries"]
+            choices = tuple(
+                Choice(SkipSet.from_dict(e["set"], str(path)), int(e["length"]), float(e["tokens_per_second"]))
+                for e in entries
+            )
+            loaded = cls(tuple(int(e["context"]) for e in entries), choices, str(values["hardware"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"knapsack plan: {path} is damaged: {error}") from None
+        for choice in choices:
+            choice.skip.require(n_layers, model, str(path))
+        if hardware and hardware != loaded.hardware:
+            raise ValueError(
+                f"knapsack plan: the times in {path} were measured on {loaded.hardware}, this is {hardware}; "
+                "measure here with: freedraft calibrate knapsack"
+            )
+        return loaded
+
+
+class Knapsack(Selection):
+    """Each request drafts with the set of its present context length."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._sets = tuple(dict.fromkeys(choice.skip for choice in plan.choices))
+        self._place = np.array([self._sets.index(choice.skip) for choice in plan.choices], np.intp)
+        self._length = np.array([choice.length for choice in plan.choices], np.int32)
+
+    def sets(self) -> tuple[SkipSet, ...]:
+        return self._sets
+
+    def choose(self, request_ids: Sequence[str], context: NDArray[np.int32]) -> NDArray[np.intp]:
+        return self._place[self.plan.at(context)]
+
+    def lengths(self, context: NDArray[np.int32]) -> NDArray[np.int32]:
+        """int32[B]: the searched draft length at each context length; 0 where plain decoding is faster."""
+        return self._length[self.plan.at(context)]
