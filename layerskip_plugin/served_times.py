@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from statistics import median
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,10 +11,18 @@ from numpy.typing import ArrayLike, NDArray
 Seconds = NDArray[np.float64]
 SAMPLES = 9
 ENOUGH = 3
+STALE_S = 2.0
+"""Of times older than this only the last `STALE` count beside newer ones."""
+STALE = 2
+PLAIN_SOON, PLAIN_EVERY = 4, 256
+"""Steps with drafts before the first plain one between them, and before each later one at most."""
 
 
 class ServedTimes:
-    """Medians of the last times of each kind and size.
+    """What the last times of each kind and size have in common: the time that two thirds of them reach.
+
+    What disturbs a measurement only ever makes it longer. And what was measured while the machine was busy must not be
+    believed for ever after, as it would be where it keeps drafting off: old times give way to the first new ones.
 
     Where nothing was measured yet it guesses low: a step of more tokens costs what the largest measured one does, a
     draft pass its share of a plain step. So what is not known gets tried, and is known then.
@@ -70,11 +78,12 @@ class ServedTimes:
 
 
 class _Table:
-    """Median time by size: straight lines between the sizes that were measured, never falling, level outside."""
+    """Time by size: straight lines between the sizes that were measured, never falling, level outside."""
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[float]] = {}
-        self._medians: dict[int, float] = {}
+        self._newest: dict[int, float] = {}
+        self._typical: dict[int, float] = {}
         self._line: tuple[Seconds, Seconds] = (np.zeros(1), np.ones(1))
 
     def __bool__(self) -> bool:
@@ -82,10 +91,15 @@ class _Table:
 
     def add(self, size: int, seconds: float) -> None:
         samples = self._samples.setdefault(size, deque(maxlen=SAMPLES))
+        now = time.monotonic()
+        if now > self._newest.get(size, now) + STALE_S:
+            while len(samples) > STALE:
+                samples.popleft()
+        self._newest[size] = now
         samples.append(seconds)
-        self._medians[size] = median(samples)
-        sizes = sorted(self._medians)
-        times = np.array([self._medians[s] for s in sizes])
+        self._typical[size] = sorted(samples)[len(samples) // 3]
+        sizes = sorted(self._typical)
+        times = np.array([self._typical[s] for s in sizes])
         self._line = np.array(sizes, np.float64), np.maximum.accumulate(times)
 
     def count(self, size: int) -> int:
@@ -93,3 +107,23 @@ class _Table:
 
     def at(self, size: ArrayLike) -> Seconds:
         return np.interp(np.asarray(size, np.float64), *self._line)
+
+
+class PlainTurns:
+    """Which steps are to be plain where all others draft, so that the price of plain decoding stays known.
+
+    Often at first, when the first times measured were those of a cold engine, then ever more rarely.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[int, tuple[int, int]] = {}
+
+    def due(self, batch: int) -> bool:
+        """Asked once for each step of `batch` requests that could draft."""
+        left, interval = self._left.get(batch, (PLAIN_SOON, PLAIN_SOON))
+        if left == 0:
+            interval = min(2 * interval, PLAIN_EVERY)
+            self._left[batch] = interval, interval
+            return True
+        self._left[batch] = left - 1, interval
+        return False

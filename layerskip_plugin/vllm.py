@@ -18,7 +18,7 @@ from freedraft.engines.vllm.runner import Step, StepProposer
 from freedraft.metrics import Metrics, check_port, serve
 from layerskip_plugin.lookahead import Lookahead, Prices, Recording
 from layerskip_plugin.options import LayerSkipOptions
-from layerskip_plugin.served_times import ServedTimes
+from layerskip_plugin.served_times import PlainTurns, ServedTimes
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ class LayerSkipProposer(StepProposer):
         self.enabled = True
         self.last: tuple[list[str], float] | None = None
         self.saved = 0.0
+        self.turns = PlainTurns()
         self.metrics = Metrics(NAME)
         if options.metrics_port is not None:
             rank = vllm_config.parallel_config.rank
@@ -219,16 +220,18 @@ class LayerSkipProposer(StepProposer):
         drafts = step.no_drafts()
         assert self.passes is not None
         most = step.max_draft_tokens
-        if most == 0:
+        if most == 0 or (self.needs_prices and self._plain_wanted(step.batch_size)):
             return drafts
         room = np.minimum(self.passes.room(step), most)
         for index, drafter in enumerate(self.drafters):
             chosen = np.flatnonzero((sets == index) & (room > 0))
-            if not len(chosen) or (self.needs_prices and not drafter.times.plain_known(step.batch_size)):
-                continue
-            if drafter.policy.affordable(len(chosen)):
+            if len(chosen) and drafter.policy.affordable(len(chosen)):
                 self._round(step, drafter, request_ids, chosen, room[chosen], drafts)
         return drafts
+
+    def _plain_wanted(self, batch_size: int) -> bool:
+        """Whether this step is to be a plain one, because what drafting has to beat is not known (any more)."""
+        return not self.drafters[0].times.plain_known(batch_size) or self.turns.due(batch_size)
 
     def _round(
         self,
