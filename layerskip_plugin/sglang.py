@@ -71,9 +71,7 @@ def check_arguments(args: Any) -> None:
     Raises:
         ValueError: one clear line.
     """
-    from sglang.srt.utils.hf_transformers_utils import get_config
-
-    config = get_config(args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision)
+    config = _config(args)
     options = Options.read()
     options.skip_sets(config)
     _lookahead(options, model_fingerprint(config), ServedTimes(1.0))
@@ -84,7 +82,7 @@ def make_source(context: SourceContext) -> LayerSkipSource:
 
     options = Options.read()
     runner = context.target_worker.model_runner
-    config = runner.model_config.hf_config
+    config = _config(runner.server_args)
     try:
         model = PartialModel(runner)
         sets = options.skip_sets(config)
@@ -104,6 +102,13 @@ def make_source(context: SourceContext) -> LayerSkipSource:
         context.max_nodes,
     )
     return LayerSkipSource(context, model, sets, lookahead, times, tree=options.tree)
+
+
+def _config(args: Any) -> Any:
+    """The model's config as it was published: SGLang rounds the one that it works with to what its ranks can share."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    return get_config(args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision)
 
 
 def _lookahead(options: Options, model: str, times: ServedTimes) -> Lookahead:

@@ -148,9 +148,10 @@ class PartialModel:
     def agree(self, values: Sequence[int]) -> NDArray[np.int64]:
         """Rank 0's `values` on every rank: what decides which passes run must not differ. All ranks call it together,
         with as many values."""
+        mine = np.asarray(values, np.int64)
         if self._ranks.world_size == 1:
-            return np.asarray(values, np.int64)
-        told = torch.tensor(values, dtype=torch.int64, device=self._runner.device)
+            return mine
+        told = torch.from_numpy(mine).to(self._runner.device)
         self._ranks.broadcast(told, src=0)
         return told.cpu().numpy()
 
