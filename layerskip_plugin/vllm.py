@@ -139,6 +139,7 @@ class LayerSkipProposer(StepProposer):
             self.drafters.append(Drafter(name, skip_set, times, policy))
         self.running: set[str] = set()
         self.choice: dict[str, int] = {}
+        self.warned = False
         self.backbone: Backbone | None = None
         self.passes: DraftPasses | None = None
         # Set false to serve without drafts, as benchmarks do in turns.
@@ -304,13 +305,20 @@ class LayerSkipProposer(StepProposer):
         """intp [R]: which of `drafters` each request has."""
         if len(self.drafters) == 1:
             return np.zeros(len(request_ids), np.intp)
-        new = [request_id for request_id in request_ids if request_id not in self.choice]
-        for request_id in new:
-            parameters = getattr(step.runner.requests.get(request_id), "sampling_params", None)
-            wanted = (getattr(parameters, "extra_args", None) or {}).get(CHOICE)
-            names = [drafter.name for drafter in self.drafters]
-            self.choice[request_id] = names.index(wanted) if wanted in names else 0
+        for request_id in request_ids:
+            if request_id not in self.choice:
+                parameters = getattr(step.runner.requests.get(request_id), "sampling_params", None)
+                self.choice[request_id] = self._choose((getattr(parameters, "extra_args", None) or {}).get(CHOICE))
         return np.fromiter((self.choice[request_id] for request_id in request_ids), np.intp, len(request_ids))
+
+    def _choose(self, wanted: Any) -> int:
+        names = [drafter.name for drafter in self.drafters]
+        if wanted in names:
+            return names.index(wanted)
+        if wanted is not None and not self.warned:
+            self.warned = True
+            logger.warning("freedraft: there is no skip set '%s', only %s: the first is used", wanted, ", ".join(names))
+        return 0
 
     def _rehearse(self, drafter: Drafter, max_batch: int) -> None:
         """Time draft passes that write nothing, so that the first decisions have a price to go by."""

@@ -359,4 +359,8 @@ def test_requests_that_are_aborted_are_forgotten(layerskip: Any, prompts: list, 
             if output.finished:
                 finished[output.request_id] = list(output.outputs[0].token_ids)
         step += 1
+    # A wish that cannot be met, of whatever kind, is none.
+    assert generate(layerskip, prompts[:1], parameters(8, extra_args={"skip_set": ["no", "such"]})) == [
+        plain["prompts"][0][:8]
+    ]
     assert finished["job-0"] == plain["prompts"][0] and finished["job-2"] == plain["prompts"][2]
