@@ -1,0 +1,120 @@
+"""Loaded by the tests' engines through PYTHONPATH: layer skip that checks the KV pool around every draft.
+
+What a request does is in its id, as words between dashes: `set2` drafts with skip set 2, `chain` verifies chains in
+place of trees, `nodes` runs draft passes as verifications of one node (as with CUDA graphs), `replay` drafts nothing
+and verifies what the request with the same word `as...` had drafted.
+"""
+
+import collections
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+LOG = "LAYERSKIP_TEST_LOG"
+BARE = "LAYERSKIP_TEST_BARE"  # no checks, so that times are what they are
+
+
+def register():
+    if not os.environ.get(LOG):
+        return
+    from freedraft.engines.sglang.registration import install
+
+    install("layerskip_checked", make_checked, runs_model=True)
+
+
+def make_checked(context):
+    from layerskip_plugin.sglang import LayerSkipSource, make_source
+
+    path = Path(os.environ[LOG])
+    totals = collections.Counter()
+    runner = context.target_worker.model_runner
+    trees, hashes = {}, collections.defaultdict(list)
+
+    def words(request_id):
+        return set(request_id.split("-"))
+
+    def told(request_id):
+        return next((word for word in words(request_id) if word.startswith("as")), None)
+
+    def write():
+        path.write_text(json.dumps({**totals, "hashes": hashes}))
+
+    class Checked(LayerSkipSource):
+        def draft(self, step, width):
+            ids = step.request_ids
+            totals["steps"] += 1
+            totals["rounds"] += width > 1
+            if os.environ.get(BARE):
+                tree = super().draft(step, width)
+                write()
+                return tree
+            kv = runner.token_to_kv_pool
+            buffers = [*kv.k_buffer, *kv.v_buffer]
+            rows = runner.req_to_token_pool.req_to_token
+            batch = step.batch
+            lengths = batch.seq_lens_cpu.tolist()
+            for request_id, row, length in zip(ids, batch.req_pool_indices.tolist(), lengths, strict=True):
+                if told(request_id):
+                    slots = rows[row, :length].long()
+                    kept = b"".join(buffer[slots].numpy().tobytes() for buffer in buffers)
+                    hashes[request_id].append([length, hashlib.sha256(kept).hexdigest()])
+                for number in range(4):
+                    if f"set{number}" in words(request_id):
+                        self.assign(request_id, number)
+            self.model.as_nodes = any("nodes" in words(request_id) for request_id in ids)
+            self.tree = not any("chain" in words(request_id) for request_id in ids)
+            replays = "replay" in words(ids[0])
+            if replays:
+                return trees[told(ids[0])].pop(0)
+            before = [buffer.clone() for buffer in buffers]
+            tree = super().draft(step, width)
+            free = np.concatenate(
+                [
+                    rows[row, length : length + width].numpy()
+                    for row, length in zip(batch.req_pool_indices.tolist(), lengths, strict=True)
+                ]
+            )
+            changed = set()
+            for old, new in zip(before, buffers, strict=True):
+                changed |= set(np.flatnonzero((old != new).flatten(1).any(1).numpy()).tolist())
+            totals["written outside the window"] += len(changed - set(free.tolist()))
+            totals["written"] += len(changed)
+            if self._last is not None and width > 1:
+                drafted = self._last.drafted
+                totals["drafted"] += int(drafted.sum())
+                totals["batch 4"] += len(ids) == 4
+                totals["uneven"] += len(set(drafted.tolist())) > 1
+                totals["sets in a batch"] = max(totals["sets in a batch"], len({self._set_of.get(i, 0) for i in ids}))
+                totals["branches"] += int((tree.counts - 1 - drafted).sum())
+            for i, request_id in enumerate(ids):
+                if told(request_id):
+                    import copy
+
+                    assert i == 0
+                    trees.setdefault(told(request_id), []).append(copy.deepcopy(tree))
+            tree.check()
+            write()
+            return tree
+
+        def finish(self, request_ids):
+            super().finish(request_ids)
+            totals["held"] = len(self._set_of)
+            write()
+
+    source = make_source(context)
+    source.__class__ = Checked
+    observe = source.lookahead.observe
+
+    def observing(request_ids, drafted, accepted):
+        for request_id, d, a in zip(request_ids, drafted.tolist(), accepted.tolist(), strict=True):
+            for number in range(4):
+                if f"set{number}" in words(request_id):
+                    totals[f"drafted by set {number}"] += d
+                    totals[f"accepted of set {number}"] += a
+        observe(request_ids, drafted, accepted)
+
+    source.lookahead.observe = observing
+    return source

@@ -1,0 +1,200 @@
+"""Layer skip through a real engine: the same tokens as the model gives by itself, and no committed KV touched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from layerskip_plugin.skip_set import SkipSet
+from tests.sglang.conftest import read_counts, sglang_engine
+from tests.sglang.layerskip_tools import (
+    GREEDY,
+    LAYERS,
+    SETS,
+    ask,
+    continuations,
+    ids,
+    logged,
+    make_model,
+    options,
+    prompts,
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """One engine for most of the tests: trees or chains, four skip sets, overlap scheduling."""
+    folder = make_model(tmp_path_factory.mktemp("llama"), "Llama")
+    log, counts = folder / "log.json", folder / "counts.json"
+    env = options(folder, log, FREEDRAFT_LOOKAHEAD="fixed", FREEDRAFT_LENGTH="3")
+    with sglang_engine(
+        folder,
+        counts,
+        env,
+        speculative_algorithm="layerskip_checked",
+        speculative_num_draft_tokens=8,
+        skip_tokenizer_init=True,
+    ) as engine:
+        engine.asked, engine.log, engine.counts = 0, log, counts
+        engine.expected = continuations(folder, prompts(), GREEDY["max_new_tokens"])
+        yield engine
+    assert read_counts(counts)["finished"] > 0
+
+
+def test_empty_skip_set_accepts_all(llama):
+    """The draft model is the model: whatever is wrong with a draft pass shows here."""
+    assert ids(ask(llama, prompts(), "set0-chain")) == llama.expected
+    assert ids([ask(llama, [p], "set0")[0] for p in prompts()[:4]]) == llama.expected[:4]
+    log = logged(llama)
+    assert log["drafted by set 0"] > 200
+    assert log["accepted of set 0"] == log["drafted by set 0"]
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_same_tokens(llama, shape, batch):
+    before = logged(llama)
+    given = prompts()
+    for number in (1, 2, 3) if batch == 4 else (2,):
+        got = []
+        for start in range(0, len(given), batch):
+            got += ids(ask(llama, given[start : start + batch], f"set{number}-{shape}"))
+        assert got == llama.expected, f"skip set {number}"
+    log = logged(llama)
+    assert log["rounds"] > before["rounds"]
+    assert (log["branches"] > before["branches"]) == (shape == "tree")
+    if batch == 4:
+        assert log["batch 4"] > before.get("batch 4", 0)
+        share = log["accepted of set 1"] / log["drafted by set 1"]
+        assert 0.3 < share < 1, "with the weak layers skipped, most drafts are right and some are wrong"
+
+
+def test_passes_as_verifications_of_one_node(llama):
+    """The shape of a pass that CUDA graphs are captured of."""
+    before = logged(llama)
+    assert ids(ask(llama, prompts()[:4], "set0-nodes")) == llama.expected[:4]
+    after = logged(llama)
+    drafted = after["drafted by set 0"] - before.get("drafted by set 0", 0)
+    assert drafted == after["accepted of set 0"] - before.get("accepted of set 0", 0) > 50
+    assert ids(ask(llama, prompts(), "set{}-nodes")) == llama.expected
+    logged(llama)
+
+
+def test_four_skip_sets_in_a_batch(llama):
+    """Chosen by the requests, by name; one that there is not means the first."""
+    wanted = [*SETS, "unknown"]
+    sampling = [{**GREEDY, "custom_params": {"skip_set": wanted[i % 5]}} for i in range(len(prompts()))]
+    assert ids(ask(llama, prompts(), "choosing", sampling)) == llama.expected
+    assert logged(llama)["sets in a batch"] == 4
+
+
+def test_committed_kv_is_what_it_is_without_drafting(llama):
+    """The same trees verified once after draft passes and once without any: the KV of all committed tokens is the same
+    bit for bit, at every step."""
+    for skip in ("set2-tree", "set1-chain"):
+        hashes = []
+        for word in (f"{skip}-as{skip[3]}", f"replay-as{skip[3]}"):
+            llama.flush_cache()
+            (got,) = ask(llama, [prompts()[9]], word)
+            assert got["output_ids"] == llama.expected[9]
+            (kept,) = [of for name, of in logged(llama)["hashes"].items() if name.startswith(word)]
+            hashes.append(kept)
+        assert len(hashes[0]) > 10 and hashes[0] == hashes[1]
+
+
+def test_beside_other_requests(llama):
+    """Logprobs, stops and penalties (which draft nothing) go on working."""
+    outputs = llama.generate(
+        input_ids=prompts()[:2], sampling_params=GREEDY, return_logprob=True, rid=["set1-l0", "set1-l1"]
+    )
+    assert ids(outputs) == llama.expected[:2]
+    for output in outputs:
+        assert [t for _, t, *_ in output["meta_info"]["output_token_logprobs"]] == output["output_ids"]
+    stop = {**GREEDY, "ignore_eos": False, "stop_token_ids": [llama.expected[2][7]]}
+    (output,) = llama.generate(input_ids=[prompts()[2]], sampling_params=[stop], rid=["set1-stop"])
+    cut = llama.expected[2].index(llama.expected[2][7]) + 1
+    assert output["output_ids"] == llama.expected[2][:cut]
+    llama.generate(
+        input_ids=prompts()[:2], sampling_params={**GREEDY, "frequency_penalty": 1.5}, rid=["set1-p0", "set1-p1"]
+    )
+    log = logged(llama)
+    assert log["held"] == 0, "a request's skip set outlives it"
+
+
+def test_another_models_skip_set_stops_the_start(tmp_path):
+    """In the front-end process, with the reason."""
+    folder = make_model(tmp_path / "here", "Llama")
+    other = tmp_path / "other.json"
+    SkipSet(LAYERS, frozenset({1}), frozenset(), "0123456789abcdef").save(other)
+    wrong = tmp_path / "layers.json"
+    SkipSet.empty(LAYERS + 1).save(wrong)
+    for path, why in (
+        (other, "another model"),
+        (wrong, f"of {LAYERS + 1} layers"),
+        (tmp_path / "none.json", "not a file"),
+    ):
+        with (
+            pytest.raises(Exception, match=why),
+            sglang_engine(
+                folder,
+                env={"FREEDRAFT_SKIP_SET": str(path)},
+                speculative_algorithm="layerskip",
+                skip_tokenizer_init=True,
+            ),
+        ):
+            pass
+
+
+def test_other_architectures_are_refused():
+    from freedraft.config import ConfigError
+    from freedraft.engines.sglang.partial_model import check_structure
+
+    def bare(cls, **attributes):
+        made = cls.__new__(cls)
+        made.__dict__.update(attributes)
+        return made
+
+    from sglang.srt.models import gemma2, llama, qwen2, qwen2_moe
+
+    for other in (gemma2.Gemma2ForCausalLM, qwen2_moe.Qwen2MoeForCausalLM):
+        with pytest.raises(ConfigError, match=f"cannot skip layers of {other.__name__}"):
+            check_structure(bare(other, model=None))
+
+    linear = type("Linear", (), {"input_scale": None})()
+    norm = type("Norm", (), {"_quant_linear": linear})()
+
+    def stack(layer=llama.LlamaDecoderLayer, mlp=llama.LlamaMLP):
+        made = bare(layer, mlp=bare(mlp), input_layernorm=norm, post_attention_layernorm=norm)
+        return bare(llama.LlamaForCausalLM, model=bare(llama.LlamaModel, layers=[made]))
+
+    check_structure(stack())
+    with pytest.raises(ConfigError, match="layers are of type Gemma2DecoderLayer"):
+        check_structure(stack(layer=gemma2.Gemma2DecoderLayer))
+    with pytest.raises(ConfigError, match="MLPs are of type Qwen2MoeSparseMoeBlock"):
+        check_structure(stack(mlp=qwen2_moe.Qwen2MoeSparseMoeBlock))
+    check_structure(stack(mlp=qwen2.Qwen2MLP))
+    linear.input_scale = 1.0
+    with pytest.raises(ConfigError, match="norms quantise"):
+        check_structure(stack())
+
+
+def test_candidates_of_a_pass():
+    """The best tokens, their probabilities and the entropy, against numpy."""
+    import torch
+
+    from freedraft.engines.sglang.partial_model import best
+
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(1)) * 3
+    p = torch.softmax(logits.double(), -1).numpy()
+    for wanted in (1, 4, 10):
+        made = best(logits, wanted, entropy=True)
+        known = min(wanted, 7)
+        order = np.argsort(-p, 1)[:, :known]
+        assert made.tokens.shape == made.probabilities.shape == (3, wanted)
+        assert (made.tokens[:, :known] == order).all()
+        assert made.probabilities[:, :known] == pytest.approx(np.take_along_axis(p, order, 1), rel=1e-5)
+        assert (made.probabilities[:, known:] == 0).all()
+        assert made.entropy == pytest.approx(-(p * np.log(p)).sum(1), rel=1e-5)
+    forbidden = logits.clone()
+    forbidden[:, 2] = -torch.inf
+    assert np.isfinite(best(forbidden, 1, entropy=True).entropy).all()
