@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from sssd_plugin import paper
+from sssd_plugin.datastore.live import SEARCHED, LiveDatastore, View
 from sssd_plugin.datastore.sub_index import Snapshot
 from sssd_plugin.fusion import LEARNED, PAPER, draft_batch
 from sssd_plugin.learned import FEATURES, SHORTLIST, Weights, scratch
@@ -35,6 +36,7 @@ class Drafter:
         scoring: `learned` (calibrated probabilities) or `paper` (papers/sssd.txt, Algorithms 1-3).
         weights: file of the learned scorer's weights; None for the ones that ship with the package.
         snapshot: the datastore; None for none.
+        live: a datastore that grows; it then brings the static one along, and `snapshot` must be None.
 
     Raises:
         ValueError: an argument out of range, or an unreadable weights file.
@@ -48,6 +50,7 @@ class Drafter:
         scoring: Scoring = "learned",
         weights: Path | None = None,
         snapshot: Snapshot | None = None,
+        live: LiveDatastore | None = None,
     ) -> None:
         if not 1 <= max_nodes <= MAX_NODES:
             raise ValueError(f"max_nodes must be 1..{MAX_NODES}, not {max_nodes}")
@@ -64,22 +67,67 @@ class Drafter:
         self._prompts: dict[str, Future[None]] = {}
         self._worker: ThreadPoolExecutor | None = None
         self._batch = DraftBatch.empty(1, max_nodes)
+        self._live = live
+        self._tenants: dict[str, int] = {}  # of requests that have one
+        self._no_groups = np.zeros(1, np.int64)
         self._no_features = np.zeros((0, SHORTLIST, FEATURES))
         self._no_ints = np.zeros((1, 0), np.int32)
         self._no_floats = np.zeros((0, SHORTLIST))
-        self.use(Snapshot.empty() if snapshot is None else snapshot)
+        if live is None:
+            self.use(Snapshot.empty() if snapshot is None else snapshot)
+        else:
+            self._see(live.view()[0])
         self._warm_up()
 
     def use(self, snapshot: Snapshot) -> None:
-        """Draft from `snapshot` from the next call on."""
+        """Draft from `snapshot`, and what is learnt, from the next call on."""
+        if self._live is not None:
+            self._live.use_static(snapshot)
+            return
+        view = View.of(snapshot)
+        with self._lock:
+            self._snapshot = snapshot
+            self._see(view)
+
+    def _see(self, view: View) -> None:
+        """Draft from `view`, with scratch space for it."""
+        room = view.widest if self._live is None else max(view.widest, SEARCHED)
         if self._scoring == LEARNED:
-            ints, floats, counts = scratch(self.max_nodes, len(snapshot.sub_indices))
+            ints, floats, counts = scratch(self.max_nodes, room)
         else:
             ints, floats = np.zeros(paper.INTS, np.int32), np.zeros(paper.FLOATS)
             counts = np.zeros((1, 1), np.uint8)
+        self._view, self._room = view, room
+        self._scratch = ints, floats, counts
+
+    def _look(self, live: LiveDatastore, request_ids: Sequence[str]) -> NDArray[np.int64] | None:
+        """See the live datastore as it is now; the group of each request, None where all are in group 0."""
+        tenants = None
+        if self._tenants:
+            of = self._tenants
+            tenants = np.array([of.get(request_id, 0) for request_id in request_ids], np.int64)
+        view, groups = live.view(tenants)
+        if view.widest > self._room:
+            self._see(view)
+        self._view = view
+        return groups
+
+    def belongs(self, request_id: str, tenant: int) -> None:
+        """The request is a tenant's (`LiveDatastore.tenant`) and drafts from what that may see, until it finishes."""
+        if tenant:
+            self._tenants[request_id] = tenant
+
+    def tenant_of(self, request_id: str) -> int:
+        """What `belongs` said of a request; 0 for none."""
+        return self._tenants.get(request_id, 0)
+
+    def tokens(self, request_id: str) -> NDArray[np.int32]:
+        """A copy of the tokens of a request: int32 [n], none if it is unknown."""
+        self._await_prompts([request_id])
         with self._lock:
-            self._snapshot, self._store_size = snapshot, snapshot.n_tokens
-            self._scratch = ints, floats, counts
+            if request_id not in self._index:
+                return np.zeros(0, np.int32)
+            return self._index.tokens(request_id).copy()
 
     def extend(
         self,
@@ -143,13 +191,18 @@ class Drafter:
         if self._prompts:
             self._await_prompts(request_ids)
         with self._lock:
+            groups = None if self._live is None else self._look(self._live, request_ids)
             slot_ids = self._index.slot_ids(request_ids, create=False)
             if len(slot_ids) > self._batch.batch_size:
                 self._batch = DraftBatch.empty(2 * len(slot_ids), self.max_nodes)
+                self._no_groups = np.zeros(2 * len(slot_ids), np.int64)
+            if groups is None:
+                groups = self._no_groups
+            view = self._view
             out = self._batch
             total = -1 if total_draft_tokens is None else max(0, total_draft_tokens)
             draft_batch(
-                self._scoring, self._index.slots, slot_ids, self._snapshot.table, self._store_size, self._weights,
+                self._scoring, self._index.slots, slot_ids, view.table, view.bounds, view.sizes, groups, self._weights,
                 max_nodes, total, shape == "chain", min_score,
                 out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
                 *self._scratch,
@@ -165,6 +218,9 @@ class Drafter:
         """Forget requests. Unknown ids are ignored."""
         request_ids = list(request_ids)
         self._await_prompts(request_ids)
+        if self._tenants:
+            for request_id in request_ids:
+                self._tenants.pop(request_id, None)
         with self._lock:
             self._index.finish(request_ids)
 
@@ -176,12 +232,14 @@ class Drafter:
         return len(self._index)
 
     def close(self) -> None:
-        """Stop the background thread and forget every request."""
+        """Stop the background threads, forget every request and close the live datastore."""
         if self._worker is not None:
             self._worker.shutdown(wait=True)
             self._worker = None
         self._prompts.clear()
         self.finish(self._index.request_ids())
+        if self._live is not None:
+            self._live.close()
 
     def _begin(self, request_id: str, prompt: NDArray[np.int32]) -> None:
         with self._lock:

@@ -31,14 +31,17 @@ def _share(scores, counts, total):
 
 @njit(nogil=True, cache=True)
 def draft_batch(
-    scoring, slots, slot_ids, table, store_size, weights, max_nodes, total, chain, min_score,
+    scoring, slots, slot_ids, rows, bounds, store_sizes, groups, weights, max_nodes, total, chain, min_score,
     tokens, parents, depths, scores, counts, kinds, ints, floats, bytes_, no_features, no_ints, no_floats,
 ):  # fmt: skip
     """Fill a `DraftBatch` (tokens .. kinds) for the requests in `slot_ids`; at most `total` draft nodes in all.
 
-    A slot of -1 gets a tree of 0 nodes.
+    A slot of -1 gets a tree of 0 nodes. Request b drafts from the sub-indices `rows[bounds[g]:bounds[g + 1]]` (rows of
+    `Snapshot.table`) with g = groups[b], which hold `store_sizes[g]` tokens.
     """
     for b in range(len(slot_ids)):
+        table = rows[bounds[groups[b]] : bounds[groups[b] + 1]]
+        store_size = store_sizes[groups[b]]
         if slot_ids[b] < 0:
             counts[b] = 0
         elif scoring == LEARNED:

@@ -198,22 +198,7 @@ def draft_tree(
 
     j_n = len(table)
     room_for = (len(ints) - _FIXED_INTS) // _ints_per_node(j_n)
-    at = 0
-    ranges = room_for * j_n * STORE_ORDERS
-    lo = ints[at : at + ranges].reshape((room_for, j_n, STORE_ORDERS))
-    at += ranges
-    hi = ints[at : at + ranges].reshape((room_for, j_n, STORE_ORDERS))
-    at += ranges
-    sampled = ints[at : at + room_for * STORE_ORDERS * (1 + MAX_SAMPLES)].reshape(
-        (room_for, STORE_ORDERS, 1 + MAX_SAMPLES)
-    )
-    at += room_for * STORE_ORDERS * (1 + MAX_SAMPLES)
-    frontier_parent = ints[at : at + room_for]
-    at += room_for
-    frontier_token = ints[at : at + room_for]
-    at += room_for
-    frontier_kind = ints[at : at + room_for]
-    at += room_for
+    at = 0  # first what must not move when the number of sub-indices changes: the stamps and their clock
     keys = ints[at : at + (1 << HASH_BITS)]
     at += 1 << HASH_BITS
     stamps = ints[at : at + (1 << HASH_BITS)]
@@ -233,6 +218,22 @@ def draft_tree(
     skipped = ints[at : at + 3 * (1 + MAX_SAMPLES)].reshape((3, 1 + MAX_SAMPLES))
     at += 3 * (1 + MAX_SAMPLES)
     clock = ints[at : at + 1]
+    at += 1
+    ranges = room_for * j_n * STORE_ORDERS
+    lo = ints[at : at + ranges].reshape((room_for, j_n, STORE_ORDERS))
+    at += ranges
+    hi = ints[at : at + ranges].reshape((room_for, j_n, STORE_ORDERS))
+    at += ranges
+    sampled = ints[at : at + room_for * STORE_ORDERS * (1 + MAX_SAMPLES)].reshape(
+        (room_for, STORE_ORDERS, 1 + MAX_SAMPLES)
+    )
+    at += room_for * STORE_ORDERS * (1 + MAX_SAMPLES)
+    frontier_parent = ints[at : at + room_for]
+    at += room_for
+    frontier_token = ints[at : at + room_for]
+    at += room_for
+    frontier_kind = ints[at : at + room_for]
+    at += room_for
     cheap = floats[:MAX_CANDIDATES]
     store_p = floats[MAX_CANDIDATES : 2 * MAX_CANDIDATES]
     input_p = floats[2 * MAX_CANDIDATES : 3 * MAX_CANDIDATES]
@@ -367,9 +368,10 @@ _FIXED_INTS = 3 * (1 << HASH_BITS) + MAX_CANDIDATES + SHORTLIST + 2 * COLUMNS + 
 
 
 def scratch(max_nodes: int, sub_indices: int) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.uint8]]:
-    """Scratch space of `draft_tree` for up to `max_nodes` nodes over `sub_indices` sub-indices."""
+    """Scratch space of `draft_tree` for up to `max_nodes` nodes over up to `sub_indices` sub-indices."""
     nodes = max_nodes + 1
     ints = np.zeros(_FIXED_INTS + nodes * _ints_per_node(sub_indices), np.int32)
+    nodes = (len(ints) - _FIXED_INTS) // _ints_per_node(0)  # over fewer, `draft_tree` finds room for more
     floats = np.zeros(4 * MAX_CANDIDATES + 2 * COLUMNS + SHORTLIST * (1 + FEATURES) + 2 * nodes, np.float64)
     return ints, floats, np.zeros((MAX_CANDIDATES, ROW), np.uint8)
 

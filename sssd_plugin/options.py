@@ -29,6 +29,15 @@ class SssdOptions(PluginOptions):
 
     Attributes:
         datastore: folder that `freedraft datastore build` wrote; None drafts from prompt and output only.
+        live: learn from finished requests: what they wrote is drafted from at the next step, and kept in the folder of
+            the datastore if one is named, which may then begin empty.
+        live_prompts: learn from their prompts, too.
+        live_tokens: learnt tokens held at most, in memory (8 to 12 bytes each) and on disk (4 bytes); the oldest go
+            first.
+        live_second_writer: when another server learns in the same folder: "refuse" to start, or "read" what is there
+            and learn in memory only.
+        isolation: whose text a request is drafted from: "tenant": of requests with the same cache_salt (SGLang:
+            extra_key); "shared": of all; "off": of all, and the files do not tell tenants apart either.
         scoring: "learned" (calibrated probabilities) or "paper" (Algorithms 1-3 with their constants).
         weights: file of the learned scorer; None takes the shipped one.
         hardware: name of a shipped profile, path of a .yaml file, or "auto".
@@ -46,6 +55,11 @@ class SssdOptions(PluginOptions):
     source_name: ClassVar[str] = "sssd"
 
     datastore: UserPath = None
+    live: bool = False
+    live_prompts: bool = False
+    live_tokens: int = Field(default=1 << 24, ge=1 << 14, le=1 << 30)
+    live_second_writer: Literal["refuse", "read"] = "refuse"
+    isolation: Literal["tenant", "shared", "off"] = "tenant"
     scoring: Scoring = "learned"
     weights: UserPath = None
     hardware: str = Field(default="auto", min_length=1)
@@ -61,6 +75,13 @@ class SssdOptions(PluginOptions):
         if weights is not None and not weights.is_file():
             raise ValueError("is not a file: give a file that 'freedraft calibrate scorer' wrote, or leave it out")
         return weights
+
+    @property
+    def static_store(self) -> Path | None:
+        """The folder of a store that was built; None if there is none, or nothing but what is learnt."""
+        if self.datastore is not None and self.live and not (self.datastore / "manifest.json").exists():
+            return None
+        return self.datastore
 
     def cost_model(self, max_draft_tokens: int) -> CostModel:
         """The cost model that these options describe, for at most `max_draft_tokens` per request (roots not counted).

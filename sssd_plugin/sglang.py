@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,13 @@ from freedraft.engines.sglang.controller import make_controller
 from freedraft.engines.sglang.registration import install
 from freedraft.engines.sglang.source import DraftStep, SourceContext
 from freedraft.metrics import Metrics, serve
+from sssd_plugin.datastore.format import MAX_VOCAB_SIZE
+from sssd_plugin.datastore.live_metrics import LiveMetrics
 from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.options import SssdOptions
+
+if TYPE_CHECKING:
+    from sssd_plugin.datastore.live import LiveDatastore
 
 logger = logging.getLogger("freedraft.sssd")
 
@@ -40,10 +46,16 @@ def check_start() -> None:
         from sssd_plugin.learned import Weights
 
         Weights.load(options.weights)
-    if options.datastore is not None:
+    if options.static_store is not None:
         from sssd_plugin.datastore.store import Datastore
 
-        Datastore.open(options.datastore).close()
+        Datastore.open(options.static_store).close()
+    if options.live and options.datastore is not None:
+        from sssd_plugin.datastore.segments import check_live
+
+        check_live(
+            options.datastore, vocab_size=MAX_VOCAB_SIZE, fingerprint=None, second_writer=options.live_second_writer
+        )
 
 
 def make_source(context: SourceContext) -> SssdSource:
@@ -65,22 +77,41 @@ class SssdSource:
         self.controller = make_controller(context, self.cost_model, options.step_times)
         self._query_tokens: int | None = None
         self.store = None
-        if options.datastore is not None:
+        made_by = fingerprint(context.tokenizer) if options.datastore is not None and context.tokenizer else None
+        if options.static_store is not None:
             self.store = Datastore.open(
-                options.datastore,
+                options.static_store,
                 vocab_size=context.vocab_size,
-                tokenizer_fingerprint=fingerprint(context.tokenizer) if context.tokenizer is not None else None,
+                tokenizer_fingerprint=made_by,
                 verify=False,  # the front-end process has verified every byte already
             )
         self._corpora: dict[str, SubIndex] = {}
         self._built: dict[str, SubIndex] = {}
         self._lock = threading.Lock()
+        self.live: LiveDatastore | None = None
+        self.live_metrics: LiveMetrics | None = None
+        self._learnt_from: dict[str, int] = {}  # where the output of each request begins
+        self._live_prompts = options.live_prompts
+        if options.live:
+            from sssd_plugin.datastore.live import open_live
+
+            self.live = open_live(
+                options.datastore,
+                context.vocab_size,
+                static=self._snapshot(),
+                fingerprint=made_by,
+                isolation=options.isolation,
+                max_tokens=options.live_tokens,
+                second_writer=options.live_second_writer,
+            )
+            self.live_metrics = LiveMetrics()
         self.drafter = Drafter(
             vocab_size=context.vocab_size,
             max_nodes=context.max_nodes,
             scoring=options.scoring,
             weights=options.weights,
-            snapshot=self._snapshot(),
+            snapshot=self._snapshot() if self.live is None else None,
+            live=self.live,
         )
         self.metrics = Metrics(NAME)
         if options.metrics_port is not None:
@@ -101,8 +132,14 @@ class SssdSource:
         return width
 
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
+        if self.live is not None:
+            self._learnt_from.setdefault(request_id, 0 if self._live_prompts else len(tokens))
         self.drafter.begin(request_id, tokens)
         self.metrics.requests.set(len(self.drafter))
+
+    def belongs(self, request_id: str, key: str | None) -> None:
+        if self.live is not None and key:
+            self.drafter.belongs(request_id, self.live.tenant(key))
 
     def draft(self, step: DraftStep, width: int) -> DraftBatch:
         started = time.perf_counter()
@@ -130,6 +167,14 @@ class SssdSource:
         self.metrics.accepted.inc(sum(accepted))
 
     def finish(self, request_ids: Iterable[str]) -> None:
+        request_ids = list(request_ids)
+        if self.live is not None and self.live_metrics is not None:
+            for request_id in request_ids:
+                begin = self._learnt_from.pop(request_id, None)
+                if begin is not None:
+                    tokens = self.drafter.tokens(request_id)[begin:]
+                    self.live.insert(tokens, self.drafter.tenant_of(request_id))
+            self.live_metrics.show(self.live.stats())
         self.drafter.finish(request_ids)
         self.metrics.requests.set(len(self.drafter))
 

@@ -14,12 +14,15 @@ from freedraft.engines.vllm.controller import make_controller
 from freedraft.engines.vllm.methods import Method
 from freedraft.engines.vllm.methods import register as register_method
 from freedraft.engines.vllm.runner import Step, StepProposer
+from freedraft.engines.vllm.tenants import carry_salt
 from freedraft.metrics import Metrics, check_port, serve
+from sssd_plugin.datastore.live_metrics import LiveMetrics
 from sssd_plugin.options import SssdOptions
 
 if TYPE_CHECKING:
     from freedraft.controller import Controller
     from freedraft.draft import DraftBatch
+    from sssd_plugin.datastore.live import LiveDatastore
     from sssd_plugin.datastore.store import Datastore
 
 logger = logging.getLogger("freedraft.sssd")
@@ -29,7 +32,8 @@ NAME = "sssd"
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`: runs in every process of vLLM."""
-    register_method(Method(NAME, f"{__name__}.SssdProposer", SssdOptions, check_start))
+    if register_method(Method(NAME, f"{__name__}.SssdProposer", SssdOptions, check_start)):
+        carry_salt()
 
 
 def check_start(options: SssdOptions, model_config: Any) -> None:
@@ -45,8 +49,17 @@ def check_start(options: SssdOptions, model_config: Any) -> None:
         from sssd_plugin.learned import Weights
 
         Weights.load(options.weights)
-    if options.datastore is not None:
-        open_store(options.datastore, model_config, verify=True).close()
+    if options.static_store is not None:
+        open_store(options.static_store, model_config, verify=True).close()
+    if options.live and options.datastore is not None:
+        from sssd_plugin.datastore.segments import check_live
+
+        check_live(
+            options.datastore,
+            vocab_size=model_config.get_vocab_size(),
+            fingerprint=tokenizer_fingerprint(model_config),
+            second_writer=options.live_second_writer,
+        )
 
 
 def open_store(path: Path, model_config: Any, *, verify: bool) -> Datastore:
@@ -83,6 +96,24 @@ def tokenizer_fingerprint(model_config: Any) -> str | None:
     )
 
 
+def open_live_store(options: SssdOptions, vllm_config: Any, store: Datastore | None) -> LiveDatastore:
+    """The store that grows, over the static one. Of all workers and replicas, one writes."""
+    from sssd_plugin.datastore.live import open_live
+
+    parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
+    return open_live(
+        options.datastore,
+        model_config.get_vocab_size(),
+        static=store.snapshot if store else None,
+        fingerprint=tokenizer_fingerprint(model_config),
+        isolation=options.isolation,
+        max_tokens=options.live_tokens,
+        writer=parallel.rank % parallel.tensor_parallel_size == 0 and not parallel.data_parallel_rank,
+        second_writer=options.live_second_writer,
+        lockstep=parallel.tensor_parallel_size > 1,
+    )
+
+
 class SssdProposer(StepProposer):
     """The proposer that vLLM creates for `{"method": "sssd"}`."""
 
@@ -92,9 +123,12 @@ class SssdProposer(StepProposer):
 
         options = SssdOptions.parse(self.options)
         self.store: Datastore | None = None
-        if options.datastore is not None:
+        if options.static_store is not None:
             # The front-end process has verified every byte already.
-            self.store = open_store(options.datastore, vllm_config.model_config, verify=False)
+            self.store = open_store(options.static_store, vllm_config.model_config, verify=False)
+        self.live = open_live_store(options, vllm_config, self.store) if options.live else None
+        self.live_prompts = options.live_prompts
+        self.runner: Any = None
         self.cost_model = options.cost_model(self.max_draft_tokens)
         self.controller = make_controller(vllm_config, self.cost_model, options.step_times)
         cost = 0.0 if self.controller else self.cost_model.profile.token_cost
@@ -104,9 +138,11 @@ class SssdProposer(StepProposer):
             max_nodes=self.max_draft_tokens + 1,
             scoring=options.scoring,
             weights=options.weights,
-            snapshot=self.store.snapshot if self.store else None,
+            snapshot=self.store.snapshot if self.store and self.live is None else None,
+            live=self.live,
         )
         self.metrics = Metrics(NAME)
+        self.live_metrics = LiveMetrics() if self.live else None
         if options.metrics_port is not None:
             rank = vllm_config.parallel_config.rank
             serve(options.metrics_port + rank if options.metrics_port else 0)
@@ -121,7 +157,16 @@ class SssdProposer(StepProposer):
         self.drafter.begin(request_id, tokens)
         self.metrics.requests.set(len(self.drafter))
 
+    def belongs(self, request_id: str, salt: str) -> None:
+        if self.live is not None:
+            self.drafter.belongs(request_id, self.live.tenant(salt))
+
+    def ready(self, runner: Any) -> None:
+        self.runner = runner
+
     def finish(self, request_ids: set[str]) -> None:
+        if self.live is not None and self.runner is not None:
+            self._learn(self.live, request_ids)
         self.drafter.finish(request_ids)
         self.metrics.requests.set(len(self.drafter))
 
@@ -130,6 +175,19 @@ class SssdProposer(StepProposer):
         self.metrics.drafted.inc(drafted)
         self.metrics.accepted.inc(accepted)
         return self._by_rule(step) if self.controller is None else self._by_gain(step, self.controller)
+
+    def _learn(self, live: LiveDatastore, request_ids: set[str]) -> None:
+        # Sorted: a set's order differs between processes, and all tensor-parallel ranks must learn in the same one.
+        for request_id in sorted(request_ids):
+            state = self.runner.requests.get(request_id)
+            if state is None:
+                continue
+            tokens = state.output_token_ids
+            if self.live_prompts and state.prompt_token_ids is not None:
+                tokens = [*state.prompt_token_ids, *tokens]
+            live.insert(np.array(tokens, np.int32), self.drafter.tenant_of(request_id))
+        if self.live_metrics is not None:
+            self.live_metrics.show(live.stats())
 
     def _by_rule(self, step: Step) -> list[list[int]]:
         started = time.perf_counter()

@@ -231,6 +231,9 @@ class TreeVerifyWorker(BaseSpecWorker):
             for request in requests:
                 if (tokens := self._requests.begin(request)) is not None:
                     self._source.begin(request.rid, tokens)
+                    belongs = getattr(self._source, "belongs", None)  # of sources that keep tenants apart
+                    if belongs is not None:
+                        belongs(request.rid, getattr(request, "extra_key", None))
         except Exception:
             self._stop_drafting()
 

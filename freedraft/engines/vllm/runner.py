@@ -20,6 +20,7 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.methods import method_options
 from freedraft.engines.vllm.patching import share_logging, wrap_once
+from freedraft.engines.vllm.tenants import SALT
 
 if TYPE_CHECKING:
     from freedraft.controller import Controller
@@ -165,6 +166,9 @@ class StepProposer(ABC):
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         """A request has its first step; `tokens` int32 [n] is its prompt, a view that is valid during the call only."""
 
+    def belongs(self, request_id: str, salt: str) -> None:  # noqa: B027 (most drafters do not care)
+        """The request that has just begun has this cache_salt."""
+
     @abstractmethod
     def finish(self, request_ids: set[str]) -> None:
         """These requests have ended or were aborted; some may never have begun."""
@@ -232,7 +236,7 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
             drafter.guarded(lambda: drafter.finish(gone))
         result = original(self, scheduler_output, *args, **kwargs)
         if new:
-            drafter.guarded(lambda: _begin(drafter, self.input_batch, new))
+            drafter.guarded(lambda: _begin(drafter, self.input_batch, scheduler_output.scheduled_new_reqs))
         return result
 
     return _update_states
@@ -252,7 +256,10 @@ def _initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialize_kv_cache
 
 
-def _begin(drafter: StepProposer, batch: Any, request_ids: list[str]) -> None:
-    for request_id in request_ids:
-        row = batch.req_id_to_index[request_id]
-        drafter.begin(request_id, batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]])
+def _begin(drafter: StepProposer, batch: Any, requests: Sequence[Any]) -> None:
+    for request in requests:
+        row = batch.req_id_to_index[request.req_id]
+        drafter.begin(request.req_id, batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]])
+        salt = getattr(request, SALT, None)
+        if salt:
+            drafter.belongs(request.req_id, salt)

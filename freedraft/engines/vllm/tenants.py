@@ -1,0 +1,32 @@
+"""Whose a request is: vLLM's `cache_salt`, which its scheduler knows and does not hand to the model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from freedraft.engines.vllm.patching import wrap_once
+
+SALT = "freedraft_salt"
+"""Attribute of vLLM's NewRequestData."""
+
+
+def carry_salt() -> bool:
+    """Make the scheduler hand the cache_salt of new requests on; whether this vLLM lets us."""
+    from vllm.v1.core.sched.output import NewRequestData
+
+    if not hasattr(NewRequestData, "from_request"):
+        return False
+    wrap_once(NewRequestData, "from_request", _from_request)
+    return True
+
+
+def _from_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_request(request: Any, *args: Any, **kwargs: Any) -> Any:
+        data = original(request, *args, **kwargs)
+        salt = getattr(request, "cache_salt", None)
+        if salt:
+            setattr(data, SALT, salt)
+        return data
+
+    return from_request

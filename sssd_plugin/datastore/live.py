@@ -1,0 +1,525 @@
+"""`LiveDatastore`: what finished requests wrote becomes datastore, searchable at the next step (papers/sssd.txt 3.1.3).
+
+A log-structured merge: a finished document is merged at once into the tenant's small newest run; full runs are merged
+into larger ones by one background thread, in compiled code that leaves the GIL alone. Runs are immutable, a step's
+`View` is a table of their addresses, and a change is a new view, so a step sees one state for its whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.runs import Run, merged, sorted_run, with_document
+from sssd_plugin.datastore.segments import Record, SegmentLog
+from sssd_plugin.datastore.sub_index import Snapshot
+
+logger = logging.getLogger("freedraft.datastore")
+
+Isolation = Literal["tenant", "shared", "off"]
+
+SEARCHED = 8
+"""Sub-indices that are searched at most, static ones included (papers/sssd.txt 3.1.3)."""
+MAX_TOKENS = 16 << 20
+MIN_TOKENS = 1 << 14
+HOT_TOKENS = 1 << 12
+"""Size at which the newest run is left as it is: merging a document into it costs a pass over it."""
+FACTOR = 4
+"""An older run is merged with newer ones that are together more than a FACTOR-th of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the requests of one batch draft from.
+
+    Attributes:
+        table: int64 [R, 7], rows as in `Snapshot.table`, group after group.
+        bounds: int64 [G + 1], where each group's rows start.
+        sizes: int64 [G], tokens that each group sees.
+        keeps: what keeps the addresses valid.
+        widest: most sub-indices of a group.
+    """
+
+    table: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    keeps: tuple[object, ...]
+    widest: int
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> View:
+        """One group that sees `snapshot`."""
+        return cls.single(snapshot.table, snapshot.n_tokens, (snapshot,))
+
+    @classmethod
+    def single(cls, table: NDArray[np.int64], size: int, keeps: tuple[object, ...]) -> View:
+        """One group that sees all of `table`."""
+        n = len(table)
+        return cls(table, np.array([0, n], np.int64), np.array([size], np.int64), keeps, n)
+
+    @classmethod
+    def join(cls, views: Sequence[View]) -> View:
+        """A group for each of these views of one group."""
+        bounds = np.zeros(len(views) + 1, np.int64)
+        np.cumsum([len(view.table) for view in views], out=bounds[1:])
+        table = np.concatenate([view.table for view in views])
+        sizes = np.concatenate([view.sizes for view in views])
+        return cls(table, bounds, sizes, tuple(views), max(view.widest for view in views))
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStats:
+    """The state of a live datastore.
+
+    Attributes:
+        tokens: held, separators included; delta_tokens: of these, in runs that are not merged yet.
+        sub_indices: runs, of all tenants; most: of one tenant.
+        nbytes: memory of all runs.
+        documents, inserted: documents and tokens taken since the start.
+        insert_seconds: spent on taking them, in the callers' threads.
+        merges, merge_seconds: in the background; longest_merge: seconds.
+    """
+
+    tokens: int
+    delta_tokens: int
+    sub_indices: int
+    most: int
+    nbytes: int
+    tenants: int
+    documents: int
+    inserted: int
+    insert_seconds: float
+    merges: int
+    merge_seconds: float
+    longest_merge: float
+
+
+class _Tenant:
+    __slots__ = ("busy", "digest", "hot", "runs", "view")
+
+    def __init__(self, digest: bytes, view: View) -> None:
+        self.digest = digest
+        self.runs: list[Run] = []  # oldest first
+        self.hot: Run | None = None
+        self.busy = False  # some of its runs are being merged
+        self.view = view
+
+    @property
+    def all_runs(self) -> list[Run]:
+        return [*self.runs, self.hot] if self.hot else self.runs
+
+
+class _Job:
+    """Runs to replace by one, without their first `cut` tokens."""
+
+    __slots__ = ("cut", "done", "due", "inputs", "result", "tenant")
+
+    def __init__(self, tenant: _Tenant, inputs: list[Run], cut: int, due: int) -> None:
+        self.tenant, self.inputs, self.cut, self.due = tenant, inputs, cut, due
+        self.done = threading.Event()
+        self.result: Run | None = None
+
+
+class LiveDatastore:
+    """A datastore in memory, and on disk if wanted, that grows while it is drafted from.
+
+    Thread-safe. `insert` costs a pass over at most a few thousand tokens; what it added is in the next `view`.
+
+    Args:
+        vocab_size: token ids must be below it; documents with others are left out.
+        static: what every tenant drafts from besides.
+        isolation: "tenant": what a tenant's requests wrote is seen by that tenant only; "shared": by all;
+            "off": by all, and not even the digest of a tenant's name is recorded.
+        max_tokens: held at most, separators included; the oldest are dropped first.
+        log: where documents are kept on disk; closed with this. What it recovered is taken over.
+        lockstep: merges take effect after a number of documents instead of when they are done, so that instances that
+            are given the same documents in the same order always have the same views (tensor-parallel ranks).
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        static: Snapshot | None = None,
+        isolation: Isolation = "tenant",
+        max_tokens: int = MAX_TOKENS,
+        log: SegmentLog | None = None,
+        lockstep: bool = False,
+    ) -> None:
+        if max_tokens < MIN_TOKENS:
+            raise ValueError(f"a live datastore holds at least {MIN_TOKENS} tokens, not {max_tokens}")
+        self.vocab_size, self.isolation, self.max_tokens = vocab_size, isolation, max_tokens
+        self._log, self._lockstep = log, lockstep
+        self._key = log.key if log else secrets.token_bytes(16)
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting: list[_Job] = []  # lockstep: in order, until they are due
+        self._worker: threading.Thread | None = None
+        self._tokens = self._clock = self._documents = 0
+        self._insert_seconds = self._merge_seconds = self._longest_merge = 0.0
+        self._merges = self._inserted = self._taken = 0
+        self._failed = False
+        self._set_static(static or Snapshot.empty())
+        self._tenants = [_Tenant(b"", self._static_view)]
+        self._numbers: dict[bytes, int] = {b"": 0}
+        self._joined: tuple[tuple[View, ...], View] | None = None
+        self._warm_up()
+        if log is not None:
+            self._load(log.take_recovered())
+
+    @property
+    def isolated(self) -> bool:
+        """Whether requests of different tenants see different views."""
+        return self.isolation == "tenant"
+
+    def tenant(self, name: str | None) -> int:
+        """Number of a tenant, 0 for requests of none. Only a keyed digest of the name is kept."""
+        if not name or self.isolation == "off":
+            return 0
+        digest = tenant_digest(self._key, name)
+        with self._lock:
+            return self._number(digest)
+
+    def insert(self, tokens: NDArray[np.int32], tenant: int = 0) -> bool:
+        """Take a document (int32 [n]); the next `view` has it.
+
+        Returns:
+            Whether it was taken: not if it is empty, has a sixteenth of `max_tokens` or more, holds an id that is none,
+            or there is no room yet because older ones are still being dropped.
+        """
+        n = len(tokens)
+        if not 0 < n < self.max_tokens // 16 or self._failed:
+            return False
+        if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
+            return False
+        started = time.perf_counter()
+        with self._lock:
+            record = self._tenants[tenant].digest
+            owner = self._tenants[tenant if self.isolated else 0]
+            self._clock += n + 1
+            self._settle()
+            if self._tokens + n + 1 > self.max_tokens:
+                return False
+            owner.hot = with_document(owner.hot, tokens, self.vocab_size, self._documents)
+            self._documents += 1
+            self._tokens += n + 1
+            self._inserted += n
+            self._taken += 1
+            # At most as many runs as may be searched, however slowly the background merges them.
+            if owner.hot.n >= HOT_TOKENS and len(owner.runs) + 1 < self._room:
+                owner.runs.append(owner.hot)
+                owner.hot = None
+                self._plan(owner)
+            self._drop()
+            owner.view = self._view_of(owner)
+            self._insert_seconds += time.perf_counter() - started
+        if self._log is not None:
+            self._log.append(record, tokens)
+        return True
+
+    def view(self, tenants: NDArray[np.int64] | None = None) -> tuple[View, NDArray[np.int64] | None]:
+        """What a batch drafts from.
+
+        Args:
+            tenants: int64 [B], the tenant of each request; None if all are of none.
+
+        Returns:
+            The view, and the group of each request (int64 [B]), or None where all are in group 0.
+        """
+        if tenants is None or not len(tenants) or not self.isolated:
+            return self._tenants[0].view, None
+        if (tenants == tenants[0]).all():
+            return self._tenants[int(tenants[0])].view, None
+        numbers, groups = np.unique(tenants, return_inverse=True)
+        views = tuple(self._tenants[number].view for number in numbers.tolist())
+        if self._joined is None or len(self._joined[0]) != len(views) or any(
+            a is not b for a, b in zip(self._joined[0], views, strict=True)
+        ):  # fmt: skip
+            self._joined = views, View.join(views)
+        return self._joined[1], groups.astype(np.int64)
+
+    def use_static(self, static: Snapshot) -> None:
+        """Replace what every tenant drafts from besides."""
+        with self._lock:
+            self._set_static(static)
+            for tenant in self._tenants:
+                tenant.view = self._view_of(tenant)
+
+    def stats(self) -> LiveStats:
+        with self._lock:
+            runs = [run for tenant in self._tenants for run in tenant.all_runs]
+            return LiveStats(
+                tokens=self._tokens,
+                delta_tokens=sum(tenant.hot.n for tenant in self._tenants if tenant.hot),
+                sub_indices=len(runs),
+                most=max(len(tenant.all_runs) for tenant in self._tenants),
+                nbytes=sum(run.nbytes for run in runs),
+                tenants=len(self._tenants),
+                documents=self._taken,
+                inserted=self._inserted,
+                insert_seconds=self._insert_seconds,
+                merges=self._merges,
+                merge_seconds=self._merge_seconds,
+                longest_merge=self._longest_merge,
+            )
+
+    def settle(self, timeout: float = 60.0) -> bool:
+        """Wait until no merge is wanted; whether that came to pass. Not in lockstep, where documents drive merges."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            with self._lock:
+                if not any(tenant.busy for tenant in self._tenants):
+                    return True
+            time.sleep(0.001)
+        return False
+
+    def flush(self) -> None:
+        """Wait until everything inserted is on disk, or could not be written."""
+        if self._log is not None:
+            self._log.flush()
+
+    def close(self) -> None:
+        """Stop the background thread and close the log; may be called twice."""
+        if self._worker is not None:
+            self._jobs.put(None)
+            self._worker.join()
+            self._worker = None
+        if self._log is not None:
+            self._log.close()
+
+    # Below: with the lock held, except `_work`.
+
+    @property
+    def _room(self) -> int:
+        """Runs that a tenant may have."""
+        return max(2, SEARCHED - len(self._static.table))
+
+    def _set_static(self, static: Snapshot) -> None:
+        self._static = static
+        self._static_view = View.of(static)
+
+    def _number(self, digest: bytes) -> int:
+        number = self._numbers.get(digest)
+        if number is None:
+            number = self._numbers[digest] = len(self._tenants)
+            self._tenants.append(_Tenant(digest, self._static_view))
+        return number
+
+    def _view_of(self, tenant: _Tenant) -> View:
+        runs = tenant.all_runs
+        if not runs:
+            return self._static_view
+        table = np.concatenate([self._static.table, *(run.row for run in runs)])
+        size = self._static.n_tokens + sum(run.n for run in runs)
+        return View.single(table, size, (self._static, *runs))
+
+    def _plan(self, tenant: _Tenant) -> None:
+        """Start a merge if the tenant's runs want one."""
+        runs = tenant.runs
+        if tenant.busy or len(runs) < 2:
+            return
+        begin, total = len(runs) - 1, runs[-1].n
+        while begin > 0 and runs[begin - 1].n < FACTOR * total and total + runs[begin - 1].n <= self.max_tokens // 2:
+            begin -= 1
+            total += runs[begin].n
+        inputs = runs[begin:]
+        if len(inputs) < 2:
+            if len(runs) + 1 < self._room:
+                return
+            pair = min(range(len(runs) - 1), key=lambda i: runs[i].n + runs[i + 1].n)
+            inputs = runs[pair : pair + 2]
+        self._start(tenant, inputs, 0)
+
+    def _drop(self) -> None:
+        """Let go of the oldest documents beyond the bound: whole runs at once, part of a run in the background."""
+        while self._tokens > self.max_tokens - self.max_tokens // 16:
+            tenant = min(
+                (t for t in self._tenants if t.runs or t.hot), key=lambda t: t.all_runs[0].first, default=None
+            )  # fmt: skip
+            if tenant is None or tenant.busy:
+                return
+            if tenant.hot and not tenant.runs:
+                tenant.runs, tenant.hot = [tenant.hot], None
+            oldest = tenant.runs[0]
+            excess = self._tokens - (self.max_tokens - self.max_tokens // 8)
+            if oldest.n > excess:
+                self._start(tenant, [oldest], excess)
+                return
+            tenant.runs.pop(0)
+            self._tokens -= oldest.n
+            tenant.view = self._view_of(tenant)
+
+    def _start(self, tenant: _Tenant, inputs: list[Run], cut: int) -> None:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="freedraft-live", daemon=True)
+            self._worker.start()
+        tenant.busy = True
+        lag = self.max_tokens // 64 if cut else max(HOT_TOKENS, sum(run.n for run in inputs) // 8)
+        job = _Job(tenant, inputs, cut, self._clock + lag)
+        if self._lockstep:
+            self._waiting.append(job)
+        self._jobs.put(job)
+
+    def _settle(self) -> None:
+        """In lockstep: take over the merges that are due, waiting for them if need be."""
+        while self._waiting and self._waiting[0].due <= self._clock:
+            job = self._waiting.pop(0)
+            job.done.wait()
+            self._take_over(job)
+
+    def _take_over(self, job: _Job) -> None:
+        tenant = job.tenant
+        at = next(i for i, run in enumerate(tenant.runs) if run is job.inputs[0])
+        tenant.runs[at : at + len(job.inputs)] = [job.result] if job.result else []
+        self._tokens += (job.result.n if job.result else 0) - sum(run.n for run in job.inputs)
+        tenant.busy = False
+        self._plan(tenant)
+        self._drop()
+        tenant.view = self._view_of(tenant)
+
+    def _work(self) -> None:
+        """The background thread."""
+        while (job := self._jobs.get()) is not None:
+            started = time.perf_counter()
+            try:
+                job.result = self._merge(job)
+            except Exception:  # out of memory: keep what there is
+                self._failed = True
+                logger.exception("freedraft: merging live sub-indices failed; nothing more is learnt until a restart")
+                job.done.set()
+                return
+            seconds = time.perf_counter() - started
+            self._merges += 1
+            self._merge_seconds += seconds
+            self._longest_merge = max(self._longest_merge, seconds)
+            job.done.set()
+            if not self._lockstep:
+                with self._lock:
+                    self._take_over(job)
+            del job
+
+    def _merge(self, job: _Job) -> Run | None:
+        *older, run = job.inputs
+        result: Run | None = run
+        if not older:
+            return merged(run, None, self.vocab_size, job.cut)
+        for run in reversed(older):
+            result = merged(run, result, self.vocab_size)
+        return result
+
+    def _load(self, records: Iterable[Record]) -> None:
+        """Take over what was on disk."""
+        started = time.perf_counter()
+        of: dict[bytes, list[NDArray[np.int32]]] = {}
+        first: dict[bytes, int] = {}
+        total = skipped = 0
+        for record in records:
+            if len(record.tokens) and int(record.tokens.max()) >= self.vocab_size:
+                skipped += 1
+                continue
+            owner = record.tenant if self.isolated else b""
+            first.setdefault(owner, self._documents)
+            of.setdefault(owner, []).append(record.tokens)
+            self._documents += 1
+            total += len(record.tokens) + 1
+        with self._lock:
+            for digest, documents in of.items():
+                tenant = self._tenants[self._number(digest)]
+                number = first[digest]
+                for part in _parts(documents, self.max_tokens // 2):
+                    tenant.runs.append(sorted_run(part, self.vocab_size, number))
+                    number += len(part)
+                tenant.view = self._view_of(tenant)
+            self._tokens += total
+            self._drop()
+        if skipped:
+            logger.warning("freedraft: %d documents on disk hold ids beyond the vocabulary; left out", skipped)
+        if total:
+            seconds = time.perf_counter() - started
+            logger.info("freedraft: %d live tokens of %d tenants ready in %.2f s", total, len(of), seconds)
+
+    def _warm_up(self) -> None:
+        """Compile, or load from the cache, what inserting and merging call."""
+        document = np.zeros(4, np.int32)
+        run = with_document(with_document(None, document, 8, 0), document, 8, 1)
+        merged(run, run, 8)
+        merged(run, None, 8, 1)
+
+
+def tenant_digest(key: bytes, name: str) -> bytes:
+    """What stands for a tenant's name in memory and on disk: 16 bytes that do not tell the name without the key."""
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
+
+
+def _parts(documents: list[NDArray[np.int32]], size: int) -> Iterable[list[NDArray[np.int32]]]:
+    """Consecutive documents, at most `size` tokens together unless one alone is larger."""
+    part: list[NDArray[np.int32]] = []
+    total = 0
+    for document in documents:
+        if part and total + len(document) + 1 > size:
+            yield part
+            part, total = [], 0
+        part.append(document)
+        total += len(document) + 1
+    if part:
+        yield part
+
+
+def open_live(
+    directory: Path | None,
+    vocab_size: int,
+    *,
+    static: Snapshot | None = None,
+    fingerprint: str | None = None,
+    isolation: Isolation = "tenant",
+    max_tokens: int = MAX_TOKENS,
+    writer: bool = True,
+    second_writer: Literal["refuse", "read"] = "refuse",
+    lockstep: bool = False,
+) -> LiveDatastore:
+    """A live datastore over `directory` (None: in memory only).
+
+    Args:
+        directory: the store's; what is learnt goes into a folder `live` in it.
+        fingerprint: of the model's tokenizer.
+        writer: False only reads what is there.
+        second_writer: when another process writes there: "refuse", or "read" what is there and learn in memory only.
+
+    Raises:
+        DatastoreError: the directory cannot be read or written, is of another tokenizer or a newer version, or another
+            process writes there.
+    """
+    log = None
+    if directory is not None:
+        log = SegmentLog.open(
+            directory,
+            vocab_size=vocab_size,
+            fingerprint=fingerprint,
+            max_tokens=max_tokens,
+            writer=writer,
+            second_writer=second_writer,
+        )
+    try:
+        return LiveDatastore(
+            vocab_size, static=static, isolation=isolation, max_tokens=max_tokens, log=log, lockstep=lockstep
+        )
+    except BaseException:
+        with contextlib.suppress(Exception):
+            if log is not None:
+                log.close()
+        raise

@@ -1,0 +1,284 @@
+"""The live datastore: visible at the next step, few sub-indices, bounded, tenants apart, the same on every rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sssd_plugin.datastore import live as live_module
+from sssd_plugin.datastore.live import SEARCHED, LiveDatastore, open_live
+from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.drafter import Drafter
+
+VOCAB = 500
+
+
+@pytest.fixture(autouse=True)
+def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "HOT_TOKENS", 64)
+
+
+@pytest.fixture
+def store() -> Iterator[LiveDatastore]:
+    store = LiveDatastore(VOCAB, max_tokens=1 << 16)
+    yield store
+    store.close()
+
+
+def document(seed: int, n: int = 40) -> np.ndarray:
+    return (np.random.default_rng(seed).zipf(1.3, n) % VOCAB).astype(np.int32)
+
+
+def contents(store: LiveDatastore, tenant: int = 0) -> list[list[int]]:
+    """Documents that a tenant sees besides the static ones, oldest first."""
+    found = []
+    for run in store._tenants[tenant].all_runs:
+        text: list[int] = []
+        for token in run.sub.tokens[: run.n].tolist():
+            if token == SEPARATOR:
+                found.append(text)
+                text = []
+            else:
+                text.append(token)
+    return found
+
+
+def chain(drafter: Drafter, request: str, tokens: list[int], n: int = 6) -> list[int]:
+    row = np.array([tokens], np.int32)
+    drafter.extend([request], row, np.zeros(1, np.int32), np.array([len(tokens)], np.int32))
+    batch = drafter.draft([request], max_nodes=n, shape="chain")
+    return batch.tokens[0, 1 : batch.counts[0]].tolist()
+
+
+@pytest.mark.parametrize("scoring", ["learned", "paper"])
+def test_what_a_request_wrote_is_drafted_at_the_next_step(store: LiveDatastore, scoring: str) -> None:
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=8, scoring=scoring, live=store)  # type: ignore[arg-type]
+    assert chain(drafter, "a", [7, 8, 9]) == []
+    store.insert(np.array([1, 7, 8, 9, 10, 11, 12], np.int32))
+    assert chain(drafter, "a", [7, 8, 9])[:3] == [10, 11, 12]
+
+
+def test_drafts_equal_those_of_a_static_store_with_the_same_text(store: LiveDatastore) -> None:
+    """One run that holds everything is the same suffix array, bucket for bucket."""
+    texts = [document(seed) for seed in range(40)]
+    for text in texts:
+        store.insert(text)
+    assert store.settle()
+    joined = np.concatenate([np.append(text, SEPARATOR) for text in texts]).astype(np.int32)
+    one = LiveDatastore(VOCAB, max_tokens=1 << 16)
+    one._tenants[0].runs = [live_module.sorted_run(texts, VOCAB, 0)]
+    one._tenants[0].view = one._view_of(one._tenants[0])
+    static = Drafter(vocab_size=VOCAB, max_nodes=16, snapshot=Snapshot.of([SubIndex.build(joined, VOCAB)]))
+    single, several = (Drafter(vocab_size=VOCAB, max_nodes=16, live=s) for s in (one, store))
+    found = 0
+    for seed in range(30):
+        prompt = [*document(seed + 100, 10).tolist(), *texts[seed][5:9].tolist()]
+        want = chain(static, str(seed), prompt, 12)
+        assert chain(single, str(seed), prompt, 12) == want
+        found += bool(chain(several, str(seed), prompt, 12)[:1] == want[:1])
+    assert found >= 24, "several sub-indices draft much the same"
+
+
+@pytest.mark.parametrize("static_parts", [0, 1, 4])
+def test_at_most_eight_sub_indices_whatever_the_background_does(static_parts: int) -> None:
+    """With the background thread held up, the newest run grows instead."""
+    part = SubIndex.build(np.append(document(1, 300), SEPARATOR).astype(np.int32), VOCAB)
+    store = LiveDatastore(VOCAB, max_tokens=1 << 18, static=Snapshot.of([part] * static_parts))
+    gate = threading.Event()
+    original = store._merge
+    store._merge = lambda job: (gate.wait(), original(job))[1]  # type: ignore[method-assign]
+    for seed in range(300):
+        assert store.insert(document(seed))
+        assert store.view()[0].widest <= SEARCHED
+    gate.set()
+    assert store.settle()
+    assert store.view()[0].widest <= SEARCHED
+    assert contents(store) == [document(seed).tolist() for seed in range(300)], "nothing lost, in order"
+    store.close()
+
+
+def test_merges_are_geometric(store: LiveDatastore) -> None:
+    for seed in range(600):
+        store.insert(document(seed))
+        store.settle()
+    sizes = [run.n for run in store._tenants[0].runs]
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) <= 6
+    assert store.stats().merges < 600 / 3, "a document is not merged with everything each time"
+
+
+def test_bounded_by_tokens_oldest_first() -> None:
+    store = LiveDatastore(VOCAB, max_tokens=1 << 14)
+    for seed in range(2000):
+        assert store.insert(document(seed))
+        if seed % 10 == 9:
+            store.settle()
+        assert store.stats().tokens <= 1 << 14
+    held = contents(store)
+    assert held == [document(seed).tolist() for seed in range(2000)][-len(held) :]
+    assert 41 * len(held) > 0.8 * (1 << 14)
+    store.close()
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_drafting_while_merging_sees_whole_documents(lockstep: bool) -> None:
+    """Every document is findable at every moment after it was inserted, while runs are merged and dropped."""
+    store = LiveDatastore(VOCAB, max_tokens=1 << 17, lockstep=lockstep)
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
+    for seed in range(400):
+        text = document(seed, 60)
+        text[:5] = [VOCAB - 1, seed % 490, seed // 490 + 1, 3, (7 * seed) % 490]
+        store.insert(text)
+        for old in (seed, seed // 2, 0):
+            head = [VOCAB - 1, old % 490, old // 490 + 1, 3]
+            drafter.finish(["x"])
+            drafter.append(["x"], np.array(head, np.int32), np.array([0, 4]))
+            tree = drafter.draft(["x"], max_nodes=8)
+            assert (7 * old) % 490 in tree.tokens[0, : tree.counts[0]][tree.depths[0, : tree.counts[0]] == 1].tolist()
+    store.close()
+
+
+def test_ranks_in_lockstep_have_the_same_views() -> None:
+    ranks = [LiveDatastore(VOCAB, max_tokens=1 << 14, lockstep=True) for _ in range(2)]
+    rng = np.random.default_rng(5)
+    original = ranks[1]._merge
+
+    def slowly(job):
+        time.sleep(float(rng.random()) * 0.003)
+        return original(job)
+
+    ranks[1]._merge = slowly  # type: ignore[method-assign]
+    for seed in range(1500):
+        for rank in ranks:
+            rank.insert(document(seed, 5 + seed % 60))
+        shapes = [[(run.n, run.first) for run in rank._tenants[0].all_runs] for rank in ranks]
+        assert shapes[0] == shapes[1]
+    assert all(rank.stats().merges > 10 for rank in ranks)
+    for rank in ranks:
+        rank.close()
+
+
+def test_tenants_see_only_their_own(store: LiveDatastore) -> None:
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
+    one, two = store.tenant("one"), store.tenant("two")
+    assert len({0, one, two}) == 3 and store.tenant("one") == one and store.tenant(None) == store.tenant("") == 0
+    store.insert(np.array([1, 2, 3, 101, 102], np.int32), one)
+    store.insert(np.array([1, 2, 3, 201, 202], np.int32), two)
+    store.insert(np.array([1, 2, 3, 301, 302], np.int32))
+    ids = ["a", "b", "c", "d"]
+    for request, tenant in zip(ids, (one, two, 0, one), strict=True):
+        drafter.belongs(request, tenant)
+    tokens = np.array([[1, 2, 3]] * 4, np.int32)
+    drafter.extend(ids, tokens, np.arange(4, dtype=np.int32), np.full(4, 3, np.int32))
+    batch = drafter.draft(ids, max_nodes=8)
+    seen = [set(batch.tokens[b, 1 : batch.counts[b]].tolist()) & {101, 201, 301} for b in range(4)]
+    assert seen == [{101}, {201}, {301}, {101}]
+    drafter.finish(["a"])
+    assert drafter.tenant_of("a") == 0 and drafter.tenant_of("b") == two
+
+
+def test_another_tenants_text_changes_nothing() -> None:
+    """The drafts of one tenant, scores to the last bit, with and without what others wrote."""
+    rng = np.random.default_rng(1)
+    alone, beside = (LiveDatastore(VOCAB, max_tokens=1 << 16) for _ in range(2))
+    drafters = [Drafter(vocab_size=VOCAB, max_nodes=16, live=store) for store in (alone, beside)]
+    for seed in range(120):
+        alone.insert(document(seed), alone.tenant("a"))
+        beside.insert(document(seed), beside.tenant("a"))
+        for other in ("b", "c", None):
+            beside.insert(document(int(rng.integers(1 << 30)), 70), beside.tenant(other))
+        alone.settle(), beside.settle()
+        prompt = document(seed)[:12]
+        results = []
+        for store, drafter in zip((alone, beside), drafters, strict=True):
+            drafter.belongs("mine", store.tenant("a"))
+            drafter.belongs("theirs", store.tenant("b"))
+            ids = ["theirs", "mine"]
+            rows = np.zeros(2, np.int32)
+            drafter.extend(ids, prompt[None], rows, np.full(2, 12, np.int32))
+            batch = drafter.draft(ids, max_nodes=16)
+            n = int(batch.counts[1])
+            results.append((batch.tokens[1, :n].tolist(), batch.scores[1, :n].tolist()))
+            drafter.finish(ids)
+        assert results[0] == results[1]
+    alone.close(), beside.close()
+
+
+@pytest.mark.parametrize("isolation", ["shared", "off"])
+def test_without_isolation_all_see_all(isolation: str) -> None:
+    store = LiveDatastore(VOCAB, isolation=isolation)  # type: ignore[arg-type]
+    store.insert(np.array([1, 2, 3, 101, 102], np.int32), store.tenant("one"))
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
+    drafter.belongs("x", store.tenant("two"))
+    assert chain(drafter, "x", [1, 2, 3])[:2] == [101, 102]
+    store.close()
+
+
+def test_many_tenants_share_the_bound() -> None:
+    store = LiveDatastore(VOCAB, max_tokens=1 << 14)
+    for seed in range(1500):
+        store.insert(document(seed), store.tenant(f"tenant {seed % 100}"))
+        store.settle()
+        assert store.stats().tokens <= 1 << 14
+    newest = [contents(store, store.tenant(f"tenant {k}"))[-1] for k in range(100)]
+    assert newest == [document(1400 + k).tolist() for k in range(100)]
+    store.close()
+
+
+def test_what_is_no_document_is_left_out(store: LiveDatastore) -> None:
+    assert not store.insert(np.array([], np.int32))
+    assert not store.insert(np.array([1, -1, 2], np.int32))
+    assert not store.insert(np.array([1, VOCAB], np.int32))
+    assert not store.insert(np.ones(1 << 12, np.int32)), "larger than a sixteenth of the bound"
+    assert store.stats().tokens == 0
+
+
+def test_the_static_store_stays_visible_and_may_change() -> None:
+    def static(text: list[int]) -> Snapshot:
+        return Snapshot.of([SubIndex.build(np.array([*text, -1], np.int32), VOCAB)])
+
+    store = LiveDatastore(VOCAB, static=static([1, 2, 3, 50, 51]))
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
+    assert chain(drafter, "x", [1, 2, 3])[:2] == [50, 51]
+    store.insert(np.array([4, 5, 6, 60, 61], np.int32))
+    assert chain(drafter, "y", [4, 5, 6])[:2] == [60, 61]
+    drafter.use(static([1, 2, 3, 70, 71]))
+    assert chain(drafter, "z", [1, 2, 3])[:2] == [70, 71]
+    assert chain(drafter, "y", [4, 5, 6])[:2] == [60, 61]
+    store.close()
+
+
+def test_learnt_tokens_come_back_after_a_restart(tmp_path: Path) -> None:
+    texts = {None: document(1), "one": document(2), "two": document(3)}
+    store = open_live(tmp_path, VOCAB)
+    for name, text in texts.items():
+        store.insert(text, store.tenant(name))
+    store.close()
+    again = open_live(tmp_path, VOCAB)
+    for name, text in texts.items():
+        assert contents(again, again.tenant(name)) == [text.tolist()]
+    again.close()
+    shared = open_live(tmp_path, VOCAB, isolation="shared")
+    assert sorted(contents(shared)) == sorted(text.tolist() for text in texts.values())
+    shared.close()
+
+
+def test_a_merge_that_fails_stops_learning_only(store: LiveDatastore, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(job):
+        raise MemoryError
+
+    store._merge = fail  # type: ignore[method-assign]
+    for seed in range(20):
+        store.insert(document(seed))
+    for _ in range(200):
+        if caplog.records:
+            break
+        time.sleep(0.01)
+    held = contents(store)
+    assert not store.insert(document(99))
+    assert contents(store) == held == [document(seed).tolist() for seed in range(len(held))]
+    assert any("nothing more is learnt" in record.message for record in caplog.records)
