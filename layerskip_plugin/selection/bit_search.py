@@ -13,7 +13,8 @@ from layerskip_plugin.skip_set import SkipSet
 
 POINTS = 256
 """Observations that the Gaussian process is fitted to, the newest ones: its price grows with their third power."""
-SAMPLES = 2000
+SAMPLES = 200
+PARENTS = 8
 
 
 class BitSearch:
@@ -45,6 +46,8 @@ class BitSearch:
             raise ValueError(f"{skipped} sublayers cannot be skipped: {len(self.free)} of {2 * self.n_layers} may be")
         self.skipped = skipped
         self.values: dict[SkipSet, float] = {}
+        self.kernel: Any = None
+        self.fitted = 0
 
     def uniform(self) -> SkipSet:
         """Evenly spread over the sublayers that may be skipped."""
@@ -53,40 +56,54 @@ class BitSearch:
         return self._set(self.free[places])
 
     def random(self) -> SkipSet:
-        """Drawn evenly from all sets of the right size."""
-        count = int(self.rng.integers(1, len(self.free) // 2 + 2)) if self.skipped is None else self.skipped
-        return self._set(self.rng.choice(self.free, min(count, len(self.free)), replace=False))
+        """Drawn evenly from all sets of the right size; of open size, up to half of what may be skipped."""
+        return self._of(self._drawn(1)[0])
 
     def bayesian(self) -> SkipSet:
-        """That of the largest upper confidence bound, by the library's Gaussian process over the observed points."""
+        """The new set of largest upper confidence bound, of random ones and neighbours of the best observed.
+
+        The library maximises over the unit cube; here its acquisition function is asked about sets only, since those
+        are all that can be evaluated.
+        """
         if len(self.values) < 2:
             return self.random()
         from bayes_opt.acquisition import UpperConfidenceBound
-        from bayes_opt.target_space import TargetSpace
-        from sklearn.gaussian_process import GaussianProcessRegressor
-        from sklearn.gaussian_process.kernels import Matern
 
-        space = TargetSpace(None, {f"{i:04d}": (0.0, 1.0) for i in self.free}, allow_duplicate_points=True)
-        for skip, value in list(self.values.items())[-POINTS:]:
-            space.register(np.array(skip.bits, np.float64)[self.free], value)
-        kernel = Matern(nu=2.5, length_scale=np.sqrt(len(self.free)) / 2, length_scale_bounds=(0.3, 30.0))
-        process = GaussianProcessRegressor(kernel, alpha=1e-3, normalize_y=True, n_restarts_optimizer=0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            point = UpperConfidenceBound(kappa=1.0).suggest(
-                process, space, n_random=SAMPLES, n_smart=1, random_state=int(self.rng.integers(2**31))
-            )
-        skip = self._rounded(point)
-        return skip if skip not in self.values else self.mutated(skip)
+        best = self._points(sorted(self.values, key=self.values.__getitem__)[-PARENTS:]) > 0
+        near = self._neighbours(best[np.arange(SAMPLES) % len(best)])
+        drawn = np.unique(np.concatenate([self._drawn(SAMPLES), near, self._neighbours(near)]), axis=0)
+        mean, deviation = self._process().predict(drawn.astype(np.float64), return_std=True)
+        # Those observed already come last in question.
+        for i in np.argsort(-UpperConfidenceBound(kappa=1.0).base_acq(mean, deviation), kind="stable"):
+            skip = self._of(drawn[i])
+            if skip not in self.values:
+                return skip
+        return self.random()
 
     def mutated(self, skip: SkipSet) -> SkipSet:
-        """`skip` with one sublayer exchanged for another one."""
-        inside = [i for i in skip.sublayers if i in set(self.free.tolist())]
-        outside = [i for i in self.free.tolist() if i not in set(inside)]
-        if not inside or not outside:
-            return self.random()
-        gone, new = self.rng.choice(inside), self.rng.choice(outside)
-        return self._set([i for i in skip.sublayers if i != gone] + [int(new)])
+        """`skip` with one sublayer exchanged for another one; where any size will do, one more or one less."""
+        return self._of(self._neighbours(self._points([skip]) > 0)[0])
+
+    def _drawn(self, count: int) -> NDArray[np.bool_]:
+        """bool[count, free] random sets."""
+        width = len(self.free)
+        rank = self.rng.random((count, width)).argsort(1).argsort(1)
+        if self.skipped is not None:
+            return rank < self.skipped
+        return rank < self.rng.integers(1, width // 2 + 2, (count, 1))
+
+    def _neighbours(self, sets: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """bool[N, free]: each set with one change."""
+        rows, out = np.arange(len(sets)), sets.copy()
+        luck = self.rng.random(sets.shape)
+        gone, new = np.where(sets, luck, -1.0).argmax(1), np.where(sets, -1.0, luck).argmax(1)
+        able = sets.any(1) & ~sets.all(1)
+        swap = able if self.skipped is not None else able & (self.rng.random(len(sets)) < 0.3)
+        out[rows[swap], gone[swap]], out[rows[swap], new[swap]] = False, True
+        if self.skipped is None:
+            flip = rows[~swap]
+            out[flip, luck[flip].argmax(1)] ^= True
+        return out
 
     def register(self, skips: Sequence[SkipSet], values: Sequence[float] | NDArray[np.float64]) -> None:
         """Learn the values of these sets; a set measured again takes the mean of both."""
@@ -108,10 +125,28 @@ class BitSearch:
         for sublayers, value in state:
             self.values[self._set(sublayers)] = float(value)
 
-    def _rounded(self, point: NDArray[np.floating[Any]]) -> SkipSet:
-        if self.skipped is None:
-            return self._set(self.free[point > 0.5])
-        return self._set(self.free[np.argsort(-point, kind="stable")[: self.skipped]])
+    def _process(self) -> Any:
+        """The Gaussian process of the newest observations; its length scale is fitted anew as they grow by half."""
+        from sklearn.gaussian_process import GaussianProcessRegressor
+        from sklearn.gaussian_process.kernels import Matern, WhiteKernel
+
+        held = list(self.values.items())[-POINTS:]
+        fit = self.kernel is None or len(self.values) >= 1.5 * self.fitted
+        kernel = self.kernel or Matern(3.0, (0.5, 30.0), nu=2.5) + WhiteKernel(0.1, (1e-4, 1.0))
+        process = GaussianProcessRegressor(kernel, normalize_y=True, optimizer="fmin_l_bfgs_b" if fit else None)
+        with warnings.catch_warnings():
+            # A length scale at its bound is one of the answers.
+            warnings.simplefilter("ignore")
+            process.fit(self._points([skip for skip, _ in held]), [value for _, value in held])
+        if fit:
+            self.kernel, self.fitted = process.kernel_, len(self.values)
+        return process
+
+    def _of(self, bits: NDArray[np.bool_]) -> SkipSet:
+        return self._set(self.free[bits])
+
+    def _points(self, skips: Sequence[SkipSet]) -> NDArray[np.float64]:
+        return np.array([skip.bits for skip in skips], np.float64)[:, self.free]
 
     def _set(self, sublayers: Iterable[int] | NDArray[np.intp]) -> SkipSet:
         return SkipSet.of_sublayers((int(i) for i in sublayers), self.n_layers, self.model)

@@ -124,7 +124,7 @@ class HostModel:
     """
 
     def __init__(self, model: Any) -> None:
-        self.model = model.eval()
+        self.model = model.eval().requires_grad_(False)
         self.config = model.config
         inner = getattr(model, "model", None)
         parts: list[Any] = [getattr(inner, name, None) for name in ("embed_tokens", "layers", "norm", "rotary_emb")]

@@ -143,6 +143,31 @@ def best_per_weight(
     return order[(rank < survivors) & ((value[order] >= prune) | (same == 0))]
 
 
+@torch.inference_mode()
+def certain_cosine(x: Tensor, head: Tensor, rows: int = 64) -> NDArray[np.float64]:
+    """Lemma 4.1: a state of the same length whose cosine to x is at least this has the same top-1 token.
+
+    1 - margin(x)^2 / (2 |x|^2 max_j |w_i* - w_j|^2), where margin is that of the best logit over the second.
+
+    Args:
+        x: float32[N, hidden], last hidden states, normed.
+        head: float32[vocabulary, hidden], a head without bias.
+        rows: states looked at together, to bound memory.
+
+    Returns:
+        float64[N].
+    """
+    squares = (head * head).sum(1)
+    out = []
+    for part in x.split(rows):
+        logits = part @ head.T
+        first, second = logits.topk(2, -1).values.T
+        best = logits.argmax(-1)
+        apart = (squares[best, None] + squares - 2 * head[best] @ head.T).amax(-1)
+        out.append(1 - ((first - second) ** 2 / (2 * (part * part).sum(-1) * apart)).double())
+    return torch.cat(out).numpy(force=True)
+
+
 @dataclass(frozen=True)
 class PassTimes:
     """Seconds of the parts of a pass at one context length and batch.

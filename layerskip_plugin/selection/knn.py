@@ -18,7 +18,7 @@ from layerskip_plugin.skip_set import SkipSet, read_json, write_json
 FORMAT = "freedraft knn 1"
 ANCHORS = 10
 MARGIN = 0.05
-"""How much lower than the calibration's least similar prompts a prompt may lie before no domain is its own."""
+"""A prompt belongs to no domain when it is less similar to all anchors than 99 % of held-out prompts, by this much."""
 ENOUGH, WORSE = 200.0, 0.03
 """Judged tokens after which an anchor whose acceptance is worse than the global set's by this loses its requests."""
 MOST_SETS = 4
@@ -120,20 +120,25 @@ def fit(
         ValueError: fewer than two domains, or a domain of one prompt.
     """
     require_prompts({name: len(states) for name, states in zip(names, hidden, strict=True)})
-    from sklearn.cluster import KMeans
-
     center = np.concatenate(hidden).mean(0)
     units = [unit(states - center) for states in hidden]
-    centres, domain = [], []
-    for i, states in enumerate(units):
-        distinct = len(np.unique(states, axis=0))
-        means = KMeans(min(anchors, max(1, len(states) // 2), distinct), n_init=4, random_state=seed).fit(states)
-        centres.append(unit(means.cluster_centers_.astype(np.float32)))
-        domain += [i] * len(centres[-1])
-    points = np.concatenate(centres)
-    similar = np.concatenate([(states @ points.T).max(1) for states in units])
-    floor = float(np.percentile(similar, 1)) - MARGIN
-    return Domains(tuple(names), tuple(sets), center.astype(np.float32), points, np.array(domain, np.int32), floor)
+    centres = [_centres(states, anchors, seed) for states in units]
+    domain = np.repeat(np.arange(len(names)), [len(c) for c in centres]).astype(np.int32)
+    # How similar prompts are to anchors that were made without them.
+    halves = [(states[::2], states[1::2]) for states in units]
+    similar = [
+        (seen @ _centres(other, anchors, seed).T).max(1) for pair in halves for seen, other in (pair, pair[::-1])
+    ]
+    floor = float(np.percentile(np.concatenate(similar), 1)) - MARGIN
+    return Domains(tuple(names), tuple(sets), center.astype(np.float32), np.concatenate(centres), domain, floor)
+
+
+def _centres(states: NDArray[np.float32], anchors: int, seed: int) -> NDArray[np.float32]:
+    """float32[k, hidden] unit vectors: k-means centres of unit vectors, at most one for two of them."""
+    from sklearn.cluster import KMeans
+
+    count = min(anchors, max(1, len(states) // 2), len(np.unique(states, axis=0)))
+    return unit(KMeans(count, n_init=4, random_state=seed).fit(states).cluster_centers_.astype(np.float32))
 
 
 def require_prompts(counts: Mapping[str, int]) -> None:

@@ -14,6 +14,8 @@ from layerskip_plugin.skip_set import SkipSet
 
 WINDOW = 32
 BETA = 25
+CONFIRM, LEAD = 3, 0.01
+"""Windows that a challenger must lead on together, and by how much on average."""
 DROP = 0.1
 """Fall of live acceptance below that at the end of the search that starts it again."""
 LOW, HIGH, NOTCH = 0.6, 0.92, 0.05
@@ -24,10 +26,10 @@ class Swift(Selection):
     """Searches with `step`, in batches that fit the time it is given.
 
     Every batch scores the incumbent and new candidates on the same, newest window, so that they are compared on the
-    same tokens. A candidate that beats the incumbent becomes its challenger and replaces it only if it also does so, on
-    average, on the next window: the best of many noisy scores alone would be luck. Every `beta`-th candidate is the
-    Gaussian process's, the others are random. The search ends after `patience` candidates without a better one, then
-    the ratio moves a notch if matchness says so; it begins again when live acceptance falls.
+    same tokens. The best candidate that beats the incumbent becomes its challenger and replaces it only if it also does
+    so on the next `CONFIRM` windows together: the best of many noisy scores alone would be luck. Every `beta`-th
+    candidate is the Gaussian process's, the others are random. The search ends after `patience` candidates without a
+    better one, then the ratio moves a notch if matchness says so; it begins again when live acceptance falls.
 
     Args:
         n_layers, model: of the sets.
@@ -80,8 +82,9 @@ class Swift(Selection):
             if wanted < 1:
                 break
             start = self.clock()
-            self._score(wanted)
-            self._learn_price(self.clock() - start, wanted)
+            scored = self._score(wanted)
+            per_set = (self.clock() - start) / scored
+            self.seconds_per_set += (per_set - self.seconds_per_set) * (0.3 if self.seconds_per_set else 1.0)
         if not self.searching and not self.settled:
             self._settle()
         return self.incumbent != before
@@ -108,7 +111,7 @@ class Swift(Selection):
         held = getattr(self, "incumbent", None)
         self.incumbent = held if held is not None and len(held) == size else self.space.uniform()
         self.challenger: SkipSet | None = None
-        self.matchness, self.lead = 0.0, 0.0
+        self.matchness, self.lead, self.windows = 0.0, 0.0, 0
         self.candidates = self.idle = 0
         self.settled = False
         self.at_end = 0.0
@@ -119,11 +122,7 @@ class Swift(Selection):
             return 1
         return min(8, self.patience, int((left - self.seconds_of_step) / self.seconds_per_set) - 1)
 
-    def _learn_price(self, seconds: float, wanted: int) -> None:
-        per_set = seconds / (wanted + 1)
-        self.seconds_per_set += (per_set - self.seconds_per_set) * (0.3 if self.seconds_per_set else 1.0)
-
-    def _score(self, count: int) -> None:
+    def _score(self, count: int) -> int:
         first = not self.space.values
         fresh: list[SkipSet] = []
         if self.challenger is not None:
@@ -140,19 +139,25 @@ class Swift(Selection):
         self.matchness = float(scores[0]) if first else 0.8 * self.matchness + 0.2 * float(scores[0])
         self.idle += len(fresh)
         self._replace(fresh, scores[1:] - scores[0])
+        return len(asked)
 
     def _replace(self, fresh: list[SkipSet], leads: NDArray[np.float64]) -> None:
         if self.challenger is not None:
-            if self.lead + leads[0] > 0:
+            # The lead that made it the challenger was the largest of many: it does not count.
+            self.lead, self.windows = self.lead + float(leads[0]), self.windows + 1
+            won = self.windows == CONFIRM and self.lead >= CONFIRM * LEAD
+            if won:
                 self.incumbent, self.idle = self.challenger, 0
-                self.matchness += float(leads[0] + self.lead) / 2
-                # The others were measured against the old incumbent.
-                leads = leads - leads[0]
+                self.matchness += self.lead / CONFIRM
+            elif self.lead > 0 and self.windows < CONFIRM:
+                return
             self.challenger = None
+            if won:
+                # The others were measured against the old incumbent.
+                return
             fresh, leads = fresh[1:], leads[1:]
         if len(fresh) and leads.max() > 0:
-            best = int(np.argmax(leads))
-            self.challenger, self.lead = fresh[best], float(leads[best])
+            self.challenger, self.lead, self.windows = fresh[int(np.argmax(leads))], 0.0, 0
 
     def _propose(self) -> SkipSet:
         if self.candidates % self.beta:

@@ -1,0 +1,181 @@
+"""`freedraft calibrate` from files to files, on a very small model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import WORDS, save_folder
+from typer.testing import CliRunner
+
+from freedraft.cli import app
+from layerskip_plugin.lookahead import Verifications
+from layerskip_plugin.lookahead.disco import Classifier
+from layerskip_plugin.selection import host_model, texts
+from layerskip_plugin.selection.knn import Domains
+from layerskip_plugin.selection.plan import Plan
+from layerskip_plugin.skip_set import SkipSet
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Callable[..., Path]:
+    def write(name: str, prompts: int = 4, words: int = 8, seed: int = 0) -> Path:
+        rng = np.random.default_rng(seed)
+        rows = [{"prompt": " ".join(f"w{i}" for i in rng.integers(0, WORDS, words))} for _ in range(prompts)]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def run(model: Path) -> Callable[..., tuple[int, str]]:
+    def command(name: str, *arguments: object, calibrates: bool = True) -> tuple[int, str]:
+        extra = ["--model", str(model)] if calibrates else []
+        done = CliRunner().invoke(app, ["calibrate", name, *map(str, arguments), *extra])
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        return done.exit_code, done.output
+
+    return command
+
+
+def fingerprint(model: Path) -> str:
+    return host_model.HostModel.load(model).fingerprint
+
+
+def test_skip_set(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "s.json"
+    code, said = run("skip-set", data("one"), "--out", out, "--share", 0.34, "--tokens", 24)
+    assert code == 0, said
+    skip = SkipSet.load(out, 3, fingerprint(model))
+    about = json.loads(out.read_text())["about"]
+    assert skip.sublayers == (2, 3)
+    assert about["data"][0]["file"] == "one" and about["hardware"] and about["model"] and about["agreement"] > 0.85
+    assert not (tmp_path / "s.json.progress").exists()
+    code, said = run("skip-set", data("one"), "--out", out, "--share", 0.5, "--tokens", 24)
+    assert code == 2 and "only 2 of the 3 sublayers wanted" in said
+
+
+def test_bayesian_can_be_interrupted_and_goes_on(
+    run: Callable, data: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, calls = tmp_path / "b.json", {"answers": 0, "sets": 0}
+    arguments = (data("one"), "--out", out, "--share", 0.34, "--tokens", 24, "--iterations", 14, "--prompts", 4)
+    answer, scores = texts.answer, host_model.HostModel.scores
+
+    def counted_answer(*a: object, **k: object) -> object:
+        calls["answers"] += 1
+        return answer(*a, **k)  # type: ignore[arg-type]
+
+    def interrupted(self: object, sets: list, sample: object) -> object:
+        calls["sets"] += len(sets)
+        if calls["sets"] == 13:
+            raise KeyboardInterrupt
+        return scores(self, sets, sample)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(texts, "answer", counted_answer)
+    monkeypatch.setattr(host_model.HostModel, "scores", interrupted)
+    code, said = run("bayesian", *arguments)
+    assert code == 130 and "run the same command again" in said and not out.exists()
+    assert calls == {"answers": 1, "sets": 13}
+    code, said = run("bayesian", *arguments)
+    # 10 of the 12 were kept; 4 more, and the best one once again.
+    assert code == 0 and calls == {"answers": 1, "sets": 13 + 4 + 1}
+    assert len(SkipSet.load(out)) == 2 and not list(tmp_path.glob("*.progress"))
+
+
+def test_other_settings_begin_anew(run: Callable, data: Callable, tmp_path: Path) -> None:
+    from layerskip_plugin.selection.resume import Resumable
+
+    first = Resumable(tmp_path / "x.json", {"tokens": 24})
+    assert first.step("a", lambda: [1]) == [1]
+    assert Resumable(tmp_path / "x.json", {"tokens": 24}).step("a", lambda: [2]) == [1]
+    assert Resumable(tmp_path / "x.json", {"tokens": 25}).step("a", lambda: [2]) == [2]
+    with pytest.raises(ValueError, match="does not exist"):
+        Resumable(tmp_path / "missing" / "x.json", {})
+
+
+def test_knapsack(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    code, said = run("knapsack", data("one"), "--out", out, "--contexts", "64,16", "--tokens", 24)
+    assert code == 0, said
+    plan = Plan.load(out, 3, fingerprint(model))
+    assert plan.contexts == (16, 64) and plan.hardware
+    code, said = run("knapsack", data("one"), "--out", out, "--contexts", "64;16")
+    assert code == 2 and "no list of numbers" in said
+
+
+def test_knn(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "k.json"
+    files = [data(name, 5, seed=i) for i, name in enumerate(("chat", "code"))]
+    code, said = run("knn", *files, "--out", out, "--tokens", 24, "--answered", 3, "--share", 0.17)
+    assert code == 0, said
+    domains = Domains.load(out, 3, fingerprint(model))
+    assert domains.names == ("chat", "code") and len(domains.sets) == 3
+    code, said = run("inspect", out, calibrates=False)
+    assert code == 0 and said.count("sublayers skipped") == 3 and "all domains" in said
+
+
+def test_disco_trains_or_refuses(run: Callable, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    n = 2000
+    top = np.sort(rng.dirichlet(np.full(10, 0.4), n), 1)[:, ::-1].astype(np.float32)
+    entropy, request = rng.random(n).astype(np.float32), np.sort(rng.integers(0, 30, n)).astype(np.int32)
+    position = np.zeros(n, np.int32)
+    for name, good in (("entropy", entropy < 0.5), ("noise", rng.random(n) < top[:, 0])):
+        Verifications(top, entropy, position, good, request, np.arange(n, dtype=np.int32), "m").save(
+            tmp_path / f"{name}.npz"
+        )
+    out = tmp_path / "d.json"
+    code, said = run("disco", tmp_path / "noise.npz", "--out", out, calibrates=False)
+    assert code == 2 and "no better than a confidence" in said and not out.exists()
+    code, said = run("disco", tmp_path / "entropy.npz", "--out", out, calibrates=False)
+    assert code == 0 and Classifier.load(out, "m").model == "m"
+    code, said = run("inspect", out, calibrates=False)
+    assert code == 2 and "no skip sets in it" in said
+
+
+def test_inspect_draws(run: Callable, tmp_path: Path) -> None:
+    SkipSet.of_sublayers([2, 5], 4).save(tmp_path / "s.json", {"data": "made up"})
+    code, said = run("inspect", tmp_path / "s.json", "--plot", tmp_path / "s.png", calibrates=False)
+    assert code == 0 and "#.##" in said and "##.#" in said and "data: made up" in said
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "says"),
+    [
+        ("skip-set", ["--tokens", 23], "23 calibration tokens are too few"),
+        ("bayesian", ["--tokens", 8], "8 calibration tokens are too few"),
+        ("skip-set", ["--share", 0.9], "choose between 1 and half"),
+        ("skip-set", ["--tokens", 100000], "give more text"),
+        ("knn", [], "at least two domains"),
+    ],
+)
+def test_bad_input_ends_in_one_line(
+    run: Callable, data: Callable, tmp_path: Path, command: str, options: list, says: str
+) -> None:
+    code, said = run(command, data("one"), "--out", tmp_path / "o.json", *options)
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert code == 2 and len(errors) == 1 and says in errors[0] and not (tmp_path / "o.json").exists()
+
+
+def test_files_that_cannot_be_used(run: Callable, data: Callable, tmp_path: Path) -> None:
+    one = data("single", prompts=1)
+    code, said = run("knn", one, data("two"), "--out", tmp_path / "o.json")
+    assert code == 2 and "domain single has 1 prompt" in said
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "w1"}\n{"answer": "w1"}\n')
+    code, said = run("skip-set", bad, "--out", tmp_path / "o.json")
+    assert code == 2 and "bad.jsonl line 2" in said
+    code, said = run("skip-set", data("two"), "--out", tmp_path / "no" / "o.json")
+    assert code == 2 and "does not exist" in said

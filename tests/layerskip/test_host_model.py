@@ -1,0 +1,138 @@
+"""The model read sublayer by sublayer: equal to transformers with its own KV cache and the sublayers cut out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import WORDS, tiny
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
+from layerskip_plugin.selection.host_model import HostModel, Sample
+from layerskip_plugin.skip_set import SkipSet
+
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
+
+
+@contextmanager
+def cut(model: Any, skip: SkipSet) -> Iterator[None]:
+    """transformers' own forward, with the output of skipped sublayers zeroed."""
+
+    def nothing(module: Any, args: Any, output: Any) -> Any:
+        return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
+
+    layers = model.model.layers
+    hooks = [layers[i].self_attn.register_forward_hook(nothing) for i in skip.attention]
+    hooks += [layers[i].mlp.register_forward_hook(nothing) for i in skip.mlp]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def drafted(model: Any, tokens: list[int], length: int, skip: SkipSet) -> tuple[list[int], torch.Tensor]:
+    """Greedy draft behind `tokens` as an engine makes it: whole-model KV but for the last token; first last state."""
+    cache = DynamicCache()
+    if len(tokens) > 1:
+        model(torch.tensor([tokens[:-1]]), past_key_values=cache, use_cache=True)
+    token, out, first = tokens[-1], [], None
+    with cut(model, skip):
+        for _ in range(length):
+            done = model.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).last_hidden_state[0, 0]
+            first = done if first is None else first
+            token = int(model.lm_head(done).argmax())
+            out.append(token)
+    assert first is not None
+    return out, first
+
+
+def random_sets(host: HostModel, count: int, seed: int) -> list[SkipSet]:
+    rng = np.random.default_rng(seed)
+    return [SkipSet.of_bits((rng.random(host.sublayers) < 0.4).tolist(), host.fingerprint) for _ in range(count)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def host(request: pytest.FixtureRequest) -> HostModel:
+    return HostModel(tiny(request.param))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, WORDS, n).tolist() for n in (9, 1, 17)]
+
+
+def test_drafted_states_are_those_of_the_engine_way(host: HostModel, texts: list[list[int]]) -> None:
+    sample = Sample.spread(host, texts, 12, seed=1)
+    sets = [host.empty(), *random_sets(host, 6, 2)]
+    ours = host.finals(sets, sample)
+    for j, skip in enumerate(sets):
+        row = 0
+        for text, positions in zip(sample.texts, sample.positions, strict=True):
+            for p in positions.tolist():
+                _, expected = drafted(host.model, text.tokens[: p + 1].tolist(), 1, skip)
+                assert torch.allclose(ours[j, row], expected, atol=2e-4), (skip, p)
+                row += 1
+
+
+def test_scores_are_agreement_and_cosine(host: HostModel, texts: list[list[int]]) -> None:
+    sample = Sample.spread(host, texts, 20, seed=3)
+    sets = [host.empty(), *random_sets(host, 5, 4)]
+    agreement, cosine = host.scores(sets, sample)
+    assert agreement[0] == 1 and cosine[0] == pytest.approx(1, abs=1e-5)
+    best, final = sample.gather(lambda t: t.best), sample.gather(lambda t: t.final)
+    for j, states in enumerate(host.finals(sets, sample)):
+        assert agreement[j] == float((host.head(states).argmax(-1) == best).double().mean())
+        assert cosine[j] == pytest.approx(float(torch.cosine_similarity(states, final, dim=-1).mean()), abs=1e-5)
+
+
+def test_chains_are_the_drafts_of_rounds_from_every_place(host: HostModel, texts: list[list[int]]) -> None:
+    skip = random_sets(host, 1, 5)[0]
+    text = host.read(texts[2])
+    drafts, top, entropy = host.chains(skip, text, 4, 3)
+    assert drafts.shape == (13, 3) and top.shape == (13, 3, 10)
+    for place in (4, 9, 16):
+        assert drafts[place - 4].tolist() == drafted(host.model, texts[2][: place + 1], 3, skip)[0]
+    assert (np.diff(top, axis=-1) <= 0).all() and (top.sum(-1) <= 1 + 1e-5).all()
+    assert (entropy >= 0).all() and (entropy <= np.log(WORDS) + 1e-4).all()
+
+
+def test_batching_changes_nothing(host: HostModel, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = Sample.spread(host, texts, 10, seed=1)
+    sets = random_sets(host, 7, 6)
+    whole = host.scores(sets, sample)
+    monkeypatch.setattr("layerskip_plugin.selection.host_model.ROWS", 20)
+    split = host.scores(sets, sample)
+    assert np.allclose(whole, split, atol=1e-5)
+
+
+def test_other_architectures_are_refused() -> None:
+    with pytest.raises(ValueError, match="not a decoder built like Llama"):
+        HostModel(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=32)))
+    model = tiny()
+    model.model.layers[1].post_feedforward_layernorm = torch.nn.Identity()
+    with pytest.raises(ValueError, match="post_feedforward_layernorm"):
+        HostModel(model)
+
+
+def test_layers_that_compute_something_else_are_noticed() -> None:
+    """Built like Llama by name, but with a scaled residual: the numbers are compared, not only the names."""
+    model = tiny()
+    model.model.layers[0].self_attn.register_forward_hook(lambda m, a, out: (out[0] * 0.5, *out[1:]))
+    with pytest.raises(ValueError, match="compute something else"):
+        HostModel(model)
+
+
+def test_too_little_text_and_too_long_text() -> None:
+    host = HostModel(tiny("Mistral"))
+    host.config.sliding_window = 8
+    with pytest.raises(ValueError, match="between 1 and 8 tokens, not 9"):
+        host.read(list(range(9)))
+    with pytest.raises(ValueError, match="give more text"):
+        Sample.spread(host, [[1, 2, 3]], 4)

@@ -1,0 +1,122 @@
+"""KNN-SSD: anchors, routing with a floor, sets per request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from layerskip_plugin.selection.knn import Domains, Knn, fit
+from layerskip_plugin.skip_set import SkipSet
+
+WIDTH = 24
+
+
+def states(center: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """Hidden states of a domain: a direction of its own, and a large part that all prompts share."""
+    rng = np.random.default_rng(seed)
+    return (40 + center + 0.25 * rng.standard_normal((n, WIDTH))).astype(np.float32)
+
+
+def centers(count: int) -> list[np.ndarray]:
+    return list(2 * np.eye(WIDTH)[:count])
+
+
+def fitted(count: int = 3) -> Domains:
+    sets = [SkipSet.of_sublayers([i], 8, "m") for i in range(count + 1)]
+    hidden = [states(c, 25, i) for i, c in enumerate(centers(count))]
+    return fit(hidden, [f"d{i}" for i in range(count)], sets)
+
+
+def test_held_out_prompts_find_their_domain_and_others_the_global_set() -> None:
+    domains = fitted()
+    for i, center in enumerate(centers(3)):
+        assert (domains.route(states(center, 40, 100 + i)) == i).mean() > 0.95
+    strangers = states(2 * np.eye(WIDTH)[10], 40, 7)
+    assert (domains.route(strangers) == 3).all()
+    assert len(domains.anchors) == 30 and np.allclose(np.linalg.norm(domains.anchors, axis=1), 1, atol=1e-5)
+
+
+def test_the_anchor_is_that_of_the_largest_cosine() -> None:
+    domains = fitted()
+    hidden = states(centers(3)[1], 9, 5)
+    anchor, cosine = domains.nearest(hidden)
+    for row, a, c in zip(hidden - domains.center, anchor, cosine, strict=True):
+        every = [float(row @ x / np.linalg.norm(row)) for x in domains.anchors]
+        assert a == int(np.argmax(every)) and c == pytest.approx(max(every), abs=1e-5)
+
+
+def test_requests_keep_their_set_in_a_mixed_batch() -> None:
+    policy = Knn(fitted())
+    ids = ["a", "b", "c", "far"]
+    hidden = np.concatenate([states(c, 1, 50 + i) for i, c in enumerate([*centers(3), 2 * np.eye(WIDTH)[10]])])
+    policy.begin(ids, hidden)
+    context = np.zeros(6, np.int32)
+    assert policy.choose([*ids[::-1], "unknown", "a"], context).tolist() == [3, 2, 1, 0, 3, 0]
+    policy.finish(ids)
+    assert not policy.requests
+    policy.begin(["resumed"])
+    assert policy.choose(["resumed"], context[:1]).tolist() == [3]
+
+
+def test_a_batch_never_holds_more_than_four_sets() -> None:
+    policy = Knn(fitted(7))
+    ids = [f"{d}.{i}" for d in range(7) for i in range(7 - d)]
+    hidden = np.concatenate([states(c, 7 - d, 70 + d) for d, c in enumerate(centers(7))])
+    policy.begin(ids, hidden)
+    chosen = policy.choose(ids, np.zeros(len(ids), np.int32))
+    assert len(set(chosen.tolist())) == 4
+    assert [set(chosen[[i.startswith(f"{d}.") for i in ids]].tolist()) for d in range(3)] == [{0}, {1}, {2}]
+
+
+def test_an_anchor_that_does_worse_than_the_global_set_loses_its_requests() -> None:
+    policy, near = Knn(fitted()), states(centers(3)[0], 1, 3)
+    far = states(2 * np.eye(WIDTH)[10], 1, 4)
+    drafted = np.array([6, 6], np.int32)
+    policy.begin(["near", "far"], np.concatenate([near, far]))
+    for _ in range(100):
+        policy.observe(["near", "far", "unknown"][:2], drafted, np.array([2, 5], np.int32))
+    policy.begin(["again", "other"], np.concatenate([near, states(centers(3)[1], 1, 5)]))
+    assert policy.choose(["again", "other"], np.zeros(2, np.int32)).tolist() == [3, 1]
+
+
+def test_live_acceptance_is_counted_per_anchor() -> None:
+    policy = Knn(fitted())
+    policy.begin(["a", "b"], np.concatenate([states(centers(3)[i], 1, 9) for i in (0, 2)]))
+    policy.observe(["b", "a"], np.array([5, 3], np.int32), np.array([5, 1], np.int32))
+    anchors = [policy.requests[r][1] for r in ("a", "b")]
+    assert policy.acceptance.trials[anchors].round(3).tolist() == [2, 5]
+    assert policy.acceptance.successes[anchors].round(3).tolist() == [1, 5]
+    assert policy.acceptance.trials.sum() == pytest.approx(7)
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [((5, 1), "domain d1 has 1 prompt"), ((5,), "at least two domains"), ((0, 5), "domain d0 has 0")],
+)
+def test_domains_that_cannot_be_told_apart_are_refused(counts: tuple[int, ...], says: str) -> None:
+    hidden = [states(centers(3)[i], n, i) for i, n in enumerate(counts)]
+    sets = [SkipSet.empty(8)] * (len(counts) + 1)
+    with pytest.raises(ValueError, match=says):
+        fit(hidden, [f"d{i}" for i in range(len(counts))], sets)
+
+
+def test_equal_prompts_are_one_anchor() -> None:
+    same = np.repeat(states(centers(3)[0], 1, 0), 6, 0)
+    domains = fit([same, states(centers(3)[1], 6, 1)], ["a", "b"], [SkipSet.empty(8)] * 3)
+    assert (domains.domain == 0).sum() == 1
+
+
+def test_file_round_trip_and_another_model(tmp_path: Path) -> None:
+    domains = fitted()
+    domains.save(tmp_path / "k.json", {"data": "x"})
+    loaded = Domains.load(tmp_path / "k.json", 8, "m")
+    hidden = np.concatenate([states(c, 10, 30 + i) for i, c in enumerate(centers(5))])
+    assert (loaded.route(hidden) == domains.route(hidden)).all() and loaded.sets == domains.sets
+    with pytest.raises(ValueError, match="another model"):
+        Domains.load(tmp_path / "k.json", 8, "other")
+    text = (tmp_path / "k.json").read_text().replace('"hidden": 24', '"hidden": 23')
+    (tmp_path / "k.json").write_text(text)
+    with pytest.raises(ValueError, match="is damaged"):
+        Domains.load(tmp_path / "k.json")
