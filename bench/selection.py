@@ -76,15 +76,15 @@ def swift_over(host: HostModel, answers: Sequence[Answered], size: int, kept: Se
     def evaluate(skips: Sequence[SkipSet]) -> Any:
         return host.scores(skips, windows[next(calls) % len(windows)])[0]
 
-    # A ratio that stays: the figures are of sets of one size.
     swift = Swift(host.n_layers, evaluate, host.fingerprint, size / host.sublayers, kept, patience=100, seed=seed)
-    swift.moved, end = 0, time.perf_counter() + 40
-    while swift.searching and time.perf_counter() < end:
-        before = swift.incumbent
-        swift.step(1.0)
-        if len(swift.incumbent) != size:
-            return before
-    return swift.incumbent
+    found, end = swift.incumbent, time.perf_counter() + 20
+    # Until its ratio would move: the figures are of sets of one size.
+    while time.perf_counter() < end and len(swift.incumbent) == size:
+        found = swift.incumbent
+        swift.step(0.5)
+        if not swift.searching:
+            break
+    return found
 
 
 def agreement(host: HostModel, learn: list[Answered], held: list[Answered], options: argparse.Namespace) -> list[dict]:
@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--held", type=int, default=6, help="held-out prompts per domain")
     parser.add_argument("--answer", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--tokens", type=int, default=64, help="calibration tokens")
-    parser.add_argument("--held-out", type=int, default=1200, help="tokens that agreement is measured on")
+    parser.add_argument("--held-out", type=int, default=1000, help="tokens that agreement is measured on")
     parser.add_argument("--iterations", type=int, default=100, help="of random and Bayesian search")
     parser.add_argument("--survivors", type=int, default=4)
     parser.add_argument("--requests", type=int, default=40, help="in each stream")

@@ -1,0 +1,178 @@
+"""How far to draft: the lookahead policies on recorded drafts of one model and skip set, without an engine.
+
+python bench/lookahead.py --model build/model --skip-set configs/skip_sets/smollm2-135m-instruct-12.json \\
+    --data a.jsonl b.jsonl --json build/lookahead.json
+
+The model (float32) answers prompts greedily; drafts from every place of the answers are recorded. DISCO is trained on
+the drafts of one part of the answers; every policy then drafts its way through the others, verified greedily. Reported:
+F1 of "go on" against "the token was accepted", tokens per round, and tokens per time in units of plain decoding, for
+draft passes that cost a share c of a whole pass (a verify pass costs 1, a token in it `--per-token` more). The c of the
+skip set itself (weights read, head included) is the first one; the others show what would pay elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from selection import weight_share
+
+from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, Prices, RocThreshold
+from layerskip_plugin.lookahead.disco import Comparison, train
+from layerskip_plugin.lookahead.records import Verifications
+from layerskip_plugin.selection.host_model import HostModel
+from layerskip_plugin.selection.latency import hardware
+from layerskip_plugin.selection.texts import Answered, Prompts, answer, load_tokenizer
+from layerskip_plugin.skip_set import SkipSet
+
+
+class Recorded:
+    """Drafts from every place of one answer.
+
+    Attributes:
+        right: bool[places, longest], whether the draft is right up to and with each token.
+        top: float32[places, longest, 10]; entropy: float32[places, longest].
+    """
+
+    def __init__(self, host: HostModel, skip: SkipSet, one: Answered, longest: int) -> None:
+        text = host.read(one.tokens)
+        drafts, self.top, self.entropy = host.chains(skip, text, one.prompt, longest)
+        # What the whole model says next: the answer, and its choice behind the last token.
+        truth = np.append(text.tokens.numpy()[one.prompt + 1 :], int(text.best[-1]))
+        places = len(truth) - longest + 1
+        self.top, self.entropy = self.top[:places], self.entropy[:places]
+        ahead = np.arange(places)[:, None] + np.arange(longest)
+        self.right = np.cumprod(drafts[:places] == truth[ahead], 1).astype(np.bool_)
+
+    def verifications(self, request: int, model: str) -> Verifications:
+        """What an engine would have recorded, had a round started at every place."""
+        judged = np.concatenate([np.ones((len(self.right), 1), np.bool_), self.right[:, :-1]], 1)
+        place, position = np.nonzero(judged)
+        number = np.full(len(place), request, np.int32)
+        at = (place, position)
+        return Verifications(
+            self.top[at],
+            self.entropy[at],
+            position.astype(np.int32),
+            self.right[at],
+            number,
+            place.astype(np.int32),
+            model,
+        )
+
+
+def joined(parts: list[Verifications]) -> Verifications:
+    names = ("top", "entropy", "position", "accepted", "request", "round")
+    arrays: dict[str, Any] = {name: np.concatenate([getattr(p, name) for p in parts]) for name in names}
+    return Verifications(**arrays, model=parts[0].model)
+
+
+def walk(policy: Lookahead, recorded: list[Recorded], longest: int) -> dict[str, Any]:
+    """Draft through all answers one after another; drafted and accepted tokens of every round, F1 of the decisions."""
+    drafted, accepted, hits, said, actual = [], [], 0, 0, 0
+    row = np.zeros(1, np.int32)
+    for number, one in enumerate(recorded):
+        place, name = 0, [str(number)]
+        while place < len(one.right):
+            policy.begin(name, longest)
+            length = 0
+            while True:
+                top = one.top[place, length][None, : policy.needs_top]
+                entropy = one.entropy[place, length][None] if policy.needs_entropy else None
+                more = bool(policy.go_on(length, row, top, entropy)[0])
+                length += 1
+                good = bool(one.right[place, length - 1])
+                # The last token allowed is no decision.
+                if length < longest and (length == 1 or one.right[place, length - 2]):
+                    hits, said, actual = hits + (more and good), said + more, actual + good
+                if not more:
+                    break
+            right = int(one.right[place, :length].sum())
+            policy.observe(name, np.array([length], np.int32), np.array([right], np.int32))
+            drafted.append(length)
+            accepted.append(right)
+            place += right + 1
+        policy.finish(name)
+    return {"f1": 2 * hits / max(1, said + actual), "drafted": np.array(drafted), "accepted": np.array(accepted)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--skip-set", type=Path, required=True)
+    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--prompts", type=int, default=12, help="prompts per file; half of them train DISCO")
+    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=8)
+    parser.add_argument("--costs", type=float, nargs="*", default=[0.5, 0.3])
+    parser.add_argument("--per-token", type=float, default=0.02)
+    parser.add_argument("--answers", type=Path, help="keep the model's answers in this file, and take them from there")
+    options = parser.parse_args()
+    host, tokenizer = HostModel.load(options.model), load_tokenizer(options.model)
+    skip = SkipSet.load(options.skip_set, host.n_layers, host.fingerprint)
+    known = json.loads(options.answers.read_text()) if options.answers and options.answers.is_file() else {}
+    learn, held = [], []
+    start = time.perf_counter()
+    for path in options.data:
+        prompts = Prompts.load(path)
+        if len(known.get(prompts.name, [])) < options.prompts:
+            made = answer(host, tokenizer, prompts.slice(0, options.prompts).texts, options.answer, 256, batch=12)
+            known[prompts.name] = [[a.prompt, a.tokens] for a in made]
+        answers = [Answered(t, p) for p, t in known[prompts.name][: options.prompts] if len(t) - p > options.longest]
+        recorded = [Recorded(host, skip, one, options.longest) for one in answers]
+        learn += recorded[::2]
+        held += recorded[1::2]
+    if options.answers:
+        options.answers.write_text(json.dumps(known))
+    print(f"answers and drafts: {time.perf_counter() - start:.0f} s", flush=True)
+    records = joined([one.verifications(i, host.fingerprint) for i, one in enumerate(learn)])
+    classifier, measured = train(records)
+    print(f"DISCO on held-out requests of its training part: {measured}; better: {measured.better}")
+    costs = [round(weight_share(host, skip), 3), *options.costs]
+    rows = []
+    for c in costs:
+        step = {n: 1 + options.per_token * (n - 1) for n in (1, 2, options.longest + 1)}
+        prices = Prices.of_times({1: c}, step)
+        policies: dict[str, Callable[[], Lookahead]] = {
+            **{f"fixed {n}": lambda n=n: Fixed(n) for n in (1, 2, 3, 5, options.longest)},  # type: ignore[misc]
+            "confidence 0.7": lambda: Confidence(0.7),
+            "Draft & Verify": DraftVerify,
+            "transformers": RocThreshold,
+            "DISCO": lambda: Disco(classifier),
+            "cost": lambda p=prices: Cost(p),  # type: ignore[misc]
+        }
+        for name, make in policies.items():
+            done = walk(make(), held, options.longest)
+            drafted, accepted = done["drafted"], done["accepted"]
+            seconds = float((c * drafted + 1 + options.per_token * drafted).sum())
+            row = {
+                "c": c,
+                "policy": name,
+                "f1": round(float(done["f1"]), 3),
+                "tokens_per_round": round(1 + float(accepted.mean()), 3),
+                "acceptance": round(float(accepted.sum() / np.minimum(drafted, accepted + 1).sum()), 3),
+                "tokens_per_time": round(float((1 + accepted).sum() / seconds), 4),
+            }
+            rows.append(row)
+            print(
+                f"c {c:.3f}  {name:<15} F1 {row['f1']:.3f}  tokens/round {row['tokens_per_round']:.2f}  "
+                f"tokens/time {row['tokens_per_time']:.3f}",
+                flush=True,
+            )
+    if options.json:
+        about = {"hardware": hardware(), "model": options.model.name, "skip_set": options.skip_set.name}
+        disco = {name: getattr(measured, name) for name in Comparison.__dataclass_fields__} | {
+            "better": measured.better
+        }
+        result = about | {"trained_on": len(records), "disco": disco, "rows": rows}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
