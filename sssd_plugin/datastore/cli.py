@@ -196,6 +196,52 @@ def verify(
     typer.echo(f"{store}: good. {_contents(manifest)}; checksums match, {order}")
 
 
+@app.command()
+def merge(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")],
+    stores: Annotated[list[Path], typer.Argument(metavar="STORE...", help="Datastores of the same tokenizer.")],
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that it may use.")] = "2GiB",
+    force: Annotated[bool, typer.Option("--force", help="Replace the datastore at OUT.")] = False,
+) -> None:
+    """Make one datastore of several, in as few sub-indices as the memory allows. What was learnt is not taken along."""
+    from sssd_plugin.datastore.merging import merge_stores
+
+    with _one_line(), _ended_by_sigterm():
+        manifest = merge_stores(out, stores, memory=parse_size(memory), replace=force)
+    typer.echo(f"{out}: {_contents(manifest)}")
+
+
+@app.command()
+def forget(
+    store: StorePath,
+    tenant: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="What this tenant's requests wrote; may be repeated.")
+    ] = None,
+    before: Annotated[
+        str | None, typer.Option(metavar="TIME", help="What was learnt before, as 2026-01-31 or 2026-01-31T12:00.")
+    ] = None,
+) -> None:
+    """Erase what was learnt while serving. With --tenant and --before, only what both apply to. No server may write."""
+    from sssd_plugin.datastore.live import tenant_digest
+    from sssd_plugin.datastore.segments import Record, live_key, when
+    from sssd_plugin.datastore.segments import forget as erase
+
+    with _one_line():
+        if not tenant and before is None:
+            raise DatastoreError("say what to forget: --tenant NAME, --before TIME, or both")
+        key = live_key(store)
+        if key is None:
+            raise DatastoreError(f"{store} has learnt nothing: correct the path")
+        digests = {tenant_digest(key, name) for name in tenant or ()}
+        end = when(before) if before is not None else None
+
+        def stays(record: Record) -> bool:
+            return (bool(digests) and record.tenant not in digests) or (end is not None and record.milliseconds >= end)
+
+        documents, tokens = erase(store, stays)
+    typer.echo(f"{store}: {documents:,} documents, {tokens:,} tokens forgotten")
+
+
 def _contents(manifest: Manifest) -> str:
     n = len(manifest.sub_indices)
     return (

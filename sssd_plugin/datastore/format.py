@@ -37,6 +37,8 @@ FEATURES: frozenset[str] = frozenset()
 """What a store may require and this version provides."""
 
 MANIFEST = "manifest.json"
+LIVE = "live"
+"""Folder of what was learnt while serving; see `sssd_plugin.datastore.segments`."""
 MAX_VOCAB_SIZE = 1 << 31
 
 Role = Literal["tokens", "suffix_array", "bucket_starts"]

@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sssd_plugin.datastore.errors import DatastoreError, reporting
+from sssd_plugin.datastore.format import LIVE
 
 logger = logging.getLogger("freedraft.datastore")
 
-LIVE: Final = "live"
 MANIFEST: Final = "manifest.json"
 LOCK: Final = "lock"
 FORMAT: Final = "freedraft-live"

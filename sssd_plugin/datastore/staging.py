@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.format import MANIFEST
+from sssd_plugin.datastore.format import LIVE, MANIFEST
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
@@ -78,6 +78,11 @@ class Staging:
                 raise DatastoreError(
                     f"{self.target} is not a datastore (no {MANIFEST}), so it is not replaced: "
                     f"choose another path, or remove it yourself"
+                )
+            if (self.target / LIVE).exists():
+                raise DatastoreError(
+                    f"{self.target} holds what was learnt while serving, which replacing it would lose: "
+                    f"choose another path, or move {self.target / LIVE} away"
                 )
 
     def _create(self) -> tuple[Path, int]:

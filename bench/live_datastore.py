@@ -1,0 +1,299 @@
+"""The live datastore: how soon it is as good as a prepared one, what learning costs, whether it survives kills.
+
+    python bench/live_datastore.py --trace FILE --tokenizer DIR --json OUT [--kills 100]
+
+Cold start: the rows of the trace are replayed in order (see bench/replay.py), and each finished answer enters a store
+that began empty. After as many rows as bench/replay.py puts into its static store, its test rows are replayed with
+either. Rebuild: drafting while one thread sorts and merges runs all the time, as the live datastore's does, in turns
+with drafting alone. Kills: a process that appends, rotates and merges is killed at random moments; every document that
+it reported as flushed must be there afterwards, in order, and no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows, untainted_weights
+
+from sssd_plugin.datastore.live import LiveDatastore, open_live
+from sssd_plugin.datastore.runs import Run, merged, sorted_run
+from sssd_plugin.datastore.segments import SegmentLog
+from sssd_plugin.drafter import Drafter
+from sssd_plugin.trace import Row, Trace
+
+HUNDRED = 100
+
+LEARN_FOREVER = """
+import sys, time
+import numpy as np
+from sssd_plugin.datastore import live, segments
+live.HOT_TOKENS, segments.SEGMENT_TOKENS, segments.FLUSH_SECONDS = 256, 2000, 0.02
+store = live.open_live(sys.argv[1], 1000, max_tokens=1 << 16)
+number = int(sys.argv[2])
+print("ready", flush=True)
+while True:
+    text = np.array([number // 1000 % 1000, number % 1000, *([number % 7] * (number % 50))], np.int32)
+    while not store.insert(text):
+        time.sleep(0.001)
+    number += 1
+    if number % 20 == 0:
+        store.flush()
+        print(number, flush=True)
+"""
+
+
+def replay_row(
+    drafter: Drafter, row: Row, name: str, budget: int, seconds: list[float] | None = None
+) -> tuple[int, int]:
+    """Steps and tokens of one row."""
+    prompt, output = row
+    tokens = np.concatenate([prompt, output]).astype(np.int32)
+    position, steps, index = len(prompt), 0, np.zeros(1, np.int32)
+    while position < len(tokens):
+        started = time.perf_counter()
+        drafter.extend([name], tokens[None], index, np.array([position], np.int32))
+        batch = drafter.draft([name], max_nodes=budget)
+        if seconds is not None:
+            seconds.append(time.perf_counter() - started)
+        position = min(position + accepted(batch, tokens[position:]) + 1, len(tokens))
+        steps += 1
+    drafter.finish([name])
+    return steps, len(output)
+
+
+def rate(drafter: Drafter, rows: list[Row], budget: int) -> float:
+    done = [replay_row(drafter, row, "r", budget) for row in rows]
+    return sum(tokens for _, tokens in done) / sum(steps for steps, _ in done)
+
+
+def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
+    live = LiveDatastore(trace.vocab_size)
+    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=budget, weights=weights, live=live)
+    by_hundred, steps, tokens = [], 0, 0
+    for number, (prompt, output) in enumerate(trace.rows[:STORE_ROWS], 1):
+        if len(prompt) >= MIN_PROMPT and len(output) >= MIN_OUTPUT:
+            s, t = replay_row(drafter, (prompt, output[:MAX_OUTPUT]), "r", budget)
+            steps, tokens = steps + s, tokens + t
+        live.insert(output)
+        if number % HUNDRED == 0 or number == STORE_ROWS:
+            by_hundred.append({"rows": number, "tokens_per_step": round(tokens / max(1, steps), 4)})
+            steps = tokens = 0
+    rows = test_rows(trace)
+    stats = live.stats()
+    at_end = rate(drafter, rows, budget)
+    none = rate(Drafter(vocab_size=trace.vocab_size, max_nodes=budget, weights=weights), rows, budget)
+    static = Drafter(
+        vocab_size=trace.vocab_size, max_nodes=budget, weights=weights, snapshot=build_store(trace)
+    )  # fmt: skip
+    prepared = rate(static, rows, budget)
+    live.close()
+    return {
+        "by_hundred_rows": by_hundred,
+        "test_rows": {
+            "no_store": round(none, 4),
+            "live_store": round(at_end, 4),
+            "static_store": round(prepared, 4),
+            "live_over_static": round(at_end / prepared, 4),
+        },
+        "sub_indices": stats.most,
+        "bytes_per_token": round(stats.nbytes / stats.tokens, 2),
+    }
+
+
+def update_cost(trace: Trace) -> dict[str, Any]:
+    """Learning the whole trace several times over, as fast as it goes."""
+    result = {}
+    for where in ("memory", "disk"):
+        with tempfile.TemporaryDirectory() as folder:
+            live = open_live(Path(folder) if where == "disk" else None, trace.vocab_size)
+            seconds = []
+            for _ in range(5):
+                for _, output in trace.rows:
+                    started = time.perf_counter()
+                    live.insert(output)
+                    seconds.append(time.perf_counter() - started)
+            live.settle()
+            stats = live.stats()
+            started = time.perf_counter()
+            live.close()
+            result[where] = {
+                "tokens": stats.inserted,
+                "us_per_token": round(sum(seconds) / stats.inserted * 1e6, 3),
+                "visible_after_ms_p50": round(float(np.percentile(seconds, 50)) * 1e3, 3),
+                "visible_after_ms_p99": round(float(np.percentile(seconds, 99)) * 1e3, 3),
+                "visible_after_ms_max": round(max(seconds) * 1e3, 3),
+                "background_us_per_token": round(stats.merge_seconds / stats.inserted * 1e6, 3),
+                "merges": stats.merges,
+                "longest_merge_ms": round(stats.longest_merge * 1e3, 1),
+                "bytes_per_token": round(stats.nbytes / stats.tokens, 2),
+                "sub_indices": stats.most,
+                "close_ms": round((time.perf_counter() - started) * 1e3, 1),
+            }
+            if where == "disk":
+                started = time.perf_counter()
+                again = open_live(Path(folder), trace.vocab_size)
+                result["reopen_seconds"] = round(time.perf_counter() - started, 3)
+                result["reopen_tokens"] = again.stats().tokens
+                again.close()
+    return result
+
+
+def runs_of(trace: Trace, tokens: int) -> tuple[Run, Run, list[NDArray[np.int32]]]:
+    documents: list[NDArray[np.int32]] = []
+    rng = np.random.default_rng(0)
+    while sum(map(len, documents)) < 2 * tokens:
+        documents += [trace.rows[i][1] for i in rng.permutation(len(trace.rows))]
+    total, half = 0, 0
+    while total < tokens:
+        total += len(documents[half]) + 1
+        half += 1
+    rest = documents[half : 2 * half]
+    return sorted_run(documents[:half], trace.vocab_size, 0), sorted_run(rest, trace.vocab_size, half), documents[:half]
+
+
+def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, Any]:
+    older, newer, documents = runs_of(trace, delta)
+    started = time.perf_counter()
+    sorted_run(documents, trace.vocab_size, 0)
+    sorting = time.perf_counter() - started
+    started = time.perf_counter()
+    merged(older, newer, trace.vocab_size)
+    merging = time.perf_counter() - started
+    live = LiveDatastore(trace.vocab_size)
+    for _, output in trace.rows[:STORE_ROWS]:
+        live.insert(output)
+    live.settle()
+    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=budget, weights=weights, live=live)
+    rows = test_rows(trace)[:24]
+    go, stop = threading.Event(), threading.Event()
+    rebuilds = 0
+
+    def work() -> None:
+        nonlocal rebuilds
+        while not stop.is_set():
+            if not go.wait(0.1):
+                continue
+            merged(older, sorted_run(documents, trace.vocab_size, 0), trace.vocab_size)
+            rebuilds += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    seconds: dict[str, list[float]] = {"idle": [], "rebuilding": []}
+    for turn in range(6):
+        name = ("idle", "rebuilding")[turn % 2]
+        (go.clear if name == "idle" else go.set)()
+        time.sleep(0.3)  # the last rebuild ends
+        for row in rows:
+            replay_row(drafter, row, "r", budget, seconds[name])
+    stop.set()
+    thread.join()
+    live.close()
+    figures = {
+        name: {f"p{p}_us": round(float(np.percentile(values, p)) * 1e6, 1) for p in (50, 99)}
+        | {"max_us": round(max(values) * 1e6, 1), "drafts": len(values)}
+        for name, values in seconds.items()
+    }
+    return {
+        "delta_tokens": older.n,
+        "sort_seconds": round(sorting, 4),
+        "merge_with_as_many_seconds": round(merging, 4),
+        "rebuilds_meanwhile": rebuilds,
+        "drafting": figures,
+        "p99_rebuilding_over_idle": round(figures["rebuilding"]["p99_us"] / figures["idle"]["p99_us"], 3),
+    }
+
+
+def kills(times: int) -> dict[str, Any]:
+    rng = np.random.default_rng()
+    number = confirmed = wrong = lost = 0
+    opening: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(times):
+            process = subprocess.Popen(
+                [sys.executable, "-c", LEARN_FOREVER, folder, str(number)], stdout=subprocess.PIPE, text=True
+            )
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(float(rng.random()) * 0.3)
+            process.send_signal(signal.SIGKILL)
+            lines = process.stdout.read().split("\n")
+            process.wait()
+            confirmed = max([confirmed, *(int(line) for line in lines[:-1])])
+            started = time.perf_counter()
+            log = SegmentLog.open(Path(folder), vocab_size=1000, max_tokens=1 << 16)
+            texts = [record.tokens.tolist() for record in log.take_recovered()]
+            log.close()
+            opening.append(time.perf_counter() - started)
+            first = confirmed // 1_000_000 * 1_000_000
+            found = [first + text[0] * 1000 + text[1] for text in texts]
+            wrong += any(t[2:] != [n % 7] * (n % 50) for t, n in zip(texts, found, strict=True))
+            wrong += bool(found) and found != list(range(found[0], found[0] + len(found)))
+            lost += (found[-1] + 1 if found else 0) < confirmed
+            number = max(number, found[-1] + 1 if found else 0)
+    return {
+        "kills": times,
+        "flushed_documents": confirmed,
+        "restarts_that_lost_flushed_documents": lost,
+        "restarts_with_wrong_data": wrong,
+        "open_ms_p50": round(float(np.median(opening)) * 1e3, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trace", type=Path, required=True, help='JSONL with "prompt" and "output"')
+    parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
+    parser.add_argument("--budget", type=int, default=16, help="nodes per step, root included")
+    parser.add_argument("--delta", type=int, default=256 << 10, help="tokens of the delta that is rebuilt")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument(
+        "--only", nargs="*", choices=("update", "rebuild", "cold_start", "crashes"), help="default: all"
+    )
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    try:
+        trace = Trace.load(arguments.trace, arguments.tokenizer)
+        if len(trace.rows) <= STORE_ROWS:
+            raise ValueError(f"trace: {arguments.trace} has no row to replay after its first {STORE_ROWS}")
+        weights = untainted_weights(trace)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "update": lambda: update_cost(trace),
+        "rebuild": lambda: rebuild(trace, arguments.budget, weights, arguments.delta),
+        "cold_start": lambda: cold_start(trace, arguments.budget, weights),
+        "crashes": lambda: kills(arguments.kills),
+    }
+    result = {
+        "trace": arguments.trace.name,
+        "budget": arguments.budget,
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        **{name: part() for name, part in parts.items() if not arguments.only or name in arguments.only},
+    }
+    print(json.dumps(result, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Commands over what was learnt, and merging stores."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_tools import build_store, documents_of
+from typer.testing import CliRunner, Result
+
+from sssd_plugin.datastore.cli import app
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.format import TokenizerEntry
+from sssd_plugin.datastore.live import open_live
+from sssd_plugin.datastore.store import Datastore
+
+VOCAB = 100
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def learn(directory: Path, texts: dict[str | None, list[int]]) -> None:
+    store = open_live(directory, VOCAB)
+    for name, text in texts.items():
+        store.insert(np.array(text, np.int32), store.tenant(name))
+    store.close()
+
+
+def learnt(directory: Path) -> list[list[int]]:
+    store = open_live(directory, VOCAB, isolation="shared")
+    found = [text for run_ in store._tenants[0].all_runs for text in documents_of(run_.sub)]
+    store.close()
+    return sorted(found)
+
+
+def test_forget_a_tenant(tmp_path: Path) -> None:
+    learn(tmp_path, {"a": [1, 2], "b": [3, 4], None: [5, 6]})
+    result = run("forget", tmp_path, "--tenant", "a")
+    assert result.exit_code == 0 and "1 documents, 2 tokens" in result.output
+    assert learnt(tmp_path) == [[3, 4], [5, 6]]
+    assert "0 documents" in run("forget", tmp_path, "--tenant", "nobody").output
+
+
+def test_forget_what_is_old(tmp_path: Path) -> None:
+    learn(tmp_path, {"a": [1, 2], "b": [3, 4]})
+    time.sleep(1.1)
+    moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
+    learn(tmp_path, {"a": [7, 8]})
+    assert run("forget", tmp_path, "--before", moment, "--tenant", "a").exit_code == 0
+    assert learnt(tmp_path) == [[3, 4], [7, 8]]
+    assert run("forget", tmp_path, "--before", moment).exit_code == 0
+    assert learnt(tmp_path) == [[7, 8]]
+
+
+def test_forget_says_what_it_needs(tmp_path: Path) -> None:
+    for arguments, words in (
+        ((tmp_path,), "--tenant NAME"),
+        ((tmp_path, "--tenant", "a"), "learnt nothing"),
+    ):
+        result = run("forget", *arguments)
+        assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1
+    learn(tmp_path, {"a": [1]})
+    assert "not a time" in run("forget", tmp_path, "--before", "yesterday").stderr
+    held = open_live(tmp_path, VOCAB)
+    assert "stop it first" in run("forget", tmp_path, "--tenant", "a").stderr
+    held.close()
+    assert learnt(tmp_path) == [[1]]
+
+
+def test_merge_stores(tmp_path: Path) -> None:
+    texts = [[[1, 2, 3], [4, 5]], [[6, 7]], [[8], [9, 10, 11]]]
+    for number, documents in enumerate(texts):
+        build_store(tmp_path / str(number), documents, VOCAB, sub_index_tokens=64)
+    result = run("merge", tmp_path / "all", *(tmp_path / str(number) for number in range(3)))
+    assert result.exit_code == 0, result.output
+    with Datastore.open(tmp_path / "all") as store:
+        (sub,) = store.snapshot.sub_indices
+        assert documents_of(sub) == [text for documents in texts for text in documents]
+    assert run("verify", tmp_path / "all", "--full").exit_code == 0
+
+
+def test_stores_of_different_tokenizers_are_not_merged(tmp_path: Path) -> None:
+    makers = [TokenizerEntry(name=c, fingerprint=c * 64) for c in "ab"]
+    for maker in makers:
+        build_store(tmp_path / maker.name, [[1, 2]], VOCAB, tokenizer=maker)
+    build_store(tmp_path / "c", [[1, 2]], VOCAB)
+    for other, words in (("b", "different tokenizers"), ("c", "do not record")):
+        result = run("merge", tmp_path / "all", tmp_path / "a", tmp_path / other)
+        assert result.exit_code == 1 and words in result.stderr
+    assert not (tmp_path / "all").exists()
+
+
+def test_a_build_does_not_replace_what_was_learnt(tmp_path: Path) -> None:
+    target = tmp_path / "store"
+    build_store(target, [[1, 2, 3]], VOCAB)
+    learn(target, {None: [4, 5]})
+    with pytest.raises(DatastoreError, match="learnt while serving"):
+        build_store(target, [[7, 8]], VOCAB, replace=True)
+    assert learnt(target) == [[4, 5]]
+    with Datastore.open(target) as store:
+        assert documents_of(store.snapshot.sub_indices[0]) == [[1, 2, 3]]
