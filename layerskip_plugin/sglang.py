@@ -19,7 +19,7 @@ from freedraft.metrics import Metrics, check_port, serve
 from layerskip_plugin.caterpillar import MOST, caterpillar
 from layerskip_plugin.lookahead import Cost, Lookahead, Prices, make_lookahead
 from layerskip_plugin.options import LayerSkipOptions
-from layerskip_plugin.served_times import ServedTimes
+from layerskip_plugin.served_times import PlainTurns, ServedTimes
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ MOST_SETS = 4
 # Where a request names the skip set that it wants: sampling_params={"custom_params": {"skip_set": NAME}}, in the
 # OpenAI API "custom_params" in the body. The name is that of the file without its ending.
 CHOICE = "skip_set"
-PLAIN_SOON, PLAIN_EVERY = 4, 256
-"""Where all other steps draft, one in so many is a plain one, so that the price of plain decoding stays known: often at
-first, when the first times measured were those of a cold engine, then ever more rarely."""
 
 
 class Options(LayerSkipOptions):
@@ -166,7 +163,7 @@ class LayerSkipSource:
         self._set_of: dict[str, int] = {}
         self._last: _Round | None = None
         self._measuring: tuple[float, int, int] | None = None
-        self._plain_due: dict[int, tuple[int, int]] = {}
+        self._turns = PlainTurns()
         self.metrics = Metrics(NAME)
 
     # -- calls of the verify worker ------------------------------------------------------------------------------------
@@ -179,13 +176,9 @@ class LayerSkipSource:
 
     def _drafts(self, batch_size: int) -> bool:
         """Whether this step drafts. A policy that compares with plain decoding needs to know what that takes."""
-        if isinstance(self.lookahead, Cost):
-            left, interval = self._plain_due.get(batch_size, (PLAIN_SOON, PLAIN_SOON))
-            if left == 0 or not self.times.plain_known(batch_size):
-                interval = min(2 * interval, PLAIN_EVERY) if left == 0 else interval
-                self._plain_due[batch_size] = interval, interval
-                return False
-            self._plain_due[batch_size] = left - 1, interval
+        priced = isinstance(self.lookahead, Cost)
+        if priced and (not self.times.plain_known(batch_size) or self._turns.due(batch_size)):
+            return False
         return self.lookahead.affordable(batch_size)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
