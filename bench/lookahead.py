@@ -79,6 +79,11 @@ def walk(policy: Lookahead, recorded: list[Recorded], longest: int) -> dict[str,
     for number, one in enumerate(recorded):
         place, name = 0, [str(number)]
         while place < len(one.right):
+            if not policy.affordable(1):
+                drafted.append(0)
+                accepted.append(0)
+                place += 1
+                continue
             policy.begin(name, longest)
             length = 0
             while True:
@@ -151,12 +156,14 @@ def main() -> None:
             done = walk(make(), held, options.longest)
             drafted, accepted = done["drafted"], done["accepted"]
             seconds = float((c * drafted + 1 + options.per_token * drafted).sum())
+            judged = np.minimum(drafted, accepted + 1).sum()
             row = {
                 "c": c,
                 "policy": name,
                 "f1": round(float(done["f1"]), 3),
                 "tokens_per_round": round(1 + float(accepted.mean()), 3),
-                "acceptance": round(float(accepted.sum() / np.minimum(drafted, accepted + 1).sum()), 3),
+                "acceptance": round(float(accepted.sum() / max(1, judged)), 3),
+                "rounds_with_drafts": round(float((drafted > 0).mean()), 3),
                 "tokens_per_time": round(float((1 + accepted).sum() / seconds), 4),
             }
             rows.append(row)

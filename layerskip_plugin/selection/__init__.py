@@ -1,1 +1,55 @@
 """Which sublayers to skip: static, SWIFT, Self-SD, KNN-SSD and KnapSpec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from layerskip_plugin.selection.base import Evaluate, Selection, Static
+from layerskip_plugin.skip_set import SkipSet
+
+SELECTIONS = ("static", "swift", "knn", "knapsack")
+
+__all__ = ["SELECTIONS", "Evaluate", "Selection", "Static", "make_selection"]
+
+
+def make_selection(
+    name: str,
+    n_layers: int,
+    model: str,
+    file: Path | None = None,
+    evaluate: Evaluate | None = None,
+    hardware: str | None = None,
+) -> Selection:
+    """The selection of that name for a model.
+
+    Args:
+        name: one of `SELECTIONS`.
+        n_layers: of the model that is served.
+        model: its fingerprint.
+        file: what `freedraft calibrate` wrote: a skip set for static (none: skip nothing), anchors for knn, a plan for
+            knapsack.
+        evaluate: of swift.
+        hardware: in words; a plan with times of other hardware is refused.
+
+    Raises:
+        ValueError: an unknown name, something it needs is missing, or a file of another model or hardware; one line.
+    """
+    if name == "static":
+        return Static(SkipSet.empty(n_layers, model) if file is None else SkipSet.load(file, n_layers, model))
+    if name == "swift":
+        from layerskip_plugin.selection.swift import Swift
+
+        if evaluate is None:
+            raise ValueError("selection swift needs an engine that can score skip sets on its traffic")
+        return Swift(n_layers, evaluate, model)
+    if name not in SELECTIONS:
+        raise ValueError(f"selection: there is none called {name!r}; choose from: {', '.join(SELECTIONS)}")
+    if file is None:
+        raise ValueError(f"selection {name} needs a file: make one with freedraft calibrate {name}")
+    if name == "knn":
+        from layerskip_plugin.selection.knn import Domains, Knn
+
+        return Knn(Domains.load(file, n_layers, model))
+    from layerskip_plugin.selection.plan import Knapsack, Plan
+
+    return Knapsack(Plan.load(file, n_layers, model, hardware))
