@@ -73,11 +73,20 @@ def build(
         int | None, typer.Option(metavar="N", help="Ids are below it (default: the tokenizer's; needed without one).")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the datastore at OUT.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Keep the tokens read so far beside OUT if interrupted, and go on from there when called again.",
+        ),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
-    """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing."""
+    """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing (but see --resume)."""
     with _one_line(), _ended_by_sigterm():
-        _build(out, inputs, tokenizer, field or ["text"], glob, memory, sub_index_tokens, vocab_size, force, quiet)
+        _build(
+            out, inputs, tokenizer, field or ["text"], glob, memory, sub_index_tokens, vocab_size, force, resume, quiet
+        )
 
 
 def _build(
@@ -90,9 +99,11 @@ def _build(
     sub_index_tokens: int | None,
     vocab_size: int | None,
     force: bool,
+    resume: bool,
     quiet: bool,
 ) -> None:
     from sssd_plugin.datastore import sources, tokenizer
+    from sssd_plugin.datastore.spool import Spool
 
     start = time.monotonic()
     memory_bytes = parse_size(memory)
@@ -125,9 +136,30 @@ def _build(
             seconds = time.monotonic() - start
             progress.update(task, advance=n_bytes, tokens=builder.n_tokens / 1e6, rate=builder.n_tokens / seconds / 1e6)
 
-        for tokens in sources.tokenize(sources.read_pieces(files, fields), loaded, on_read):
-            builder.append(tokens)
-        manifest = builder.finish()
+        if not resume:
+            for tokens in sources.tokenize(sources.read_pieces(files, fields), loaded, on_read):
+                builder.append(tokens)
+            manifest = builder.finish()
+        else:
+            spool = Spool(out, files, fields, entry.fingerprint if entry else None, vocab_size)
+            try:
+                progress.update(task, advance=spool.n_bytes)
+                kept = spool.n_tokens
+                if kept:
+                    typer.echo(f"going on after {kept:,} tokens that were read before", err=True)
+
+                def on_fill(n_bytes: int) -> None:
+                    rate = (spool.n_tokens - kept) / (time.monotonic() - start) / 1e6
+                    progress.update(task, advance=n_bytes, tokens=spool.n_tokens / 1e6, rate=rate)
+
+                spool.fill(loaded, on_fill)
+                for block in spool.blocks():
+                    builder.append(block)
+                manifest = builder.finish()
+            except BaseException:
+                spool.close()
+                raise
+            spool.remove()
     seconds = time.monotonic() - start
     typer.echo(
         f"{out}: {_contents(manifest)}; built in {seconds:.1f} s "

@@ -1,0 +1,147 @@
+"""A build with --resume that is killed goes on where it was, and makes the same store."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_tools import documents_of, leftovers
+from typer.testing import CliRunner, Result
+
+from sssd_plugin.datastore.cli import app
+from sssd_plugin.datastore.sources import Piece, find_inputs
+from sssd_plugin.datastore.spool import Spool
+from sssd_plugin.datastore.store import Datastore
+from sssd_plugin.datastore.tokenizer import load
+
+SLOWLY = """
+import sys, time
+from sssd_plugin.datastore import sources, spool
+sources.BATCH_CHARS, spool.CHECKPOINT_SECONDS = 500, 0.0
+original = spool.read_pieces
+def slowly(*arguments):
+    for piece in original(*arguments):
+        time.sleep(0.002)
+        yield piece
+spool.read_pieces = slowly
+from sssd_plugin.datastore.cli import app
+app(sys.argv[1:])
+"""
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, text: str) -> Path:
+    folder = tmp_path / "inputs"
+    folder.mkdir()
+    for number in range(3):
+        rows = [text[a : a + 700] for a in range(number, 20_000, 700)]
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+        (folder / f"{number}.txt").write_text(text[number : number + 5_000])
+    np.save(folder / "ids.npy", np.tile(np.array([1, 2, 3, 4, -1]), 500))
+    return folder
+
+
+def contents(store: Path) -> list[list[int]]:
+    with Datastore.open(store) as opened:
+        return [document for sub in opened.snapshot.sub_indices for document in documents_of(sub)]
+
+
+def test_a_killed_build_goes_on(tmp_path: Path, inputs: Path, tokenizer_folder: Path) -> None:
+    common = [str(inputs), "--tokenizer", str(tokenizer_folder), "--sub-index-tokens", "5000", "--quiet"]
+    assert run("build", tmp_path / "plain", *common).exit_code == 0
+    target = tmp_path / "store"
+    kept = []
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SLOWLY, "build", str(target), *common, "--resume"], stderr=subprocess.PIPE, text=True
+        )
+        progress = tmp_path / ".store.resume" / "progress.json"
+        before = json.loads(progress.read_text())["pieces"] if progress.exists() else 0
+        for _ in range(2000):
+            if progress.exists() and json.loads(progress.read_text())["pieces"] > before + 8:
+                break
+            assert process.poll() is None, process.stderr.read() if process.stderr else ""
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kept.append(json.loads(progress.read_text())["pieces"])
+    assert kept[0] < kept[1] < kept[2] and not target.exists()
+    result = run("build", target, *common, "--resume")
+    assert result.exit_code == 0 and "going on after" in result.stderr, result.output
+    assert contents(target) == contents(tmp_path / "plain")
+    assert not (tmp_path / ".store.resume").exists() and leftovers(tmp_path) == []
+    assert run("verify", target, "--full").exit_code == 0
+
+
+def test_changed_inputs_begin_anew(tmp_path: Path, inputs: Path, tokenizer_folder: Path) -> None:
+    tokenizer = load(tokenizer_folder)
+
+    def spool() -> Spool:
+        return Spool(tmp_path / "store", find_inputs([inputs]), ["text"], None, 1000)
+
+    first = spool()
+    first.fill(tokenizer)
+    first.close()
+    again = spool()
+    assert again.done and again.n_tokens == first.n_tokens
+    again.close()
+    (inputs / "0.txt").write_text("another text")
+    assert spool().n_tokens == 0
+
+
+def test_a_mixed_batch_is_not_cut(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that waits for its batch while token ids come: what is not in the file must not count as read."""
+    from sssd_plugin.datastore import spool as module
+
+    pieces = [Piece("def return", True, 10), Piece(np.array([1, 2]), False, 8), Piece("self import", True, 11),
+              Piece(np.array([3, -1]), True, 8)]  # fmt: skip
+    (tmp_path / "x.txt").write_text("x")
+    monkeypatch.setattr(module, "CHECKPOINT_SECONDS", 0.0)
+    tokenizer = load(tokenizer_folder)
+    whole: list[int] = []
+    for stop in range(len(pieces) + 1):
+
+        def read(inputs: object, fields: object, stop: int = stop):
+            for number, piece in enumerate(pieces):
+                if number == stop:
+                    raise KeyboardInterrupt
+                yield piece
+
+        monkeypatch.setattr(module, "read_pieces", read)
+        target = tmp_path / f"store{stop}"
+        if stop < len(pieces):
+            broken = Spool(target, find_inputs([tmp_path / "x.txt"]), ["text"], None, 1000)
+            with pytest.raises(KeyboardInterrupt):
+                broken.fill(tokenizer)
+            broken.close()
+        monkeypatch.setattr(module, "read_pieces", lambda *a: iter(pieces))
+        spool = Spool(target, find_inputs([tmp_path / "x.txt"]), ["text"], None, 1000)
+        spool.fill(tokenizer)
+        found = np.concatenate(list(spool.blocks())).tolist()
+        whole = whole or found
+        assert found == whole
+        spool.remove()
+
+
+def test_one_build_at_a_time_and_ids_are_checked(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.array([1, 5, 99]))
+    arguments = ("build", tmp_path / "store", tmp_path / "ids.npy", "--resume", "--quiet", "--vocab-size")
+    result = run(*arguments, 50)
+    assert result.exit_code == 1 and "99 is outside the vocabulary" in result.stderr
+    held = Spool(tmp_path / "store", find_inputs([tmp_path / "ids.npy"]), ["text"], None, 100)
+    result = run(*arguments, 100)
+    assert result.exit_code == 1 and "another build uses" in result.stderr
+    held.close()
+    assert run(*arguments, 100).exit_code == 0
+    assert contents(tmp_path / "store") == [[1, 5, 99]]
+    assert not (tmp_path / ".store.resume").exists()
