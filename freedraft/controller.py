@@ -22,14 +22,15 @@ from freedraft.acceptance import Acceptance
 from freedraft.cost_model import CostModel
 from freedraft.draft import DraftBatch
 from freedraft.roofline import Roofline
-from freedraft.step_times import MAX_QUERY_TOKENS, ROWS, StepTimes, at, row_of
+from freedraft.step_times import CENTRES, MAX_QUERY_TOKENS, ROWS, StepTimes, at, row_of
 
 logger = logging.getLogger(__name__)
 
 PROBE_EVERY = 100
 """One step in so many verifies another number of tokens than the best known, to keep step times fresh."""
 _PROBE_FIRST = 8  # the same at a batch size that is new, unless nothing seems to pay there
-_IDLE_SHARE = 0.01  # of time, for drafting while nothing is verified
+_PROBE_COST = 1.5  # plain steps, at most, as far as is known
+_IDLE_SHARE = 0.005  # of time, for drafting while nothing is verified
 _IDLE_MOST = 256
 _GAIN_RATE = 0.1
 _SAVE_SECONDS = 60.0
@@ -260,7 +261,7 @@ class Controller:
         self.acceptance.calibrate(draft, p)
         drafted = draft.counts.copy()
         table = self.times.table(batch, context)
-        forced = self._probe(batch, context, draft.max_nodes - 1)
+        forced = self._probe(batch, context, draft.max_nodes - 1, table)
         if self.widths is None:
             self.chosen, gain, longest = share_tokens(
                 p, draft.counts, table, self.drafting_seconds, forced, self._order
@@ -300,8 +301,9 @@ class Controller:
                 logger.warning("freedraft: cannot write step times to %s (%s); they are not kept", self._path, error)
                 self._path = None
 
-    def _probe(self, batch: int, context: float, longest: int) -> int:
-        """Now and then, a number of tokens (an index of widths) at random: what is never tried is never known."""
+    def _probe(self, batch: int, context: float, longest: int, table: NDArray[np.float64]) -> int:
+        """Now and then, a number of tokens (an index of widths) at random: what is never tried is never known. None
+        that is known to take much longer than plain decoding."""
         row = row_of(batch, context)
         self._steps[row] += 1
         every = PROBE_EVERY
@@ -310,10 +312,12 @@ class Controller:
         if self._steps[row] - self._probed[row] < every or longest < 1:
             return _FREE
         self._probed[row] = self._steps[row]
+        plain = np.interp(batch, CENTRES, table)
+        most = int(CENTRES[table <= _PROBE_COST * plain].max(initial=batch))
         if self.widths is not None:
-            return int(self._random.integers(len(self.widths)))
-        most = math.log2(batch * longest + 1)
-        return int(2 ** (self._random.random() * (most + 1)) - 1)
+            return int(self._random.integers(max(1, np.searchsorted(self.widths, most // batch, side="right"))))
+        octaves = math.log2(max(1, min(most - batch, batch * longest)))
+        return int(2 ** (self._random.random() * (octaves + 1)) - 1)
 
     def _warm_up(self) -> None:
         """Compile, or load from the cache, everything that a step calls."""
