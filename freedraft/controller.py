@@ -315,7 +315,7 @@ class Controller:
         plain = np.interp(batch, CENTRES, table)
         most = int(CENTRES[table <= _PROBE_COST * plain].max(initial=batch))
         if self.widths is not None:
-            return int(self._random.integers(max(1, np.searchsorted(self.widths, most // batch, side="right"))))
+            return int(self._random.integers(max(1, int(np.searchsorted(self.widths, most // batch, side="right")))))
         octaves = math.log2(max(1, min(most - batch, batch * longest)))
         return int(2 ** (self._random.random() * (octaves + 1)) - 1)
 
