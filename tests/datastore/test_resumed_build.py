@@ -20,18 +20,18 @@ from sssd_plugin.datastore.spool import Spool
 from sssd_plugin.datastore.store import Datastore
 from sssd_plugin.datastore.tokenizer import load
 
-SLOWLY = """
+STOPPING = """
 import sys, time
 from sssd_plugin.datastore import sources, spool
 sources.BATCH_CHARS, spool.CHECKPOINT_SECONDS = 500, 0.0
 original = spool.read_pieces
-def slowly(*arguments):
-    for piece in original(*arguments):
-        time.sleep(0.002)
+def stopping(*arguments):
+    for number, piece in enumerate(original(*arguments)):
+        time.sleep(60 if number >= int(sys.argv[1]) else 0)
         yield piece
-spool.read_pieces = slowly
+spool.read_pieces = stopping
 from sssd_plugin.datastore.cli import app
-app(sys.argv[1:])
+app(sys.argv[2:])
 """
 
 
@@ -61,14 +61,15 @@ def test_a_killed_build_goes_on(tmp_path: Path, inputs: Path, tokenizer_folder: 
     assert run("build", tmp_path / "plain", *common).exit_code == 0
     target = tmp_path / "store"
     kept = []
-    for _ in range(3):
+    for stop in (12, 30, 60):
         process = subprocess.Popen(
-            [sys.executable, "-c", SLOWLY, "build", str(target), *common, "--resume"], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", STOPPING, str(stop), "build", str(target), *common, "--resume"],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         progress = tmp_path / ".store.resume" / "progress.json"
-        before = json.loads(progress.read_text())["pieces"] if progress.exists() else 0
-        for _ in range(2000):
-            if progress.exists() and json.loads(progress.read_text())["pieces"] > before + 8:
+        for _ in range(5000):
+            if progress.exists() and json.loads(progress.read_text())["pieces"] > stop - 5:
                 break
             assert process.poll() is None, process.stderr.read() if process.stderr else ""
             time.sleep(0.005)
