@@ -96,6 +96,18 @@ def tokenizer_fingerprint(model_config: Any) -> str | None:
     )
 
 
+def said(tokens: list[int], parameters: Any) -> list[int]:
+    """The output without what the last step accepted beyond its end, which the scheduler drops later."""
+    end = getattr(parameters, "max_tokens", None)
+    tokens = tokens[:end]
+    if parameters is not None and not getattr(parameters, "ignore_eos", False):
+        stops = getattr(parameters, "all_stop_token_ids", ())
+        for i, token in enumerate(tokens):
+            if token in stops:
+                return tokens[: i + 1]
+    return tokens
+
+
 def open_live_store(options: SssdOptions, vllm_config: Any, store: Datastore | None) -> LiveDatastore:
     """The store that grows, over the static one. Of all workers and replicas, one writes."""
     from sssd_plugin.datastore.live import open_live
@@ -182,7 +194,7 @@ class SssdProposer(StepProposer):
             state = self.runner.requests.get(request_id)
             if state is None:
                 continue
-            tokens = state.output_token_ids
+            tokens = said(state.output_token_ids, state.sampling_params)
             if self.live_prompts and state.prompt_token_ids is not None:
                 tokens = [*state.prompt_token_ids, *tokens]
             live.insert(np.array(tokens, np.int32), self.drafter.tenant_of(request_id))
