@@ -52,6 +52,17 @@ def test_slow_times_are_not_believed_for_ever(monkeypatch: pytest.MonkeyPatch):
     assert times.draft(1) == pytest.approx(0.010)
 
 
+def test_a_busy_moment_does_not_change_what_is_compared():
+    """Plain steps of a busy second would make passes of the quiet one before it look cheap."""
+    times = ServedTimes(0.5)
+    for _ in range(SAMPLES):
+        times.note_draft(1, 0.009)
+        times.note_step(1, 1, 0.010)
+    for _ in range(SAMPLES // 2):
+        times.note_step(1, 1, 0.030)
+    assert times.draft(1) / times.plain(1) == pytest.approx(0.9)
+
+
 def test_more_tokens_never_look_cheaper():
     times = ServedTimes(0.5)
     times.note_step(1, 1, 0.040)
