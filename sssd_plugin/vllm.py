@@ -51,6 +51,11 @@ def check_start(options: SssdOptions, model_config: Any) -> None:
         Weights.load(options.weights)
     if options.static_store is not None:
         open_store(options.static_store, model_config, verify=True).close()
+    if options.live and options.isolation == "tenant" and not carry_salt():
+        raise ValueError(
+            "this vLLM does not tell drafters whose a request is, so live datastores cannot keep tenants apart: "
+            "remove option 'live', or set isolation 'shared' if there is one tenant only (see 'freedraft doctor')"
+        )
     if options.live and options.datastore is not None:
         from sssd_plugin.datastore.segments import check_live
 

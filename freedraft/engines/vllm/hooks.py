@@ -100,7 +100,13 @@ MODEL_DRAFT_HOOKS = (
     Hook("vllm.compilation.backends", "set_model_tag", parameters=("tag",), purpose="compiled draft passes"),
 )
 
-HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS
+# Needed besides to tell tenants apart.
+TENANT_HOOKS = (
+    Hook("vllm.v1.core.sched.output.NewRequestData", "from_request", purpose="tenants of live datastores"),
+    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "initialize_kv_cache", purpose="live datastores"),
+)
+
+HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
 
 
 def vllm_version() -> str:

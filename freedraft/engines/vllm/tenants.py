@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from freedraft.engines.hooks import check
+from freedraft.engines.vllm.hooks import TENANT_HOOKS
 from freedraft.engines.vllm.patching import wrap_once
 
 SALT = "freedraft_salt"
@@ -13,10 +15,10 @@ SALT = "freedraft_salt"
 
 def carry_salt() -> bool:
     """Make the scheduler hand the cache_salt of new requests on; whether this vLLM lets us."""
+    if check(TENANT_HOOKS):
+        return False
     from vllm.v1.core.sched.output import NewRequestData
 
-    if not hasattr(NewRequestData, "from_request"):
-        return False
     wrap_once(NewRequestData, "from_request", _from_request)
     return True
 
