@@ -21,14 +21,25 @@ def _expand(value: object) -> object:
     return value
 
 
+def _store(value: object) -> object:
+    """As `_expand`; a URL becomes the path of a local copy."""
+    if isinstance(value, str) and "://" in value:
+        from sssd_plugin.datastore.remote import local_copy
+
+        return local_copy(value.strip())
+    return _expand(value)
+
+
 UserPath = Annotated[Path | None, BeforeValidator(_expand)]
+StorePath = Annotated[Path | None, BeforeValidator(_store)]
 
 
 class SssdOptions(PluginOptions):
     """Options of SSSD.
 
     Attributes:
-        datastore: folder that `freedraft datastore build` wrote; None drafts from prompt and output only.
+        datastore: folder that `freedraft datastore build` wrote, or a URL of one that fsspec opens (it is copied to a
+            local cache); None drafts from prompt and output only.
         live: learn from finished requests: what they wrote is drafted from at the next step, and kept in the folder of
             the datastore if one is named, which may then begin empty.
         live_prompts: learn from their prompts, too.
@@ -54,7 +65,7 @@ class SssdOptions(PluginOptions):
 
     source_name: ClassVar[str] = "sssd"
 
-    datastore: UserPath = None
+    datastore: StorePath = None
     live: bool = False
     live_prompts: bool = False
     live_tokens: int = Field(default=1 << 24, ge=1 << 14, le=1 << 30)

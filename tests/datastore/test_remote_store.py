@@ -1,0 +1,71 @@
+"""Stores at URLs: copied once, checked, and every failure is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from store_tools import build_store, documents_of
+
+from freedraft.config import ConfigError
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.remote import local_copy
+from sssd_plugin.datastore.store import Datastore
+from sssd_plugin.options import SssdOptions
+
+fsspec = pytest.importorskip("fsspec")
+TEXTS = [[1, 2, 3], [4, 5]]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A store in fsspec's memory, as object storage would hold it: names, no folders."""
+    build_store(tmp_path / "made", TEXTS, 10)
+    memory = fsspec.filesystem("memory")
+    for path in (tmp_path / "made").rglob("*"):
+        if path.is_file():
+            memory.pipe_file(f"/bucket/{tmp_path.name}/{path.relative_to(tmp_path / 'made')}", path.read_bytes())
+    return f"memory://bucket/{tmp_path.name}"
+
+
+def test_a_store_is_copied_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    copy = local_copy(url, cache)
+    with Datastore.open(copy) as store:
+        assert documents_of(store.snapshot.sub_indices[0]) == TEXTS
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "get_file", None)
+    assert local_copy(url, cache) == copy and [p.name for p in cache.iterdir()] == [copy.name]
+
+
+def test_options_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
+    options = SssdOptions.read({"datastore": url}, {})
+    assert options.datastore is not None and options.datastore.parent == tmp_path / "cache"
+    with pytest.raises(ConfigError, match="no datastore at memory://nowhere") as error:
+        SssdOptions.read({"datastore": "memory://nowhere"}, {})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [("nosuchprotocol://x/y", "fsspec driver"), ("memory://bucket/none", "no datastore at"),
+     ("http://127.0.0.1:9/store", "127.0.0.1:9")],
+)  # fmt: skip
+def test_what_cannot_be_reached_is_one_line(tmp_path: Path, wrong: str, words: str) -> None:
+    with pytest.raises(DatastoreError, match=words) as error:
+        local_copy(wrong, tmp_path / "cache")
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_file_leaves_nothing_in_the_cache(tmp_path: Path, url: str) -> None:
+    memory = fsspec.filesystem("memory")
+    (name,) = [n for n in memory.find(f"/bucket/{tmp_path.name}") if n.endswith("suffix_array.i32")]
+    content = bytearray(memory.cat_file(name))
+    content[0] ^= 1
+    memory.pipe_file(name, bytes(content))
+    with pytest.raises(DatastoreError, match="corrupted") as error:
+        local_copy(url, tmp_path / "cache")
+    assert url in str(error.value) and list((tmp_path / "cache").iterdir()) == []
+    memory.rm_file(name)
+    with pytest.raises(DatastoreError, match="no datastore at"):
+        local_copy(url, tmp_path / "cache")
