@@ -174,7 +174,7 @@ class SssdSource:
                 if begin is not None:
                     tokens = self.drafter.tokens(request_id)[begin:]
                     self.live.insert(tokens, self.drafter.tenant_of(request_id))
-            self.live_metrics.show(self.live.stats())
+            self.live_metrics.show(self.live)
         self.drafter.finish(request_ids)
         self.metrics.requests.set(len(self.drafter))
 

@@ -204,7 +204,7 @@ class SssdProposer(StepProposer):
                 tokens = [*state.prompt_token_ids, *tokens]
             live.insert(np.array(tokens, np.int32), self.drafter.tenant_of(request_id))
         if self.live_metrics is not None:
-            self.live_metrics.show(live.stats())
+            self.live_metrics.show(live)
 
     def _by_rule(self, step: Step) -> list[list[int]]:
         started = time.perf_counter()

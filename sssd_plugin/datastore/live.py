@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
 import logging
 import queue
 import secrets
@@ -36,6 +37,8 @@ MAX_TOKENS = 16 << 20
 MIN_TOKENS = 1 << 14
 HOT_TOKENS = 1 << 12
 """Size at which the newest run is left as it is: merging a document into it costs a pass over it."""
+_MANY_TENANTS = 4096
+_TENANT_SECONDS = 3600.0
 FACTOR = 4
 """An older run is merged with newer ones that are together more than a FACTOR-th of it."""
 
@@ -89,6 +92,7 @@ class LiveStats:
         nbytes: memory of all runs.
         documents, inserted: documents and tokens taken since the start.
         insert_seconds: spent on taking them, in the callers' threads.
+        tenants: known, requests of none included.
         merges, merge_seconds: in the background; longest_merge: seconds.
     """
 
@@ -107,13 +111,14 @@ class LiveStats:
 
 
 class _Tenant:
-    __slots__ = ("busy", "digest", "hot", "runs", "view")
+    __slots__ = ("asked_for", "busy", "digest", "hot", "runs", "view")
 
     def __init__(self, digest: bytes, view: View) -> None:
         self.digest = digest
         self.runs: list[Run] = []  # oldest first
         self.hot: Run | None = None
         self.busy = False  # some of its runs are being merged
+        self.asked_for = time.monotonic()
         self.view = view
 
     @property
@@ -175,7 +180,8 @@ class LiveDatastore:
         self._merges = self._inserted = self._taken = 0
         self._failed = False
         self._set_static(static or Snapshot.empty())
-        self._tenants = [_Tenant(b"", self._static_view)]
+        self._tenants = {0: _Tenant(b"", self._static_view)}
+        self._next_tenant = 1
         self._numbers: dict[bytes, int] = {b"": 0}
         self._joined: tuple[tuple[View, ...], View] | None = None
         self._warm_up()
@@ -209,6 +215,8 @@ class LiveDatastore:
             return False
         started = time.perf_counter()
         with self._lock:
+            if tenant not in self._tenants:
+                return False
             record = self._tenants[tenant].digest
             owner = self._tenants[tenant if self.isolated else 0]
             self._clock += n + 1
@@ -233,7 +241,7 @@ class LiveDatastore:
         return True
 
     def view(self, tenants: NDArray[np.int64] | None = None) -> tuple[View, NDArray[np.int64] | None]:
-        """What a batch drafts from.
+        """What a batch drafts from. A tenant that is not known any more sees the static store only.
 
         Args:
             tenants: int64 [B], the tenant of each request; None if all are of none.
@@ -244,9 +252,9 @@ class LiveDatastore:
         if tenants is None or not len(tenants) or not self.isolated:
             return self._tenants[0].view, None
         if (tenants == tenants[0]).all():
-            return self._tenants[int(tenants[0])].view, None
+            return self._view_for(int(tenants[0])), None
         numbers, groups = np.unique(tenants, return_inverse=True)
-        views = tuple(self._tenants[number].view for number in numbers.tolist())
+        views = tuple(map(self._view_for, numbers.tolist()))
         if self._joined is None or len(self._joined[0]) != len(views) or any(
             a is not b for a, b in zip(self._joined[0], views, strict=True)
         ):  # fmt: skip
@@ -257,17 +265,18 @@ class LiveDatastore:
         """Replace what every tenant drafts from besides."""
         with self._lock:
             self._set_static(static)
-            for tenant in self._tenants:
+            for tenant in self._tenants.values():
                 tenant.view = self._view_of(tenant)
 
     def stats(self) -> LiveStats:
         with self._lock:
-            runs = [run for tenant in self._tenants for run in tenant.all_runs]
+            tenants = self._tenants.values()
+            runs = [run for tenant in tenants for run in tenant.all_runs]
             return LiveStats(
                 tokens=self._tokens,
-                delta_tokens=sum(tenant.hot.n for tenant in self._tenants if tenant.hot),
+                delta_tokens=sum(tenant.hot.n for tenant in tenants if tenant.hot),
                 sub_indices=len(runs),
-                most=max(len(tenant.all_runs) for tenant in self._tenants),
+                most=max(len(tenant.all_runs) for tenant in tenants),
                 nbytes=sum(run.nbytes for run in runs),
                 tenants=len(self._tenants),
                 documents=self._taken,
@@ -283,7 +292,7 @@ class LiveDatastore:
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             with self._lock:
-                if not any(tenant.busy for tenant in self._tenants):
+                if not any(tenant.busy for tenant in self._tenants.values()):
                     return True
             time.sleep(0.001)
         return False
@@ -316,9 +325,15 @@ class LiveDatastore:
     def _number(self, digest: bytes) -> int:
         number = self._numbers.get(digest)
         if number is None:
-            number = self._numbers[digest] = len(self._tenants)
-            self._tenants.append(_Tenant(digest, self._static_view))
+            number = self._numbers[digest] = self._next_tenant
+            self._next_tenant += 1
+            self._tenants[number] = _Tenant(digest, self._static_view)
+        self._tenants[number].asked_for = time.monotonic()
         return number
+
+    def _view_for(self, number: int) -> View:
+        tenant = self._tenants.get(number)
+        return self._static_view if tenant is None else tenant.view
 
     def _view_of(self, tenant: _Tenant) -> View:
         runs = tenant.all_runs
@@ -347,22 +362,38 @@ class LiveDatastore:
 
     def _drop(self) -> None:
         """Let go of the oldest documents beyond the bound: whole runs at once, part of a run in the background."""
-        while self._tokens > self.max_tokens - self.max_tokens // 16:
-            tenant = min(
-                (t for t in self._tenants if t.runs or t.hot), key=lambda t: t.all_runs[0].first, default=None
-            )  # fmt: skip
-            if tenant is None or tenant.busy:
-                return
+        if self._tokens <= self.max_tokens - self.max_tokens // 16:
+            return
+        owners = [tenant for tenant in self._tenants.values() if tenant.runs or tenant.hot]
+        oldest_of = [(tenant.all_runs[0].first, number) for number, tenant in enumerate(owners)]
+        heapq.heapify(oldest_of)
+        while oldest_of and self._tokens > self.max_tokens - self.max_tokens // 8:
+            _, number = heapq.heappop(oldest_of)
+            tenant = owners[number]
+            if tenant.busy:
+                break
             if tenant.hot and not tenant.runs:
                 tenant.runs, tenant.hot = [tenant.hot], None
             oldest = tenant.runs[0]
             excess = self._tokens - (self.max_tokens - self.max_tokens // 8)
             if oldest.n > excess:
                 self._start(tenant, [oldest], excess)
-                return
+                break
             tenant.runs.pop(0)
             self._tokens -= oldest.n
             tenant.view = self._view_of(tenant)
+            if tenant.all_runs:
+                heapq.heappush(oldest_of, (tenant.all_runs[0].first, number))
+        self._prune()
+
+    def _prune(self) -> None:
+        """Forget tenants of whom nothing is held. Numbers are not used again: an old request may still have one."""
+        if len(self._tenants) <= _MANY_TENANTS:
+            return
+        now = time.monotonic()
+        for number, tenant in list(self._tenants.items()):
+            if number and not tenant.busy and not tenant.all_runs and now - tenant.asked_for > _TENANT_SECONDS:
+                del self._tenants[number], self._numbers[tenant.digest]
 
     def _start(self, tenant: _Tenant, inputs: list[Run], cut: int) -> None:
         if self._worker is None:

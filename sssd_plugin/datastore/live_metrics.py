@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge
 
 if TYPE_CHECKING:
-    from sssd_plugin.datastore.live import LiveStats
+    from sssd_plugin.datastore.live import LiveDatastore
 
 _TOKENS = Gauge("freedraft_live_tokens", "Tokens in the live datastore", multiprocess_mode="livesum")
 _DELTA = Gauge("freedraft_live_delta_tokens", "Of these, in runs that grow with each document",
@@ -27,9 +28,16 @@ class LiveMetrics:
     """Shows the state of one live datastore."""
 
     def __init__(self) -> None:
+        self._next = 0.0
         self._shown = dict.fromkeys(("documents", "inserted", "insert_seconds", "merges", "merge_seconds"), 0.0)
 
-    def show(self, stats: LiveStats) -> None:
+    def show(self, live: LiveDatastore) -> None:
+        """Bring the metrics up to date, at most once a second: with many tenants that takes a while."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + 1.0
+        stats = live.stats()
         _TOKENS.set(stats.tokens)
         _DELTA.set(stats.delta_tokens)
         _SUB_INDICES.set(stats.most)

@@ -120,7 +120,7 @@ def test_bounded_by_tokens_oldest_first() -> None:
         assert store.stats().tokens <= 1 << 14
     held = contents(store)
     assert held == [document(seed).tolist() for seed in range(2000)][-len(held) :]
-    assert 41 * len(held) > 0.8 * (1 << 14)
+    assert 41 * len(held) > 0.8 * (1 << 14), "no more is dropped than needed"
     store.close()
 
 
@@ -226,6 +226,20 @@ def test_many_tenants_share_the_bound() -> None:
         assert store.stats().tokens <= 1 << 14
     newest = [contents(store, store.tenant(f"tenant {k}"))[-1] for k in range(100)]
     assert newest == [document(1400 + k).tolist() for k in range(100)]
+    store.close()
+
+
+def test_a_salt_per_request_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "_MANY_TENANTS", 50)
+    monkeypatch.setattr(live_module, "_TENANT_SECONDS", 0.0)
+    store = LiveDatastore(VOCAB, max_tokens=1 << 14)
+    first = store.tenant("salt 0")
+    for seed in range(3000):
+        store.insert(document(seed), store.tenant(f"salt {seed}"))
+    assert store.stats().tenants < 500
+    assert not store.insert(document(1), first), "forgotten: another tenant must not get its number"
+    assert store.view(np.array([first]))[0].table.size == 0
+    assert store.tenant("salt 0") > 3000
     store.close()
 
 

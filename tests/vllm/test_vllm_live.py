@@ -1,0 +1,74 @@
+"""Learning while serving, through the real engine: more is accepted the second time, and the answers stay the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm_engines import engine, runner_of, settle, spied
+
+TOKENS = 30
+
+
+def generate(llm: Any, prompts: list[list[int]], salt: str | None = None) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    given = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
+    outputs = llm.generate(given, parameters, use_tqdm=False)
+    settle(llm)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def accepted(llm: Any, prompts: list[list[int]], salt: str | None = None) -> tuple[int, list[list[int]]]:
+    """Draft tokens accepted while these are answered, and the answers."""
+    total = 0
+
+    def record(step: Any, drafts: list[list[int]]) -> None:
+        nonlocal total
+        total += step.verified[1]
+
+    with spied(runner_of(llm).drafter, record):
+        answers = generate(llm, prompts, salt)
+    return total, answers
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(2, 24, 12).tolist() for _ in range(6)]
+
+
+def test_learns_from_what_it_said(tiny_model: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+    settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4}
+    with engine(tiny_model, **settings) as llm:
+        plain = generate(llm, prompts)
+    method = {
+        "method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "live": True, "datastore": str(tmp_path)
+    }  # fmt: skip
+    with engine(tiny_model, speculative_config=method, **settings) as llm:
+        proposer = runner_of(llm).drafter
+        first, answers = accepted(llm, prompts)
+        assert answers == plain
+        runs = proposer.live._tenants[0].all_runs
+        learnt = [tuple(x) for run in runs for x in np.split(run.sub.tokens[: run.n], np.flatnonzero(
+            run.sub.tokens[: run.n] == -1) + 1) if len(x)]  # fmt: skip
+        assert sorted(learnt) == sorted((*answer, -1) for answer in plain), "every output, whole, and nothing else"
+        second, answers = accepted(llm, prompts)
+        assert answers == plain and second > first
+
+        # A tenant profits from its own answers only.
+        alone, answers = accepted(llm, prompts, "one")
+        assert alone == first and answers == plain
+        assert accepted(llm, prompts, "two")[0] == first
+        again, answers = accepted(llm, prompts, "one")
+        assert again > first and answers == plain
+        assert not proposer.failed and proposer.live.stats().tenants == 3
+        proposer.drafter.close()
+
+    with engine(tiny_model, speculative_config=method, **settings) as llm:
+        restarted, answers = accepted(llm, prompts)
+        assert restarted > first and answers == plain
+        runner_of(llm).drafter.drafter.close()
