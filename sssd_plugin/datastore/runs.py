@@ -183,6 +183,53 @@ def _next_document(tokens, at, n):
     return at
 
 
+@njit(nogil=True, cache=True)
+def _tables(tokens, order, direct):
+    """(bucket_starts, fences) of a run."""
+    n = len(tokens) - PAD
+    starts = np.empty(direct + 1 if _BUCKETS_FROM * n >= direct else 1, np.int32)
+    _bucket_starts(tokens, n, starts)
+    fences = np.empty((len(order) + FENCE - 1) // FENCE, np.int32)
+    _fences(tokens, order, fences)
+    return starts, fences
+
+
+# Each of these makes a run in one call, so that a thread asks for the GIL once and not for every array.
+
+
+@njit(nogil=True, cache=True)
+def _sorted(tokens, direct):
+    order = np.empty(len(tokens) - PAD, np.int32)
+    n = sort_into(tokens, 0, len(order), order)
+    order = order[:n].copy()
+    starts, fences = _tables(tokens, order, direct)
+    return tokens, order, starts, fences
+
+
+@njit(nogil=True, cache=True)
+def _with_document(old_tokens, old, old_order, document, direct):
+    tokens = np.empty(old + len(document) + 1 + PAD, np.int32)
+    _join(old_tokens, 0, old, document, len(document), tokens)
+    new = np.empty(len(document), np.int32)
+    count = sort_into(tokens, old, old + len(document), new)
+    order = np.empty(len(old_order) + count, np.int32)
+    merge_into(tokens, old_order, 0, new[:count], 0, order)
+    starts, fences = _tables(tokens, order, direct)
+    return tokens, order, starts, fences
+
+
+@njit(nogil=True, cache=True)
+def _merged(older, n, older_order, start, newer, added, newer_order, direct):
+    tokens = np.empty(n - start + added + PAD, np.int32)
+    _join(older, start, n, newer, added, tokens)
+    order = np.empty(len(older_order) + len(newer_order), np.int32)
+    count = merge_into(tokens, older_order, start, newer_order, n - start, order)
+    if start > 0:
+        order = order[:count].copy()
+    starts, fences = _tables(tokens, order, direct)
+    return tokens, order, starts, fences
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """Documents that follow each other in time.
@@ -231,48 +278,37 @@ def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, first: i
     for document in documents:
         tokens[at : at + len(document)] = document
         at += len(document) + 1
-    order = np.empty(at, np.int32)
-    n = sort_into(tokens, 0, at, order)
-    return _run(tokens, order[:n], vocab_size, first, first + len(documents) - 1)
+    return _run(_sorted(tokens, _direct(vocab_size)), first, first + len(documents) - 1)
 
 
 def with_document(run: Run | None, document: NDArray[np.int32], vocab_size: int, number: int) -> Run:
     """The run with one more document, which `number` numbers. Costs a pass over the run."""
     if run is None:
         return sorted_run([document], vocab_size, number)
-    old = run.n
-    tokens = np.empty(old + len(document) + 1 + PAD, np.int32)
-    _join(run.sub.tokens, 0, old, document, len(document), tokens)
-    new = np.empty(len(document), np.int32)
-    count = sort_into(tokens, old, old + len(document), new)
-    order = np.empty(len(run.sub.suffix_array) + count, np.int32)
-    n = merge_into(tokens, run.sub.suffix_array, 0, new[:count], 0, order)
-    return _run(tokens, order[:n], vocab_size, run.first, number)
+    document = np.ascontiguousarray(document, np.int32)
+    made = _with_document(run.sub.tokens, run.n, run.sub.suffix_array, document, _direct(vocab_size))
+    return _run(made, run.first, number)
 
 
 def merged(older: Run, newer: Run | None, vocab_size: int, cut: int = 0) -> Run | None:
     """Two runs as one, without the documents that start in the first `cut` tokens; None if nothing is left."""
     start = int(_next_document(older.sub.tokens, cut, older.n)) if cut else 0
-    kept, added = older.n - start, newer.n if newer else 0
-    if kept + added == 0:
+    added = newer.n if newer else 0
+    if older.n - start + added == 0:
         return None
-    tokens = np.empty(kept + added + PAD, np.int32)
     more = newer.sub if newer else older.sub
-    _join(older.sub.tokens, start, older.n, more.tokens, added, tokens)
-    order = np.empty(len(older.sub.suffix_array) + (len(more.suffix_array) if newer else 0), np.int32)
-    second = more.suffix_array if newer else more.suffix_array[:0]
-    n = merge_into(tokens, older.sub.suffix_array, start, second, kept, order)
-    if start:
-        order = order[:n].copy()
+    made = _merged(
+        older.sub.tokens, older.n, older.sub.suffix_array, start,
+        more.tokens, added, more.suffix_array if newer else more.suffix_array[:0], _direct(vocab_size),
+    )  # fmt: skip
     first = older.first + (older.last - older.first) * start // max(1, older.n)
-    return _run(tokens, order[:n], vocab_size, first, newer.last if newer else older.last)
+    return _run(made, first, newer.last if newer else older.last)
 
 
-def _run(tokens: NDArray[np.int32], order: NDArray[np.int32], vocab_size: int, first: int, last: int) -> Run:
-    direct = min(vocab_size, MAX_DIRECT_BUCKETS)
-    n = len(tokens) - PAD
-    starts = np.empty(direct + 1 if _BUCKETS_FROM * n >= direct else 1, np.int32)
-    _bucket_starts(tokens, n, starts)
-    fences = np.empty(-(-len(order) // FENCE), np.int32)
-    _fences(tokens, order, fences)
+def _direct(vocab_size: int) -> int:
+    return min(vocab_size, MAX_DIRECT_BUCKETS)
+
+
+def _run(made: tuple[NDArray[np.int32], ...], first: int, last: int) -> Run:
+    tokens, order, starts, fences = made
     return Run(SubIndex(tokens, order, starts), fences, first, last)
