@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 from pathlib import Path
@@ -118,7 +119,7 @@ def open_live_store(options: SssdOptions, vllm_config: Any, store: Datastore | N
     from sssd_plugin.datastore.live import open_live
 
     parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
-    return open_live(
+    live = open_live(
         options.datastore,
         model_config.get_vocab_size(),
         static=store.snapshot if store else None,
@@ -129,6 +130,8 @@ def open_live_store(options: SssdOptions, vllm_config: Any, store: Datastore | N
         second_writer=options.live_second_writer,
         lockstep=parallel.tensor_parallel_size > 1,
     )
+    atexit.register(live.close)  # vLLM does not tell drafters that it ends; what is queued gets written
+    return live
 
 
 class SssdProposer(StepProposer):
