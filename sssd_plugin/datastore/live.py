@@ -535,6 +535,13 @@ def open_live(
         DatastoreError: the directory cannot be read or written, is of another tokenizer or a newer version, or another
             process writes there.
     """
+    if static is not None and len(static.table) > SEARCHED - 2:
+        logger.warning(
+            "freedraft: the datastore has %d sub-indices, which with what is learnt makes more than %d to search: "
+            "make fewer of them with `freedraft datastore merge`",
+            len(static.table),
+            SEARCHED,
+        )
     log = None
     if directory is not None:
         log = SegmentLog.open(

@@ -266,6 +266,20 @@ def test_the_static_store_stays_visible_and_may_change() -> None:
     store.close()
 
 
+def test_too_many_static_sub_indices_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    part = SubIndex.build(np.array([1, 2, -1], np.int32), VOCAB)
+    open_live(None, VOCAB, static=Snapshot.of([part] * 6)).close()
+    assert not caplog.records
+    store = open_live(None, VOCAB, static=Snapshot.of([part] * 9))
+    assert "9 sub-indices" in caplog.text and "datastore merge" in caplog.text
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
+    for seed in range(50):
+        store.insert(document(seed))
+        chain(drafter, "x", [1, 2])
+    assert store.view()[0].widest <= 11
+    store.close()
+
+
 def test_learnt_tokens_come_back_after_a_restart(tmp_path: Path) -> None:
     texts = {None: document(1), "one": document(2), "two": document(3)}
     store = open_live(tmp_path, VOCAB)
