@@ -63,11 +63,16 @@ def check_start() -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse what does not go with this model: a skip set or a classifier of another one.
+    """Refuse what does not go with these arguments: a skip set or a classifier of another model, several ranks.
 
     Raises:
         ValueError: one clear line.
     """
+    if args.tp_size > 1:  # the code for it is there, but has not been run to the end on any machine
+        raise ConfigError(
+            f"--speculative-algorithm {NAME} does not run under tensor parallelism yet: use --tp-size 1, or "
+            "--speculative-algorithm sssd"
+        )
     config = _config(args)
     options = Options.read()
     options.skip_sets(config)

@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from freedraft.config import ConfigError
 from freedraft.engines.sglang.source import DraftStep, SourceContext
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Prices
 from layerskip_plugin.served_times import ServedTimes
-from layerskip_plugin.sglang import LayerSkipSource
+from layerskip_plugin.sglang import LayerSkipSource, check_arguments
 from layerskip_plugin.skip_set import SkipSet
 
 VOCAB, LAYERS = 32, 2
@@ -220,3 +221,8 @@ def test_at_most_four_skip_sets_and_of_this_model():
         Engine(Fixed(2), sets={str(i): SETS["empty"] for i in range(5)})
     with pytest.raises(ValueError, match="of 3 layers"):
         Engine(Fixed(2), sets={"other": SkipSet.empty(3)})
+
+
+def test_several_ranks_are_refused():
+    with pytest.raises(ConfigError, match="--tp-size 1"):
+        check_arguments(types.SimpleNamespace(tp_size=2))
