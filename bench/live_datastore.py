@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows, untainted_weights
 
-from sssd_plugin.datastore.live import LiveDatastore, open_live
+from sssd_plugin.datastore.live import NICE, LiveDatastore, open_live
 from sssd_plugin.datastore.runs import Run, merged, sorted_run
 from sssd_plugin.datastore.segments import SegmentLog
 from sssd_plugin.drafter import Drafter
@@ -187,6 +187,7 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
 
     def work() -> None:
         nonlocal rebuilds
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while not stop.is_set():
             if not go.wait(0.1):
                 continue

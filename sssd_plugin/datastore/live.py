@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import heapq
 import logging
+import os
 import queue
 import secrets
 import threading
@@ -37,6 +38,7 @@ MAX_TOKENS = 16 << 20
 MIN_TOKENS = 1 << 14
 HOT_TOKENS = 1 << 12
 """Size at which the newest run is left as it is: merging a document into it costs a pass over it."""
+NICE = 10
 _MANY_TENANTS = 4096
 _TENANT_SECONDS = 3600.0
 FACTOR = 4
@@ -425,6 +427,8 @@ class LiveDatastore:
 
     def _work(self) -> None:
         """The background thread."""
+        with contextlib.suppress(OSError, AttributeError):  # where the system can: the engine's threads go first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while (job := self._jobs.get()) is not None:
             started = time.perf_counter()
             try:
