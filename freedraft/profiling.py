@@ -44,13 +44,18 @@ def measure(
         raise ConfigError(f"--device {device}: torch sees no such device here; give cpu or cuda")
     title = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
     synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
-    size = 8192 if device == "cuda" else 2048
+    largest = 8192 if device == "cuda" else 2048
     flops: dict[str, float] = {}
     for i, dtype in enumerate(_DTYPES):
         progress(f"matrix products, {dtype}", i / (len(_DTYPES) + 1))
         try:
-            a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
-            seconds = _median(partial(torch.mm, a, a), synchronise)
+            size = largest // 8
+            while True:  # a format that the device emulates would take minutes at full size
+                a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
+                seconds = _median(partial(torch.mm, a, a), synchronise, 0.1 if size < largest else _SECONDS)
+                if size == largest or seconds > _SECONDS / 50:
+                    break
+                size *= 2
         except RuntimeError:  # a number format that this device cannot multiply
             continue
         flops[dtype] = 2 * size**3 / seconds
@@ -90,14 +95,13 @@ def write(profile: HardwareProfile, path: Path | None = None, *, force: bool = F
     return path
 
 
-def _median(work: Callable[[], Any], synchronise: Callable[[], Any]) -> float:
-    """Median seconds of `work`, warmed up, over at least five runs."""
-    for _ in range(2):
-        work()
+def _median(work: Callable[[], Any], synchronise: Callable[[], Any], budget: float = _SECONDS) -> float:
+    """Median seconds of `work`, warmed up, over about `budget` seconds and at least three runs."""
+    work()
     synchronise()
     times: list[float] = []
-    end = time.perf_counter() + _SECONDS
-    while len(times) < 5 or (time.perf_counter() < end and len(times) < 500):
+    end = time.perf_counter() + budget
+    while len(times) < 3 or (time.perf_counter() < end and len(times) < 500):
         started = time.perf_counter()
         work()
         synchronise()
