@@ -90,7 +90,11 @@ def test_ctrl_c_leaves_nothing_behind(
     source, out = tmp_path / "source.txt", tmp_path / "out"
     source.write_text(text * 300)
     out.mkdir()
-    child = start(*cli("build", out / "store", source, "--tokenizer", tokenizer_folder))
+    # A job in the background of a shell, as the tests may be, is started with SIGINT ignored.
+    child = start(
+        *cli("build", out / "store", source, "--tokenizer", tokenizer_folder),
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
     try:
         deadline = time.monotonic() + 20
         while not leftovers(out):
