@@ -238,7 +238,7 @@ def plot(result: dict, path: Path) -> None:
         right.set(
             title=f"Traffic that changes, batch 1 (mean of {window} steps)", xlabel="step", ylabel="tokens per step"
         )
-        right.legend(loc="lower right")
+        right.legend(loc="upper right", bbox_to_anchor=(1.0, 0.92))
     figure.savefig(path, dpi=130)
 
 
