@@ -26,7 +26,6 @@ _RATE = 0.03
 _MOST = 4.0  # no correction goes further than this
 _BINS_AT, _KINDS_AT, _DEPTHS_AT = 0, _BINS, _BINS + KINDS
 SIZE = _BINS + KINDS + _DEPTHS
-NO_NODE = -1
 _GRID = 512
 
 
@@ -72,9 +71,9 @@ def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, ro
         source, starts, ends: source[starts[r]:ends[r]] are the tokens that the request has gained since.
 
     Returns:
-        (outcomes seen, sum of their log-losses in nats).
+        Outcomes seen.
     """
-    seen, loss = 0, 0.0
+    seen = 0
     for b in range(len(counts)):
         r = rows[b]
         if r < 0:
@@ -82,13 +81,12 @@ def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, ro
         node = 0
         for at in range(starts[r], ends[r]):
             token = source[at]
-            following = NO_NODE
+            following = -1
             for i in range(node + 1, counts[b]):
                 if parents[b, i] != node:
                     continue
                 p, x, y, d = _given_parent(odds, bin_of, scores[b, i], scores[b, node], kinds[b, i], depths[b, i])
                 hit = 1.0 if tokens[b, i] == token else 0.0
-                loss -= np.log(max(p if hit > 0.0 else 1.0 - p, 1e-9))
                 step = _RATE * (hit - p)
                 for k in (x, y, d):
                     bias[k] = min(max(bias[k] + step, -_MOST), _MOST)
@@ -99,7 +97,7 @@ def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, ro
             if following < 0:
                 break
             node = following
-    return seen, loss
+    return seen
 
 
 class Acceptance:
@@ -109,7 +107,6 @@ class Acceptance:
         self.bias = np.zeros(SIZE)
         self.odds = np.ones(SIZE)
         self.outcomes = 0
-        self.log_loss = 0.0
 
     def probabilities(self, draft: DraftBatch) -> NDArray[np.float64]:
         """float64 [B, N]: estimated probability of every node; entries at and beyond `counts` are undefined."""
@@ -142,11 +139,10 @@ class Acceptance:
         ends: NDArray[np.int64],
     ) -> int:
         """`observe` on flat arrays, as `learn` of this module takes them."""
-        seen, loss = learn(
+        seen = learn(
             self.bias, self.odds, BIN_OF,
             draft.tokens, draft.parents, draft.depths, draft.scores, draft.kinds, draft.counts,
             rows, source, starts, ends,
         )  # fmt: skip
         self.outcomes += seen
-        self.log_loss += loss
         return seen

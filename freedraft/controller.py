@@ -11,16 +11,19 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from freedraft.acceptance import Acceptance
+from freedraft.config import ConfigError
 from freedraft.cost_model import CostModel
 from freedraft.draft import DraftBatch
+from freedraft.model_shape import ModelShape
 from freedraft.roofline import Roofline
 from freedraft.step_times import CENTRES, MAX_QUERY_TOKENS, ROWS, StepTimes, at, row_of
 
@@ -336,3 +339,29 @@ class Controller:
             share_tokens(p, draft.counts, table, 0.0, _FREE, np.zeros(2))
         else:
             share_width(p, draft.counts, table, 0.0, self.widths, _FREE)
+
+
+def make_controller(
+    caps: CostModel,
+    config: Mapping[str, Any],
+    *,
+    dtype: str,
+    tensor_parallel: int,
+    mask: bool = False,
+    widths: Sequence[int] | None = None,
+    path: Path | None = None,
+) -> Controller | None:
+    """The controller of policy "auto" for a model that an engine serves; None under the other policies, and, with one
+    warning, where the model's configuration cannot be read: the rule of `caps` then decides.
+
+    Args:
+        config: the model's Hugging Face configuration as a dictionary; the rest: see `Roofline` and `Controller`.
+    """
+    if caps.policy != "auto":
+        return None
+    try:
+        shape = ModelShape.from_config(config, dtype=dtype)
+    except ConfigError as error:
+        logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
+        return None
+    return Controller(caps, Roofline(shape, caps.profile, tensor_parallel, mask), widths=widths, path=path)
