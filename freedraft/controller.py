@@ -351,14 +351,12 @@ def make_controller(
     widths: Sequence[int] | None = None,
     path: Path | None = None,
 ) -> Controller | None:
-    """The controller of policy "auto" for a model that an engine serves; None under the other policies, and, with one
-    warning, where the model's configuration cannot be read: the rule of `caps` then decides.
+    """The controller of policy "auto" for a model that an engine serves; None, with one warning, where the model's
+    configuration cannot be read: the rule of `caps` then decides.
 
     Args:
         config: the model's Hugging Face configuration as a dictionary; the rest: see `Roofline` and `Controller`.
     """
-    if caps.policy != "auto":
-        return None
     try:
         shape = ModelShape.from_config(config, dtype=dtype)
     except ConfigError as error:

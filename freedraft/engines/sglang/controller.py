@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def make_controller(context: SourceContext, caps: CostModel, step_times: Path | None) -> Controller | None:
-    """See `freedraft.controller.make_controller`."""
+    """See `freedraft.controller.make_controller`; None under policies other than "auto"."""
+    if caps.policy != "auto":
+        return None
     from freedraft import controller
 
     runner = context.target_worker.model_runner

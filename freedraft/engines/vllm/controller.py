@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def make_controller(vllm_config: Any, caps: CostModel, step_times: Path | None) -> Controller | None:
-    """See `freedraft.controller.make_controller`."""
+    """See `freedraft.controller.make_controller`; None under policies other than "auto"."""
+    if caps.policy != "auto":
+        return None
     from freedraft import controller
 
     model = vllm_config.model_config
