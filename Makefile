@@ -114,10 +114,10 @@ demo-sglang: $(SGLANG)/project.done $(MODEL)/config.json
 	@$(SGLANG)/bin/python bench/demo.py --engine sglang --model $(MODEL) --json build/demo-sglang.json $(DEMO_FLAGS)
 
 serve: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/python bench/serve.py start --model $(MODEL) --port $(PORT)
+	@$(VLLM)/bin/python bench/server.py start --model $(MODEL) --port $(PORT)
 
 stop:
-	@if [ -x $(VLLM)/bin/python ]; then $(VLLM)/bin/python bench/serve.py stop; fi
+	@if [ -x $(VLLM)/bin/python ]; then $(VLLM)/bin/python bench/server.py stop; fi
 
 # --- tests -----------------------------------------------------------------------------------------------------------
 

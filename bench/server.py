@@ -1,7 +1,7 @@
 """Start an OpenAI-compatible vLLM server with SSSD, leave it running, and say how to ask it; or end it.
 
-python bench/serve.py start --model build/model --port 8000
-python bench/serve.py stop
+python bench/server.py start --model build/model --port 8000
+python bench/server.py stop
 """
 
 from __future__ import annotations
