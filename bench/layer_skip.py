@@ -6,7 +6,7 @@ Three parts, each in an engine of its own:
 - deep: the deep synthetic model of bench/deep_model.py, whose set skips a half of the sublayers; bf16, compiled. Plain
   and speculative decoding take turns inside one engine, group by group, because two runs differ by more than the
   effect. Reported by batch size: the ratio to plain decoding; M, tokens per step and request; alpha, accepted by
-  drafted tokens; c, the time of a draft pass by that of a plain step; and the share that was reached of
+  drafted tokens; c, the median time of a draft pass by that of a plain step; and the share that was reached of
   M alpha / ((M - 1) c + alpha), what it would be if verification cost a plain step and nothing else cost anything.
 - demo: the demo model itself with a set of 12 of its 60 sublayers. It is too small for layer skipping to pay, so the
   controller has to end up off, and throughput to stay that of plain decoding.
@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from deep_model import SKIP_SET, build
@@ -36,7 +37,7 @@ from servers import environment
 ROOT = Path(__file__).resolve().parents[1]
 SKIP_SET_OF_DEMO = ROOT / "configs" / "skip_sets" / "smollm2-135m-instruct-12.json"
 BATCHES = (1, 2, 4)
-K = 5
+K = 8
 
 
 class Bench:
@@ -80,7 +81,7 @@ class Bench:
 
         parameters = SamplingParams(temperature=0, max_tokens=self.tokens, ignore_eos=True, detokenize=False)
         self.proposer.enabled = drafting
-        with _watched(self.proposer, len(prompts)) as run:
+        with _watched(self.proposer, self.drafter.times, len(prompts)) as run:
             outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
             run.ended = time.perf_counter()
         run.tokens = [list(output.outputs[0].token_ids) for output in outputs]
@@ -96,13 +97,15 @@ class Run:
         began: when all prompts were read.
         first: tokens that were there then.
         steps: request-steps since, of which `verified` carried drafts.
-        passes: seconds of draft passes, all batch sizes together.
+        passes, plain: seconds of each draft pass and each plain step over all requests of the batch.
     """
 
     def __init__(self) -> None:
         self.began = self.ended = 0.0
         self.first = self.steps = self.drafted = self.accepted = self.verified = 0
         self.tokens: list[list[int]] = []
+        self.passes: list[float] = []
+        self.plain: list[float] = []
 
     @property
     def seconds(self) -> float:
@@ -114,9 +117,20 @@ class Run:
 
 
 @contextmanager
-def _watched(proposer: Any, batch: int) -> Iterator[Run]:
+def _watched(proposer: Any, times: Any, batch: int) -> Iterator[Run]:
     original: Callable[[Any], list[list[int]]] = proposer.draft
+    note_draft, note_step = times.note_draft, times.note_step
     run = Run()
+
+    def on_draft(size: int, seconds: float) -> None:
+        if run.began and size == batch:
+            run.passes.append(seconds)
+        note_draft(size, seconds)
+
+    def on_step(size: int, tokens: int, seconds: float) -> None:
+        if run.began and size == tokens == batch:
+            run.plain.append(seconds)
+        note_step(size, tokens, seconds)
 
     def draft(step: Any) -> list[list[int]]:
         if run.began:
@@ -131,10 +145,11 @@ def _watched(proposer: Any, batch: int) -> Iterator[Run]:
         return original(step)
 
     proposer.draft = draft
+    times.note_draft, times.note_step = on_draft, on_step
     try:
         yield run
     finally:
-        del proposer.draft
+        del proposer.draft, times.note_draft, times.note_step
 
 
 def in_turns(bench: Bench, batch: int, rounds: int) -> dict[str, Any]:
@@ -151,18 +166,16 @@ def in_turns(bench: Bench, batch: int, rounds: int) -> dict[str, Any]:
     pairs = [(b.decoded / b.seconds) / (a.decoded / a.seconds) for a, b in zip(plain, drafting, strict=True)]
     drafted, accepted = sum(r.drafted for r in drafting), sum(r.accepted for r in drafting)
     steps = sum(r.steps for r in drafting)
-    times = bench.drafter.times
     result: dict[str, Any] = {
         "plain_tokens_per_second": speed[0],
         "tokens_per_second": speed[1],
         "ratio": speed[1] / speed[0],
         "ratio_worst_and_best_group": [min(pairs), max(pairs)],
         "steps_with_drafts": sum(r.verified for r in drafting) / steps,
-        "plain_step_ms": 1e3 * float(times.plain(batch)),
-        "draft_pass_ms": 1e3 * float(times.draft(batch)),
-        "verify_step_ms": 1e3 * float(times.verify(batch, batch * (1 + drafted / max(1, steps)))),
+        "plain_step_ms": 1e3 * median(second for run in plain for second in run.plain),
     }
     if drafted:
+        result["draft_pass_ms"] = 1e3 * median(second for run in drafting for second in run.passes)
         m, alpha = 1 + accepted / steps, accepted / drafted
         c = result["draft_pass_ms"] / result["plain_step_ms"]
         formula = m * alpha / ((m - 1) * c + alpha)

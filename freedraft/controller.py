@@ -180,7 +180,7 @@ class Controller:
         self.drafting_seconds = 0.0
         self._path = path
         self._clock = clock
-        self._draft: DraftBatch | None = None
+        self._drafts: list[DraftBatch] = []
         self._ids: list[str] = []
         self._ended: float | None = None
         self._began = 0.0
@@ -223,15 +223,15 @@ class Controller:
         if same and query_tokens is not None and self._ended is not None and self._ids:
             self.times.observe(len(self._ids), query_tokens, self._context, now - self._ended)
         self._context = context
-        if self._draft is not None:
+        if self._drafts:
             if same:
                 rows = np.arange(len(self._ids), dtype=np.int32)
             else:
                 at = {request_id: i for i, request_id in enumerate(request_ids)}
                 rows = np.array([at.get(request_id, -1) for request_id in self._ids], np.int32)
-            draft = self._draft
-            self.acceptance.learn(draft, rows, source, starts, ends)
-            self._draft = None
+            for draft in self._drafts:
+                self.acceptance.learn(draft, rows, source, starts, ends)
+            self._drafts = []
 
     def limit(self, batch: int, most: int | None = None) -> int:
         """Draft tokens per request that are worth asking the drafter for; 0: do not draft.
@@ -247,10 +247,38 @@ class Controller:
             return 0
         return max(0, min(most, int(2.0 * self._longest) + 2, MAX_QUERY_TOKENS // max(batch, 1) - 1))
 
-    def cut(self, draft: DraftBatch) -> int:
+    def price(self, batch: int) -> NDArray[np.float64]:
+        """Seconds of a step of `batch` requests at each number of query tokens in `CENTRES`."""
+        return self.times.table(batch, self._context)
+
+    def worth(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """What `cut` would make of a draft, which stays as it is.
+
+        Returns:
+            float64 [B, N], the estimated probability of each draft node, 0 for everything else; int32 [B], nodes that
+            `cut` would keep, roots included.
+        """
+        p = self.acceptance.probabilities(draft)
+        counts = draft.counts.copy()
+        table = self.price(draft.batch_size)
+        if self.widths is None:
+            share_tokens(p, counts, table, 0.0, _FREE, np.empty(p.size))
+        else:
+            share_width(p, counts, table, 0.0, self.widths, _FREE)
+        nodes = np.arange(draft.max_nodes)
+        return np.where((nodes > 0) & (nodes < draft.counts[:, None]), p, 0.0), counts
+
+    def paused(self, seconds: float) -> None:
+        """Time since `observe` that is not the drafter's own, and was decided upon by itself."""
+        self._began += seconds
+
+    def cut(self, draft: DraftBatch, *others: DraftBatch) -> int:
         """Shorten `draft` (its counts, in place) to what should be verified.
 
-        The arrays of `draft` must stay as they are until the next `observe`.
+        The arrays of `draft`, and of `others`, must stay as they are until the next `observe`.
+
+        Args:
+            others: drafts of the same requests that are not verified, and still say something of acceptance.
 
         Returns:
             draft tokens over the batch; with widths, the width.
@@ -274,14 +302,15 @@ class Controller:
         if forced == _FREE:
             self.gain += _GAIN_RATE * (gain - self.gain)
         self._longest = max(longest - 1.0, 0.97 * self._longest)
-        self._draft = DraftBatch(draft.tokens, draft.parents, draft.depths, draft.scores, drafted, draft.kinds)
+        drawn = DraftBatch(draft.tokens, draft.parents, draft.depths, draft.scores, drafted, draft.kinds)
+        self._drafts = [drawn, *others]
         return self.chosen
 
     def end(self, request_ids: Sequence[str]) -> None:
         """All is decided for the step that these requests begin now."""
         now, batch = self._clock(), len(request_ids)
         self._ids = list(request_ids)
-        if self._draft is not None:
+        if self._drafts:
             spent = now - self._began
             if 0.0 < spent < 1.0:
                 rate = 0.5 if self.drafting_seconds == 0.0 else 0.05

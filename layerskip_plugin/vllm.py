@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from freedraft.composition import Outlook
+from freedraft.config import ConfigError
 from freedraft.engines.vllm.hooks import MODEL_DRAFT_HOOKS
 from freedraft.engines.vllm.methods import Method
 from freedraft.engines.vllm.methods import register as register_method
 from freedraft.engines.vllm.runner import Step, StepProposer
 from freedraft.metrics import Metrics, check_port, serve
-from layerskip_plugin.lookahead import Lookahead, Prices, Recording
+from layerskip_plugin.lookahead import Cost, Lookahead, Prices, Recording
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.served_times import PlainTurns, ServedTimes
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
@@ -119,6 +121,31 @@ class Drafter:
         return [(i // 2, ("attention", "mlp")[i % 2]) for i in range(len(skipped)) if not skipped[i]]
 
 
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """What was drafted for n requests.
+
+    Attributes:
+        tokens: int64 [n, K].
+        scores: float32 [n, K], the draft's own probability of each; undefined under policies that do not want it.
+        counts: int64 [n], tokens drafted; what lies beyond is undefined.
+    """
+
+    tokens: NDArray[np.int64]
+    scores: NDArray[np.float32]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, requests: int, most: int) -> Chains:
+        shape = requests, most
+        return cls(np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(requests, np.int64))
+
+    def put(self, rows: NDArray[np.intp], part: Chains) -> None:
+        """Take over `part` as the chains of these requests."""
+        width = part.tokens.shape[1]
+        self.tokens[rows, :width], self.scores[rows, :width], self.counts[rows] = part.tokens, part.scores, part.counts
+
+
 class LayerSkipProposer(StepProposer):
     """The proposer that vLLM creates for `{"method": "layerskip"}`."""
 
@@ -210,7 +237,7 @@ class LayerSkipProposer(StepProposer):
         self._note_step(step, started)
         request_ids = step.request_ids
         sets = self._choices(step, request_ids)
-        self._note_verdicts(step, request_ids, sets)
+        self._note_verdicts(request_ids, sets, *step.verdicts())
         drafts = self._drafts(step, request_ids, sets) if self.enabled and len(step.rows) else step.no_drafts()
         ended = time.perf_counter()
         self.last = (list(step.runner.input_batch.req_ids), ended)
@@ -227,7 +254,10 @@ class LayerSkipProposer(StepProposer):
         for index, drafter in enumerate(self.drafters):
             chosen = np.flatnonzero((sets == index) & (room > 0))
             if len(chosen) and drafter.policy.affordable(len(chosen)):
-                self._round(step, drafter, request_ids, chosen, room[chosen], drafts)
+                made = self._round(step, drafter, request_ids, chosen, room[chosen])
+                rows = step.rows[chosen].tolist()
+                for row, draft, count in zip(rows, made.tokens.tolist(), made.counts.tolist(), strict=True):
+                    drafts[row] = draft[:count]
         return drafts
 
     def _plain_wanted(self, batch_size: int) -> bool:
@@ -241,9 +271,8 @@ class LayerSkipProposer(StepProposer):
         request_ids: Sequence[str],
         chosen: NDArray[np.intp],
         room: NDArray[np.int32],
-        drafts: list[list[int]],
-    ) -> None:
-        """Draft for the requests `chosen` (indices into `step.rows`), at most `room` tokens each, into `drafts`."""
+    ) -> Chains:
+        """Draft for the requests `chosen` (indices into `step.rows`), at most `room` tokens each."""
         assert self.passes is not None
         since = time.perf_counter()
         most = int(room.max())
@@ -251,14 +280,15 @@ class LayerSkipProposer(StepProposer):
         policy.begin([request_ids[i] for i in chosen.tolist()], most)
         draft_round = self.passes.begin(step, chosen, most)
         active = np.arange(len(chosen), dtype=np.int32)
-        tokens = np.empty((len(chosen), most), np.int64)
-        counts = np.zeros(len(chosen), np.int64)
+        made = Chains.empty(len(chosen), most)
         for position in range(most):
             drafted = draft_round.run(drafter.module)
-            tokens[active, position] = drafted.tokens.cpu().numpy()  # waits for the device
+            made.tokens[active, position] = drafted.tokens.cpu().numpy()  # waits for the device
             top = drafted.top.cpu().numpy()
             entropy = drafted.entropy.cpu().numpy() if policy.needs_entropy else None
-            counts[active] = position + 1
+            made.counts[active] = position + 1
+            if policy.needs_top:
+                made.scores[active, position] = top[:, 0]
             stay = policy.go_on(position, active, top, entropy) & (room[active] > position + 1)
             # With what a round costs besides: setting up, deciding.
             now = time.perf_counter()
@@ -268,9 +298,58 @@ class LayerSkipProposer(StepProposer):
                 break
             draft_round.keep(stay)
             active = active[stay]
-        rows = step.rows[chosen].tolist()
-        for row, draft, count in zip(rows, tokens.tolist(), counts.tolist(), strict=True):
-            drafts[row] = draft[:count]
+        return made
+
+    # -- as a part of a composed drafter (freedraft.engines.vllm.composed) ---------------------------------------------
+
+    def priced_by(self, verify: Callable[[ArrayLike, ArrayLike], NDArray[np.float64]]) -> None:
+        """Take what steps cost from another's measurements: (batch, query tokens) -> seconds.
+
+        Raises:
+            ConfigError: the lookahead policy does not go by prices.
+        """
+        for drafter in self.drafters:
+            if not isinstance(drafter.policy, Cost):
+                raise ConfigError("draft [.., layerskip] weighs drafters by their prices: set lookahead 'cost'")
+            drafter.policy.prices = Prices(drafter.times.draft, verify, lambda batch: verify(batch, batch))
+
+    def room(self, step: Step) -> NDArray[np.int32]:
+        """int32 [R]: most tokens that may be drafted for each of `step.rows`."""
+        assert self.passes is not None
+        return np.minimum(self.passes.room(step), step.max_draft_tokens)
+
+    def outlook(self, batches: NDArray[np.int64], most: int) -> Outlook:
+        """What draft passes over each number of requests would bring and take, with the first skip set."""
+        policy = self.drafters[0].policy
+        assert isinstance(policy, Cost)
+        return policy.outlook(batches, most)
+
+    def chains(
+        self, step: Step, chosen: NDArray[np.intp], room: NDArray[np.int32], others: tuple[int, int, float]
+    ) -> Chains:
+        """Draft for the requests `chosen` (indices into `step.rows`), at most `room` tokens each.
+
+        Args:
+            others: see `Cost.beside`.
+        """
+        request_ids = step.request_ids
+        sets = self._choices(step, request_ids)[chosen]
+        made = Chains.empty(len(chosen), int(room.max()))
+        for index in np.unique(sets).tolist():
+            drafter = self.drafters[index]
+            assert isinstance(drafter.policy, Cost)
+            drafter.policy.beside(*others)
+            mine = np.flatnonzero(sets == index)
+            made.put(mine, self._round(step, drafter, request_ids, chosen[mine], room[mine]))
+        return made
+
+    def judge(
+        self, step: Step, rows: NDArray[np.intp], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
+    ) -> None:
+        """What verification said of the last `chains`, by request: `rows` are indices into `step.rows`."""
+        request_ids = step.request_ids
+        sets = self._choices(step, request_ids)[rows]
+        self._note_verdicts([request_ids[i] for i in rows.tolist()], sets, drafted, accepted)
 
     def _note_step(self, step: Step, now: float) -> None:
         """The engine's step that has just ended, if it only decoded, and for the requests of the one before it."""
@@ -285,15 +364,16 @@ class LayerSkipProposer(StepProposer):
             for drafter in self.drafters:
                 drafter.times.note_step(step.batch_size, tokens, now - self.last[1])
 
-    def _note_verdicts(self, step: Step, request_ids: Sequence[str], sets: NDArray[np.intp]) -> None:
+    def _note_verdicts(
+        self,
+        request_ids: Sequence[str],
+        sets: NDArray[np.intp],
+        drafted: NDArray[np.int32],
+        accepted: NDArray[np.int32],
+    ) -> None:
         """Tell each policy what was accepted of its drafts."""
-        scheduled = step.arguments["scheduler_output"].scheduled_spec_decode_tokens
-        if not scheduled:
+        if not drafted.any():
             return
-        sampled = step.sampled_token_ids
-        drafted = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], np.int32)
-        accepted = np.array([len(sampled[row]) - 1 for row in step.rows.tolist()], np.int32)
-        accepted = np.minimum(accepted, drafted)
         self.metrics.drafted.inc(int(drafted.sum()))
         self.metrics.accepted.inc(int(accepted.sum()))
         for index, drafter in enumerate(self.drafters):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.composition import Outlook
 from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, RoundLog
 from layerskip_plugin.lookahead.prices import Prices
 from layerskip_plugin.lookahead.rates import BinnedRate
@@ -58,19 +59,38 @@ class Cost(Lookahead):
         self.weight = PRIOR_WEIGHT
         self.on = True
         self.idle, self.probe_every = 0, PROBE_EVERY
+        self.others: tuple[int, int, float] | None = None
+
+    def outlook(self, batches: NDArray[np.int64], most: int = LONGEST) -> Outlook:
+        """What a round over each number of requests is expected to bring, and to take.
+
+        Args:
+            batches: int64 [K].
+            most: M, the most tokens a draft may have.
+        """
+        reached, held = self.reached[:most], self.held[:most]
+        some = 1 - (1 - np.minimum(reached, 1)) ** batches[:, None]
+        rows = batches[:, None] * reached / np.maximum(some, 1e-9)
+        passes = np.cumsum(some * self.prices.draft(np.maximum(rows, 1)), 1)
+        return Outlook(batches, np.cumsum(held), np.cumsum(reached), self.prices.per_round + passes)
 
     def rates(self, batch: int) -> NDArray[np.float64]:
         """float64[LONGEST + 1]: expected tokens per second of the whole batch by the most tokens a draft may have.
 
         The first entry is plain decoding.
         """
-        gain = np.cumsum(self.held)
-        length = np.cumsum(self.reached)
-        some = 1 - (1 - np.minimum(self.reached, 1)) ** batch
-        rows = batch * self.reached / np.maximum(some, 1e-9)
-        passes = np.cumsum(some * self.prices.draft(np.maximum(rows, 1)))
-        seconds = self.prices.per_round + passes + self.prices.verify(batch, batch * (1 + length))
-        return np.concatenate([batch / np.atleast_1d(self.prices.plain(batch)), batch * (1 + gain) / seconds])
+        outlook = self.outlook(np.array([batch]))
+        seconds = outlook.seconds[0] + self.prices.verify(batch, batch * (1 + outlook.tokens))
+        return np.concatenate([batch / np.atleast_1d(self.prices.plain(batch)), batch * (1 + outlook.gain) / seconds])
+
+    def beside(self, requests: int, tokens: int, rate: float) -> None:
+        """The next round is of a part of the batch only.
+
+        Args:
+            requests, tokens: the others, and how many query tokens they have in the verify pass.
+            rate: expected tokens per second of the whole batch.
+        """
+        self.others = requests, tokens, rate
 
     def affordable(self, batch: int) -> bool:
         """Whether some length beats plain decoding; where none does, still True for 1 % of the steps, to look again."""
@@ -91,16 +111,17 @@ class Cost(Lookahead):
         super().begin(request_ids, min(max_draft_tokens, LONGEST))
         self.log.begin(request_ids, self.max_draft_tokens)
         batch = len(request_ids)
+        others, self.others = self.others, None
         if not batch:
             return
-        self.rate = self.rates(batch).max()
+        requests, tokens, rate = others or (0, 0, float(self.rates(batch).max()))
+        self.rate = rate
         self.survival = np.ones(batch)
         self.tokens = batch
         # What the decisions of this round look up: prices by number of requests and by number of query tokens.
         self.draft_price = self.prices.draft(np.arange(1, batch + 1))
-        self.verify_price = self.prices.verify(
-            batch, np.maximum(np.arange(batch * (self.max_draft_tokens + 1) + 1), batch)
-        )
+        query_tokens = np.maximum(np.arange(batch * (self.max_draft_tokens + 1) + 1), batch)
+        self.verify_price = self.prices.verify(requests + batch, tokens + query_tokens)
         self.right, self.next = self.accepted_given.rates, self.next_given.rates
         chain = self.next_given.successes.sum() + self.next_given.weight * self.next_given.prior[0]
         chain /= self.next_given.trials.sum() + self.next_given.weight

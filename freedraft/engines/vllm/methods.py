@@ -38,7 +38,7 @@ class Method:
     Attributes:
         name: what the user writes as "method".
         proposer: dotted path of its `StepProposer`.
-        options: its options; unknown ones stop the engine.
+        options: its options, or what makes them when they are needed; unknown ones stop the engine.
         check: called with the options and vLLM's ModelConfig before the engine starts; raises ValueError with one clear
             line when the method cannot work.
         check_engine: called with vLLM's EngineArgs, likewise.
@@ -48,11 +48,14 @@ class Method:
 
     name: str
     proposer: str
-    options: type[PluginOptions]
+    options: type[PluginOptions] | Callable[[], type[PluginOptions]]
     check: Callable[[Any, Any], None] | None = None
     check_engine: Callable[[Any], None] | None = None
     writes_kv: bool = False
     hooks: tuple[Hook, ...] = ()
+
+    def option_type(self) -> type[PluginOptions]:
+        return self.options if isinstance(self.options, type) else self.options()
 
 
 METHODS: dict[str, Method] = {}
@@ -152,17 +155,18 @@ def _split(
     from vllm.config import SpeculativeConfig
 
     source = f"speculative config of method '{method.name}'"
+    option_type = method.option_type()
     config = {"method": "custom_class", "model": method.proposer}
     flags = {}
     engine_keys = {field.name for field in dataclasses.fields(SpeculativeConfig)} - {"method", "model"}
     for key, value in given.items():
-        if key in method.options.model_fields:
+        if key in option_type.model_fields:
             flags[key] = value
         elif key in engine_keys:
             config[key] = value
         elif key != "method":
             raise ConfigError(
-                f"{source}: unknown option '{key}': {suggestion(key, [*ENGINE_KEYS, *method.options.model_fields])}"
+                f"{source}: unknown option '{key}': {suggestion(key, [*ENGINE_KEYS, *option_type.model_fields])}"
             )
     if getattr(engine_args, "spec_model", None) is not None:
         raise ConfigError(f"{source}: option '--spec-model' has no meaning here: remove it")
@@ -180,7 +184,7 @@ def _split(
         )
     if not isinstance(engine_args.additional_config or {}, Mapping):
         raise ConfigError(f"{source}: --additional-config must be a dictionary, so that our options can travel in it")
-    options = method.options.read(flags)
+    options = option_type.read(flags)
     if method.check is not None or method.check_engine is not None:
         try:
             if method.check_engine is not None:

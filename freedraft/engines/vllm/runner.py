@@ -92,6 +92,17 @@ class Step:
         accepted = sum(map(len, self.sampled_token_ids)) - len(self.rows) if drafted else 0
         return drafted, accepted
 
+    def verdicts(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """int32 [R] each, of `rows`: draft tokens that this step verified and, of these, accepted."""
+        scheduled = self.arguments["scheduler_output"].scheduled_spec_decode_tokens
+        if not scheduled:
+            none = np.zeros(len(self.rows), np.int32)
+            return none, none
+        sampled = self.sampled_token_ids
+        drafted = np.array([len(scheduled.get(request_id, ())) for request_id in self.request_ids], np.int32)
+        gained = np.array([len(sampled[row]) for row in self.rows.tolist()], np.int32)
+        return drafted, np.minimum(gained - 1, drafted)
+
     def tell(self, controller: Controller) -> None:
         """Tell a controller what became of its last drafts."""
         rows, lengths = self.rows, self.lengths.astype(np.int64)
