@@ -25,8 +25,8 @@ from selection import weight_share
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, Prices, RocThreshold
 from layerskip_plugin.lookahead.disco import Comparison, train
 from layerskip_plugin.lookahead.records import Verifications
+from layerskip_plugin.selection.hardware import hardware
 from layerskip_plugin.selection.host_model import HostModel
-from layerskip_plugin.selection.latency import hardware
 from layerskip_plugin.selection.texts import Answered, Prompts, answer, load_tokenizer
 from layerskip_plugin.skip_set import SkipSet
 

@@ -7,7 +7,11 @@ prompts greedily; searches see the first prompts of each domain, figures are of 
 agreement: top-1 agreement with the whole model at 10, 20 and 30 % of sublayers skipped, and the time of each search.
 stream:    requests of several domains at mix ratios 0 to 1 (KNN-SSD, equation 8): mean accepted length M, acceptance
            alpha, expected speed M alpha / ((M - 1) c + alpha) with c the share of weights that a draft pass reads.
-context:   the knapsack's set at 256 to 8k tokens of context, predicted and measured tokens per time.
+context:   the knapsack's sets at 256 to 8k tokens of context, predicted and measured tokens per time. Its times want a
+           quiet machine: --parts times and --parts context measure, --parts sets between them only searches.
+
+What is finished is kept in FILE.progress beside the JSON, so that an interrupted run goes on where it was. The JSON
+holds one entry per model; a second model adds its own.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +29,12 @@ import torch
 
 from layerskip_plugin.selection import bayesian, knapsack
 from layerskip_plugin.selection.bit_search import BitSearch
+from layerskip_plugin.selection.hardware import hardware
 from layerskip_plugin.selection.host_model import HostModel, Sample, Text
-from layerskip_plugin.selection.knapsack import Candidate, tokens_per_time
+from layerskip_plugin.selection.knapsack import Candidate, PassTimes, tokens_per_time
 from layerskip_plugin.selection.knn import Domains, fit
-from layerskip_plugin.selection.latency import blank, hardware, measure, seconds
+from layerskip_plugin.selection.latency import VERIFIED, blank, measure, seconds
+from layerskip_plugin.selection.resume import Resumable
 from layerskip_plugin.selection.swift import WINDOW, Swift
 from layerskip_plugin.selection.texts import Answered, Prompts, answer, encode, load_tokenizer
 from layerskip_plugin.skip_set import SkipSet
@@ -87,85 +93,97 @@ def swift_over(host: HostModel, answers: Sequence[Answered], size: int, kept: Se
     return found
 
 
-def agreement(host: HostModel, learn: list[Answered], held: list[Answered], options: argparse.Namespace) -> list[dict]:
-    """One row per share: held-out agreement and search seconds of every search."""
+def agreement(
+    host: HostModel, learn: list[Answered], held: list[Answered], options: argparse.Namespace, steps: Resumable
+) -> list[dict]:
+    """One row per search: held-out agreement, cosine and search seconds at each share."""
     seed = options.seed
     sample = sample_of(host, learn, options.tokens, seed + 1)
     test = sample_of(host, held, options.held_out, seed + 2)
-    start = time.perf_counter()
-    single = host.scores([host.skip([i]) for i in range(host.sublayers)], sample)[0]
-    singles = time.perf_counter() - start
-    kept = sorted(np.flatnonzero(single < knapsack.PROTECT).tolist())
+    single, singles = steps.step("single", lambda: timed(lambda: single_agreement(host, sample)))
+    kept = sorted(np.flatnonzero(np.array(single) < knapsack.PROTECT).tolist())
     print(f"protected: {kept} ({singles:.1f} s)", flush=True)
     sizes = [round(share * host.sublayers) for share in SHARES]
-    found: dict[str, tuple[list[SkipSet], list[float]]] = {}
 
-    for survivors in (1, options.survivors):
-        start = time.perf_counter()
-        by: dict[int, Candidate] = {
-            c.weight: c for c in knapsack.search(host, sample, most=max(sizes), kept=kept, survivors=survivors)
-        }
+    def dynamic(survivors: int) -> list[list[int]]:
         # One search gives the sets of every size.
-        taken = time.perf_counter() - start
-        found[f"knapsack, {survivors} per weight"] = [by[n].skip for n in sizes], [singles + taken] * len(sizes)
-    ranked = np.argsort(-single, kind="stable")
-    found["ranked by single skip"] = [host.skip(ranked[:n].tolist()) for n in sizes], [singles] * len(sizes)
-    spaces = [BitSearch(host.n_layers, host.fingerprint, kept, n, seed) for n in sizes]
-    found["uniform"] = [space.uniform() for space in spaces], [0.0] * len(sizes)
-    for name in ("best of random", "bayesian (Self-SD)", "swift"):
-        sets, took = [], []
-        for size, space in zip(sizes, spaces, strict=True):
-            start = time.perf_counter()
-            if name == "swift":
-                sets.append(swift_over(host, learn, size, kept, seed))
-            elif name == "best of random":
-                drawn = [space.random() for _ in range(options.iterations)]
-                sets.append(drawn[int(np.argmax(host.scores(drawn, sample)[0]))])
-            else:
-                sets.append(bayesian.search(lambda s: host.scores(s, sample)[0], space, options.iterations))
-            took.append(time.perf_counter() - start + singles)
-        found[name] = sets, took
-        print(f"{name}: {', '.join(f'{t:.1f} s' for t in took)}", flush=True)
+        found = knapsack.search(host, sample, most=max(sizes), kept=kept, survivors=survivors)
+        by: dict[int, Candidate] = {c.weight: c for c in found}
+        return [list(by[n].skip.sublayers) for n in sizes]
+
+    def one(name: str, size: int) -> SkipSet:
+        space = BitSearch(host.n_layers, host.fingerprint, kept, size, seed)
+        if name == "uniform":
+            return space.uniform()
+        if name == "swift":
+            return swift_over(host, learn, size, kept, seed)
+        if name == "best of random":
+            drawn = [space.random() for _ in range(options.iterations)]
+            return drawn[int(np.argmax(host.scores(drawn, sample)[0]))]
+        return bayesian.search(lambda s: host.scores(s, sample)[0], space, options.iterations)
+
+    found: dict[str, tuple[list[list[int]], list[float]]] = {}
+    for survivors in (1, options.survivors):
+        sets, took = steps.step(f"knapsack {survivors}", lambda n=survivors: timed(lambda: dynamic(n)))
+        found[f"knapsack, {survivors} per weight"] = sets, [singles + took] * len(sizes)
+    ranked = np.argsort(-np.array(single), kind="stable")
+    found["ranked by single skip"] = [ranked[:n].tolist() for n in sizes], [singles] * len(sizes)
+    for name in ("uniform", "best of random", "bayesian (Self-SD)", "swift"):
+        pairs = [
+            steps.step(f"{name} {size}", lambda n=name, k=size: timed(lambda: list(one(n, k).sublayers)))
+            for size in sizes
+        ]
+        found[name] = [p[0] for p in pairs], [p[1] + singles for p in pairs]
     rows = []
     for name, (sets, took) in found.items():
-        scores, cosine = host.scores(sets, test)
-        row = {"search": name, "held_out_tokens": len(test), "calibration_tokens": len(sample)}
+        scores, cosine = steps.step(
+            f"held out {name}", lambda s=sets: [x.tolist() for x in host.scores([host.skip(one) for one in s], test)]
+        )
+        row: dict[str, Any] = {"search": name, "held_out_tokens": len(test), "calibration_tokens": len(sample)}
         for share, skip, score, cos, t in zip(SHARES, sets, scores, cosine, took, strict=True):
-            row[f"{share:.0%}"] = {
-                "agreement": round(float(score), 4),
-                "cosine": round(float(cos), 4),
-                "seconds": round(t, 2),
-                "sublayers": list(skip.sublayers),
-            }
+            figures = {"agreement": round(score, 4), "cosine": round(cos, 4), "seconds": round(t, 2)}
+            row[f"{share:.0%}"] = figures | {"sublayers": sorted(skip)}
         rows.append(row)
         print(f"{name:<26} {'  '.join(f'{s:.3f}' for s in scores)}", flush=True)
     return rows
 
 
+def single_agreement(host: HostModel, sample: Sample) -> list[float]:
+    return host.scores([host.skip([i]) for i in range(host.sublayers)], sample)[0].tolist()
+
+
+def timed(work: Callable[[], Any]) -> list[Any]:
+    """What `work` returns, and its seconds."""
+    start = time.perf_counter()
+    result = work()
+    return [result, time.perf_counter() - start]
+
+
 class Drafts:
-    """Acceptance of fixed-length drafts on held-out answers, measured once per (answer, set)."""
+    """Acceptance of fixed-length drafts on held-out answers, measured once per (answer, set, length)."""
 
-    def __init__(self, host: HostModel, most: int) -> None:
-        self.host, self.most = host, most
+    def __init__(self, host: HostModel, most: int, steps: Resumable) -> None:
+        self.host, self.most, self.steps = host, most, steps
         self.texts: dict[int, Text] = {}
-        self.known: dict[tuple[int, SkipSet], tuple[int, int, int]] = {}
 
-    def __call__(self, number: int, one: Answered, skip: SkipSet) -> tuple[int, int, int]:
-        """(rounds, tokens judged, tokens accepted) of drafting the whole answer."""
-        key = (number, skip)
-        if key not in self.known:
-            tokens = one.tokens[: one.prompt + self.most]
-            text = self.texts.setdefault(number, self.host.read(tokens))
-            drafts, _, _ = self.host.chains(skip, text, one.prompt, DRAFT)
-            answer = np.array(tokens[one.prompt :])
-            rounds = judged = accepted = place = 0
-            while place + 1 < len(answer):
-                truth = answer[place + 1 : place + 1 + DRAFT]
-                right = int(np.cumprod(drafts[place][: len(truth)] == truth).sum())
-                rounds, judged, accepted = rounds + 1, judged + min(right + 1, len(truth)), accepted + right
-                place += right + 1
-            self.known[key] = rounds, judged, accepted
-        return self.known[key]
+    def __call__(self, number: int, one: Answered, skip: SkipSet, length: int = DRAFT) -> list[int]:
+        """[rounds, tokens judged, tokens accepted] of drafting the whole answer."""
+        key = f"drafts {number} {length} {','.join(map(str, skip.sublayers))}"
+        return self.steps.step(key, lambda: self._count(number, one, skip, length))
+
+    def _count(self, number: int, one: Answered, skip: SkipSet, length: int) -> list[int]:
+        tokens = one.tokens[: one.prompt + self.most]
+        if number not in self.texts:
+            self.texts[number] = self.host.read(tokens)
+        drafts, _, _ = self.host.chains(skip, self.texts[number], one.prompt, length)
+        answer = np.array(tokens[one.prompt :])
+        rounds = judged = accepted = place = 0
+        while place + 1 < len(answer):
+            truth = answer[place + 1 : place + 1 + length]
+            right = int(np.cumprod(drafts[place][: len(truth)] == truth).sum())
+            rounds, judged, accepted = rounds + 1, judged + min(right + 1, len(truth)), accepted + right
+            place += right + 1
+        return [rounds, judged, accepted]
 
 
 def stream(
@@ -175,36 +193,63 @@ def stream(
     learn: dict[str, list[Answered]],
     held: dict[str, list[Answered]],
     options: argparse.Namespace,
+    steps: Resumable,
 ) -> dict[str, Any]:
     """Table 2 of KNN-SSD on this model, and the accuracy of routing."""
-    seed, size, names = options.seed, round(0.2 * host.sublayers), list(domains)
-    sets: dict[str, SkipSet] = {}
+    seed, size, names = options.seed, round(options.share * host.sublayers), list(domains)
     everything = [a for part in learn.values() for a in part]
-    kept = sorted(knapsack.protected(host, sample_of(host, everything, options.tokens, seed)))
+    sample = sample_of(host, everything, options.tokens, seed)
+    kept = steps.step("protected", lambda: sorted(knapsack.protected(host, sample)))
 
-    def searched(answers: Sequence[Answered]) -> SkipSet:
-        sample = sample_of(host, answers, max(knapsack.FEWEST_TOKENS, options.tokens), seed)
-        return knapsack.search(host, sample, most=size, kept=kept, survivors=options.survivors)[-1].skip
+    def searched(answers: Sequence[Answered]) -> list[list[Any]]:
+        part = sample_of(host, answers, max(knapsack.FEWEST_TOKENS, options.tokens), seed)
+        found = knapsack.search(host, part, most=size, kept=kept, survivors=options.stream_survivors)
+        return [[list(c.skip.sublayers), c.agreement] for c in found]
 
-    for name in names:
-        sets[name] = searched(learn[name])
-    mixed = searched(everything)
+    def set_of(name: str, answers: Sequence[Answered]) -> list[list[Any]]:
+        found, took = steps.step(f"set of {name}", lambda: timed(lambda: searched(answers)))
+        print(f"set of {name}: {took:.0f} s, agreement {found[-1][1]:.2f}", flush=True)
+        return found
 
-    def hidden(texts: Sequence[str]) -> Any:
-        return np.stack([host.read(encode(tokenizer, t, 256)).final[-1].numpy(force=True) for t in texts])
+    sets = {name: host.skip(set_of(name, learn[name])[-1][0]) for name in names}
+    found = set_of("all domains", everything)
+    mixed = host.skip(found[-1][0])
+    # KnapSpec's own choice of set and length, by the share of weights that its passes read.
+    rates = {
+        (i, d): tokens_per_time(agreement, weight_share(host, host.skip(skip)), lambda n: 1.0, d)
+        for i, (skip, agreement) in enumerate(found)
+        if skip
+        for d in range(1, 11)
+    }
+    (best, length), expected = max(rates.items(), key=lambda item: item[1])
+    chosen = host.skip(found[best][0])
 
     n_learn, n_held = len(learn[names[0]]), len(held[names[0]])
-    anchors: Domains = fit(
-        [hidden(domains[n][n_learn + n_held :][:20] + domains[n][:n_learn]) for n in names],
-        names,
-        [*(sets[n] for n in names), mixed],
-    )
-    states = [hidden(domains[n][n_learn : n_learn + n_held]) for n in names]
-    routed = [anchors.route(h) for h in states]
-    accuracy = float(np.mean([(r == i).mean() for i, r in enumerate(routed)]))
+
+    def route() -> list[list[int]]:
+        def hidden(texts: Sequence[str]) -> Any:
+            return np.stack([host.read(encode(tokenizer, t, 256)).final[-1].numpy(force=True) for t in texts])
+
+        anchors: Domains = fit(
+            [hidden(domains[n][n_learn + n_held :][:20] + domains[n][:n_learn]) for n in names],
+            names,
+            [*(sets[n] for n in names), mixed],
+        )
+        return [anchors.route(hidden(domains[n][n_learn : n_learn + n_held])).tolist() for n in names]
+
+    routed = steps.step("routed", route)
+    accuracy = float(np.mean([np.mean(np.array(r) == i) for i, r in enumerate(routed)]))
     print(f"routing of held-out prompts: {accuracy:.0%}", flush=True)
-    drafts, rng = Drafts(host, options.answer), np.random.default_rng(seed)
-    table: dict[str, Any] = {"routing_accuracy": accuracy, "draft_length": DRAFT, "skipped": size, "rows": []}
+    behind = [*(sets[n] for n in names), mixed]
+    drafts, rng = Drafts(host, options.answer, steps), np.random.default_rng(seed)
+    table: dict[str, Any] = {
+        "routing_accuracy": round(accuracy, 4),
+        "held_out_prompts": len(names) * n_held,
+        "draft_length": DRAFT,
+        "skipped": size,
+        "knapsack": {"skipped": len(chosen), "draft_length": length, "expected_over_plain": round(expected, 4)},
+        "rows": [],
+    }
     for ratio in MIX:
         domain, order = int(rng.integers(len(names))), []
         for _ in range(options.requests):
@@ -214,26 +259,36 @@ def stream(
         # Ratio 0 is "task by task": every domain in turn.
         if ratio == 0:
             order = [(i * len(names) // options.requests, p) for i, (_, p) in enumerate(order)]
-        window: list[Sample] = []
-        swift = Swift(
-            host.n_layers, lambda s, w=window: host.scores(s, w[0])[0], host.fingerprint, 0.2, kept, seed=seed
-        )
-        sums: dict[str, Any] = defaultdict(lambda: np.zeros(3))
-        for d, p in order:
+
+        def searching(order: Sequence[tuple[int, int]] = order) -> list[list[int]]:
+            """SWIFT's incumbent at each request."""
+            window: list[Sample] = []
+            swift = Swift(
+                host.n_layers, lambda s: host.scores(s, window[0])[0], host.fingerprint, options.share, kept, seed=seed
+            )
+            used = []
+            for d, p in order:
+                one = held[names[d]][p]
+                used.append(list(swift.incumbent.sublayers))
+                window[:] = [Sample.newest(host, one.tokens[: one.prompt + options.answer], WINDOW)]
+                swift.step(options.swift_seconds)
+            return used
+
+        by_swift = steps.step(f"swift {ratio}", searching)
+        sums: dict[str, Any] = defaultdict(lambda: np.zeros(4))
+        for (d, p), incumbent in zip(order, by_swift, strict=True):
             one, number = held[names[d]][p], d * 1000 + p
             choices = {
-                "static, first domain": sets[names[order[0][0]]],
-                "static, mixed": mixed,
-                "swift": swift.incumbent,
-                "knn": anchors.sets[routed[d][p]],
+                "static, first domain": (sets[names[order[0][0]]], DRAFT),
+                "static, mixed": (mixed, DRAFT),
+                "swift": (host.skip(incumbent), DRAFT),
+                "knn": (behind[routed[d][p]], DRAFT),
+                "knapsack": (chosen, length),
             }
-            for method, skip in choices.items():
-                sums[method] += drafts(number, one, skip)
-            window[:] = [Sample.newest(host, one.tokens[: one.prompt + options.answer], WINDOW)]
-            swift.step(options.swift_seconds)
-        for method, (rounds, judged, accepted) in sums.items():
-            m, alpha = 1 + accepted / rounds, accepted / judged
-            c = weight_share(host, mixed)
+            for method, (skip, far) in choices.items():
+                sums[method] += [*drafts(number, one, skip, far), weight_share(host, skip)]
+        for method, (rounds, judged, accepted, shares) in sums.items():
+            m, alpha, c = 1 + accepted / rounds, accepted / judged, shares / len(order)
             row = {"mix": ratio, "selection": method, "M": m, "alpha": alpha, "c": c}
             row["expected_speed"] = m * alpha / ((m - 1) * c + alpha)
             table["rows"].append({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
@@ -243,52 +298,101 @@ def stream(
     return table
 
 
-def context(host: HostModel, learn: list[Answered], options: argparse.Namespace) -> dict[str, Any]:
-    """The best drafting set by context length: predicted and measured tokens per time, and their correlation."""
+def context(
+    host: HostModel, learn: list[Answered], options: argparse.Namespace, steps: Resumable, part: str
+) -> dict[str, Any]:
+    """Sets by context length: predicted and measured tokens per time, and their correlation."""
     sample = sample_of(host, learn, options.tokens, options.seed + 1)
-    kept = sorted(knapsack.protected(host, sample))
-    rows = []
+    rows: list[dict[str, Any]] = []
+    points: list[tuple[float, float]] = []
     for length in options.contexts:
-        times = measure(host, length)
+        times = pass_times(steps.step(f"times at {length}", lambda n=length: as_list(measure(host, n))))
+        if part == "times":
+            continue
+        kept = steps.step("kept", lambda: sorted(knapsack.protected(host, sample)))
         weights = knapsack.integer_weights(times.attention, times.mlp)
-        candidates = [c for c in knapsack.search(host, sample, weights, kept=kept) if len(c.skip)]
+        candidates = steps.step(
+            f"sets of weights {weights}",
+            lambda w=weights, k=kept: [
+                [list(c.skip.sublayers), c.agreement] for c in knapsack.search(host, sample, w, kept=k)
+            ],
+        )
+        tried = [(host.skip(skip), agreement) for skip, agreement in candidates if skip]
         rates = {
-            (c.skip, d): tokens_per_time(c.agreement, times.draft(c.skip), times.verify, d)
-            for c in candidates
+            (i, d): tokens_per_time(agreement, times.draft(skip), times.verify, d)
+            for i, (skip, agreement) in enumerate(tried)
             for d in range(1, 11)
         }
-        (skip, d), predicted = max(rates.items(), key=lambda item: item[1])
-        alpha = next(c.agreement for c in candidates if c.skip == skip)
-        place = Sample([blank(host, length)], [torch.tensor([length - 1])])
-        many = Sample(place.texts, [torch.full((d + 1,), length - 1)])
-
-        def forward(skip: SkipSet, sample: Sample) -> None:
-            h = torch.randn(1, len(sample), sample.texts[0].final.shape[1])
-            for i, gone in enumerate(skip.bits):
-                if not gone:
-                    h = host.sublayer(i, h, sample)
-            host.best(host.norm(h))
-
-        step = seconds(lambda s=skip, p=place: forward(s, p), 5)
-        whole = seconds(lambda p=many: forward(host.empty(), p), 5)
-        plain = seconds(lambda p=place: forward(host.empty(), p), 5)
-        measured = sum(alpha**i for i in range(d + 1)) / (d * step + whole)
+        (best, d), predicted = max(rates.items(), key=lambda item: item[1])
+        if part == "sets":
+            print(f"context {length}: weights {weights}, {len(tried[best][0])} skipped, draft {d}", flush=True)
+            continue
+        # Beside the best set some of other sizes, so that more than one point per context is compared.
+        others = [int(x) for x in np.linspace(0, len(tried) - 1, 4)]
+        measured: dict[int, float] = {}
+        for i in dict.fromkeys([best, *others]):
+            skip, agreement = tried[i]
+            rate = steps.step(
+                f"rate at {length} of {skip.sublayers} {d}",
+                lambda n=length, s=skip, k=d, a=agreement: measured_rate(host, n, s, k, a),
+            )
+            measured[i] = rate
+            points.append((rates[i, d], rate))
+        skip, agreement = tried[best]
         row = {
             "context": length,
+            "attention_ms": round(1e3 * times.attention, 3),
+            "mlp_ms": round(1e3 * times.mlp, 3),
             "weights": list(weights),
             "attention_skipped": len(skip.attention),
             "mlp_skipped": len(skip.mlp),
             "draft_length": d,
-            "agreement": round(alpha, 3),
+            "agreement": round(agreement, 3),
             "predicted": round(predicted, 3),
-            "measured": round(measured, 3),
-            "plain": round(1 / plain, 3),
+            "measured": round(measured[best], 3),
+            "plain": round(1 / times.verify(1), 3),
+            "sublayers": list(skip.sublayers),
         }
         rows.append(row)
         print(row, flush=True)
-    r = float(np.corrcoef([x["predicted"] for x in rows], [x["measured"] for x in rows])[0, 1])
-    print(f"correlation of predicted and measured tokens per time: {r:.3f}")
-    return {"rows": rows, "correlation": round(r, 4)}
+    if part != "context":
+        return {}
+    of_best = np.corrcoef([x["predicted"] for x in rows], [x["measured"] for x in rows])[0, 1]
+    of_all = np.corrcoef(np.array(points).T)[0, 1]
+    print(f"correlation of predicted and measured tokens per time: {of_best:.3f}; {len(points)} sets: {of_all:.3f}")
+    return {
+        "rows": rows,
+        "correlation": round(float(of_best), 4),
+        "correlation_of_all": round(float(of_all), 4),
+        "points": [[round(float(x), 3) for x in point] for point in points],
+    }
+
+
+def as_list(times: PassTimes) -> list[Any]:
+    return [times.attention, times.mlp, times.head, times.fixed, [times.verify(n) for n in VERIFIED]]
+
+
+def pass_times(values: Sequence[Any]) -> PassTimes:
+    """The inverse of `as_list`."""
+    attention, mlp, head, fixed, verify = values
+    return PassTimes(attention, mlp, head, fixed, lambda n: float(np.interp(n, VERIFIED, verify)))
+
+
+def measured_rate(host: HostModel, context: int, skip: SkipSet, length: int, acceptance: float) -> float:
+    """Tokens per second of rounds of `length` passes without `skip` and a verification, timed as whole passes."""
+    text = blank(host, context)
+    one = Sample([text], [torch.tensor([context - 1])])
+    many = Sample([text], [torch.full((length + 1,), context - 1)])
+
+    def forward(skip: SkipSet, sample: Sample) -> None:
+        h = torch.randn(1, len(sample), text.final.shape[1])
+        for i, gone in enumerate(skip.bits):
+            if not gone:
+                h = host.sublayer(i, h, sample)
+        host.best(host.norm(h))
+
+    draft, verify = seconds(lambda: forward(skip, one), 7), seconds(lambda: forward(host.empty(), many), 7)
+    return sum(acceptance**i for i in range(length + 1)) / (length * draft + verify)
 
 
 def main() -> None:
@@ -296,7 +400,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--categories", nargs="*", default=[], help="split files with categories into these domains")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--parts", default="agreement,stream,context")
     parser.add_argument("--prompts", type=int, default=6, help="prompts per domain that searches see")
     parser.add_argument("--held", type=int, default=6, help="held-out prompts per domain")
@@ -307,39 +411,53 @@ def main() -> None:
     parser.add_argument("--survivors", type=int, default=4)
     parser.add_argument("--requests", type=int, default=40, help="in each stream")
     parser.add_argument("--swift-seconds", type=float, default=0.5, help="search time after each request")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8000])
+    parser.add_argument("--share", type=float, default=0.2, help="of the sublayers skipped in the stream")
+    parser.add_argument("--stream-survivors", type=int, default=2)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8000])
     parser.add_argument("--answers", type=Path, help="keep the model's answers in this file, and take them from there")
+    parser.add_argument("--name", help="of the model, in the JSON; by default its folder's")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     host, tokenizer = HostModel.load(options.model), load_tokenizer(options.model)
+    name_of_model = options.name or options.model.name
     domains = read_domains(options.data, options.categories)
     learn: dict[str, list[Answered]] = {}
     held: dict[str, list[Answered]] = {}
     known = json.loads(options.answers.read_text()) if options.answers and options.answers.is_file() else {}
     for name, texts in domains.items():
         wanted = texts[: options.prompts + options.held]
-        if len(known.get(name, [])) < len(wanted):
+        made = known.setdefault(name, [])
+        while len(made) < len(wanted):
             start = time.perf_counter()
-            made = answer(host, tokenizer, wanted, options.answer, 256, batch=12)
-            known[name] = [[a.prompt, a.tokens] for a in made]
-            print(f"answers of {name}: {time.perf_counter() - start:.0f} s", flush=True)
+            group = answer(host, tokenizer, wanted[len(made) : len(made) + 6], options.answer, 256, batch=6)
+            made += [[a.prompt, a.tokens] for a in group]
+            print(f"{len(made)} answers of {name}: {time.perf_counter() - start:.0f} s", flush=True)
             if options.answers:
                 options.answers.write_text(json.dumps(known))
-        answers = [Answered(t[: p + options.answer], p) for p, t in known[name][: len(wanted)]]
+        answers = [Answered(t[: p + options.answer], p) for p, t in made[: len(wanted)]]
         learn[name], held[name] = answers[: options.prompts], answers[options.prompts :]
-    result: dict[str, Any] = {"hardware": hardware(), "model": options.model.name, "domains": list(domains)}
     everything, rest = ([a for part in parts.values() for a in part] for parts in (learn, held))
+    settings = {
+        k: v for k, v in vars(options).items() if k not in ("parts", "contexts", "json", "answers", "requests", "name")
+    }
+    steps = Resumable(options.json.with_name(f"{options.json.name}.{name_of_model}"), settings)
     parts = {
-        "agreement": lambda: agreement(host, everything, rest, options),
-        "stream": lambda: stream(host, tokenizer, domains, learn, held, options),
-        "context": lambda: context(host, everything, options),
+        "agreement": lambda: agreement(host, everything, rest, options, steps),
+        "stream": lambda: stream(host, tokenizer, domains, learn, held, options, steps),
+        "times": lambda: context(host, everything, options, steps, "times"),
+        "sets": lambda: context(host, everything, options, steps, "sets"),
+        "context": lambda: context(host, everything, options, steps, "context"),
     }
     for part in options.parts.split(","):
         start = time.perf_counter()
-        result[part] = parts[part]()
+        made = parts[part]()
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        if not made:
+            continue
+        results = json.loads(options.json.read_text()) if options.json.is_file() else {}
+        result = results.setdefault(name_of_model, {})
+        result |= {"hardware": hardware(), "domains": list(domains), part: made}
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -131,8 +131,9 @@ def knapsack(
     seed: SeedOption = 0,
 ) -> None:
     """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
+    from layerskip_plugin.selection.hardware import hardware
     from layerskip_plugin.selection.knapsack import choose, integer_weights, protected, require_tokens, search
-    from layerskip_plugin.selection.latency import hardware, measure
+    from layerskip_plugin.selection.latency import measure
     from layerskip_plugin.selection.plan import Plan
 
     require_tokens(tokens)
@@ -390,7 +391,7 @@ class _Work:
 
     def about(self, **more: Any) -> dict[str, Any]:
         """Where a file comes from: model, hardware, data."""
-        from layerskip_plugin.selection.latency import hardware
+        from layerskip_plugin.selection.hardware import hardware
 
         data = [{"file": p.name, "sha256": p.sha256} for p in self.prompts]
         return {"search": self.name, "model": self.model.resolve().name, "hardware": hardware(), "data": data} | more

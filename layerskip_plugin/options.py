@@ -9,9 +9,12 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from freedraft.config import PluginOptions
 from layerskip_plugin.lookahead import Lookahead, Prices, make_lookahead
+from layerskip_plugin.selection import Evaluate, make_selection
+from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 LookaheadName = Literal["cost", "confidence", "adaptive", "roc", "disco", "fixed"]
+SelectionName = Literal["static", "swift", "knn", "knapsack"]
 MAX_SKIP_SETS = 4
 
 
@@ -38,6 +41,11 @@ class LayerSkipOptions(PluginOptions):
     """Options of layer skipping.
 
     Attributes:
+        selection: which sublayers to skip. "static": those of `skip_set`; "swift": searched while serving, on the
+            traffic; "knn": the set of the domain that a prompt is most like; "knapsack": the set and draft length of
+            the present context length.
+        selection_file: of "knn" and "knapsack", made by `freedraft calibrate knn` and `freedraft calibrate knapsack`.
+        search_share: of serving time that the search of "swift" may take.
         skip_set: files with skip sets, at most 4; requests take the first unless they choose. None skips nothing, which
             drafts with the whole model: right for testing, never worth its time.
         lookahead: which policy says how far to draft. "cost" goes on while one more token pays, and stops drafting
@@ -50,6 +58,9 @@ class LayerSkipOptions(PluginOptions):
 
     source_name: ClassVar[str] = "layerskip"
 
+    selection: SelectionName = "static"
+    selection_file: Annotated[Path | None, BeforeValidator(_expand)] = None
+    search_share: float = Field(default=0.01, gt=0.0, le=0.5)
     skip_set: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
     lookahead: LookaheadName = "cost"
     threshold: float | None = Field(default=None, ge=0.0, le=1.0)
@@ -66,6 +77,13 @@ class LayerSkipOptions(PluginOptions):
             if not path.is_file():
                 raise ValueError(f"{path} is not a file: make one with 'freedraft calibrate skip-set'")
         return paths
+
+    @field_validator("selection_file")
+    @classmethod
+    def _selection_exists(cls, path: Path | None) -> Path | None:
+        if path is not None and not path.is_file():
+            raise ValueError("is not a file: make one with 'freedraft calibrate knn' or 'freedraft calibrate knapsack'")
+        return path
 
     @field_validator("disco")
     @classmethod
@@ -103,6 +121,34 @@ class LayerSkipOptions(PluginOptions):
                 )
             sets[path.stem] = SkipSet.load(path, layers, model)
         return sets
+
+    def make_selector(self, config: Any, evaluate: Evaluate | None = None, hardware: str | None = None) -> Selector:
+        """The selection that these options describe, for an engine to ask.
+
+        Args:
+            config: the model's Hugging Face config.
+            evaluate: scores sets on the engine's traffic; "swift" calls it.
+            hardware: in words; a plan with times of other hardware is refused.
+
+        Raises:
+            ValueError: one line: a file is missing, damaged, or of another model or hardware, or options that do not go
+                together.
+        """
+        if self.selection in ("static", "swift") and self.selection_file:
+            raise ValueError(f"option 'selection_file' does not go with selection {self.selection}: remove it")
+        if self.selection != "static" and self.skip_set:
+            raise ValueError(f"option 'skip_set' does not go with selection {self.selection}: remove one of the two")
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        selection = make_selection(
+            self.selection,
+            text.num_hidden_layers,
+            model_fingerprint(config),
+            self.skip_sets(config) if self.selection == "static" else None,
+            self.selection_file,
+            evaluate,
+            hardware,
+        )
+        return Selector(selection, self.search_share)
 
     def make_lookahead(
         self, max_draft_tokens: int, prices: Prices, model: str = "", *, record: bool = False

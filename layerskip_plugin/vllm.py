@@ -20,12 +20,15 @@ from freedraft.engines.vllm.runner import Step, StepProposer
 from freedraft.metrics import Metrics, check_port, serve
 from layerskip_plugin.lookahead import Cost, Lookahead, Prices, Recording
 from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.selection.hardware import hardware
+from layerskip_plugin.selection.swift import WINDOW
 from layerskip_plugin.served_times import PlainTurns, ServedTimes
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.draft_passes import DraftPasses
     from freedraft.engines.vllm.kept_layers import Backbone
+    from freedraft.engines.vllm.set_scores import SetScores
 
 logger = logging.getLogger("freedraft.layerskip")
 
@@ -92,10 +95,17 @@ def check_start(options: LayerSkipOptions, model_config: Any) -> None:
         )
     if model_config.uses_mrope:
         raise ValueError("layers of a model with multimodal rotary positions cannot be skipped (use method 'sssd')")
-    options.skip_sets(model_config.hf_config)
+    options.make_selector(model_config.hf_config, lambda skips: np.zeros(len(skips)), _hardware())
     options.make_lookahead(1, Prices.of_times({1: 1.0}, {1: 1.0}), model_fingerprint(model_config.hf_config))
     if options.metrics_port is not None:
         check_port(options.metrics_port)
+
+
+def _hardware() -> str:
+    """What the engine computes with, as `freedraft calibrate` writes it."""
+    from vllm.platforms import current_platform
+
+    return hardware() if current_platform.is_cpu() else str(current_platform.get_device_name())
 
 
 @dataclass(slots=True)
@@ -157,7 +167,8 @@ class LayerSkipProposer(StepProposer):
         self.needs_prices = options.lookahead == "cost"
         config = vllm_config.model_config.hf_config
         self.drafters: list[Drafter] = []
-        for name, skip_set in options.skip_sets(config).items():
+        self.selector = options.make_selector(config, self._matchness, _hardware())
+        for name, skip_set in self.selector.sets.items():
             times = ServedTimes(1 - skip_set.share)
             prices = Prices(times.draft, times.verify, times.plain)
             policy = options.make_lookahead(
@@ -165,10 +176,9 @@ class LayerSkipProposer(StepProposer):
             )
             self.drafters.append(Drafter(name, skip_set, times, policy))
         self.running: set[str] = set()
-        self.choice: dict[str, int] = {}
-        self.warned = False
         self.backbone: Backbone | None = None
         self.passes: DraftPasses | None = None
+        self.set_scores: SetScores | None = None
         # Set false to serve without drafts, as benchmarks do in turns.
         self.enabled = True
         self.last: tuple[list[str], float] | None = None
@@ -188,20 +198,15 @@ class LayerSkipProposer(StepProposer):
     def ready(self, runner: Any) -> None:
         """Build the draft module of each skip set and time its passes, before the first request."""
         from freedraft.engines.vllm.draft_passes import DraftPasses
-        from freedraft.engines.vllm.kept_layers import compiled
+        from freedraft.engines.vllm.set_scores import SetScores
 
         assert self.backbone is not None
         self.passes = DraftPasses(runner, self.vllm_config)
-        for drafter in self.drafters:
+        if self.selector.selection.searches:
+            self.set_scores = SetScores(self.passes, self.backbone, WINDOW)
+        for index, drafter in enumerate(self.drafters):
             started = time.perf_counter()
-            policy = drafter.policy
-            drafter.module = compiled(
-                self.vllm_config,
-                self.backbone,
-                drafter.kept,
-                needs_top=policy.needs_top,
-                needs_entropy=policy.needs_entropy,
-            )
+            drafter.module = self._module(drafter, compile_it=index < self.selector.compiled)
             built = time.perf_counter() - started
             self._rehearse(drafter, runner.max_num_reqs)
             logger.info(
@@ -212,6 +217,16 @@ class LayerSkipProposer(StepProposer):
                 1e3 * float(drafter.times.draft(1)),
                 built,
             )
+
+    def _module(self, drafter: Drafter, *, compile_it: bool) -> Any:
+        from freedraft.engines.vllm.kept_layers import KeptLayers, compiled
+
+        assert self.backbone is not None
+        policy, kept = drafter.policy, drafter.kept
+        needs = {"needs_top": policy.needs_top, "needs_entropy": policy.needs_entropy}
+        if compile_it:
+            return compiled(self.vllm_config, self.backbone, kept, **needs)  # type: ignore[arg-type]
+        return KeptLayers(self.backbone, kept, **needs).eval()  # type: ignore[arg-type]
 
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         self.running.add(request_id)
@@ -224,8 +239,7 @@ class LayerSkipProposer(StepProposer):
             drafter.policy.finish(list(request_ids))
             if isinstance(drafter.policy, Recording):
                 self._save(drafter.policy)
-        for request_id in request_ids:
-            self.choice.pop(request_id, None)
+        self.selector.finish(list(request_ids))
 
     def _save(self, recording: Recording) -> None:
         if not self.running or time.monotonic() > self.saved + SAVE_EVERY_S:
@@ -236,9 +250,11 @@ class LayerSkipProposer(StepProposer):
         started = time.perf_counter()
         self._note_step(step, started)
         request_ids = step.request_ids
+        before = self.selector.last(request_ids)
         sets = self._choices(step, request_ids)
-        self._note_verdicts(request_ids, sets, *step.verdicts())
+        self._note_verdicts(request_ids, before, *step.verdicts())
         drafts = self._drafts(step, request_ids, sets) if self.enabled and len(step.rows) else step.no_drafts()
+        self._search(step)
         ended = time.perf_counter()
         self.last = (list(step.runner.input_batch.req_ids), ended)
         self.metrics.seconds.observe(ended - started)
@@ -250,7 +266,7 @@ class LayerSkipProposer(StepProposer):
         most = step.max_draft_tokens
         if most == 0 or (self.needs_prices and self._plain_wanted(step.batch_size)):
             return drafts
-        room = np.minimum(self.passes.room(step), most)
+        room = self.room(step)
         for index, drafter in enumerate(self.drafters):
             chosen = np.flatnonzero((sets == index) & (room > 0))
             if len(chosen) and drafter.policy.affordable(len(chosen)):
@@ -316,7 +332,9 @@ class LayerSkipProposer(StepProposer):
     def room(self, step: Step) -> NDArray[np.int32]:
         """int32 [R]: most tokens that may be drafted for each of `step.rows`."""
         assert self.passes is not None
-        return np.minimum(self.passes.room(step), step.max_draft_tokens)
+        room = np.minimum(self.passes.room(step), step.max_draft_tokens)
+        lengths = self.selector.lengths(step.lengths)
+        return room if lengths is None else np.minimum(room, lengths)
 
     def outlook(self, batches: NDArray[np.int64], most: int) -> Outlook:
         """What draft passes over each number of requests would bring and take, with the first skip set."""
@@ -348,8 +366,8 @@ class LayerSkipProposer(StepProposer):
     ) -> None:
         """What verification said of the last `chains`, by request: `rows` are indices into `step.rows`."""
         request_ids = step.request_ids
-        sets = self._choices(step, request_ids)[rows]
-        self._note_verdicts([request_ids[i] for i in rows.tolist()], sets, drafted, accepted)
+        judged = [request_ids[i] for i in rows.tolist()]
+        self._note_verdicts(judged, self.selector.last(judged), drafted, accepted)
 
     def _note_step(self, step: Step, now: float) -> None:
         """The engine's step that has just ended, if it only decoded, and for the requests of the one before it."""
@@ -371,11 +389,12 @@ class LayerSkipProposer(StepProposer):
         drafted: NDArray[np.int32],
         accepted: NDArray[np.int32],
     ) -> None:
-        """Tell each policy what was accepted of its drafts."""
+        """Tell each policy, and the selection, what was accepted of its drafts."""
         if not drafted.any():
             return
         self.metrics.drafted.inc(int(drafted.sum()))
         self.metrics.accepted.inc(int(accepted.sum()))
+        self.selector.observe(request_ids, drafted, accepted)
         for index, drafter in enumerate(self.drafters):
             chosen = np.flatnonzero((sets == index) & (drafted > 0))
             if len(chosen):
@@ -383,22 +402,38 @@ class LayerSkipProposer(StepProposer):
 
     def _choices(self, step: Step, request_ids: Sequence[str]) -> NDArray[np.intp]:
         """intp [R]: which of `drafters` each request has."""
-        if len(self.drafters) == 1:
-            return np.zeros(len(request_ids), np.intp)
-        for request_id in request_ids:
-            if request_id not in self.choice:
-                parameters = getattr(step.runner.requests.get(request_id), "sampling_params", None)
-                self.choice[request_id] = self._choose((getattr(parameters, "extra_args", None) or {}).get(CHOICE))
-        return np.fromiter((self.choice[request_id] for request_id in request_ids), np.intp, len(request_ids))
+        selector = self.selector
+        new = selector.unknown(request_ids)
+        if new:
+            hidden = None
+            if selector.needs_hidden:
+                # The last token of each row that this step computed: of the prompt, for a request that is new.
+                ends = step.arguments["common_attn_metadata"].query_start_loc_cpu[step.rows[new] + 1] - 1
+                states = step.arguments["hidden_states"]
+                hidden = states[ends.to(states.device)].float().cpu().numpy()
+            begun = [request_ids[i] for i in new]
+            selector.begin(begun, [self._wanted(step, request_id) for request_id in begun], hidden)
+        return selector.choose(request_ids, step.lengths)
 
-    def _choose(self, wanted: Any) -> int:
-        names = [drafter.name for drafter in self.drafters]
-        if wanted in names:
-            return names.index(wanted)
-        if wanted is not None and not self.warned:
-            self.warned = True
-            logger.warning("freedraft: there is no skip set '%s', only %s: the first is used", wanted, ", ".join(names))
-        return 0
+    @staticmethod
+    def _wanted(step: Step, request_id: str) -> Any:
+        parameters = getattr(step.runner.requests.get(request_id), "sampling_params", None)
+        return (getattr(parameters, "extra_args", None) or {}).get(CHOICE)
+
+    def _search(self, step: Step) -> None:
+        """Let a selection that searches go on; what it finds drafts from the next step on, uncompiled."""
+        scores = self.set_scores
+        if scores is None:
+            return
+        found = self.selector.search(lambda: scores.look_at(step))
+        if found is not None:
+            drafter = self.drafters[0]
+            drafter.skip_set = found
+            drafter.module = self._module(drafter, compile_it=False)
+
+    def _matchness(self, skips: Sequence[SkipSet]) -> NDArray[np.float64]:
+        assert self.set_scores is not None
+        return self.set_scores([skip.bits for skip in skips])
 
     def _rehearse(self, drafter: Drafter, max_batch: int) -> None:
         """Time draft passes that write nothing, so that the first decisions have a price to go by."""

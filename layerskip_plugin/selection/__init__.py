@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from layerskip_plugin.selection.base import Evaluate, Selection, Static
@@ -16,6 +17,7 @@ def make_selection(
     name: str,
     n_layers: int,
     model: str,
+    sets: Mapping[str, SkipSet] | None = None,
     file: Path | None = None,
     evaluate: Evaluate | None = None,
     hardware: str | None = None,
@@ -26,8 +28,8 @@ def make_selection(
         name: one of `SELECTIONS`.
         n_layers: of the model that is served.
         model: its fingerprint.
-        file: what `freedraft calibrate` wrote: a skip set for static (none: skip nothing), anchors for knn, a plan for
-            knapsack.
+        sets: of static, by name; none: skip nothing.
+        file: what `freedraft calibrate` wrote: anchors for knn, a plan for knapsack.
         evaluate: of swift.
         hardware: in words; a plan with times of other hardware is refused.
 
@@ -35,17 +37,20 @@ def make_selection(
         ValueError: an unknown name, something it needs is missing, or a file of another model or hardware; one line.
     """
     if name == "static":
-        return Static(SkipSet.empty(n_layers, model) if file is None else SkipSet.load(file, n_layers, model))
+        return Static(sets or {"": SkipSet.empty(n_layers, model)})
     if name == "swift":
         from layerskip_plugin.selection.swift import Swift
 
         if evaluate is None:
             raise ValueError("selection swift needs an engine that can score skip sets on its traffic")
-        return Swift(n_layers, evaluate, model)
+        # The first and the last layer stay, as published: a start without them would be useless.
+        return Swift(n_layers, evaluate, model, kept=(0, 1, 2 * n_layers - 2, 2 * n_layers - 1))
     if name not in SELECTIONS:
         raise ValueError(f"selection: there is none called {name!r}; choose from: {', '.join(SELECTIONS)}")
     if file is None:
-        raise ValueError(f"selection {name} needs a file: make one with freedraft calibrate {name}")
+        raise ValueError(
+            f"selection {name} needs the option 'selection_file': make one with freedraft calibrate {name}"
+        )
     if name == "knn":
         from layerskip_plugin.selection.knn import Domains, Knn
 

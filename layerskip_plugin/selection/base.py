@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layerskip_plugin.skip_set import SkipSet
+
+logger = logging.getLogger("freedraft.layerskip")
 
 Evaluate = Callable[[Sequence[SkipSet]], NDArray[np.float64]]
 """Matchness of each set: the share of the newest tokens of the traffic on which its top-1 choice is the whole model's,
@@ -23,24 +27,33 @@ class Selection(ABC):
 
     Attributes:
         needs_hidden: whether `begin` wants the last hidden state of each prompt.
+        searches: whether `step` searches, on the tokens of running requests.
     """
 
     needs_hidden: bool = False
+    searches: bool = False
 
     @abstractmethod
-    def sets(self) -> tuple[SkipSet, ...]:
-        """The sets that `choose` may name now."""
+    def sets(self) -> dict[str, SkipSet]:
+        """The sets that `choose` may name now, by name."""
 
-    def begin(self, request_ids: Sequence[str], hidden: NDArray[np.float32] | None = None) -> None:  # noqa: B027
+    def begin(  # noqa: B027
+        self, request_ids: Sequence[str], hidden: NDArray[np.float32] | None = None, wanted: Sequence[Any] = ()
+    ) -> None:
         """Requests that are about to draft for the first time.
 
         Args:
             hidden: float32[B, hidden size], the normed last hidden state of each prompt's last token.
+            wanted: the name of the set that each request asks for, or None.
         """
 
+    @abstractmethod
     def choose(self, request_ids: Sequence[str], context: NDArray[np.int32]) -> NDArray[np.intp]:
         """intp[B]: place in `sets` of each request's set; `context`: int32[B] tokens so far."""
-        return np.zeros(len(request_ids), np.intp)
+
+    def lengths(self, context: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """int32[B]: most tokens to draft at each context length, or None where the selection does not say."""
+        return None
 
     def observe(  # noqa: B027
         self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
@@ -56,10 +69,31 @@ class Selection(ABC):
 
 
 class Static(Selection):
-    """One set for all."""
+    """The sets that were given: each request has the one that it asks for by name, else the first."""
 
-    def __init__(self, skip: SkipSet) -> None:
-        self.skip = skip
+    def __init__(self, sets: Mapping[str, SkipSet]) -> None:
+        self._sets = dict(sets)
+        self._names = list(self._sets)
+        self.asked: dict[str, int] = {}
+        self.warned = False
 
-    def sets(self) -> tuple[SkipSet, ...]:
-        return (self.skip,)
+    def sets(self) -> dict[str, SkipSet]:
+        return self._sets
+
+    def begin(
+        self, request_ids: Sequence[str], hidden: NDArray[np.float32] | None = None, wanted: Sequence[Any] = ()
+    ) -> None:
+        for request, name in zip(request_ids, wanted, strict=False):
+            if name in self._names:
+                self.asked[request] = self._names.index(name)
+            elif name is not None and not self.warned:
+                self.warned = True
+                known = ", ".join(self._names)
+                logger.warning("freedraft: there is no skip set '%s', only %s: the first is used", name, known)
+
+    def choose(self, request_ids: Sequence[str], context: NDArray[np.int32]) -> NDArray[np.intp]:
+        return np.fromiter((self.asked.get(request, 0) for request in request_ids), np.intp, len(request_ids))
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        for request in request_ids:
+            self.asked.pop(request, None)

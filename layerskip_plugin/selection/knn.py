@@ -16,6 +16,7 @@ from layerskip_plugin.selection.base import Selection
 from layerskip_plugin.skip_set import SkipSet, read_json, write_json
 
 FORMAT = "freedraft knn 1"
+EVERYTHING = "all domains"
 ANCHORS = 10
 MARGIN = 0.05
 """A prompt belongs to no domain when it is less similar to all anchors than 99 % of held-out prompts, by this much."""
@@ -158,22 +159,32 @@ class Knn(Selection):
     """Each request keeps the set of its domain; acceptance is followed per anchor.
 
     An anchor on whose requests the domain's set is accepted less often than the global set is elsewhere sends further
-    requests to the global set. A batch never holds more than `MOST_SETS` sets when there are no more domains than that;
-    with more, domains beyond the most used ones share the global set.
+    requests to the global set. A batch never holds more than `MOST_SETS` sets: domains beyond the most used ones share
+    the global set.
     """
 
     needs_hidden = True
 
     def __init__(self, domains: Domains) -> None:
         self.domains = domains
+        # The global one first; domains that share a set share its place.
+        named = zip([EVERYTHING, *domains.names], [domains.sets[-1], *domains.sets[:-1]], strict=True)
+        self._sets: dict[str, SkipSet] = {}
+        for name, skip in named:
+            if skip not in self._sets.values():
+                self._sets[name] = skip
+        built = list(self._sets.values())
+        self._place = np.array([built.index(skip) for skip in domains.sets], np.intp)
         self.requests: dict[str, tuple[int, int]] = {}
         # One bin per anchor, and one for requests of no domain.
         self.acceptance = BinnedRate(np.full(len(domains.anchors) + 1, 0.5), weight=1.0, memory=2000.0)
 
-    def sets(self) -> tuple[SkipSet, ...]:
-        return self.domains.sets
+    def sets(self) -> dict[str, SkipSet]:
+        return self._sets
 
-    def begin(self, request_ids: Sequence[str], hidden: NDArray[np.float32] | None = None) -> None:
+    def begin(
+        self, request_ids: Sequence[str], hidden: NDArray[np.float32] | None = None, wanted: Sequence[Any] = ()
+    ) -> None:
         """Route these requests; without `hidden` (a request resumed from elsewhere) they take the global set."""
         nowhere, everyone = len(self.domains.anchors), len(self.domains.names)
         if hidden is None:
@@ -190,11 +201,12 @@ class Knn(Selection):
 
     def choose(self, request_ids: Sequence[str], context: NDArray[np.int32]) -> NDArray[np.intp]:
         everyone = len(self.domains.names)
-        chosen = np.array([self.requests.get(r, (everyone, 0))[0] for r in request_ids], np.intp)
-        kinds, counts = np.unique(chosen, return_counts=True)
-        if len(kinds) > MOST_SETS:
-            rare = kinds[np.argsort(-counts, kind="stable")[MOST_SETS - 1 :]]
-            chosen[np.isin(chosen, rare)] = everyone
+        chosen = self._place[[self.requests.get(r, (everyone, 0))[0] for r in request_ids]]
+        counts = np.bincount(chosen, minlength=len(self._sets))
+        if np.count_nonzero(counts) > MOST_SETS:
+            counts[0] = 0
+            rare = np.argsort(-counts, kind="stable")[MOST_SETS - 1 :]
+            chosen[np.isin(chosen, rare)] = 0
         return chosen
 
     def observe(self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:

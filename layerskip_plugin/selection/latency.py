@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,24 +14,15 @@ from layerskip_plugin.selection.knapsack import PassTimes
 VERIFIED = (1, 2, 4, 8, 12)
 
 
-def hardware() -> str:
-    """What the host computes with, in words: a calibration of times holds only there."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        name = models[0] if models else name
-    return f"{name}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads"
-
-
 @torch.inference_mode()
 def measure(host: HostModel, context: int, repeats: int = 7, layers: Sequence[int] | None = None) -> PassTimes:
-    """Times at one context length, batch 1; medians over `repeats` rounds through `layers` (a few, spread evenly).
+    """Times at one context length, batch 1; medians over `repeats` rounds through `layers` (by default all of them:
+    the weights and KV of a few would stay in a cache that those of a whole pass do not fit into).
 
     The KV is made up: the time does not depend on what is in it.
     """
     text = blank(host, context)
-    layers = layers or sorted({0, host.n_layers // 3, 2 * host.n_layers // 3, host.n_layers - 1})
+    layers = layers or range(host.n_layers)
     attention, mlp, head = ({}, {}, {})  # type: dict[int, float], dict[int, float], dict[int, float]
     for n in VERIFIED:
         sample = Sample([text], [torch.full((n,), context - 1)])
@@ -57,11 +45,14 @@ def blank(host: HostModel, context: int) -> Text:
     weight = host.embed.weight
     layer = host.layers[0].self_attn
     heads = layer.k_proj.out_features // host.head_size
-    keys = [torch.randn(heads, context, host.head_size, device=weight.device) for _ in range(host.n_layers)]
+
+    def made_up() -> list[torch.Tensor]:
+        return [torch.randn(heads, context, host.head_size, device=weight.device) for _ in range(host.n_layers)]
+
     final = torch.randn(context, weight.shape[1], device=weight.device)
     cos, sin = (x[0] for x in host.rotary(final[:1], torch.arange(context, device=weight.device)[None]))
     ids = torch.zeros(context, dtype=torch.int64, device=weight.device)
-    return Text(ids, keys, keys, cos, sin, ids, final, ids[:0], final[None, :0])
+    return Text(ids, made_up(), made_up(), cos, sin, ids, final, ids[:0], final[None, :0])
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:

@@ -84,11 +84,18 @@ class Knapsack(Selection):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._sets = tuple(dict.fromkeys(choice.skip for choice in plan.choices))
-        self._place = np.array([self._sets.index(choice.skip) for choice in plan.choices], np.intp)
+        self._sets: dict[str, SkipSet] = {}
+        # What is only there for plain decoding need not be built.
+        for context, choice in zip(plan.contexts, plan.choices, strict=True):
+            if choice.length and choice.skip not in self._sets.values():
+                self._sets[f"context {context}"] = choice.skip
+        if not self._sets:
+            self._sets["plain"] = plan.choices[0].skip
+        built = list(self._sets.values())
+        self._place = np.array([built.index(x.skip) if x.length else 0 for x in plan.choices], np.intp)
         self._length = np.array([choice.length for choice in plan.choices], np.int32)
 
-    def sets(self) -> tuple[SkipSet, ...]:
+    def sets(self) -> dict[str, SkipSet]:
         return self._sets
 
     def choose(self, request_ids: Sequence[str], context: NDArray[np.int32]) -> NDArray[np.intp]:

@@ -14,6 +14,8 @@ from layerskip_plugin.skip_set import SkipSet
 
 WINDOW = 32
 BETA = 25
+MOST = 8
+"""Candidates in one batch, beside the incumbent."""
 CONFIRM, LEAD = 3, 0.01
 """Windows that a challenger must lead on together, and by how much on average."""
 DROP = 0.1
@@ -23,7 +25,7 @@ LOW, HIGH, NOTCH = 0.6, 0.92, 0.05
 
 
 class Swift(Selection):
-    """Searches with `step`, in batches that fit the time it is given.
+    """One set for all requests. Searches with `step`, in batches that fit the time it is given.
 
     Every batch scores the incumbent and new candidates on the same, newest window, so that they are compared on the
     same tokens. The best candidate that beats the incumbent becomes its challenger and replaces it only if it also does
@@ -39,6 +41,8 @@ class Swift(Selection):
         beta, patience, seed: see above.
         clock: for tests.
     """
+
+    searches = True
 
     def __init__(
         self,
@@ -68,8 +72,16 @@ class Swift(Selection):
         """Whether `step` has anything to do."""
         return self.idle < self.patience
 
-    def sets(self) -> tuple[SkipSet, ...]:
-        return (self.incumbent,)
+    @property
+    def batch_seconds(self) -> float:
+        """What a batch of the most candidates is expected to take; 0 before the first one."""
+        return (MOST + 1) * self.seconds_per_set + self.seconds_of_step
+
+    def sets(self) -> dict[str, SkipSet]:
+        return {"swift": self.incumbent}
+
+    def choose(self, request_ids: Sequence[str], context: NDArray[np.int32]) -> NDArray[np.intp]:
+        return np.zeros(len(request_ids), np.intp)
 
     def step(self, seconds: float) -> bool:
         """Score batches until the time is used up; a batch begins only if it is expected to fit.
@@ -120,7 +132,7 @@ class Swift(Selection):
         """How many candidates the next batch may hold beside the incumbent."""
         if not self.seconds_per_set:
             return 1
-        return min(8, self.patience, int((left - self.seconds_of_step) / self.seconds_per_set) - 1)
+        return min(MOST, self.patience, int((left - self.seconds_of_step) / self.seconds_per_set) - 1)
 
     def _score(self, count: int) -> int:
         first = not self.space.values

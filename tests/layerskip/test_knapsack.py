@@ -178,9 +178,13 @@ def plan() -> Plan:
 def test_plan_goes_by_context() -> None:
     selection = Knapsack(plan())
     context = np.array([1, 199, 200, 799, 800, 9000], np.int32)
-    chosen = [len(selection.sets()[i]) for i in selection.choose(list("abcdef"), context)]
-    assert chosen == [0, 0, 1, 1, 3, 3]
+    sets = list(selection.sets().values())
+    chosen = [len(sets[i]) for i in selection.choose(list("abcdef"), context)]
     assert selection.lengths(context).tolist() == [0, 0, 2, 2, 6, 6]
+    # The set of plain decoding is not built.
+    assert len(sets) == 2 and chosen[2:] == [1, 1, 3, 3]
+    plain = Plan((100,), plan().choices[:1], "")
+    assert [len(skip) for skip in Knapsack(plain).sets().values()] == [0]
 
 
 def test_plan_file(tmp_path: Path) -> None:

@@ -201,5 +201,5 @@ def test_swift_moves_its_ratio(importance: float, fewer: bool) -> None:
 
 def test_static_is_one_set() -> None:
     skip = SkipSet.of_sublayers([1], 3)
-    assert Static(skip).sets() == (skip,)
-    assert Static(skip).choose(["a", "b"], np.zeros(2, np.int32)).tolist() == [0, 0]
+    assert Static({"one": skip}).sets() == {"one": skip}
+    assert Static({"one": skip}).choose(["a", "b"], np.zeros(2, np.int32)).tolist() == [0, 0]

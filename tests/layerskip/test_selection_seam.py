@@ -18,8 +18,7 @@ from layerskip_plugin.skip_set import SkipSet
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
     skip = SkipSet.of_sublayers([2], 4, "m")
-    paths = {name: tmp_path / f"{name}.json" for name in SELECTIONS}
-    skip.save(paths["static"])
+    paths = {name: tmp_path / f"{name}.json" for name in ("knn", "knapsack")}
     Plan((10,), (Choice(skip, 3, 1.0),), "here").save(paths["knapsack"], {})
     anchors = np.eye(2, 6, dtype=np.float32)
     Domains(("a", "b"), (skip,) * 3, np.zeros(6, np.float32), anchors, np.array([0, 1], np.int32), 0.5).save(
@@ -30,35 +29,36 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 def test_every_selection_by_name(files: dict[str, Path]) -> None:
     for name in SELECTIONS:
-        file = None if name == "swift" else files[name]
-        made = make_selection(name, 4, "m", file, lambda skips: np.zeros(len(skips)), "here")
+        file = files.get(name)
+        given = {"one": SkipSet.of_sublayers([2], 4, "m")} if name == "static" else None
+        made = make_selection(name, 4, "m", given, file, lambda skips: np.zeros(len(skips)), "here")
         assert type(made).__name__.lower() == name
-        assert all(skip.n_layers == 4 and skip.model == "m" for skip in made.sets())
+        assert all(skip.n_layers == 4 and skip.model == "m" for skip in made.sets().values())
         assert made.choose(["r"], np.array([5], np.int32))[0] < len(made.sets())
-    assert not make_selection("static", 4, "m").sets()[0]
+    assert [len(skip) for skip in make_selection("static", 4, "m").sets().values()] == [0]
 
 
 @pytest.mark.parametrize(
     ("name", "given", "says"),
     [
-        ("statik", "static", "none called 'statik'; choose from: static, swift, knn, knapsack"),
+        ("statik", "knn", "none called 'statik'; choose from: static, swift, knn, knapsack"),
         ("swift", None, "needs an engine"),
         ("knn", None, "freedraft calibrate knn"),
-        ("knn", "static", "has the format 'freedraft skip set 1'"),
+        ("knn", "knapsack", "has the format 'freedraft knapsack plan 1'"),
         ("knapsack", "knapsack", "measured on here, this is there"),
     ],
 )
 def test_what_cannot_be_used_is_refused(files: dict[str, Path], name: str, given: str | None, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        make_selection(name, 4, "m", files[given] if given else None, hardware="there")
+        make_selection(name, 4, "m", None, files[given] if given else None, hardware="there")
 
 
-@pytest.mark.parametrize("name", ["static", "knn", "knapsack"])
+@pytest.mark.parametrize("name", ["knn", "knapsack"])
 def test_files_of_another_model_are_refused(files: dict[str, Path], name: str) -> None:
     with pytest.raises(ValueError, match="another model"):
-        make_selection(name, 4, "other", files[name])
+        make_selection(name, 4, "other", None, files[name])
     with pytest.raises(ValueError, match="4 layers, this one has 5"):
-        make_selection(name, 5, "m", files[name])
+        make_selection(name, 5, "m", None, files[name])
 
 
 def test_allowance_is_a_share_of_the_time_whatever_a_search_takes() -> None:

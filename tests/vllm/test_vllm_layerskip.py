@@ -92,7 +92,7 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
         settle(llm)
         proposer = runner_of(llm).drafter
         assert not proposer.failed
-        assert not proposer.running and not proposer.choice
+        assert not proposer.running and not len(proposer.selector)
 
 
 def skipping(name: str, max_tokens: int = TOKENS) -> Any:
@@ -147,7 +147,7 @@ def test_skip_sets_side_by_side_with_chunked_prefill_and_preemption(layerskip: A
 
     def record(step: Any, drafts: list[list[int]]) -> None:
         partial.append(len(step.rows) < step.batch_size)
-        sizes.append({proposer.choice[request_id] for request_id in step.request_ids})
+        sizes.append(set(proposer.selector.last(step.request_ids).tolist()))
 
     with spied(proposer, record):
         settings = [skipping(("empty", "some")[i % 2]) for i in range(len(prompts))]

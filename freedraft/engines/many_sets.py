@@ -1,0 +1,51 @@
+"""One forward pass of a pre-norm decoder under several sets of skipped sublayers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class Sublayer(NamedTuple):
+    """One of the 2L sublayers.
+
+    Attributes:
+        norm: before it.
+        run: float [N, H] -> [N, H], for attention over all N rows of the pass.
+        is_attention: which of the two.
+    """
+
+    norm: Callable[[torch.Tensor], torch.Tensor]
+    run: Callable[[torch.Tensor], torch.Tensor]
+    is_attention: bool
+
+
+def forward(hidden: torch.Tensor, sublayers: Sequence[Sublayer], skipped: NDArray[np.bool_]) -> torch.Tensor:
+    """The residual stream behind all sublayers.
+
+    Attention runs for all sets where any keeps it, so that its metadata is the same in all layers, and what is not
+    wanted of it is dropped; MLPs run for the sets that keep them.
+
+    Args:
+        hidden: float [J, W, H], embedded tokens under each of J sets.
+        sublayers: all 2L, in order.
+        skipped: bool [J, 2L].
+    """
+    stream = hidden.clone()
+    count, width, size = stream.shape
+    for index, (norm, run, is_attention) in enumerate(sublayers):
+        keep = np.flatnonzero(~skipped[:, index])
+        if not len(keep):
+            continue
+        kept = torch.from_numpy(keep).to(stream.device)
+        rows = stream if is_attention or len(keep) == count else stream[kept]
+        added = run(norm(rows.reshape(-1, size))).view(-1, width, size)
+        if len(keep) == count:
+            stream = stream + added
+        else:
+            stream = stream.index_add(0, kept, added[kept] if is_attention else added)
+    return stream
