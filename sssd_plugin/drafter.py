@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from sssd_plugin import paper
+from sssd_plugin import paper, provenance
 from sssd_plugin.datastore.live import SEARCHED, LiveDatastore, View
 from sssd_plugin.datastore.sub_index import Snapshot
 from sssd_plugin.fusion import LEARNED, PAPER, draft_batch
@@ -210,6 +210,22 @@ class Drafter:
             )  # fmt: skip
         return out.head(len(slot_ids))
 
+    def account(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:
+        """Add to `tally` (`sssd_plugin.provenance`) where the tokens come from that these requests have just gained.
+
+        Args:
+            gained: int64 [B], tokens of the last step, all but the last of them drafted.
+        """
+        self._await_prompts(request_ids)
+        with self._lock:
+            groups = None if self._live is None else self._look(self._live, request_ids)
+            slot_ids = self._index.slot_ids(request_ids, create=False)
+            groups = np.zeros(len(slot_ids), np.int64) if groups is None else groups
+            view = self._view
+            provenance.account(
+                self._index.slots, slot_ids, view.table, view.bounds, groups, view.static_rows, gained, tally
+            )
+
     def length(self, request_id: str) -> int:
         """Tokens indexed for a request; 0 if it is unknown."""
         return self._index.length(request_id)
@@ -260,4 +276,5 @@ class Drafter:
         self.extend([name], np.zeros((1, 1), np.int32), np.zeros(1, np.int32), np.ones(1, np.int32))
         self.append([name], np.zeros(200, np.int32), np.array([0, 200], np.int64))
         self.draft([name], max_nodes=min(2, self.max_nodes), total_draft_tokens=1)
+        self.account([name], np.ones(1, np.int64), np.zeros(provenance.SIZE, np.int64))
         self.finish([name])

@@ -53,6 +53,7 @@ class View:
         table: int64 [R, 7], rows as in `Snapshot.table`, group after group.
         bounds: int64 [G + 1], where each group's rows start.
         sizes: int64 [G], tokens that each group sees.
+        static_rows: int64 [G], how many of each group's rows, the first ones, are of the store that was built.
         keeps: what keeps the addresses valid.
         widest: most sub-indices of a group.
     """
@@ -60,28 +61,31 @@ class View:
     table: NDArray[np.int64]
     bounds: NDArray[np.int64]
     sizes: NDArray[np.int64]
+    static_rows: NDArray[np.int64]
     keeps: tuple[object, ...]
     widest: int
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> View:
         """One group that sees `snapshot`."""
-        return cls.single(snapshot.table, snapshot.n_tokens, (snapshot,))
+        return cls.single(snapshot.table, snapshot.n_tokens, len(snapshot.table), (snapshot,))
 
     @classmethod
-    def single(cls, table: NDArray[np.int64], size: int, keeps: tuple[object, ...]) -> View:
-        """One group that sees all of `table`."""
+    def single(cls, table: NDArray[np.int64], size: int, n_static: int, keeps: tuple[object, ...]) -> View:
+        """One group that sees all of `table`, of which the first `n_static` rows are static."""
         n = len(table)
-        return cls(table, np.array([0, n], np.int64), np.array([size], np.int64), keeps, n)
+        bounds, sizes, static = (np.array(values, np.int64) for values in ([0, n], [size], [n_static]))
+        return cls(table, bounds, sizes, static, keeps, n)
 
     @classmethod
     def join(cls, views: Sequence[View]) -> View:
         """A group for each of these views of one group."""
         bounds = np.zeros(len(views) + 1, np.int64)
         np.cumsum([len(view.table) for view in views], out=bounds[1:])
-        table = np.concatenate([view.table for view in views])
-        sizes = np.concatenate([view.sizes for view in views])
-        return cls(table, bounds, sizes, tuple(views), max(view.widest for view in views))
+        table, sizes, static = (
+            np.concatenate([getattr(view, name) for view in views]) for name in ("table", "sizes", "static_rows")
+        )
+        return cls(table, bounds, sizes, static, tuple(views), max(view.widest for view in views))
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +325,18 @@ class LiveDatastore:
         return max(2, SEARCHED - len(self._static.table))
 
     def _set_static(self, static: Snapshot) -> None:
+        subs = static.sub_indices
+        most = SEARCHED - 2
+        if len(subs) > most:
+            logger.warning(
+                "freedraft: the datastore has %d sub-indices; with what is learnt, at most %d are searched, so the "
+                "smallest %d are left out: make fewer of them with `freedraft datastore merge`",
+                len(subs),
+                SEARCHED,
+                len(subs) - most,
+            )
+            largest = sorted(sorted(range(len(subs)), key=lambda i: -subs[i].n)[:most])
+            static = Snapshot.of([subs[i] for i in largest])
         self._static = static
         self._static_view = View.of(static)
 
@@ -343,7 +359,7 @@ class LiveDatastore:
             return self._static_view
         table = np.concatenate([self._static.table, *(run.row for run in runs)])
         size = self._static.n_tokens + sum(run.n for run in runs)
-        return View.single(table, size, (self._static, *runs))
+        return View.single(table, size, len(self._static.table), (self._static, *runs))
 
     def _plan(self, tenant: _Tenant) -> None:
         """Start a merge if the tenant's runs want one."""
@@ -539,13 +555,6 @@ def open_live(
         DatastoreError: the directory cannot be read or written, is of another tokenizer or a newer version, or another
             process writes there.
     """
-    if static is not None and len(static.table) > SEARCHED - 2:
-        logger.warning(
-            "freedraft: the datastore has %d sub-indices, which with what is learnt makes more than %d to search: "
-            "make fewer of them with `freedraft datastore merge`",
-            len(static.table),
-            SEARCHED,
-        )
     log = None
     if directory is not None:
         log = SegmentLog.open(

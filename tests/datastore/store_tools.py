@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +93,24 @@ def replace_array(store: Path, role: Any, change: Callable[[NDArray[np.int32]], 
 def leftovers(folder: Path) -> list[str]:
     """Temporary siblings of a store."""
     return [path.name for path in folder.iterdir() if ".building-" in path.name]
+
+
+@contextmanager
+def read_only_folder() -> Iterator[Path]:
+    """A folder with the file `kept` that the process may only read; root is an ordinary user meanwhile."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "folder"
+        folder.mkdir()
+        (folder / "kept").write_text("x")
+        Path(name).chmod(0o755)
+        folder.chmod(0o555)
+        root = os.geteuid() == 0
+        if root:
+            os.setresuid(65534, 65534, 0)
+        try:
+            yield folder
+        finally:
+            if root:
+                os.setresuid(0, 0, 0)
+            folder.chmod(0o755)
+        assert [path.name for path in folder.iterdir()] == ["kept"]

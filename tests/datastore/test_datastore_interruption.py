@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import build_store, documents_of, leftovers
+from store_tools import build_store, documents_of, leftovers, read_only_folder
 
 from sssd_plugin.datastore.builder import StoreBuilder
 from sssd_plugin.datastore.errors import DatastoreError
@@ -160,11 +159,9 @@ def test_only_datastores_are_replaced(tmp_path: Path) -> None:
         assert documents_of(store.snapshot.sub_indices[0]) == [[2]]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(DatastoreError, match=r"cannot write .*Permission denied; give this user access"):
-            build_store(tmp_path / "store", [[1]], 10)
-    finally:
-        tmp_path.chmod(0o700)
+def test_a_folder_that_may_not_be_written() -> None:
+    with (
+        read_only_folder() as folder,
+        pytest.raises(DatastoreError, match=r"cannot write .*Permission denied; give this user access"),
+    ):
+        build_store(folder / "store", [[1]], 10)

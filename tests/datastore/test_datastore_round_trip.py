@@ -158,3 +158,13 @@ def test_replacing_keeps_open_stores_valid(tmp_path: Path) -> None:
     with Datastore.open(tmp_path / "store") as new:
         assert documents_of(new.snapshot.sub_indices[0]) == [[4, 5]]
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_processes_share_one_copy(tmp_path: Path) -> None:
+    """All arrays are shared read-only maps of the files, so that the page cache holds the only copy."""
+    build_store(tmp_path / "store", [[1, 2, 3]] * 50, 10)
+    with Datastore.open(tmp_path / "store") as store:
+        assert store.snapshot.sub_indices
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+        assert len(lines) == 3 and {line[1] for line in lines} == {"r--s"}

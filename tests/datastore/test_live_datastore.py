@@ -266,17 +266,22 @@ def test_the_static_store_stays_visible_and_may_change() -> None:
     store.close()
 
 
-def test_too_many_static_sub_indices_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    part = SubIndex.build(np.array([1, 2, -1], np.int32), VOCAB)
-    open_live(None, VOCAB, static=Snapshot.of([part] * 6)).close()
+def test_too_many_static_sub_indices_are_said_and_the_smallest_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def part(i: int) -> SubIndex:
+        return SubIndex.build(np.array([100 + i, 200 + i, 300 + i, *[1] * (i % 5), -1], np.int32), VOCAB)
+
+    open_live(None, VOCAB, static=Snapshot.of([part(i) for i in range(6)])).close()
     assert not caplog.records
-    store = open_live(None, VOCAB, static=Snapshot.of([part] * 9))
-    assert "9 sub-indices" in caplog.text and "datastore merge" in caplog.text
+    store = open_live(None, VOCAB, static=Snapshot.of([part(i) for i in range(9)]))
+    assert "9 sub-indices" in caplog.text and "smallest 3 are left out" in caplog.text
+    assert "datastore merge" in caplog.text
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
+    found = [chain(drafter, str(i), [100 + i])[:2] == [200 + i, 300 + i] for i in range(9)]
+    assert found == [i not in (0, 5, 6) for i in range(9)]
     for seed in range(50):
         store.insert(document(seed))
         chain(drafter, "x", [1, 2])
-    assert store.view()[0].widest <= 11
+        assert store.view()[0].widest <= SEARCHED
     store.close()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from store_tools import read_only_folder
 
 from sssd_plugin.datastore import segments
 from sssd_plugin.datastore.errors import DatastoreError
@@ -210,6 +211,54 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
             attempt()
         assert "\n" not in str(error.value)
     assert file.read_text() == "x"
+
+
+def test_a_folder_that_may_not_be_written_is_refused_and_may_be_read() -> None:
+    with read_only_folder() as folder:
+        for attempt in (
+            lambda: log_of(folder),
+            lambda: check_live(folder, vocab_size=VOCAB, fingerprint=None, second_writer="refuse"),
+        ):
+            with pytest.raises(DatastoreError, match=r"cannot write .* give this user access") as error:
+                attempt()
+            assert "\n" not in str(error.value)
+        assert log_of(folder, writer=False).take_recovered() == []
+
+
+def test_a_disk_that_turns_read_only_stops_nothing(tmp_path: Path, monkeypatch, caplog) -> None:
+    """A new segment cannot even be begun."""
+    store = open_live(tmp_path, VOCAB)
+    store.insert(np.array([1, 2], np.int32))
+    store.flush()
+    opened = os.open
+
+    def refuse(path, flags, *rest):
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(30, "Read-only file system", str(path))
+        return opened(path, flags, *rest)
+
+    store._log._segment_tokens = 1
+    monkeypatch.setattr(os, "open", refuse)
+    assert store.insert(np.array([3, 4], np.int32)), "serving goes on"
+    store.flush()
+    assert "Read-only file system" in caplog.text and store.stats().documents == 2
+    monkeypatch.setattr(os, "open", opened)
+    store.close()
+    assert read(tmp_path) == [[1, 2], [3, 4]]
+
+
+def test_a_second_server_reads_and_learns_in_memory(tmp_path: Path, caplog) -> None:
+    first = open_live(tmp_path, VOCAB)
+    first.insert(np.array([1, 2, 3], np.int32))
+    first.flush()
+    with pytest.raises(DatastoreError, match="another server writes"):
+        open_live(tmp_path, VOCAB)
+    second = open_live(tmp_path, VOCAB, second_writer="read")
+    assert "reading only" in caplog.text and second.stats().tokens == 4
+    assert second.insert(np.array([4, 5], np.int32)) and second.stats().tokens == 7
+    second.close()
+    first.close()
+    assert read(tmp_path) == [[1, 2, 3]]
 
 
 def test_a_full_disk_stops_nothing_and_writing_is_tried_again(tmp_path: Path, monkeypatch, caplog) -> None:
