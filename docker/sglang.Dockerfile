@@ -5,10 +5,10 @@ FROM lmsysorg/sglang:${SGLANG_VERSION}
 
 COPY dist/freedraft-*.whl /tmp/
 RUN python3 -m pip install --no-cache-dir /tmp/freedraft-*.whl && rm /tmp/freedraft-*.whl \
-    && useradd --create-home --uid 10001 freedraft
+    && useradd --create-home --home-dir /srv/freedraft --uid 10001 freedraft
 USER 10001
-WORKDIR /home/freedraft
-ENV HF_HOME=/home/freedraft/.cache/huggingface NUMBA_CACHE_DIR=/home/freedraft/.cache/numba FREEDRAFT_LIVE=true
+WORKDIR /srv/freedraft
+ENV HF_HOME=/srv/freedraft/.cache/huggingface NUMBA_CACHE_DIR=/srv/freedraft/.cache/numba FREEDRAFT_LIVE=true
 EXPOSE 30000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=15m \
     CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:30000/health', timeout=4)"]

@@ -6,11 +6,11 @@ FROM vllm/vllm-openai:${VLLM_VERSION}
 # The engine's own packages stay as they are: freedraft needs nothing newer.
 COPY dist/freedraft-*.whl /tmp/
 RUN python3 -m pip install --no-cache-dir /tmp/freedraft-*.whl && rm /tmp/freedraft-*.whl \
-    && useradd --create-home --uid 10001 freedraft
+    && useradd --create-home --home-dir /srv/freedraft --uid 10001 freedraft
 USER 10001
-WORKDIR /home/freedraft
+WORKDIR /srv/freedraft
 # Compiled drafting code and models are kept here: mount it to keep them from one container to the next.
-ENV HF_HOME=/home/freedraft/.cache/huggingface NUMBA_CACHE_DIR=/home/freedraft/.cache/numba
+ENV HF_HOME=/srv/freedraft/.cache/huggingface NUMBA_CACHE_DIR=/srv/freedraft/.cache/numba
 EXPOSE 8000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=15m \
     CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]

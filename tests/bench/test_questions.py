@@ -1,0 +1,68 @@
+"""Question files: what is read, how it is cut into blocks, and what is said of a file in another format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import questions
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def row(number: int, category: str) -> dict[str, object]:
+    return {"question_id": number, "category": category, "turns": [f"question {number}", "and then?"]}
+
+
+def test_first_turns_and_groups_of_spec_bench(tmp_path: Path) -> None:
+    found = questions.load(write(tmp_path / "q.jsonl", row(81, "writing"), row(91, "coding"), row(161, "rag")))
+    assert [(q.name, q.group, q.text) for q in found] == [
+        ("q:81", "mt_bench", "question 81"),
+        ("q:91", "mt_bench", "question 91"),
+        ("q:161", "rag", "question 161"),
+    ]
+
+
+def test_blocks_hold_one_group_each_and_groups_take_turns(tmp_path: Path) -> None:
+    rows = [row(i, "qa") for i in range(5)] + [row(10 + i, "rag") for i in range(3)]
+    blocks = questions.blocks(questions.load(write(tmp_path / "q.jsonl", *rows)), 2)
+    assert [(b[0].group, len(b)) for b in blocks] == [("qa", 2), ("rag", 2), ("qa", 2), ("rag", 1), ("qa", 1)]
+    assert sorted(q.name for b in blocks for q in b) == sorted(f"q:{i}" for i in [*range(5), 10, 11, 12])
+    assert [len(b) for b in questions.blocks([q for b in blocks for q in b], 2, limit=1)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"category": "qa", "turns": ["a"]}\n{"prompt": "x"}\n', "line 2: not Spec-Bench's format"),
+        ('{"category": "qa", "turns": []}\n', "line 1: not Spec-Bench's format"),
+        ('{"category": "qa", "turns": [["a"]]}\n', "line 1"),
+        ("[1, 2]\n", "line 1"),
+        ("question,answer\n", "line 1"),
+        ("\n\n", "no questions in it"),
+    ],
+)
+def test_another_format_is_named_with_its_line(tmp_path: Path, content: str, says: str) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text(content)
+    with pytest.raises(questions.QuestionError, match=says) as error:
+        questions.load(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(questions.QuestionError, match="cannot be read"):
+        questions.load(tmp_path / "none.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(questions.QuestionError, match="cannot be read"):
+        questions.load(tmp_path / "b.jsonl")
+
+
+def test_another_question_is_another_digest(tmp_path: Path) -> None:
+    one = questions.load(write(tmp_path / "q.jsonl", row(1, "qa")))
+    other = questions.load(write(tmp_path / "q.jsonl", row(1, "rag")))
+    assert questions.digest(one) != questions.digest(other)

@@ -1,0 +1,84 @@
+"""The page: it holds all that it shows, asks for nothing from outside, and names what it cannot read."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import report
+import serve
+from results import blocks
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    arms = {n: serve.asdict(serve.PRESETS[n]) for n in ("plain", "sssd", "ngram")}
+    settings = {"model": "m", "device": "cpu", "dtype": "float32", "eager": True, "max_tokens": 8, "arms": arms}
+    settings["questions"] = {"files": ["q.jsonl"], "count": 8, "sha256": "0"}
+    result = serve.Report(tmp_path / "serve-test.json", settings, blocks(), ["arm 'x' is left out: <broken> & gone"])
+    result.write()
+    (tmp_path / "other.json").write_text('{"something": "else"}')
+    (tmp_path / "damaged.json").write_text('{"benchmark": "serve"')
+    return tmp_path
+
+
+class Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+
+
+def test_the_page_makes_no_requests(folder: Path) -> None:
+    page, plots = report.build(folder)
+    links = Links()
+    links.feed(page)
+    assert len(links.found) == len(plots) >= 4
+    assert all(link.startswith("data:image/svg+xml;base64,") for link in links.found)
+    assert not links.tags & {"script", "link", "iframe", "object"}
+    assert "@import" not in page and not re.search(r"url\(", page)
+    for link in links.found:
+        picture = ElementTree.fromstring(base64.b64decode(link.partition(",")[2]))
+        assert picture.tag.endswith("svg")
+        assert not [e for e in picture.iter() if e.tag.endswith("image")]
+
+
+def test_it_names_problems_and_damaged_files_and_shows_figures(folder: Path) -> None:
+    page, _ = report.build(folder)
+    assert "arm &#x27;x&#x27; is left out: &lt;broken&gt; &amp; gone" in page
+    assert "<h2>damaged.json</h2>" in page and "left out: JSONDecodeError" in page
+    assert "other.json" not in page
+    assert "<td>2.00</td>" in page and "<td>0.80</td>" in page  # over plain
+
+
+def test_plots_are_written_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = folder / "page" / "index.html"
+    monkeypatch.setattr("sys.argv", ["report.py", str(folder), "--out", str(out)])
+    assert report.main() == 0
+    names = {path.name for path in out.parent.glob("*.png")}
+    assert {"serve-test-latency-throughput.png", "serve-test-ratios.png", "serve-test-acceptance.png"} <= names
+    assert all((out.parent / name).read_bytes().startswith(b"\x89PNG") for name in names)
+
+
+def test_an_empty_folder_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path)])
+    assert report.main() == 2
+    assert "no results" in capsys.readouterr().err
+
+
+def test_the_committed_results_make_a_page() -> None:
+    results = Path(report.__file__).parent / "results"
+    page, plots = report.build(results)
+    assert "left out:" not in page.replace("is left out:", "")
+    assert plots and json.loads((results / "replay.json").read_text())

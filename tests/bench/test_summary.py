@@ -1,0 +1,62 @@
+"""What is worked out of blocks: throughput, ratio to plain, acceptance and identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import summary
+from results import block, blocks
+
+PLAIN = {"plain": "plain", "sssd": "plain", "ngram": "plain"}
+
+
+def find(rows: list[dict[str, Any]], arm: str, group: str, concurrency: int = 1) -> dict[str, Any]:
+    (row,) = (r for r in rows if (r["arm"], r["group"], r["concurrency"]) == (arm, group, concurrency))
+    return row
+
+
+def test_rows_by_arm_concurrency_and_group() -> None:
+    rows = summary.rows(blocks(), PLAIN)
+    assert len(rows) == 3 * 2 * 3
+    row = find(rows, "sssd", "all")
+    assert row["requests"] == 8 and row["tokens"] == 64
+    assert row["tokens_per_second"] == pytest.approx(20)
+    assert row["ratio"] == pytest.approx(2) and row["ratio_interval"] == pytest.approx([2, 2])
+    assert row["ms_per_token"] == pytest.approx(1000 * 0.4 / 8)
+    assert row["ttft_ms"] == pytest.approx(200)
+    assert row["decode_ms_per_token"] == pytest.approx(1000 * 0.2 / 7)
+    assert row["identical"] == 1.0
+    assert "ratio" not in find(rows, "plain", "all")
+    assert find(rows, "ngram", "qa", 4)["ratio"] == pytest.approx(0.8)
+
+
+def test_accepted_tokens_save_passes() -> None:
+    row = find(summary.rows(blocks(), PLAIN), "sssd", "qa")
+    assert row["tokens_per_step"] == pytest.approx(16 / 12)  # 16 tokens of which 4 were accepted drafts
+    assert row["drafted_per_step"] == pytest.approx(8 / 12) and row["acceptance"] == pytest.approx(0.5)
+    assert "tokens_per_step" not in find(summary.rows(blocks(), PLAIN), "plain", "qa")
+
+
+def test_a_differing_answer_shows() -> None:
+    found = [b for b in blocks() if (b["arm"], b["block"], b["concurrency"]) != ("sssd", 0, 1)]
+    found.append(block("sssd", "qa", 0, answers=["a0", "other"]))
+    rows = summary.rows(found, PLAIN)
+    assert find(rows, "sssd", "qa")["identical"] == pytest.approx(3 / 4)
+    assert find(rows, "sssd", "rag")["identical"] == 1.0
+
+
+def test_only_blocks_that_both_answered_are_compared() -> None:
+    found = [b for b in blocks() if (b["arm"], b["block"], b["concurrency"]) != ("plain", 0, 1)]
+    found.append(block("plain", "qa", 0, errors=["refused"], seconds=1000.0))
+    row = find(summary.rows(found, PLAIN), "sssd", "qa")
+    assert row["ratio"] == pytest.approx(2)
+    assert row["requests"] == 4  # its own figures count all that it answered
+
+
+def test_the_interval_is_as_wide_as_blocks_differ() -> None:
+    found = [block("plain", "qa", i) for i in range(20)]
+    found += [block("sssd", "qa", i, seconds=0.8 * (0.5 if i % 2 else 1.5)) for i in range(20)]
+    row = find(summary.rows(found, PLAIN), "sssd", "qa")
+    low, high = row["ratio_interval"]
+    assert low < row["ratio"] < high and high - low > 0.5
