@@ -46,13 +46,16 @@ endef
 pip_torch = { $(1)/bin/pip install -q --retries 1 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCH) \
 	|| $(1)/bin/pip install -q $(TORCH); }
 
-.PHONY: help demo demo-sglang serve stop test lint test-vllm test-sglang setup-vllm setup-sglang model clean distclean
+.PHONY: help demo demo-sglang serve stop report wheel test lint test-vllm test-sglang setup-vllm setup-sglang model clean \
+	distclean
 
 help:
 	@echo 'make demo         measure plain and SSSD on vLLM (CPU, embedded model), side by side'
 	@echo 'make demo-sglang  the same on SGLang'
 	@echo 'make test         lint, types, unit tests, tests on both engines'
 	@echo 'make serve        start an OpenAI-compatible vLLM server with SSSD on 127.0.0.1:$(PORT); make stop ends it'
+	@echo 'make report       the page and plots of the measured results, build/report.html'
+	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'
 	@echo 'make clean        remove what was built; make distclean: the environments too'
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -119,6 +122,14 @@ serve: $(VLLM)/project.done $(MODEL)/config.json
 stop:
 	@if [ -x $(VLLM)/bin/python ]; then $(VLLM)/bin/python bench/server.py stop; fi
 
+report: $(VLLM)/project.done
+	@$(VLLM)/bin/python bench/report.py bench/results --out build/report.html
+
+wheel: $(VLLM)/python.done
+	@rm -f dist/freedraft-*.whl
+	@$(call quietly,wheel,wheel,$(VLLM)/bin/pip wheel -q --no-deps -w dist .)
+	@ls dist/freedraft-*.whl
+
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 export FREEDRAFT_TEST_MODEL := $(CURDIR)/$(MODEL)
@@ -134,6 +145,7 @@ test: $(VLLM)/project.done $(SGLANG)/project.done $(MODEL)/config.json
 lint: $(VLLM)/project.done
 	@$(VLLM)/bin/ruff check .
 	@$(VLLM)/bin/mypy
+	@$(VLLM)/bin/hadolint -c docker/.hadolint.yaml docker/*.Dockerfile
 
 test-vllm: $(VLLM)/project.done $(MODEL)/config.json
 	@$(VLLM)/bin/python -m pytest -m 'not sglang' --ignore tests/sglang $(PYTEST_FLAGS)
