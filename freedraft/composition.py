@@ -67,7 +67,7 @@ def choose(
     allowed: NDArray[np.bool_],
     outlook: Outlook,
     table: Floats,
-    widths: Sequence[int] | None = None,
+    widths: Sequence[int] | NDArray[np.int32] | None = None,
     margin: float = MARGIN,
 ) -> Choice:
     """Which requests get draft passes: those from whose n-grams the least is expected, as many as pay.

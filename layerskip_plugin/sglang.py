@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
+from freedraft.composition import Outlook
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.registration import install
@@ -48,21 +49,23 @@ class Options(LayerSkipOptions):
 
 def register() -> None:
     """Entry point of `sglang.srt.plugins`: runs in every process of SGLang."""
-    install(NAME, make_source, runs_model=True, check_start=check_start, check_arguments=check_arguments)
+    install(
+        NAME, make_source, runs_model=True, check_start=check_start, check_arguments=check_arguments, options=Options
+    )
 
 
-def check_start() -> None:
-    """Refuse options that are wrong whatever the model, before the engine starts.
+def check_start(options: Options | None = None) -> None:
+    """Refuse options that are wrong whatever the model, before the engine starts. None: those that the user set.
 
     Raises:
         ValueError: one clear line that names the option or file and the remedy.
     """
-    options = Options.read()
+    options = options or Options.read()
     if options.metrics_port is not None:
         check_port(options.metrics_port)
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: Any, options: Options | None = None) -> None:
     """Refuse what does not go with these arguments: a skip set or a classifier of another model, several ranks.
 
     Raises:
@@ -74,15 +77,15 @@ def check_arguments(args: Any) -> None:
             "--speculative-algorithm sssd"
         )
     config = _config(args)
-    options = Options.read()
+    options = options or Options.read()
     options.skip_sets(config)
     _lookahead(options, model_fingerprint(config), ServedTimes(1.0))
 
 
-def make_source(context: SourceContext) -> LayerSkipSource:
+def make_source(context: SourceContext, options: Options | None = None) -> LayerSkipSource:
     from freedraft.engines.sglang.partial_model import PartialModel
 
-    options = Options.read()
+    options = options or Options.read()
     runner = context.target_worker.model_runner
     config = _config(runner.server_args)
     try:
@@ -217,12 +220,9 @@ class LayerSkipSource:
         self._observe(step)
         roots = step.tokens[step.offsets[1:] - 1]
         if width > 1:
-            made = self._round(step, roots, width)
-            least = self._least_score(made) if self.tree else 1.0
-            tree = caterpillar(roots, made.tokens, made.probabilities, made.drafted, width, least)
+            tree = self._trees(step, np.arange(batch), roots, width)
             self.metrics.drafted.inc(int(tree.counts.sum()) - batch)
             self.metrics.seconds.observe(time.perf_counter() - started)
-            self._last = made
         else:
             tree = DraftBatch.empty(batch, 1)
             tree.tokens[:, 0], tree.parents[:, 0], tree.scores[:, 0], tree.counts[:] = roots, -1, 1.0, 1
@@ -255,10 +255,50 @@ class LayerSkipSource:
     def close(self) -> None:
         pass
 
+    # -- as a part of a composed source (freedraft.engines.sglang.composed) --------------------------------------------
+
+    def priced_by(self, verify: Callable[[ArrayLike, ArrayLike], NDArray[np.float64]]) -> None:
+        """Take what steps cost from another's measurements: (batch, query tokens) -> seconds.
+
+        Raises:
+            ConfigError: the lookahead policy does not go by prices.
+        """
+        if not isinstance(self.lookahead, Cost):
+            raise ConfigError("drafters are weighed by their prices: set FREEDRAFT_LOOKAHEAD=cost")
+        self.lookahead.prices = Prices(self.times.draft, verify, lambda batch: verify(batch, batch))
+
+    def outlook(self, batches: NDArray[np.int64], most: int) -> Outlook:
+        """What draft passes over each number of requests would bring and take."""
+        assert isinstance(self.lookahead, Cost)
+        return self.lookahead.outlook(batches, most)
+
+    def look(self, step: DraftStep) -> None:
+        """Learn what became of the last round, at every step."""
+        self._observe(step)
+
+    def trees(
+        self, step: DraftStep, chosen: NDArray[np.intp], width: int, others: tuple[int, int, float]
+    ) -> DraftBatch:
+        """Trees of at most `width` nodes for the requests `chosen` (places in the step); the others get their roots.
+
+        Args:
+            others: see `Cost.beside`.
+        """
+        assert isinstance(self.lookahead, Cost)
+        self.lookahead.beside(*others)
+        tree = self._trees(step, chosen, step.tokens[step.offsets[1:] - 1], width)
+        self.metrics.drafted.inc(int(tree.counts.sum()) - tree.batch_size)
+        return tree
+
     # -- one round -----------------------------------------------------------------------------------------------------
 
-    def _round(self, step: DraftStep, roots: NDArray[np.int32], width: int) -> _Round:
-        """Passes until no request goes on."""
+    def _trees(self, step: DraftStep, chosen: NDArray[np.intp], roots: NDArray[np.int32], width: int) -> DraftBatch:
+        made = self._last = self._round(step, chosen, roots, width)
+        least = self._least_score(made) if self.tree else 1.0
+        return caterpillar(roots, made.tokens, made.probabilities, made.drafted, width, least)
+
+    def _round(self, step: DraftStep, chosen: NDArray[np.intp], roots: NDArray[np.int32], width: int) -> _Round:
+        """Passes for the requests `chosen` until none of them goes on."""
         batch, deepest = len(step.request_ids), width - 1
         made = _Round(step.request_ids, batch, deepest, self.candidates)
         window = self.model.window(step.batch, width)
@@ -266,10 +306,12 @@ class LayerSkipSource:
             self._choose(step.batch)
         sets = np.fromiter((self._set_of.get(i, 0) for i in step.request_ids), np.int64, batch)
         latest = roots.copy()
-        active = np.arange(batch)
+        active = chosen
+        place = np.zeros(batch, np.int32)
+        place[chosen] = np.arange(len(chosen))
         leading = self.model.rank == 0
         if leading:
-            self.lookahead.begin(step.request_ids, deepest)
+            self.lookahead.begin([step.request_ids[i] for i in chosen.tolist()], deepest)
         for position in range(deepest):
             entropy = np.zeros(batch, np.float32)
             for number in np.unique(sets[active]):
@@ -284,7 +326,7 @@ class LayerSkipSource:
             if leading:
                 top = made.probabilities[active, position, : self.lookahead.needs_top]
                 needed = entropy[active] if self.lookahead.needs_entropy else None
-                go_on = self.lookahead.go_on(position, active.astype(np.int32), top, needed)
+                go_on = self.lookahead.go_on(position, place[active], top, needed)
             agreed = self.model.agree([*made.tokens[active, position, 0], *go_on])
             latest[active] = agreed[: len(active)]
             active = active[agreed[len(active) :].astype(np.bool_)]

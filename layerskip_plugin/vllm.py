@@ -361,6 +361,11 @@ class LayerSkipProposer(StepProposer):
             made.put(mine, self._round(step, drafter, request_ids, chosen[mine], room[mine]))
         return made
 
+    def look(self, step: Step) -> None:
+        """At every step, also one without draft passes: which sets requests draft with, and what a search finds."""
+        self._meet(step, step.request_ids)
+        self._search(step)
+
     def judge(
         self, step: Step, rows: NDArray[np.intp], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
     ) -> None:
@@ -402,18 +407,22 @@ class LayerSkipProposer(StepProposer):
 
     def _choices(self, step: Step, request_ids: Sequence[str]) -> NDArray[np.intp]:
         """intp [R]: which of `drafters` each request has."""
-        selector = self.selector
-        new = selector.unknown(request_ids)
-        if new:
-            hidden = None
-            if selector.needs_hidden:
-                # The last token of each row that this step computed: of the prompt, for a request that is new.
-                ends = step.arguments["common_attn_metadata"].query_start_loc_cpu[step.rows[new] + 1] - 1
-                states = step.arguments["hidden_states"]
-                hidden = states[ends.to(states.device)].float().cpu().numpy()
-            begun = [request_ids[i] for i in new]
-            selector.begin(begun, [self._wanted(step, request_id) for request_id in begun], hidden)
-        return selector.choose(request_ids, step.lengths)
+        self._meet(step, request_ids)
+        return self.selector.choose(request_ids, step.lengths)
+
+    def _meet(self, step: Step, request_ids: Sequence[str]) -> None:
+        """Tell the selection of requests that it does not know, in the step that ended their prompt."""
+        new = self.selector.unknown(request_ids)
+        if not new:
+            return
+        hidden = None
+        if self.selector.needs_hidden:
+            # Behind the last token of each row that this step computed.
+            ends = step.arguments["common_attn_metadata"].query_start_loc_cpu[step.rows[new] + 1] - 1
+            states = step.arguments["hidden_states"]
+            hidden = states[ends.to(states.device)].float().cpu().numpy()
+        begun = [request_ids[i] for i in new]
+        self.selector.begin(begun, [self._wanted(step, request_id) for request_id in begun], hidden)
 
     @staticmethod
     def _wanted(step: Step, request_id: str) -> Any:

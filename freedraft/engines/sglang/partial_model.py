@@ -40,6 +40,8 @@ class Stage(NamedTuple):
 
 
 Stages = tuple[Stage, ...]
+HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+"""(token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed."""
 
 # Modules of SGLang whose layers compute h + attention(norm(h)), then h + mlp(norm(h)), and nothing else.
 PLAIN = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -106,7 +108,7 @@ class PartialModel:
             return
         try:
             for stages in sets:
-                with self._in_place(stages):
+                with self.in_place(self._runs(stages)):
                     self._graphs[stages] = capture(self._runner, 1)
         except Exception as error:
             self._graphs.clear()
@@ -116,18 +118,24 @@ class PartialModel:
 
     def forward(self, stages: Stages, batch: ForwardBatch) -> torch.Tensor:
         """Logits after one token per request, float [R, V]."""
-        captured = self._graphs.get(stages)
-        graphs = contextlib.nullcontext() if captured is None else swapped_in(self._runner, captured)
-        with self._in_place(stages), graphs, torch.no_grad():
+        return self.logits(self._runs(stages), batch, self._graphs.get(stages))
+
+    def logits(self, hidden_of: HiddenOf, batch: ForwardBatch, captured: Captured | None = None) -> torch.Tensor:
+        """Logits behind what `hidden_of` computes in place of the model, float [R, V]; eager unless `captured`."""
+        graphs = swapped_in(self._runner, captured or (self._runner.attn_backend, None))
+        with self.in_place(hidden_of), graphs, torch.no_grad():
             return self._runner.forward(batch).logits_output.next_token_logits
 
+    def _runs(self, stages: Stages) -> HiddenOf:
+        return lambda ids, positions, batch: run(self._model.model, stages, ids, positions, batch, self._sum)
+
     @contextlib.contextmanager
-    def _in_place(self, stages: Stages) -> Iterator[None]:
-        """SGLang runs these stages where it runs the model: everything around the model is its own."""
+    def in_place(self, hidden_of: HiddenOf) -> Iterator[None]:
+        """SGLang runs `hidden_of` where it runs the model: everything around the model is its own."""
         model = self._model
 
         def partial(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
-            hidden = run(model.model, stages, input_ids, positions, forward_batch, self._sum)
+            hidden = hidden_of(input_ids, positions, forward_batch)
             return model.logits_processor(input_ids, hidden, model.lm_head, forward_batch)
 
         model.forward = partial
@@ -240,39 +248,53 @@ class DraftWindow:
         return logits if sampling.is_all_greedy else logits / sampling.temperatures.view(-1, 1)[rows]
 
     def _pass(self, rows: torch.Tensor, tokens: torch.Tensor, depth: int) -> ForwardBatch:
-        whole = self._batch
-        part = copy.copy(whole)
-        part.input_ids = tokens
-        if len(rows) == len(whole.reqs):
-            past = whole.seq_lens + depth
-            part.out_cache_loc = self.slots[:, depth].contiguous()
-        else:
-            there = rows.to(whole.seq_lens.device)
-            past = whole.seq_lens[there] + depth
-            part.out_cache_loc = self.slots[there, depth]
-            part.reqs = [whole.reqs[i] for i in rows.tolist()]
-            part.req_pool_indices = whole.req_pool_indices[there]
-            if whole.orig_seq_lens is not None:
-                part.orig_seq_lens = whole.orig_seq_lens[there]
-        past_cpu = self._lengths[rows] + depth
-        if self._model.as_nodes:  # as the worker verifies a tree of nothing but its root
-            part.forward_mode = ForwardMode.TARGET_VERIFY
-            part.seq_lens, part.seq_lens_cpu = past, past_cpu
-            seen = len(rows) if selected() else int(past_cpu.sum()) + len(rows)
-            part.spec_info = NgramVerifyInput(
-                draft_token=tokens,
-                custom_mask=torch.ones(seen, dtype=torch.bool, device=tokens.device),
-                positions=past.to(torch.int64),
-                draft_token_num=1,
-            )
-        else:
-            part.forward_mode = ForwardMode.DECODE
-            part.seq_lens, part.seq_lens_cpu = past + 1, past_cpu + 1
-            part.spec_info = None
-        part.seq_lens_sum = int(part.seq_lens_cpu.sum())
-        part.return_logprob = False
-        part.top_logprobs_nums = part.token_ids_logprobs = None
-        return ForwardBatch.init_new(part, self._model.runner, return_hidden_states_before_norm=False)
+        slots = self.slots[rows.to(self.slots.device), depth]
+        return one_token_each(self._model, self._batch, rows, tokens, self._lengths[rows] + depth, slots)
+
+
+def one_token_each(
+    model: PartialModel,
+    whole: Any,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    past: torch.Tensor,
+    slots: torch.Tensor,
+) -> ForwardBatch:
+    """A pass over one token for each of R rows.
+
+    Args:
+        whole: SGLang's ScheduleBatch; it is not changed.
+        rows: int64 [R] on the CPU, the request of the batch that each token belongs to; one may have several.
+        tokens: int64 [R].
+        past: int64 [R] on the CPU, how many tokens of its request each reads, those before it.
+        slots: int64 [R], where its KV is written.
+    """
+    part = copy.copy(whole)
+    there = rows.to(whole.seq_lens.device)
+    past_there = past.to(whole.seq_lens.device, whole.seq_lens.dtype)
+    part.input_ids, part.out_cache_loc = tokens, slots
+    part.reqs = [whole.reqs[i] for i in rows.tolist()]
+    part.req_pool_indices = whole.req_pool_indices[there]
+    if whole.orig_seq_lens is not None:
+        part.orig_seq_lens = whole.orig_seq_lens[there]
+    if model.as_nodes:  # as the worker verifies a tree of nothing but its root
+        part.forward_mode = ForwardMode.TARGET_VERIFY
+        part.seq_lens, part.seq_lens_cpu = past_there, past
+        seen = len(rows) if selected() else int(past.sum()) + len(rows)
+        part.spec_info = NgramVerifyInput(
+            draft_token=tokens,
+            custom_mask=torch.ones(seen, dtype=torch.bool, device=tokens.device),
+            positions=past_there.to(torch.int64),
+            draft_token_num=1,
+        )
+    else:
+        part.forward_mode = ForwardMode.DECODE
+        part.seq_lens, part.seq_lens_cpu = past_there + 1, past + 1
+        part.spec_info = None
+    part.seq_lens_sum = int(part.seq_lens_cpu.sum())
+    part.return_logprob = False
+    part.top_logprobs_nums = part.token_ids_logprobs = None
+    return ForwardBatch.init_new(part, model.runner, return_hidden_states_before_norm=False)
 
 
 class Candidates(NamedTuple):

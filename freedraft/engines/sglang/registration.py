@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from freedraft.config import PluginOptions
 from freedraft.engines.hooks import check
 from freedraft.engines.sglang.hooks import CPU_HOOKS, HOOKS, MODEL_HOOKS
 from freedraft.engines.sglang.patches import ASSIGN_SLOTS, assign_slots, let_corpora_through
@@ -14,9 +16,23 @@ from freedraft.engines.sglang.platform import selected
 
 if TYPE_CHECKING:
     from freedraft.engines.sglang.algorithm import MakeSource
+    from freedraft.engines.sglang.source import DraftSource
 
 logger = logging.getLogger(__name__)
 _patched = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An algorithm that may be a part of another; see `install`."""
+
+    options: type[PluginOptions]
+    make_source: Callable[..., DraftSource]
+    check_start: Callable[..., None] | None
+    check_arguments: Callable[..., None] | None
+
+
+PARTS: dict[str, Part] = {}
 
 
 def install(
@@ -27,6 +43,7 @@ def install(
     runs_model: bool = False,
     check_start: Callable[[], None] | None = None,
     check_arguments: Callable[[Any], None] | None = None,
+    options: type[PluginOptions] | None = None,
 ) -> bool:
     """Make SGLang accept `--speculative-algorithm <name>`. Called in every process of SGLang; never raises.
 
@@ -36,6 +53,7 @@ def install(
         runs_model: whether the source runs the target model, so that it must be built and asked on every rank.
         check_start: raises, in the front-end process, what would fail in the scheduler later: wrong options, say.
         check_arguments: the same, for what depends on SGLang's own arguments (it gets ServerArgs).
+        options: of an algorithm that may be a part of another; the three functions then take them as a last argument.
 
     Returns:
         whether the algorithm is registered; False, with one log line, when this SGLang lacks what it takes.
@@ -52,6 +70,8 @@ def install(
         return False
     from freedraft.engines.sglang.algorithm import register
 
+    if options is not None:
+        PARTS[name] = Part(options, make_source, check_start, check_arguments)
     register(
         name,
         make_source,

@@ -67,6 +67,19 @@ class RequestTokens:
         return gone
 
 
+def tenant_of(request: Any) -> str | None:
+    """Whose a request is: its extra_key (which SGLang ends in the adapter's id, if there is one) and its cache_salt."""
+    given = (getattr(request, "extra_key", None), getattr(request, "cache_salt", None))
+    return "\n".join(filter(None, given)) or None
+
+
+def text_of(request: Any) -> NDArray[np.int32]:
+    """Prompt and output of a request that has ended, without what the last step accepted beyond its end."""
+    end = getattr(request, "finished_len", None)
+    prompt, output = request.origin_input_ids_unpadded, request.output_ids
+    return np.array([*prompt, *(output if end is None else output[:end])], np.int32)
+
+
 def _tokens(request: Any) -> NDArray[np.int32]:
     """Prompt and output so far. Image padding holds hashes in place of token ids, so the unpadded prompt is taken."""
     prompt = np.asarray(request.origin_input_ids_unpadded, np.int64)

@@ -58,6 +58,9 @@ class DraftSource(Protocol):
     State is kept by request id. A request that was `begin`-ed gains tokens through `draft`, and ends with `finish`,
     which may come at any time, or never for one that was aborted before it ran: the worker then begins it anew or not
     at all.
+
+    Two methods are optional. `belongs(request_id, tenant)` follows each `begin`: whose it is, a string or None.
+    `ended(request_id, tokens)` comes before the `finish` of a request that ran to its end, with its whole text.
     """
 
     def width(self, batch_size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import widths_for
 from freedraft.engines.sglang.platform import selected
-from freedraft.engines.sglang.requests import RequestTokens
+from freedraft.engines.sglang.requests import RequestTokens, tenant_of, text_of
 from freedraft.engines.sglang.source import DraftSource, DraftStep, SourceContext
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         self._make_source = make_source
         self._source: DraftSource | None = None
         self._requests = RequestTokens()
+        self._known: WeakValueDictionary[str, Any] = WeakValueDictionary()  # SGLang's requests, by id
         self._ended: list[str] = []
         self._pool: KVPool | None = None
         self.widths: tuple[int, ...] = (self.max_nodes,)
@@ -230,12 +232,17 @@ class TreeVerifyWorker(BaseSpecWorker):
         try:
             for request in requests:
                 if (tokens := self._requests.begin(request)) is not None:
-                    self._source.begin(request.rid, tokens)
-                    belongs = getattr(self._source, "belongs", None)  # of sources that keep tenants apart
-                    if belongs is not None:
-                        belongs(request.rid, getattr(request, "extra_key", None))
+                    self._hand_over(request, tokens)
         except Exception:
             self._stop_drafting()
+
+    def _hand_over(self, request: Any, tokens: NDArray[np.int32]) -> None:
+        assert self._source is not None
+        self._source.begin(request.rid, tokens)
+        belongs = getattr(self._source, "belongs", None)  # of sources that keep tenants apart
+        if belongs is not None:
+            belongs(request.rid, tenant_of(request))
+        self._known[request.rid] = request
 
     def _draft(self, batch: Any) -> DraftBatch:
         """The trees of this step, [B, n], the same on every tensor-parallel rank: rank 0's, which it broadcasts."""
@@ -299,7 +306,7 @@ class TreeVerifyWorker(BaseSpecWorker):
                 self._ended.append(ids[row])
                 continue
             known = int(totals[row] - lengths[row])
-            self._source.begin(ids[row], self._requests.rebuild(batch.reqs[row], known))
+            self._hand_over(batch.reqs[row], self._requests.rebuild(batch.reqs[row], known))
         if gone := self._requests.sweep(ids, self.model_runner.max_running_requests):
             self._source.finish(gone)
         offsets = np.zeros(len(ids) + 1, np.int64)
@@ -413,6 +420,10 @@ class TreeVerifyWorker(BaseSpecWorker):
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         if self._source is not None:
             self._requests.forget(rid)
+            request = self._known.pop(rid, None)
+            ended = getattr(self._source, "ended", None)  # of sources that learn
+            if ended is not None and request is not None and not self._draft_failed:
+                ended(rid, text_of(request))
             self._source.finish([rid])
 
     def clear_cache_pool(self) -> None:

@@ -1,0 +1,88 @@
+"""How well skip sets would have drafted the newest tokens of a request: many sets in one forward pass of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freedraft.engines.many_sets import Sublayer, forward
+from freedraft.engines.sglang.partial_model import PartialModel, one_token_each
+from freedraft.engines.sglang.platform import selected
+
+# SGLang keeps it for what padding writes; no request ever has it.
+SPARE_SLOT = 0
+
+
+class SetScores:
+    """Matchness of skip sets on a window of tokens that a request has generated.
+
+    Each token of the window is a row of one eager decoding pass, under each set: it reads the target's KV of what comes
+    before it and writes into SGLang's spare slot, so that no committed KV is touched. Where the attention backend reads
+    the token's own KV from the pool (the CPU platform's does) it is the target's; in a real draft it would be the
+    draft's. All else is as there.
+    """
+
+    def __init__(self, model: PartialModel, window: int) -> None:
+        self.model = model
+        # Attention backends of devices keep room for as many rows as there may be requests.
+        rows = 2**31 if selected() else int(model.runner.req_to_token_pool.size)
+        self.window = min(window, rows)
+        self.most = rows // self.window
+        self.batch: Any = None
+        self.row = self.length = 0
+        self.tokens = np.zeros(0, np.int64)
+        self.wanted = np.zeros(0, np.int64)
+
+    def look_at(self, batch: Any, row: int, tokens: Sequence[int]) -> None:
+        """Take the newest tokens of a request.
+
+        Args:
+            batch: SGLang's ScheduleBatch in decoding.
+            row: of the request.
+            tokens: at least `window` + 1, up to the last one it has, whose KV is not computed yet.
+        """
+        text = np.array(tokens[-self.window - 1 :], np.int64)
+        self.batch, self.row, self.length = batch, row, int(batch.seq_lens_cpu[row])
+        self.tokens, self.wanted = text[:-1], text[1:]
+
+    def __call__(self, skipped: Sequence[Sequence[bool]]) -> NDArray[np.float64]:
+        """float64 [J]: the share of the window's tokens after which each set drafts what came; `skipped`: 2L flags of
+        each set."""
+        bits = np.array(skipped, np.bool_)
+        parts = [self._scores(bits[i : i + self.most]) for i in range(0, len(bits), self.most)]
+        return np.concatenate(parts)
+
+    def _scores(self, skipped: NDArray[np.bool_]) -> NDArray[np.float64]:
+        sets, window = len(skipped), self.window
+        device = self.batch.seq_lens.device
+        past = torch.arange(self.length - window, self.length).repeat(sets)
+        made = one_token_each(
+            self.model,
+            self.batch,
+            torch.full((sets * window,), self.row),
+            torch.from_numpy(np.tile(self.tokens, sets)).to(device),
+            past,
+            torch.full((sets * window,), SPARE_SLOT, device=device),
+        )
+
+        def hidden_of(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+            decoder = self.model.runner.model.model
+            sublayers = []
+            for layer in decoder.layers:
+                attention = partial(_attend, layer.self_attn, positions, batch)
+                sublayers.append(Sublayer(layer.input_layernorm, attention, True))
+                sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
+            stream = forward(decoder.embed_tokens(ids).view(sets, window, -1), sublayers, skipped)
+            return decoder.norm(stream.view(sets * window, -1))
+
+        drafted = self.model.logits(hidden_of, made).argmax(-1).view(sets, window).cpu().numpy()
+        return (drafted == self.wanted).mean(1)
+
+
+def _attend(attention: Any, positions: torch.Tensor, batch: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return attention(positions=positions, hidden_states=hidden, forward_batch=batch)

@@ -1,0 +1,86 @@
+"""Which requests get draft passes: against an oracle that tries every subset."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freedraft.composition import Outlook, choose, sizes
+from freedraft.step_times import CENTRES
+
+TABLE = 0.010 + 0.0004 * CENTRES
+
+
+def outlook(count: int, rate: float, seconds: float, most: int = 4) -> Outlook:
+    held = rate ** np.arange(1, most + 1)
+    passes = seconds * (1 + 0.02 * sizes(count)[:, None]) * np.arange(1, most + 1)
+    return Outlook(sizes(count), held.cumsum(), np.arange(1.0, most + 1), passes)
+
+
+def rate_of(rows: tuple[int, ...], m: int, p: np.ndarray, kept: np.ndarray, passes: Outlook, width: int) -> float:
+    """Tokens per second when these requests draft m tokens each with the model."""
+    tokens, verified = 0.0, 0.0
+    for b in range(len(p)):
+        end = width if width else kept[b]
+        tokens += 1 + (passes.gain[m - 1] if b in rows else p[b, 1:end].sum())
+        verified += width or 1 + (passes.tokens[m - 1] if b in rows else kept[b] - 1)
+    seconds = float(np.interp(verified, CENTRES, TABLE))
+    if rows:
+        seconds += passes.seconds[list(passes.batches).index(len(rows)), m - 1]
+    return tokens / seconds
+
+
+def best_of_all(p, kept, allowed, passes, widths) -> float:
+    rates = []
+    for width in widths or (0,):
+        rates.append(rate_of((), 1, p, kept, passes, width))
+        for k in range(1, int(allowed.sum()) + 1):
+            for rows in combinations(np.flatnonzero(allowed).tolist(), k):
+                longest = min(len(passes.gain), width - 1) if width else len(passes.gain)
+                rates += [rate_of(rows, m, p, kept, passes, width) for m in range(1, longest + 1)]
+    return max(rates)
+
+
+chances = st.lists(st.floats(0, 1), min_size=1, max_size=5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(chances, st.floats(0.05, 0.99), st.floats(0.0005, 0.02), st.booleans(), st.randoms())
+def test_no_subset_is_better(first: list[float], rate: float, seconds: float, widths: bool, random) -> None:
+    batch = len(first)
+    p = np.zeros((batch, 4))
+    p[:, 1:] = np.array(first)[:, None] ** np.arange(1, 4)
+    # Equal lengths: which requests are the best is then a matter of their gains alone.
+    kept = np.full(batch, 4, np.int32)
+    allowed = np.array([random.random() < 0.8 for _ in range(batch)])
+    passes = outlook(max(1, int(allowed.sum())), rate, seconds)
+    ways = (1, 3, 5) if widths else None
+    choice = choose(p, kept, allowed, passes, TABLE, ways, margin=1.0)
+    np.testing.assert_allclose(choice.rate, best_of_all(p, kept, allowed, passes, ways), rtol=1e-9)
+    assert allowed[choice.rows].all()
+
+
+def test_the_request_without_n_grams_gets_the_passes() -> None:
+    p = np.zeros((2, 5))
+    p[0, 1:] = 0.97, 0.95, 0.93, 0.9
+    kept = np.array([5, 1], np.int32)
+    passes = outlook(2, 0.9, 0.001)
+    choice = choose(p, kept, np.ones(2, np.bool_), passes, TABLE)
+    assert choice.rows.tolist() == [1]
+    assert choose(p, kept, np.array([True, False]), passes, TABLE).rows.tolist() == []
+
+
+def test_passes_that_cost_what_they_bring_are_left_out() -> None:
+    p, kept = np.zeros((3, 1)), np.ones(3, np.int32)
+    everyone = np.ones(3, np.bool_)
+    assert len(choose(p, kept, everyone, outlook(3, 0.9, 0.001), TABLE).rows) == 3
+    assert len(choose(p, kept, everyone, outlook(3, 0.9, 0.02), TABLE).rows) == 0
+    assert len(choose(p, kept, everyone, outlook(3, 0.9, 0.001), TABLE, widths=(1,)).rows) == 0
+
+
+def test_sizes_cover_small_batches_and_thin_out() -> None:
+    assert sizes(7).tolist() == list(range(1, 8))
+    assert sizes(300)[0] == 1 and sizes(300)[-1] == 300 and len(sizes(300)) <= 32
