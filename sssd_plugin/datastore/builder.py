@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import secrets
-import threading
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +24,10 @@ from sssd_plugin.datastore.format import (
     write_manifest,
 )
 from sssd_plugin.datastore.memory import DEFAULT_MEMORY, SubIndexLimit, resident_bytes
+from sssd_plugin.datastore.sorting import Sorter
 from sssd_plugin.datastore.staging import Staging
 from sssd_plugin.datastore.sub_index import MAX_DIRECT_BUCKETS, PAD, SEPARATOR
-from sssd_plugin.datastore.suffix_sort import sort_bytes, to_bytes, width_of
+from sssd_plugin.datastore.suffix_sort import width_of
 
 _BUFFER_TOKENS = 1 << 20
 
@@ -48,6 +48,7 @@ class StoreBuilder:
         sub_index_tokens: largest sub-index whatever the memory; at most 512 Mi.
         replace: whether a datastore at `target` may be replaced.
         on_phase: told in words what goes on: reading, or sorting a sub-index.
+        sorter: where sub-indices are sorted; None for this process. Closed when the build ends.
 
     Raises:
         DatastoreError: a setting out of range, a target that may not be written, a disk that is full.
@@ -63,6 +64,7 @@ class StoreBuilder:
         sub_index_tokens: int | None = None,
         replace: bool = False,
         on_phase: Callable[[str], None] = lambda phase: None,
+        sorter: Sorter | None = None,
     ) -> None:
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise DatastoreError(f"the vocabulary size must be from 1 to {MAX_VOCAB_SIZE}, not {vocab_size}")
@@ -70,10 +72,13 @@ class StoreBuilder:
         self._tokenizer = tokenizer
         self._on_phase = on_phase
         memory = resident_bytes() + DEFAULT_MEMORY if memory is None else memory
-        self._limit = SubIndexLimit.of(memory, vocab_size, sub_index_tokens)
+        self._sorter = sorter or Sorter()
+        self._limit = SubIndexLimit.of(
+            memory, vocab_size, sub_index_tokens, sorts=self._sorter.in_memory, each=self._sorter.process_bytes
+        )
         self._buffer = np.empty(_BUFFER_TOKENS, np.int32)
         self._buffered = 0
-        self._entries: list[SubIndexEntry] = []
+        self._closed: list[tuple[SubIndexEntry, Future[FileEntry]]] = []
         self._open: _OpenSubIndex | None = None
         self._finished = False
         self._staging = Staging(Path(target), replace=replace)
@@ -99,7 +104,7 @@ class StoreBuilder:
     @property
     def n_tokens(self) -> int:
         """Tokens so far, separators and what is still buffered included."""
-        done = sum(entry.n_tokens + entry.n_documents for entry in self._entries)
+        done = sum(entry.n_tokens + entry.n_documents for entry, _ in self._closed)
         return done + (self._open.length if self._open else 0) + self._buffered
 
     def finish(self) -> Manifest:
@@ -110,9 +115,14 @@ class StoreBuilder:
         """
         self._flush()
         self._close_sub_index()
-        if not self._entries:
+        if not self._closed:
             raise DatastoreError(f"nothing to store in {self._staging.target}: the inputs hold no tokens")
-        manifest = Manifest(vocab_size=self._vocab_size, tokenizer=self._tokenizer, sub_indices=tuple(self._entries))
+        self._await_sorting(0)
+        entries = [
+            entry.model_copy(update={"files": {**entry.files, "suffix_array": order.result()}})
+            for entry, order in self._closed
+        ]
+        manifest = Manifest(vocab_size=self._vocab_size, tokenizer=self._tokenizer, sub_indices=tuple(entries))
         write_manifest(self._staging.path, manifest)
         self._staging.publish()
         self._finished = True
@@ -122,6 +132,7 @@ class StoreBuilder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self._sorter.close()
         if not self._finished:
             if self._open:
                 self._open.file.__exit__(kind, value, tb)
@@ -155,7 +166,7 @@ class StoreBuilder:
                 self._close_sub_index()
 
     def _open_sub_index(self) -> _OpenSubIndex:
-        name = f"{len(self._entries):04d}-{secrets.token_hex(4)}"
+        name = f"{len(self._closed):04d}-{secrets.token_hex(4)}"
         folder = self._staging.path / name
         with reporting("write", folder):
             folder.mkdir(mode=0o700)
@@ -164,11 +175,26 @@ class StoreBuilder:
     def _close_sub_index(self) -> None:
         if self._open is None:
             return
-        number = len(self._entries) + 1
-        self._on_phase(f"sorting sub-index {number} ({self._open.length / 1e6:.1f} M tokens)")
-        self._entries.append(self._open.close())
+        self._await_sorting(max(0, self._sorter.beside - 1))
+        entry = self._open.close()
+        self._closed.append((entry, self._sorter.sort(self._open.folder, self._open.length, self._open.n_documents)))
         self._open = None
+        self._await_sorting(self._sorter.beside)
         self._on_phase("reading")
+
+    def _await_sorting(self, most: int) -> None:
+        """Wait until at most so many sub-indices are being sorted; raises what went wrong with one."""
+        while True:
+            going = [(i, order) for i, (_, order) in enumerate(self._closed) if not order.done()]
+            for _, order in self._closed:
+                if order.done():
+                    order.result()
+            if len(going) <= most:
+                return
+            length = sum(self._closed[i][0].n_tokens for i, _ in going)
+            which = f"sub-index {going[0][0] + 1}" if len(going) == 1 else f"{len(going)} sub-indices"
+            self._on_phase(f"sorting {which} ({length / 1e6:.1f} M tokens)")
+            wait([order for _, order in going], return_when=FIRST_COMPLETED)
 
 
 class _OpenSubIndex:
@@ -222,16 +248,16 @@ class _OpenSubIndex:
         self.at_boundary = bool(tokens[-1] == SEPARATOR)
 
     def close(self) -> SubIndexEntry:
-        """End the document, sort, and write the other files."""
+        """End the document and write all but the suffix array."""
         if not self.at_boundary:
             self._take(np.array([SEPARATOR], np.int32), np.zeros_like(self.counts), 0)
         self.file.write(np.full(PAD, SEPARATOR, "<i4"))
         files: dict[Role, FileEntry] = {"tokens": self.file.close()}
         starts = np.zeros(len(self.counts) + 1, "<i4")
         np.cumsum(self.counts, out=starts[1:])
-        files["bucket_starts"] = self._write("bucket_starts", starts)
-        order = _interruptibly(self._sort)
-        files["suffix_array"] = self._write("suffix_array", order[self.n_documents :])
+        with ChecksummedFile(self.folder / file_name("bucket_starts")) as file:
+            file.write(starts)
+            files["bucket_starts"] = file.close()
         return SubIndexEntry(
             name=self.folder.name,
             n_tokens=self.length - self.n_documents,
@@ -240,39 +266,8 @@ class _OpenSubIndex:
             files=files,
         )
 
-    def _sort(self) -> NDArray[np.int32]:
-        tokens = np.memmap(self.file.path, "<i4", "r", shape=(self.length,))
-        text = to_bytes(tokens)
-        del tokens  # unmapped, so that its pages do not count while sorting
-        return sort_bytes(text)
-
-    def _write(self, role: Role, array: NDArray[np.int32]) -> FileEntry:
-        with ChecksummedFile(self.folder / file_name(role)) as file:
-            for a in range(0, len(array), _BUFFER_TOKENS):
-                file.write(np.ascontiguousarray(array[a : a + _BUFFER_TOKENS], "<i4"))
-            return file.close()
-
 
 def _first_token(tokens: NDArray[np.int32]) -> int:
     """Where the separators at the beginning end."""
     is_token = tokens != SEPARATOR
     return int(np.argmax(is_token)) if is_token.any() else len(tokens)
-
-
-def _interruptibly(function: Callable[[], Any]) -> Any:
-    """Run compiled code that may take minutes in a thread, so that Ctrl-C need not wait for it."""
-    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            done.put((function(), None))
-        except BaseException as error:
-            done.put((None, error))
-
-    threading.Thread(target=run, daemon=True, name="freedraft-suffix-sort").start()
-    result, error = done.get()
-    if isinstance(error, MemoryError):
-        raise DatastoreError("not enough memory to sort a sub-index: give a smaller --memory") from error
-    if error is not None:
-        raise error
-    return result

@@ -19,6 +19,7 @@ from sssd_plugin.datastore.builder import StoreBuilder
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.format import Manifest, TokenizerEntry, read_manifest
 from sssd_plugin.datastore.memory import format_size, parse_size, peak_resident_bytes
+from sssd_plugin.datastore.sorting import ProcessSorter, Sorter
 
 SEARCHED_SUB_INDICES = 8
 """papers/sssd.txt 3.1.3: more sub-indices leave too few samples for each."""
@@ -80,13 +81,39 @@ def build(
             help="Keep the tokens read so far beside OUT if interrupted, and go on from there when called again.",
         ),
     ] = False,
+    workers: Annotated[
+        int, typer.Option(metavar="N", min=1, max=1024, help="Processes that sort sub-indices, sharing the memory.")
+    ] = 1,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
-    """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing (but see --resume)."""
+    """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing (but see --resume).
+
+    Reading and tokenising use the cores of this machine (one where TOKENIZERS_PARALLELISM is false). Sorting takes one
+    thread for each sub-index: with --workers or --ray, several are sorted while more is read.
+    """
     with _one_line(), _ended_by_sigterm():
-        _build(
-            out, inputs, tokenizer, field or ["text"], glob, memory, sub_index_tokens, vocab_size, force, resume, quiet
-        )
+        sorter = _sorter(workers, ray, memory)
+        try:
+            _build(
+                out, inputs, tokenizer, field or ["text"], glob, memory, sub_index_tokens, vocab_size, force, resume,
+                quiet, sorter,
+            )  # fmt: skip
+        finally:
+            sorter.close()
+
+
+def _sorter(workers: int, ray: str | None, memory: str) -> Sorter:
+    if ray is None:
+        return ProcessSorter(workers) if workers > 1 else Sorter()
+    if workers > 1:
+        raise DatastoreError("give --workers or --ray, not both: Ray decides how many tasks run at a time")
+    from sssd_plugin.datastore.ray_sorting import RaySorter
+
+    return RaySorter(ray, parse_size(memory))
 
 
 def _build(
@@ -101,6 +128,7 @@ def _build(
     force: bool,
     resume: bool,
     quiet: bool,
+    sorter: Sorter,
 ) -> None:
     from sssd_plugin.datastore import sources, tokenizer
     from sssd_plugin.datastore.spool import Spool
@@ -128,6 +156,7 @@ def _build(
             sub_index_tokens=sub_index_tokens,
             replace=force,
             on_phase=lambda phase: progress.update(task, description=phase),
+            sorter=sorter,
         ) as builder,
     ):
         task = progress.add_task("reading", total=sum(file.size for file in files), tokens=0.0, rate=0.0)

@@ -82,8 +82,14 @@ class SubIndexLimit:
     tokens: int
 
     @classmethod
-    def of(cls, memory: int, vocab_size: int, tokens: int | None = None) -> SubIndexLimit:
+    def of(
+        cls, memory: int, vocab_size: int, tokens: int | None = None, *, sorts: int = 1, each: int = 0
+    ) -> SubIndexLimit:
         """The limit for a build that may use `memory` bytes in all, what this process holds already included.
+
+        Args:
+            sorts: that go on at the same time, all within `memory`; 0: each has as much of its own, elsewhere.
+            each: bytes that every one of them takes besides.
 
         Raises:
             DatastoreError: less memory than a build needs, or `tokens` out of range.
@@ -92,9 +98,11 @@ class SubIndexLimit:
             raise DatastoreError(
                 f"--sub-index-tokens must be from {MIN_SUB_INDEX_TOKENS} to {MAX_SUB_INDEX_TOKENS}, not {tokens}"
             )
-        overhead = resident_bytes() + _READING_BYTES + 32 * min(vocab_size, MAX_DIRECT_BUCKETS)
-        limit = cls(memory - overhead, tokens or MAX_SUB_INDEX_TOKENS)
-        least = overhead + _LEAST_BY_MEMORY * _sort_bytes_per_token(4)
+        here = resident_bytes() + _READING_BYTES + 32 * min(vocab_size, MAX_DIRECT_BUCKETS) if sorts else 0
+        parts = max(1, sorts)
+        overhead = here + parts * each
+        limit = cls((memory - overhead) // parts, tokens or MAX_SUB_INDEX_TOKENS)
+        least = overhead + parts * _LEAST_BY_MEMORY * _sort_bytes_per_token(4)
         if memory < least:
             raise DatastoreError(f"--memory {format_size(memory)} is too little: give at least {format_size(least)}")
         return limit

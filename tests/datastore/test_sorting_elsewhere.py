@@ -1,0 +1,203 @@
+"""Building with several processes, and on a Ray cluster: the same store, in bounded memory, and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_tools import leftovers
+from typer.testing import CliRunner, Result
+
+from sssd_plugin.datastore.cli import app
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.memory import SubIndexLimit, parse_size
+from sssd_plugin.datastore.ray_sorting import RaySorter
+from sssd_plugin.datastore.sorting import ProcessSorter
+from sssd_plugin.datastore.store import Datastore
+
+VOCAB = 5000
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def arrays(path: Path) -> list[tuple[bytes, bytes, bytes]]:
+    with Datastore.open(path) as store:
+        return [
+            (sub.tokens.tobytes(), sub.suffix_array.tobytes(), sub.bucket_starts.tobytes())
+            for sub in store.snapshot.sub_indices
+        ]
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> Path:
+    tokens = (np.random.default_rng(0).zipf(1.2, 60_000) % VOCAB).astype(np.int32)
+    tokens[99::100] = -1
+    np.save(tmp_path / "ids.npy", tokens)
+    return tmp_path / "ids.npy"
+
+
+def build(out: Path, ids: Path, *args: object) -> Result:
+    return run("build", out, ids, "--vocab-size", VOCAB, "--sub-index-tokens", 9000, "--quiet", *args)
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]])
+def test_workers_make_the_same_store(tmp_path: Path, ids: Path, resume: list[str]) -> None:
+    assert build(tmp_path / "one", ids).exit_code == 0
+    result = build(tmp_path / "several", ids, "--workers", 3, *resume)
+    assert result.exit_code == 0, result.output
+    assert arrays(tmp_path / "several") == arrays(tmp_path / "one") and len(arrays(tmp_path / "one")) == 7
+    assert run("verify", tmp_path / "several", "--full").exit_code == 0
+
+
+def test_workers_share_the_memory() -> None:
+    alone = SubIndexLimit.of(8 << 30, VOCAB)
+    four = SubIndexLimit.of(8 << 30, VOCAB, sorts=4, each=ProcessSorter.process_bytes)
+    assert four.sort_bytes < alone.sort_bytes / 4
+    elsewhere = SubIndexLimit.of(1 << 30, VOCAB, sorts=0, each=RaySorter.process_bytes)
+    assert elsewhere.sort_bytes == (1 << 30) - RaySorter.process_bytes
+    with pytest.raises(DatastoreError, match="too little: give at least"):
+        SubIndexLimit.of(1 << 30, VOCAB, sorts=16, each=ProcessSorter.process_bytes)
+
+
+def test_a_worker_that_is_killed_is_one_line(tmp_path: Path, ids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the system does when memory runs out."""
+    started = []
+    original = ProcessSorter._sort
+
+    def kill_one(self: ProcessSorter, *args: object) -> object:
+        threading.Timer(0.05, lambda: [process.kill() for process in list(self._processes)[:1]]).start()
+        started.append(args)
+        return original(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ProcessSorter, "_sort", kill_one)
+    result = build(tmp_path / "store", ids, "--workers", 2)
+    assert result.exit_code == 1 and "give a smaller --memory" in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "store").exists() and leftovers(tmp_path) == []
+
+
+def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
+    """While several sort what takes them seconds."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 12_000_000).astype(np.int32)
+    np.save(tmp_path / "ids.npy", tokens)
+    out = tmp_path / "out"
+    command = ["build", str(out / "store"), str(tmp_path / "ids.npy"), "--vocab-size", str(VOCAB), "--workers", "2"]
+    child = subprocess.Popen(
+        [sys.executable, "-c", "from sssd_plugin.datastore.cli import app; app()", *command, "--sub-index-tokens",
+         "4000000"],
+        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+        workers: set[int] = set()
+        for _ in range(2000):
+            everyone = {int(pid) for task in children.parent.parent.iterdir()
+                        for pid in (task / "children").read_text().split()}  # fmt: skip
+            workers = {pid for pid in everyone if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+            if len(workers) == 2:
+                break
+            assert child.poll() is None, child.stderr.read() if child.stderr else ""
+            time.sleep(0.01)
+        assert len(workers) == 2, "they sort beside each other"
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate(timeout=20)
+    finally:
+        child.kill()
+    assert child.returncode == 130 and "Traceback" not in errors, errors
+    assert list(out.iterdir()) == []
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_a_build_with_workers_stays_within_its_memory(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 60_000, 6_000_000).astype(np.int32)
+    np.save(tmp_path / "ids.npy", tokens)
+    bound = parse_size("600MiB")
+    child = subprocess.Popen(
+        [sys.executable, "-c", "from sssd_plugin.datastore.cli import app; app()", "build", str(tmp_path / "store"),
+         str(tmp_path / "ids.npy"), "--vocab-size", "60000", "--workers", "2", "--memory", "600MiB",
+         "--sub-index-tokens", "2000000", "--quiet"]
+    )  # fmt: skip
+    peak = 0
+    while child.poll() is None:
+        peak = max(peak, tree_bytes(child.pid))
+        time.sleep(0.02)
+    assert child.returncode == 0 and 100 << 20 < peak <= bound
+
+
+def tree_bytes(pid: int) -> int:
+    """Memory of a process and its children, pages that they share counted once."""
+    total = 0
+    try:
+        total += int(next(line for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+                          if line.startswith("Pss:")).split()[1]) * 1024  # fmt: skip
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(map(tree_bytes, map(int, (task / "children").read_text().split())))
+    except (OSError, StopIteration):
+        pass
+    return total
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:9", "cannot reach a Ray cluster at 127.0.0.1:9"),
+        ("ray://127.0.0.1:9", "cannot reach a Ray cluster at ray://127.0.0.1:9"),
+        ("nonsense", "no address of a Ray cluster"),
+        ("host:port", "no address of a Ray cluster"),
+    ],
+)
+def test_a_ray_address_that_nobody_listens_at(tmp_path: Path, ids: Path, address: str, words: str) -> None:
+    started = time.monotonic()
+    result = build(tmp_path / "store", ids, "--ray", address)
+    assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1
+    assert time.monotonic() - started < 10 and not (tmp_path / "store").exists()
+
+
+def test_workers_and_ray_exclude_each_other(tmp_path: Path, ids: Path) -> None:
+    assert "not both" in build(tmp_path / "store", ids, "--ray", "auto", "--workers", 2).stderr
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A Ray cluster of one node on this machine, of processes of its own; its address."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "memory": 1 << 30, "object_store_memory": 100 << 20, "include_dashboard": False},
+    )
+    yield made.address
+    made.shutdown()
+
+
+def test_a_ray_cluster_makes_the_same_store(tmp_path: Path, ids: Path, cluster: str) -> None:
+    assert build(tmp_path / "one", ids).exit_code == 0
+    result = build(tmp_path / "store", ids, "--ray", cluster, "--memory", "700MiB")
+    assert result.exit_code == 0, result.output
+    assert arrays(tmp_path / "store") == arrays(tmp_path / "one")
+    assert run("verify", tmp_path / "store", "--full").exit_code == 0
+
+
+def test_what_goes_wrong_on_the_cluster_is_one_line(
+    tmp_path: Path, ids: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = build(tmp_path / "store", ids, "--ray", cluster, "--memory", "4GiB")
+    assert result.exit_code == 1 and "no node of the Ray cluster" in result.stderr
+
+    def fails(tokens: object) -> None:
+        raise ValueError("a node without freedraft")
+
+    monkeypatch.setattr("sssd_plugin.datastore.ray_sorting.order_of", fails)
+    result = build(tmp_path / "store", ids, "--ray", cluster, "--memory", "700MiB")
+    assert result.exit_code == 1 and "a Ray task failed" in result.stderr and result.stderr.count("\n") == 1
+    assert "without freedraft" in result.stderr
+    assert not (tmp_path / "store").exists() and leftovers(tmp_path) == []
