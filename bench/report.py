@@ -41,14 +41,22 @@ COLOURS = {
 }
 SPARE = ("#CC79A7", "#F0E442", "#56B4E9", "#000000")
 MARKS = {"plain": "s", "sssd": "o", "ngram": "^", "suffix": "D", "layerskip": "v"}
-GROUPS = {"mt_bench": "MT-Bench", "qa": "QA", "rag": "RAG", "math_reasoning": "math", ALL: "all"}
+GROUPS = {
+    "mt_bench": "MT-Bench",
+    "qa": "QA",
+    "rag": "RAG",
+    "math_reasoning": "math",
+    "summarization": "summaries",
+    ALL: "all",
+}
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;color:#1b1b1b;background:#fff;max-width:64rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.7rem;margin-bottom:.2rem}h2{font-size:1.25rem;margin-top:2.5rem;border-bottom:1px solid #ddd}
 h3{font-size:1.05rem;margin-bottom:.3rem}
 img{max-width:100%;height:auto}figure{margin:1rem 0}figcaption,.note{color:#555;font-size:.9rem}
-table{border-collapse:collapse;font-size:.9rem;margin:1rem 0;display:block;overflow-x:auto}
-th,td{padding:.25rem .7rem;text-align:right;border-bottom:1px solid #e4e4e4;white-space:nowrap}
+summary{cursor:pointer;margin:.5rem 0}
+table{border-collapse:collapse;font-size:.88rem;margin:1rem 0;display:block;overflow-x:auto}
+th,td{padding:.25rem .55rem;text-align:right;border-bottom:1px solid #e4e4e4;white-space:nowrap}
 th:first-child,td:first-child{text-align:left}th{border-bottom:2px solid #999}
 .problem{background:#fff4e5;border-left:4px solid #d55e00;padding:.4rem .8rem;white-space:pre-wrap;font-size:.85rem}
 """
@@ -255,7 +263,9 @@ def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
     parts = [f"<p class=note>{html.escape(said)}</p>"]
     parts += [f"<div class=problem>{html.escape(text)}</div>" for text in result["problems"]]
     parts += [picture(plot) for plot in shown]
-    parts += ["<h3>Figures</h3>", serving_table(rows)]
+    parts += ["<h3>All questions together</h3>", serving_table(overall(rows))]
+    if overall(rows) != rows:
+        parts.append(f"<details><summary>By group of questions</summary>{serving_table(rows)}</details>")
     flags = "".join(f"<li><code>{html.escape(c)}</code></li>" for c in result["commands"].values())
     parts.append(f"<details><summary>Commands of the servers</summary><ul>{flags}</ul></details>")
     return "\n".join(parts), shown
