@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +23,7 @@ from sssd_plugin.datastore.memory import format_size
 from sssd_plugin.datastore.sorting import Sorter, write_suffixes
 
 CONNECT_SECONDS = 5.0
+HEALTH_SECONDS = 15.0
 
 
 class RaySorter(Sorter):
@@ -40,15 +44,13 @@ class RaySorter(Sorter):
     def __init__(self, address: str, memory: int) -> None:
         _check_reachable(address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Read when ray is imported: how long it goes on where something else than Ray listens.
-        os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", f"{CONNECT_SECONDS:.0f}")
-        os.environ.setdefault("RAY_gcs_server_request_timeout_seconds", f"{CONNECT_SECONDS:.0f}")
         try:
             import ray
         except ImportError:
             raise DatastoreError("--ray needs ray: pip install 'freedraft[ray]'") from None
+        _check_health(address)
         self._ray = ray
-        with _one_line(f"cannot use the Ray cluster at {address}"):
+        with _one_line(f"cannot use the Ray cluster at {address}"), warnings.catch_warnings(action="ignore"):
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
             self.beside = max(1, int(ray.cluster_resources().get("CPU", 1)))
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -97,6 +99,22 @@ def _check_reachable(address: str) -> None:
             f"cannot reach a Ray cluster at {address}: {error.strerror or error}; "
             f"correct --ray, or build here with --workers"
         ) from None
+
+
+def _check_health(address: str) -> None:
+    """Where something else than Ray listens, `ray.init` tries for minutes, too."""
+    if address in ("auto", "local") or "://" in address:  # Ray's client gives up by itself
+        return
+    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    try:
+        healthy = subprocess.run(command, capture_output=True, timeout=HEALTH_SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        healthy = False
+    if not healthy:
+        raise DatastoreError(
+            f"cannot reach a Ray cluster at {address}: what listens there does not answer as one; "
+            f"correct --ray, or build here with --workers"
+        )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -159,6 +160,14 @@ def test_a_ray_address_that_nobody_listens_at(tmp_path: Path, ids: Path, address
     result = build(tmp_path / "store", ids, "--ray", address)
     assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1
     assert time.monotonic() - started < 10 and not (tmp_path / "store").exists()
+
+
+def test_a_port_where_something_else_listens(tmp_path: Path, ids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setattr("sssd_plugin.datastore.ray_sorting.HEALTH_SECONDS", 4.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        result = build(tmp_path / "store", ids, "--ray", f"127.0.0.1:{server.getsockname()[1]}")
+    assert result.exit_code == 1 and "does not answer as one" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_workers_and_ray_exclude_each_other(tmp_path: Path, ids: Path) -> None:
