@@ -20,6 +20,7 @@ from sssd_plugin.datastore.format import MAX_VOCAB_SIZE
 from sssd_plugin.datastore.live_metrics import LiveMetrics
 from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.options import SssdOptions
+from sssd_plugin.source_metrics import SourceMetrics
 
 if TYPE_CHECKING:
     from sssd_plugin.datastore.live import LiveDatastore
@@ -31,16 +32,19 @@ NAME = "sssd"
 
 def register() -> None:
     """Entry point of `sglang.srt.plugins`: runs in every process of SGLang."""
-    install(NAME, make_source, corpora=True, check_start=check_start)
+    install(NAME, make_source, corpora=True, check_start=check_start, options=SssdOptions)
 
 
-def check_start() -> None:
+def check_start(options: SssdOptions | None = None) -> None:
     """Refuse, before the engine starts, what would stop it later: the profile, the scorer's weights, the store.
+
+    Args:
+        options: None: those that the user set.
 
     Raises:
         ValueError: one clear line that names the option or file and the remedy.
     """
-    options = SssdOptions.read()
+    options = options or SssdOptions.read()
     options.cost_model(1)
     if options.scoring == "learned":
         from sssd_plugin.learned import Weights
@@ -58,8 +62,8 @@ def check_start() -> None:
         )
 
 
-def make_source(context: SourceContext) -> SssdSource:
-    return SssdSource(context, SssdOptions.read())
+def make_source(context: SourceContext, options: SssdOptions | None = None) -> SssdSource:
+    return SssdSource(context, options or SssdOptions.read())
 
 
 class SssdSource:
@@ -114,6 +118,7 @@ class SssdSource:
             live=self.live,
         )
         self.metrics = Metrics(NAME)
+        self.source_metrics = SourceMetrics(self._snapshot())
         if options.metrics_port is not None:
             serve(options.metrics_port)
         logger.info(
@@ -143,6 +148,19 @@ class SssdSource:
 
     def draft(self, step: DraftStep, width: int) -> DraftBatch:
         started = time.perf_counter()
+        self.look(step)
+        tree = self.trees(step, width)
+        if self.controller is not None:
+            if width > 1:
+                self.controller.cut(tree)
+            self.decided(step, tree, width)
+        if width > 1:
+            self.metrics.drafted.inc(int(np.maximum(tree.counts - 1, 0).sum()))
+            self.metrics.seconds.observe(time.perf_counter() - started)
+        return tree
+
+    def look(self, step: DraftStep) -> None:
+        """Learn what became of the last step's drafts, and what requests gained."""
         if self.controller is not None:
             self.controller.observe(
                 step.request_ids, step.tokens, step.offsets[:-1], step.offsets[1:],
@@ -150,30 +168,35 @@ class SssdSource:
                 query_tokens=self._query_tokens if step.undisturbed else None,
             )  # fmt: skip
         self.drafter.append(step.request_ids, step.tokens, step.offsets)
-        tree = self.drafter.draft(step.request_ids, max_nodes=width, min_score=self.min_score)
-        if self.controller is not None:
-            if width > 1:
-                chosen = self.controller.cut(tree)
-                self.metrics.budget.set(tree.batch_size * (chosen - 1))
-            most = int(tree.counts.max(initial=1)) if width > 1 else 1
-            self._query_tokens = tree.batch_size * next(w for w in self.widths if w >= most)
-            self.controller.end(step.request_ids)
+        self.source_metrics.look(self.drafter, step.request_ids, lambda: np.diff(step.offsets))
+
+    def trees(self, step: DraftStep, width: int) -> DraftBatch:
+        """Trees of at most `width` nodes, not cut; valid until the next call."""
+        return self.drafter.draft(step.request_ids, max_nodes=width, min_score=self.min_score)
+
+    def decided(self, step: DraftStep, tree: DraftBatch, width: int) -> None:
+        """The step begins that verifies `tree`; at width 1, nothing of it. The controller hears of it."""
+        assert self.controller is not None
+        most = int(tree.counts.max(initial=1)) if width > 1 else 1
+        self._query_tokens = tree.batch_size * next(w for w in self.widths if w >= most)
         if width > 1:
-            self.metrics.drafted.inc(int(np.maximum(tree.counts - 1, 0).sum()))
-            self.metrics.seconds.observe(time.perf_counter() - started)
-        return tree
+            self.metrics.budget.set(self._query_tokens - tree.batch_size)
+        self.controller.end(step.request_ids)
 
     def observe(self, accepted: Sequence[int]) -> None:
         self.metrics.accepted.inc(sum(accepted))
+
+    def ended(self, request_id: str, tokens: NDArray[np.int32]) -> None:
+        begin = self._learnt_from.pop(request_id, None)
+        if self.live is not None and begin is not None:
+            self.live.insert(tokens[begin:], self.drafter.tenant_of(request_id))
 
     def finish(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
         if self.live is not None and self.live_metrics is not None:
             for request_id in request_ids:
-                begin = self._learnt_from.pop(request_id, None)
-                if begin is not None:
-                    tokens = self.drafter.tokens(request_id)[begin:]
-                    self.live.insert(tokens, self.drafter.tenant_of(request_id))
+                if request_id in self._learnt_from:  # it was given up: what is known of it
+                    self.ended(request_id, self.drafter.tokens(request_id))
             self.live_metrics.show(self.live)
         self.drafter.finish(request_ids)
         self.metrics.requests.set(len(self.drafter))
@@ -196,13 +219,13 @@ class SssdSource:
     def commit_corpus(self, corpus_id: str) -> None:
         with self._lock:
             self._corpora[corpus_id] = self._built.pop(corpus_id)
-        self.drafter.use(self._snapshot())
+        self._use_corpora()
 
     def remove_corpus(self, corpus_id: str) -> None:
         with self._lock:
             if self._corpora.pop(corpus_id, None) is None:
                 raise ValueError(f"there is no corpus '{corpus_id}'")
-        self.drafter.use(self._snapshot())
+        self._use_corpora()
 
     def corpora(self) -> dict[str, int]:
         with self._lock:
@@ -214,6 +237,11 @@ class SssdSource:
             self.controller.save()
         if self.store is not None:
             self.store.close()
+
+    def _use_corpora(self) -> None:
+        snapshot = self._snapshot()
+        self.drafter.use(snapshot)
+        self.source_metrics.show_static(snapshot)
 
     def _snapshot(self) -> Snapshot:
         stored = self.store.snapshot.sub_indices if self.store is not None else ()

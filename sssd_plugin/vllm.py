@@ -18,7 +18,9 @@ from freedraft.engines.vllm.runner import Step, StepProposer
 from freedraft.engines.vllm.tenants import carry_salt
 from freedraft.metrics import Metrics, check_port, serve
 from sssd_plugin.datastore.live_metrics import LiveMetrics
+from sssd_plugin.datastore.sub_index import Snapshot
 from sssd_plugin.options import SssdOptions
+from sssd_plugin.source_metrics import SourceMetrics
 
 if TYPE_CHECKING:
     from freedraft.controller import Controller
@@ -163,6 +165,7 @@ class SssdProposer(StepProposer):
         )
         self.metrics = Metrics(NAME)
         self.live_metrics = LiveMetrics() if self.live else None
+        self.source_metrics = SourceMetrics(self.store.snapshot if self.store else Snapshot.empty())
         if options.metrics_port is not None:
             rank = vllm_config.parallel_config.rank
             serve(options.metrics_port + rank if options.metrics_port else 0)
@@ -191,10 +194,17 @@ class SssdProposer(StepProposer):
         self.metrics.requests.set(len(self.drafter))
 
     def draft(self, step: Step) -> list[list[int]]:
-        drafted, accepted = step.verified
+        self.note(*step.verified)
+        return self._by_rule(step) if self.controller is None else self._by_gain(step, self.controller)
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Count draft tokens that were verified."""
         self.metrics.drafted.inc(drafted)
         self.metrics.accepted.inc(accepted)
-        return self._by_rule(step) if self.controller is None else self._by_gain(step, self.controller)
+
+    def chains(self, step: Step, most: int) -> DraftBatch:
+        """Chains of at most `most` draft tokens, in the order of `step.rows`; valid until the next call."""
+        return self._chains(step, most, None)
 
     def _learn(self, live: LiveDatastore, request_ids: set[str]) -> None:
         # Sorted: a set's order differs between processes, and all tensor-parallel ranks must learn in the same one.
@@ -227,7 +237,7 @@ class SssdProposer(StepProposer):
         step.tell(controller)
         drafts, chosen = None, 0
         if most := controller.limit(len(step.rows), step.max_draft_tokens):
-            chains = self._chains(step, most, None)
+            chains = self.chains(step, most)
             chosen = controller.cut(chains)
             if chosen:
                 drafts = step.drafts(chains)
@@ -240,6 +250,10 @@ class SssdProposer(StepProposer):
     def _chains(self, step: Step, most: int, budget: int | None) -> DraftBatch:
         request_ids = step.request_ids
         self.drafter.extend(request_ids, step.token_rows, step.rows, step.lengths)
+        sampled = step.sampled_token_ids
+        self.source_metrics.look(
+            self.drafter, request_ids, lambda: np.array([len(sampled[row]) for row in step.rows.tolist()], np.int64)
+        )
         return self.drafter.draft(
             request_ids, max_nodes=most + 1, total_draft_tokens=budget, shape="chain", min_score=self.min_score
         )

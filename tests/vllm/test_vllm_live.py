@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 from vllm_engines import engine, runner_of, settle, spied
+
+from sssd_plugin import source_metrics
+from sssd_plugin.provenance import SOURCES
 
 TOKENS = 30
 
@@ -41,7 +45,29 @@ def prompts() -> list[list[int]]:
     return [rng.integers(2, 24, 12).tolist() for _ in range(6)]
 
 
-def test_learns_from_what_it_said(tiny_model: Path, prompts: list[list[int]], tmp_path: Path) -> None:
+def value(name: str, **labels: str) -> float:
+    found = REGISTRY.get_sample_value(f"freedraft_{name}", labels)
+    assert found is not None, name
+    return found
+
+
+def counters() -> dict[str, float]:
+    """Counters add up over all engines of this process."""
+    names = ["lookups", "live_documents", "live_inserted_tokens", "live_insert_seconds", "live_merges",
+             "live_merge_seconds"]  # fmt: skip
+    found = {name: value(f"{name}_total") for name in names}
+    found |= {f"{s} hits": value("hits_total", source=s) for s in SOURCES}
+    return found | {f"{s} tokens": value("sourced_tokens_total", source=s) for s in (*SOURCES, "other")}
+
+
+def gained(before: dict[str, float]) -> dict[str, float]:
+    return {name: number - before[name] for name, number in counters().items()}
+
+
+def test_learns_from_what_it_said(
+    tiny_model: Path, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_metrics, "EVERY", 1)
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4}
     with engine(tiny_model, **settings) as llm:
         plain = generate(llm, prompts)
@@ -50,14 +76,29 @@ def test_learns_from_what_it_said(tiny_model: Path, prompts: list[list[int]], tm
     }  # fmt: skip
     with engine(tiny_model, speculative_config=method, **settings) as llm:
         proposer = runner_of(llm).drafter
+        before = counters()
         first, answers = accepted(llm, prompts)
         assert answers == plain
         runs = proposer.live._tenants[0].all_runs
         learnt = [tuple(x) for run in runs for x in np.split(run.sub.tokens[: run.n], np.flatnonzero(
             run.sub.tokens[: run.n] == -1) + 1) if len(x)]  # fmt: skip
         assert sorted(learnt) == sorted((*answer, -1) for answer in plain), "every output, whole, and nothing else"
+        one = gained(before)
+        assert sum(one[f"{source} tokens"] for source in (*SOURCES, "other")) == first
+        assert one["input tokens"] > 0 and one["static tokens"] == 0
+        before = counters()
         second, answers = accepted(llm, prompts)
         assert answers == plain and second > first
+        two = gained(before)
+        assert sum(two[f"{source} tokens"] for source in (*SOURCES, "other")) == second
+        assert two["live tokens"] > one["live tokens"] and two["live hits"] > one["live hits"]
+        assert two["live hits"] <= two["lookups"]
+        assert two["live_documents"] == 6 and two["live_inserted_tokens"] == 6 * TOKENS
+        assert two["live_insert_seconds"] > 0 == two["live_merges"] == two["live_merge_seconds"]
+        assert value("live_tokens") == value("live_delta_tokens") == 12 * (TOKENS + 1)
+        assert value("live_sub_indices") == 1 and value("live_bytes") > 8 * value("live_tokens")
+        assert value("static_tokens") == value("static_sub_indices") == 0
+        assert value("drafting_seconds_count", method="sssd") > 0 < value("drafting_seconds_sum", method="sssd")
 
         # A tenant profits from its own answers only.
         alone, answers = accepted(llm, prompts, "one")
