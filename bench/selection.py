@@ -456,7 +456,7 @@ def main() -> None:
             continue
         results = json.loads(options.json.read_text()) if options.json.is_file() else {}
         result = results.setdefault(name_of_model, {})
-        result |= {"hardware": hardware(), "domains": list(domains), part: made}
+        result |= {"hardware": hardware(host.device), "domains": list(domains), part: made}
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

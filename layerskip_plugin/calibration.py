@@ -32,6 +32,7 @@ TokensOption = Annotated[int, typer.Option(help="Calibration tokens, at least 24
 PromptsOption = Annotated[int, typer.Option(help="Prompts of each file; the model answers them.")]
 ShareOption = Annotated[float, typer.Option(help="Share of the 2L sublayers to skip.")]
 SeedOption = Annotated[int, typer.Option(help="Of all randomness.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda; auto takes cuda where there is one.")]
 SurvivorsOption = Annotated[int, typer.Option(help="Partial sets kept per weight; 1 is the paper's.")]
 
 
@@ -43,6 +44,7 @@ def skip_set(
     tokens: TokensOption = 64,
     prompts: PromptsOption = 8,
     survivors: SurvivorsOption = 4,
+    device: DeviceOption = "auto",
     seed: SeedOption = 0,
 ) -> None:
     """Search one skip set of a given size, for the options "skip_set" of the engines' flags (knapsack search)."""
@@ -81,6 +83,7 @@ def bayesian(
     iterations: Annotated[int, typer.Option(help="Sets to evaluate.")] = 200,
     tokens: TokensOption = 64,
     prompts: PromptsOption = 8,
+    device: DeviceOption = "auto",
     seed: SeedOption = 0,
 ) -> None:
     """Self-SD: offline Bayesian optimisation of measured seconds per token, or of acceptance at a given share."""
@@ -128,6 +131,7 @@ def knapsack(
     prompts: PromptsOption = 8,
     longest: Annotated[int, typer.Option(help="Largest draft length.")] = 10,
     survivors: SurvivorsOption = 1,
+    device: DeviceOption = "auto",
     seed: SeedOption = 0,
 ) -> None:
     """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
@@ -157,7 +161,7 @@ def knapsack(
             details.append({"context": context, "weights": list(weights), "plain_tokens_per_second": round(plain, 2)})
             what = f"{len(choices[-1].skip)} skipped, draft {choices[-1].length}" if choices[-1].length else "plain"
             typer.echo(f"context {context}: {what}, {choices[-1].rate / plain:.2f} of plain expected")
-        Plan(tuple(lengths), tuple(choices), hardware()).save(out, work.about(times=details, protected=kept))
+        Plan(tuple(lengths), tuple(choices), hardware(host.device)).save(out, work.about(times=details, protected=kept))
         typer.echo(f"wrote {out}")
 
 
@@ -170,6 +174,7 @@ def knn(
     prompts: PromptsOption = 24,
     answered: Annotated[int, typer.Option(help="Prompts of each domain that the model answers for its set.")] = 8,
     survivors: SurvivorsOption = 2,
+    device: DeviceOption = "auto",
     seed: SeedOption = 0,
 ) -> None:
     """KNN-SSD: one file of prompts per domain; anchors of their last hidden states, and a skip set per domain."""
@@ -394,7 +399,12 @@ class _Work:
         from layerskip_plugin.selection.hardware import hardware
 
         data = [{"file": p.name, "sha256": p.sha256} for p in self.prompts]
-        return {"search": self.name, "model": self.model.resolve().name, "hardware": hardware(), "data": data} | more
+        return {
+            "search": self.name,
+            "model": self.model.resolve().name,
+            "hardware": hardware(self.host.device),
+            "data": data,
+        } | more
 
 
 @contextmanager
@@ -406,7 +416,7 @@ def _calibration(name: str, data: list[Path], model: Path, out: Path, settings: 
     prompts = [Prompts.load(path) for path in data]
     plain = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, type(None)))}
     steps = Resumable(out, plain | {"search": name, "data": [p.sha256 for p in prompts], "model": str(model.resolve())})
-    host = HostModel.load(model)
+    host = HostModel.load(model, settings["device"])
     try:
         yield _Work(host, load_tokenizer(model), prompts, steps, model, name)
     except KeyboardInterrupt:

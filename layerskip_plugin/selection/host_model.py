@@ -148,17 +148,27 @@ class HostModel:
         self._check()
 
     @classmethod
-    def load(cls, folder: Path) -> HostModel:
-        """The model in a Hugging Face folder.
+    def load(cls, folder: Path, device: str = "cpu") -> HostModel:
+        """The model in a Hugging Face folder, on a device; "auto" is CUDA where there is one.
 
         Raises:
-            ValueError: no such model, or one that is built differently.
+            ValueError: no such model or device, or a model that is built differently.
         """
         from transformers import AutoModelForCausalLM
 
         if not (folder / "config.json").is_file():
             raise ValueError(f"model: {folder} holds no config.json; give a Hugging Face model folder")
-        return cls(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa"))
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+            raise ValueError(f"device: there is no {device} here; choose cpu")
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        return cls(model.to(device))
+
+    @property
+    def device(self) -> str:
+        """Where it computes: "cpu", "cuda:0"."""
+        return str(self.embed.weight.device)
 
     @property
     def sublayers(self) -> int:

@@ -116,6 +116,7 @@ def answer(
         for row, i in enumerate(group):
             ids[row, width - len(encoded[i]) :] = torch.tensor(encoded[i])
             mask[row, width - len(encoded[i]) :] = 1
+        ids, mask = ids.to(host.device), mask.to(host.device)
         out = host.model.generate(
             ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad
         )

@@ -156,8 +156,11 @@ def test_inspect_draws(run: Callable, tmp_path: Path) -> None:
     [
         ("skip-set", ["--tokens", 23], "23 calibration tokens are too few"),
         ("bayesian", ["--tokens", 8], "8 calibration tokens are too few"),
+        ("knapsack", ["--tokens", 23], "23 calibration tokens are too few"),
+        ("knn", ["--tokens", 23], "23 calibration tokens are too few"),
         ("skip-set", ["--share", 0.9], "choose between 1 and half"),
         ("skip-set", ["--tokens", 100000], "give more text"),
+        ("skip-set", ["--device", "abacus"], "there is no abacus here"),
         ("knn", [], "at least two domains"),
     ],
 )
