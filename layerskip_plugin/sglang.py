@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,16 +20,19 @@ from freedraft.metrics import Metrics, check_port, serve
 from layerskip_plugin.caterpillar import MOST, caterpillar
 from layerskip_plugin.lookahead import Cost, Lookahead, Prices, make_lookahead
 from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.selection.hardware import hardware
+from layerskip_plugin.selection.serving import Selector
+from layerskip_plugin.selection.swift import WINDOW
 from layerskip_plugin.served_times import PlainTurns, ServedTimes
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 if TYPE_CHECKING:
     from freedraft.engines.sglang.partial_model import DraftWindow, PartialModel, Stages
+    from freedraft.engines.sglang.set_scores import SetScores
 
 logger = logging.getLogger("freedraft.layerskip")
 
 NAME = "layerskip"
-MOST_SETS = 4
 # Where a request names the skip set that it wants: sampling_params={"custom_params": {"skip_set": NAME}}, in the
 # OpenAI API "custom_params" in the body. The name is that of the file without its ending.
 CHOICE = "skip_set"
@@ -78,7 +81,8 @@ def check_arguments(args: Any, options: Options | None = None) -> None:
         )
     config = _config(args)
     options = options or Options.read()
-    options.skip_sets(config)
+    # Of what hardware a file is, the scheduler's process checks, which has the device.
+    options.make_selector(config, lambda skips: np.zeros(len(skips)))
     _lookahead(options, model_fingerprint(config), ServedTimes(1.0))
 
 
@@ -90,9 +94,20 @@ def make_source(context: SourceContext, options: Options | None = None) -> Layer
     config = _config(runner.server_args)
     try:
         model = PartialModel(runner)
-        sets = options.skip_sets(config)
     except ConfigError as error:
         raise ConfigError(f"--speculative-algorithm {NAME} {error}") from None
+    scores = None
+    if options.selection == "swift":
+        from freedraft.engines.sglang.set_scores import SetScores
+
+        scores = SetScores(model, WINDOW)
+
+    def evaluate(skips: Sequence[SkipSet]) -> NDArray[np.float64]:
+        assert scores is not None
+        return scores([skip.bits for skip in skips])
+
+    selector = options.make_selector(config, evaluate, hardware(str(runner.device)))
+    sets = selector.sets
     kept = [model.share(model.stages(s.attention, s.mlp)) for s in sets.values()]
     times = ServedTimes(sum(kept) / len(kept))
     lookahead = _lookahead(options, model_fingerprint(config), times)
@@ -106,7 +121,7 @@ def make_source(context: SourceContext, options: Options | None = None) -> Layer
         "trees" if options.tree else "chains",
         context.max_nodes,
     )
-    return LayerSkipSource(context, model, sets, lookahead, times, tree=options.tree)
+    return LayerSkipSource(context, model, selector, lookahead, times, tree=options.tree, scores=scores)
 
 
 def _config(args: Any) -> Any:
@@ -140,38 +155,42 @@ class LayerSkipSource:
         self,
         context: SourceContext,
         model: PartialModel,
-        skip_sets: Mapping[str, SkipSet],
+        selector: Selector,
         lookahead: Lookahead,
         times: ServedTimes,
         *,
         tree: bool = True,
+        scores: SetScores | None = None,
     ) -> None:
         """
         Args:
-            skip_sets: by name, at most 4; requests draft with the first one unless they choose another.
+            selector: says which skip set each request drafts with.
             lookahead: of rank 0; not asked on the others.
             times: filled with what this source measures.
             tree: verify the draft's other candidates too (SWIFT's dynamic verification), not the chain alone.
+            scores: what a selection that searches scores its sets with.
 
         Raises:
-            ValueError: a skip set has another number of layers, or there are more than 4.
+            ValueError: a skip set has another number of layers.
         """
-        if not 1 <= len(skip_sets) <= MOST_SETS:
-            raise ValueError(f"{len(skip_sets)} skip sets: give 1 to {MOST_SETS}")
+        self.selector, self.scores = selector, scores
+        self.needs_states = selector.needs_hidden
+        self._states: dict[str, Any] = {}
+        # Where sets are searched, the newest tokens that each request has generated.
+        self._newest: dict[str, list[int]] = {}
         self.model = model
         self.max_nodes, self.widths = context.max_nodes, context.widths
         self.lookahead = lookahead
         self.times = times
         self.tree = tree
         self.candidates = max(lookahead.needs_top, min(MOST, context.vocab_size) if tree else 1)
-        self.stages: tuple[Stages, ...] = tuple(
-            self.model.stages(s.attention, s.mlp) for s in (s.require(self.model.n_layers) for s in skip_sets.values())
-        )
-        self.numbers = {name: number for number, name in enumerate(skip_sets)}
-        self._set_of: dict[str, int] = {}
+        self.stages: list[Stages] = [
+            self.model.stages(s.attention, s.mlp) for s in (s.require(model.n_layers) for s in selector.sets.values())
+        ]
         self._last: _Round | None = None
         self._measuring: tuple[float, int, int] | None = None
         self._turns = PlainTurns()
+        self._turn = 0
         self.metrics = Metrics(NAME)
 
     # -- calls of the verify worker ------------------------------------------------------------------------------------
@@ -191,25 +210,54 @@ class LayerSkipSource:
 
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         """Nothing to prepare: what the requests hold is in the KV pool."""
+        self._newest.pop(request_id, None)
+
+    def take_state(self, request_id: str, state: Any) -> None:
+        """float [H] on the device: the last hidden state behind a prompt, as far as it has been read."""
+        self._states[request_id] = state
 
     def capture_graphs(self) -> None:
         """Called once, after SGLang has captured its own CUDA graphs."""
-        self.model.capture(self.stages)
+        self.model.capture(self.stages[: self.selector.compiled])
 
-    def _choose(self, batch: Any) -> None:
-        """Note the skip sets that new requests ask for."""
-        for request in batch.reqs:
-            if request.rid not in self._set_of:
-                wanted = (getattr(request.sampling_params, "custom_params", None) or {}).get(CHOICE, "")
-                if wanted != "" and wanted not in self.numbers:
-                    logger.warning(
-                        "freedraft: there is no skip set '%s' here, only %s", wanted, ", ".join(self.numbers)
-                    )
-                self._set_of[request.rid] = self.numbers.get(wanted, 0)
+    def _choices(self, step: DraftStep) -> NDArray[np.intp]:
+        """intp [B]: which of `stages` each request has."""
+        return self.selector.choose(step.request_ids, _context(step))
 
-    def assign(self, request_id: str, skip_set: int) -> None:
-        """Draft for this request with the skip set of that number, from its next step on."""
-        self._set_of[request_id] = skip_set
+    def _meet(self, step: DraftStep) -> None:
+        """Tell the selection of requests that it does not know."""
+        new = self.selector.unknown(step.request_ids)
+        if not new:
+            return
+        requests = [step.batch.reqs[i] for i in new]
+        wanted = [(getattr(r.sampling_params, "custom_params", None) or {}).get(CHOICE) or None for r in requests]
+        for request, name in zip(requests, wanted, strict=True):
+            state = self._states.pop(request.rid, None)
+            hidden = None if state is None else state[None].float().cpu().numpy()
+            self.selector.begin([request.rid], [name], hidden)
+
+    def _search(self, step: DraftStep) -> None:
+        """Let a selection that searches go on; what it finds drafts from the next step on, without CUDA graphs."""
+        if self.scores is None:
+            return
+        window, newest = self.scores.window, self._newest
+        for row, request_id in enumerate(step.request_ids):
+            held = newest.setdefault(request_id, [])
+            held += step.tokens[step.offsets[row] : step.offsets[row + 1]].tolist()
+            del held[: -window - 1]
+
+        def ready() -> bool:
+            able = [row for row, request_id in enumerate(step.request_ids) if len(newest[request_id]) > window]
+            if not able:
+                return False
+            row = able[self._turn % len(able)]
+            self._turn += 1
+            self.scores.look_at(step.batch, row, newest[step.request_ids[row]])  # type: ignore[union-attr]
+            return True
+
+        found = self.selector.search(ready)
+        if found is not None:
+            self.stages[0] = self.model.stages(found.attention, found.mlp)
 
     def draft(self, step: DraftStep, width: int) -> DraftBatch:
         started = time.perf_counter()
@@ -217,6 +265,7 @@ class LayerSkipSource:
         if step.undisturbed and self._measuring is not None and self._measuring[1] == batch:
             since, _, tokens = self._measuring
             self.times.note_step(batch, tokens, started - since)
+        self._meet(step)
         self._observe(step)
         roots = step.tokens[step.offsets[1:] - 1]
         if width > 1:
@@ -227,6 +276,7 @@ class LayerSkipSource:
             tree = DraftBatch.empty(batch, 1)
             tree.tokens[:, 0], tree.parents[:, 0], tree.scores[:, 0], tree.counts[:] = roots, -1, 1.0, 1
         most = int(tree.counts.max(initial=1))
+        self._search(step)
         self._measuring = time.perf_counter(), batch, batch * next(w for w in self.widths if w >= most)
         return tree
 
@@ -236,8 +286,10 @@ class LayerSkipSource:
 
     def finish(self, request_ids: Iterable[str]) -> None:
         ids = list(request_ids)
+        self.selector.finish(ids)
         for request_id in ids:
-            self._set_of.pop(request_id, None)
+            self._states.pop(request_id, None)
+            self._newest.pop(request_id, None)
         self.lookahead.finish(ids)
 
     def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
@@ -273,8 +325,10 @@ class LayerSkipSource:
         return self.lookahead.outlook(batches, most)
 
     def look(self, step: DraftStep) -> None:
-        """Learn what became of the last round, at every step."""
+        """Learn what became of the last round, and of requests that are new, at every step."""
+        self._meet(step)
         self._observe(step)
+        self._search(step)
 
     def trees(
         self, step: DraftStep, chosen: NDArray[np.intp], width: int, others: tuple[int, int, float]
@@ -302,17 +356,16 @@ class LayerSkipSource:
         batch, deepest = len(step.request_ids), width - 1
         made = _Round(step.request_ids, batch, deepest, self.candidates)
         window = self.model.window(step.batch, width)
-        if len(self.stages) > 1:
-            self._choose(step.batch)
-        sets = np.fromiter((self._set_of.get(i, 0) for i in step.request_ids), np.int64, batch)
+        sets = self._choices(step)
+        lengths = self.selector.lengths(_context(step))
         latest = roots.copy()
-        active = chosen
+        active = chosen if lengths is None else chosen[lengths[chosen] > 0]
         place = np.zeros(batch, np.int32)
         place[chosen] = np.arange(len(chosen))
         leading = self.model.rank == 0
         if leading:
             self.lookahead.begin([step.request_ids[i] for i in chosen.tolist()], deepest)
-        for position in range(deepest):
+        for position in range(deepest if len(active) else 0):
             entropy = np.zeros(batch, np.float32)
             for number in np.unique(sets[active]):
                 rows = active[sets[active] == number]
@@ -327,6 +380,8 @@ class LayerSkipSource:
                 top = made.probabilities[active, position, : self.lookahead.needs_top]
                 needed = entropy[active] if self.lookahead.needs_entropy else None
                 go_on = self.lookahead.go_on(position, place[active], top, needed)
+                if lengths is not None:
+                    go_on &= lengths[active] > position + 1
             agreed = self.model.agree([*made.tokens[active, position, 0], *go_on])
             latest[active] = agreed[: len(active)]
             active = active[agreed[len(active) :].astype(np.bool_)]
@@ -379,7 +434,14 @@ class LayerSkipSource:
         inside = (place < step.offsets[now + 1][:, None] - 1) & (np.arange(chain.shape[1]) < last.drafted[before, None])
         same = inside & (step.tokens[np.minimum(place, len(step.tokens) - 1)] == chain)
         accepted = np.cumprod(same, 1).sum(1).astype(np.int32)
-        self.lookahead.observe([last.request_ids[i] for i in before], last.drafted[before], accepted)
+        judged = [last.request_ids[i] for i in before]
+        self.selector.observe(judged, last.drafted[before], accepted)
+        self.lookahead.observe(judged, last.drafted[before], accepted)
+
+
+def _context(step: DraftStep) -> NDArray[np.int32]:
+    """int32 [B]: tokens of each request; the newest one is not in the KV cache yet."""
+    return step.batch.seq_lens_cpu.numpy().astype(np.int32) + 1
 
 
 class _Round:

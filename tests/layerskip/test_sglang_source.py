@@ -7,10 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from freedraft.config import ConfigError
 from freedraft.engines.sglang.source import DraftStep, SourceContext
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Prices
+from layerskip_plugin.selection.base import Static
+from layerskip_plugin.selection.knapsack import Choice
+from layerskip_plugin.selection.plan import Knapsack, Plan
+from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.served_times import ServedTimes
 from layerskip_plugin.sglang import LayerSkipSource, check_arguments
 from layerskip_plugin.skip_set import SkipSet
@@ -71,7 +76,8 @@ class Engine:
         self.model = Model()
         self.nodes = nodes
         context = SourceContext(VOCAB, nodes, 4, tuple(range(1, nodes + 1)), None, None)
-        self.source = LayerSkipSource(context, self.model, sets, lookahead, times or ServedTimes(0.5), tree=tree)
+        selector = sets if isinstance(sets, Selector) else Selector(Static(sets))
+        self.source = LayerSkipSource(context, self.model, selector, lookahead, times or ServedTimes(0.5), tree=tree)
         self.text, self.gained = {}, {}
         self.steps = 0
 
@@ -88,7 +94,8 @@ class Engine:
         width = self.source.width(len(names))
         tokens = [t for name in names for t in self.gained[name]]
         offsets = np.cumsum([0, *[len(self.gained[name]) for name in names]])
-        batch = types.SimpleNamespace(reqs=[self.requests[name] for name in names])
+        lengths = torch.tensor([len(self.text[name]) - 1 for name in names])
+        batch = types.SimpleNamespace(reqs=[self.requests[name] for name in names], seq_lens_cpu=lengths)
         step = DraftStep(names, np.array(tokens, np.int32), offsets, batch, undisturbed=True)
         tree = self.source.draft(step, width)
         tree.check()
@@ -175,11 +182,33 @@ def test_each_skip_set_runs_a_pass_of_its_own():
                 assert made.tokens[row, depth - 1, 0] == token
                 assert made.probabilities[row, depth - 1, 0] >= 0.7
     engine.source.finish(["a", "b", "c", "d", "e"])
-    assert not engine.source._set_of
+    assert not len(engine.source.selector)
 
 
 def priced(draft, **times):
     return Cost(Prices.of_times({1: draft, 4: draft}, {1: 1.0, 24: 1.1}, **times))
+
+
+def test_set_and_length_follow_the_context():
+    """A plan of two sets with a stretch of plain decoding between them; requests of all three in one batch."""
+    choices = Choice(SETS["half"], 2, 1.0), Choice(SETS["empty"], 0, 1.0), Choice(SETS["empty"], 3, 1.0)
+    plan = Plan((10, 40, 160), choices, "here")
+    engine = Engine(Fixed(5), sets=Selector(Knapsack(plan)))
+    for name, first in (("a", 1), ("b", 2), ("c", 4)):
+        engine.add(name, first)
+    engine.text["b"] += [0] * 30 + [2]
+    engine.text["c"] += [0] * 100 + [4]
+    seen = set()
+    for _ in range(120):
+        before = {name: int(plan.at(np.array([len(engine.text[name])]))[0]) for name in "abc"}
+        engine.model.passes.clear()
+        engine.step(["a", "b", "c"])
+        drafted = engine.source._last.drafted.tolist()
+        assert drafted == [(2, 0, 3)[before[name]] for name in "abc"]
+        for skipped, _, rows, _ in engine.model.passes:
+            assert all(skipped == (1, None, 0)[before["abc"[row]]] for row in rows)
+        seen.add(before["a"])
+    assert seen == {0, 1, 2}
 
 
 def test_stops_where_it_cannot_pay_and_goes_on_where_it_can():
@@ -216,9 +245,7 @@ def test_plain_steps_first():
     assert engine.model.passes
 
 
-def test_at_most_four_skip_sets_and_of_this_model():
-    with pytest.raises(ValueError, match="5 skip sets"):
-        Engine(Fixed(2), sets={str(i): SETS["empty"] for i in range(5)})
+def test_sets_must_be_of_this_model():
     with pytest.raises(ValueError, match="of 3 layers"):
         Engine(Fixed(2), sets={"other": SkipSet.empty(3)})
 

@@ -43,6 +43,10 @@ class HostSource(DraftSource, Protocol):
 class ModelSource(DraftSource, Protocol):
     """A source that runs passes of the model; see `LayerSkipSource`."""
 
+    needs_states: bool
+
+    def take_state(self, request_id: str, state: Any) -> None: ...
+
     def look(self, step: DraftStep) -> None: ...
 
     def priced_by(self, verify: Any) -> None: ...
@@ -141,6 +145,13 @@ class ComposedSource:
     def begin(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         self.host.begin(request_id, tokens)
         self.model.begin(request_id, tokens)
+
+    @property
+    def needs_states(self) -> bool:
+        return self.model.needs_states
+
+    def take_state(self, request_id: str, state: Any) -> None:
+        self.model.take_state(request_id, state)
 
     def belongs(self, request_id: str, tenant: str | None) -> None:
         self.host.belongs(request_id, tenant)

@@ -59,8 +59,10 @@ class DraftSource(Protocol):
     which may come at any time, or never for one that was aborted before it ran: the worker then begins it anew or not
     at all.
 
-    Two methods are optional. `belongs(request_id, tenant)` follows each `begin`: whose it is, a string or None.
+    Some are optional. `belongs(request_id, tenant)` follows each `begin`: whose it is, a string or None.
     `ended(request_id, tokens)` comes before the `finish` of a request that ran to its end, with its whole text.
+    Where `needs_states` is true, `take_state(request_id, state)` follows every prefill, a part of a prompt's included:
+    float [H], the normed last hidden state behind it.
     """
 
     def width(self, batch_size: int) -> int:

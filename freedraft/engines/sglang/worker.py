@@ -41,6 +41,7 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import widths_for
 from freedraft.engines.sglang.platform import selected
+from freedraft.engines.sglang.prompt_states import with_states
 from freedraft.engines.sglang.requests import RequestTokens, tenant_of, text_of
 from freedraft.engines.sglang.source import DraftSource, DraftStep, SourceContext
 
@@ -141,7 +142,11 @@ class TreeVerifyWorker(BaseSpecWorker):
         self._decoded_last = False
         if batch.forward_mode.is_extend():
             self._begin(batch.reqs)
-        result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+        if batch.forward_mode.is_extend() and getattr(self._source, "needs_states", False):
+            result, states = with_states(self._target_worker, batch, pp_proxy_tensors=pp_proxy_tensors)
+            self._tell_states(batch.reqs, states)
+        else:
+            result = self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
         tokens = torch.zeros(len(batch.reqs), self.max_nodes, dtype=torch.int32, device=self.device)
         tokens[:, 0] = result.next_token_ids
         lengths = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
@@ -243,6 +248,17 @@ class TreeVerifyWorker(BaseSpecWorker):
         if belongs is not None:
             belongs(request.rid, tenant_of(request))
         self._known[request.rid] = request
+
+    def _tell_states(self, requests: Sequence[Any], states: torch.Tensor) -> None:
+        """Of sources that want them: the last hidden states behind prompts, as far as these have been read."""
+        if self._draft_failed:
+            return
+        try:
+            for request, state in zip(requests, states, strict=True):
+                if not request.output_ids:  # not one that was retracted in the midst of its output
+                    self._source.take_state(request.rid, state)  # type: ignore[union-attr]
+        except Exception:
+            self._stop_drafting()
 
     def _draft(self, batch: Any) -> DraftBatch:
         """The trees of this step, [B, n], the same on every tensor-parallel rank: rank 0's, which it broadcasts."""

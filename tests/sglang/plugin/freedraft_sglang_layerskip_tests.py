@@ -62,7 +62,7 @@ def make_checked(context):
                     hashes[request_id].append([length, hashlib.sha256(kept).hexdigest()])
                 for number in range(4):
                     if f"set{number}" in words(request_id):
-                        self.assign(request_id, number)
+                        self.selector.selection.asked[request_id] = number
             self.model.as_nodes = any("nodes" in words(request_id) for request_id in ids)
             self.tree = not any("chain" in words(request_id) for request_id in ids)
             replays = "replay" in words(ids[0])
@@ -86,7 +86,7 @@ def make_checked(context):
                 totals["drafted"] += int(drafted.sum())
                 totals["batch 4"] += len(ids) == 4
                 totals["uneven"] += len(set(drafted.tolist())) > 1
-                totals["sets in a batch"] = max(totals["sets in a batch"], len({self._set_of.get(i, 0) for i in ids}))
+                totals["sets in a batch"] = max(totals["sets in a batch"], len(set(self.selector.last(ids).tolist())))
                 totals["branches"] += int((tree.counts - 1 - drafted).sum())
             for i, request_id in enumerate(ids):
                 if told(request_id):
@@ -100,7 +100,7 @@ def make_checked(context):
 
         def finish(self, request_ids):
             super().finish(request_ids)
-            totals["held"] = len(self._set_of)
+            totals["held"] = len(self.selector)
             write()
 
     source = make_source(context)
