@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.runs import Run, merged, sorted_run, with_document
+from sssd_plugin.datastore.runs import Run, let_go, merged, sorted_run, with_document
 from sssd_plugin.datastore.segments import Record, SegmentLog
 from sssd_plugin.datastore.sub_index import Snapshot
 
@@ -41,6 +41,8 @@ HOT_TOKENS = 1 << 12
 NICE = 10
 _MANY_TENANTS = 4096
 _TENANT_SECONDS = 3600.0
+_RETIRE_SECONDS = 1.0
+_RETIRED_TOKENS = 1 << 16  # smaller runs are unmapped in no time
 FACTOR = 4
 """An older run is merged with newer ones that are together more than a FACTOR-th of it."""
 
@@ -178,7 +180,7 @@ class LiveDatastore:
         self._log, self._lockstep = log, lockstep
         self._key = log.key if log else secrets.token_bytes(16)
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | list[Run] | None] = queue.SimpleQueue()
         self._waiting: list[_Job] = []  # lockstep: in order, until they are due
         self._worker: threading.Thread | None = None
         self._tokens = self._clock = self._documents = 0
@@ -398,6 +400,7 @@ class LiveDatastore:
                 self._start(tenant, [oldest], excess)
                 break
             tenant.runs.pop(0)
+            self._retire([oldest])
             self._tokens -= oldest.n
             tenant.view = self._view_of(tenant)
             if tenant.all_runs:
@@ -414,15 +417,18 @@ class LiveDatastore:
                 del self._tenants[number], self._numbers[tenant.digest]
 
     def _start(self, tenant: _Tenant, inputs: list[Run], cut: int) -> None:
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="freedraft-live", daemon=True)
-            self._worker.start()
+        self._have_worker()
         tenant.busy = True
         lag = self.max_tokens // 64 if cut else max(HOT_TOKENS, sum(run.n for run in inputs) // 8)
         job = _Job(tenant, inputs, cut, self._clock + lag)
         if self._lockstep:
             self._waiting.append(job)
         self._jobs.put(job)
+
+    def _have_worker(self) -> None:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="freedraft-live", daemon=True)
+            self._worker.start()
 
     def _settle(self) -> None:
         """In lockstep: take over the merges that are due, waiting for them if need be."""
@@ -440,29 +446,54 @@ class LiveDatastore:
         self._plan(tenant)
         self._drop()
         tenant.view = self._view_of(tenant)
+        self._retire(job.inputs)
+
+    def _retire(self, runs: list[Run]) -> None:
+        """Nobody will see these runs any more; who sees them still may go on."""
+        large = [run for run in runs if run.n >= _RETIRED_TOKENS]
+        if large:
+            self._have_worker()
+            self._jobs.put(large)
 
     def _work(self) -> None:
         """The background thread."""
         with contextlib.suppress(OSError, AttributeError):  # where the system can: the engine's threads go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        while (job := self._jobs.get()) is not None:
-            started = time.perf_counter()
+        retired: list[Run] = []
+        while True:
             try:
-                job.result = self._merge(job)
-            except Exception:  # out of memory: keep what there is
-                self._failed = True
-                logger.exception("freedraft: merging live sub-indices failed; nothing more is learnt until a restart")
-                job.done.set()
+                job = self._jobs.get(timeout=_RETIRE_SECONDS if retired else None)
+            except queue.Empty:
+                job = []
+            if job is None:
                 return
-            seconds = time.perf_counter() - started
-            self._merges += 1
-            self._merge_seconds += seconds
-            self._longest_merge = max(self._longest_merge, seconds)
-            job.done.set()
-            if not self._lockstep:
-                with self._lock:
-                    self._take_over(job)
+            if isinstance(job, list):
+                retired.extend(job)
+                job.clear()
+                retired = let_go(retired)
+            elif not self._done(job):
+                return
             del job
+
+    def _done(self, job: _Job) -> bool:
+        """Merge; whether that went well."""
+        started = time.perf_counter()
+        try:
+            job.result = self._merge(job)
+        except Exception:  # out of memory: keep what there is
+            self._failed = True
+            logger.exception("freedraft: merging live sub-indices failed; nothing more is learnt until a restart")
+            job.done.set()
+            return False
+        seconds = time.perf_counter() - started
+        self._merges += 1
+        self._merge_seconds += seconds
+        self._longest_merge = max(self._longest_merge, seconds)
+        job.done.set()
+        if not self._lockstep:
+            with self._lock:
+                self._take_over(job)
+        return True
 
     def _merge(self, job: _Job) -> Run | None:
         *older, run = job.inputs

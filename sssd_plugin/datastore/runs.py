@@ -7,8 +7,12 @@ too.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -19,6 +23,7 @@ from sssd_plugin.datastore.sub_index import FENCE, MAX_DIRECT_BUCKETS, PAD, SEPA
 DEPTH = 32
 _SMALL = 12
 _STACK = 256
+_LARGE = 1 << 18  # bytes
 _BUCKETS_FROM = 4  # direct buckets cost 4 bytes an id, so only runs of at least a quarter as many tokens have them
 
 
@@ -303,6 +308,36 @@ def merged(older: Run, newer: Run | None, vocab_size: int, cut: int = 0) -> Run 
     )  # fmt: skip
     first = older.first + (older.last - older.first) * start // max(1, older.n)
     return _run(made, first, newer.last if newer else older.last)
+
+
+def let_go(runs: list[Run]) -> list[Run]:
+    """Free those of `runs` that nobody else holds; the others. The list must be the caller's only hold on them.
+
+    Unmapping a large array takes milliseconds, in which whoever drops it last would have the GIL: the pages are handed
+    back before, without it.
+    """
+    alone = [count == _ALONE for count in _holds(runs)]
+    for run in [run for run, free in zip(runs, alone, strict=True) if free]:
+        for array in (run.sub.tokens, run.sub.suffix_array):
+            _hand_back(array)
+    return [run for run, free in zip(runs, alone, strict=True) if not free]
+
+
+def _holds(things: list[Any]) -> list[int]:
+    return [sys.getrefcount(thing) for thing in things]
+
+
+_ALONE = _holds([object()])[0]
+_PAGE = mmap.PAGESIZE
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _hand_back(array: NDArray[np.int32]) -> None:
+    """Let the system have the memory of an array that nobody reads any more."""
+    start = -(-array.ctypes.data // _PAGE) * _PAGE
+    size = (array.ctypes.data + array.nbytes) // _PAGE * _PAGE - start
+    if size >= _LARGE and sys.platform == "linux":
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 def _direct(vocab_size: int) -> int:

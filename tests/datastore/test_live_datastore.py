@@ -12,6 +12,7 @@ import pytest
 
 from sssd_plugin.datastore import live as live_module
 from sssd_plugin.datastore.live import SEARCHED, LiveDatastore, open_live
+from sssd_plugin.datastore.runs import Run, let_go
 from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
 
@@ -236,6 +237,8 @@ def test_a_salt_per_request_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) ->
     first = store.tenant("salt 0")
     for seed in range(3000):
         store.insert(document(seed), store.tenant(f"salt {seed}"))
+        if seed % 10 == 9:
+            assert store.settle()
     assert store.stats().tenants < 500
     assert not store.insert(document(1), first), "forgotten: another tenant must not get its number"
     assert store.view(np.array([first]))[0].table.size == 0
@@ -315,3 +318,37 @@ def test_a_merge_that_fails_stops_learning_only(store: LiveDatastore, caplog: py
     assert not store.insert(document(99))
     assert contents(store) == held == [document(seed).tolist() for seed in range(len(held))]
     assert any("nothing more is learnt" in record.message for record in caplog.records)
+
+
+def test_what_was_merged_is_given_back_once_nobody_drafts_from_it(
+    store: LiveDatastore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_module, "_RETIRE_SECONDS", 0.01)
+    monkeypatch.setattr(live_module, "_RETIRED_TOKENS", 1)
+    freed: set[tuple[int, int]] = set()
+
+    def runs_of(view):
+        return {(run.first, run.last) for run in view.keeps if isinstance(run, Run)}
+
+    def watched(runs):
+        before = {(run.first, run.last) for run in runs}
+        left = let_go(runs)
+        freed.update(before - {(run.first, run.last) for run in left})
+        return left
+
+    monkeypatch.setattr(live_module, "let_go", watched)
+    old = [store.view()[0]]
+    for seed in range(40):
+        store.insert(document(seed))
+        old.append(store.view()[0])
+    assert store.settle() and store.stats().merges > 0
+    time.sleep(0.1)
+    seen = set().union(*map(runs_of, old))
+    used = runs_of(store.view()[0])
+    assert len(seen) > 20 and not freed & seen, "views of them are there"
+    old.clear()
+    for _ in range(200):
+        if freed & seen:
+            break
+        time.sleep(0.01)
+    assert freed & seen and not freed & used

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_tools import brute_force, documents_of, look_up
 
-from sssd_plugin.datastore.runs import DEPTH, Run, merged, sorted_run, with_document
+from sssd_plugin.datastore.memory import resident_bytes
+from sssd_plugin.datastore.runs import DEPTH, Run, let_go, merged, sorted_run, with_document
 from sssd_plugin.datastore.sub_index import FENCE
 
 Documents = list[list[int]]
@@ -94,3 +95,18 @@ def test_a_sorting_by_bytes_is_in_this_order_too() -> None:
     run = sorted_run(arrays(texts), 50, 0)
     full = SubIndex.build(run.sub.tokens[: run.n], 50)
     assert [key(run, int(p)) for p in full.suffix_array] == [key(run, int(p)) for p in run.sub.suffix_array]
+
+
+def test_runs_that_nobody_holds_are_given_back() -> None:
+    """Not before: who still holds one reads what it always held."""
+    documents = [np.full(50_000, i, np.int32) for i in range(8)]
+    runs = [sorted_run(documents, 100, 0) for _ in range(3)]
+    held = runs[1]
+    before = held.sub.tokens.copy(), held.sub.suffix_array.copy()
+    here = resident_bytes()
+    left = let_go(runs)
+    assert left == [held] and here - resident_bytes() > 5_000_000
+    assert np.array_equal(held.sub.tokens, before[0]) and np.array_equal(held.sub.suffix_array, before[1])
+    runs = left
+    del held, left
+    assert let_go(runs) == []
