@@ -6,6 +6,12 @@ Builds from token ids, without tokenising, in a process of its own: microseconds
 per token beyond what the process held before; bytes per token on disk; seconds to open with and without checksums. The
 ids are drawn from a Zipf law with copied passages, for vocabularies whose sorting takes two and three bytes per token,
 and, with --tokenizer, come from real text, whose tokenising is timed too.
+
+    python bench/datastore.py --json OUT --tokenizer DIR --large 64000000
+
+instead runs `freedraft datastore build --resume --workers N --memory 2GiB` on text of so many tokens, one worker for
+each core: killed halfway through reading, then run again to its end. The text is shuffled from passages of Python's
+standard library (bench/corpus.py), 6 to 14 lines each. Memory is that of all its processes together.
 """
 
 from __future__ import annotations
@@ -15,12 +21,15 @@ import json
 import multiprocessing
 import os
 import platform
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import corpus
 import numpy as np
 from numpy.typing import NDArray
 
@@ -95,6 +104,88 @@ def measure(name: str, tokens: NDArray[np.int32], vocab_size: int) -> dict[str, 
     return row
 
 
+def shuffled_text(path: Path, tokenizer_folder: Path, n_tokens: int) -> None:
+    """JSON lines of passages in random order, of at least `n_tokens`."""
+    rng = np.random.default_rng(0)
+    lines = [line for document in corpus.documents() for line in document.splitlines()]
+    lengths = rng.integers(6, 15, len(lines))
+    starts = rng.integers(0, len(lines) - 15, len(lines))
+    rows = ["\n".join(lines[s : s + n]) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    loaded = tokenizer.load(tokenizer_folder)
+    sample = sum(len(e.ids) for e in loaded.encode_batch(rows[:2000], add_special_tokens=False))
+    per_character = sample / sum(map(len, rows[:2000]))
+    wanted = n_tokens * 1.03 / per_character
+    written = 0
+    with path.open("w") as file:
+        while written < wanted:
+            parts = [rows[i] for i in rng.integers(0, len(rows), 40)]
+            text = "\n".join(parts)
+            file.write(json.dumps({"text": text}) + "\n")
+            written += len(text)
+
+
+def tree_bytes(pid: int) -> int:
+    """Memory of a process and its children; pages that they share count once."""
+    total = 0
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        total += int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total += sum(tree_bytes(int(child)) for child in (task / "children").read_text().split())
+    except (OSError, StopIteration):
+        pass
+    return total
+
+
+def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
+    workers = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as name:
+        text, target = Path(name) / "text.jsonl", Path(name) / "store"
+        shuffled_text(text, tokenizer_folder, n_tokens)
+        flags = ["--resume", "--memory", memory, "--workers", str(workers)]
+        command = [sys.executable, "-m", "freedraft.cli", "datastore", "build", str(target), str(text)]
+        command += ["--tokenizer", str(tokenizer_folder), *flags, "--quiet"]
+        size = text.stat().st_size
+        progress = target.parent / f".{target.name}.resume" / "progress.json"
+        peak, seconds, interrupted_at = 0, 0.0, 0
+        said = ""
+        for attempt in range(2):
+            started = time.perf_counter()
+            process = subprocess.Popen(
+                command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "true"},
+            )  # fmt: skip
+            while process.poll() is None:
+                peak = max(peak, tree_bytes(process.pid))
+                if attempt == 0 and progress.exists():
+                    done = json.loads(progress.read_text())
+                    if done["n_bytes"] > size / 2:
+                        process.kill()
+                        interrupted_at = done["size"] // 4
+                time.sleep(0.05)
+            output, errors = process.communicate()
+            said += output + errors
+            seconds += time.perf_counter() - started
+        if process.returncode:
+            raise RuntimeError(said)
+        with Datastore.open(target) as store:
+            manifest = store.manifest
+    return {
+        "command": "freedraft datastore build STORE text.jsonl --tokenizer MODEL " + " ".join(flags),
+        "store_tokens": manifest.n_tokens,
+        "input_bytes": size,
+        "killed_after_tokens": interrupted_at,
+        "resumed": "going on after" in said,
+        "seconds_of_both_runs": round(seconds, 1),
+        "us_per_token": round(seconds / manifest.n_tokens * 1e6, 3),
+        "peak_memory_bytes": peak,
+        "peak_memory": format_size(peak),
+        "memory_allowed": memory,
+        "sub_indices": len(manifest.sub_indices),
+        "cores": workers,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
@@ -102,14 +193,29 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="model folder; also build from the text in --text")
     parser.add_argument("--text", type=Path, default=Path(os.__file__).parent, help="folder [Python's library]")
     parser.add_argument("--glob", default="**/*.py", help="files of --text")
+    parser.add_argument("--large", type=int, metavar="N", help="only: a build of N tokens, killed once and resumed")
+    parser.add_argument("--memory", default="2GiB", help="that --large may use")
     options = parser.parse_args()
 
+    before = json.loads(options.json.read_text()) if options.json.exists() else {}
+    if options.large:
+        if not options.tokenizer:
+            parser.error("--large needs --tokenizer")
+        result = before | {"large": large(options.tokenizer, options.large, options.memory)}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        print(json.dumps(result["large"], indent=2))
+        return
     rows = [measure(f"zipf, {v} ids", zipf_tokens(options.tokens, v), v) for v in (49_152, 150_000)]
     if options.tokenizer:
         tokens, seconds = real_tokens(options.text, options.glob, options.tokenizer, options.tokens)
         row = measure("text", tokens, tokenizer.vocab_size(tokenizer.load(options.tokenizer)))
         rows.append(row | {"tokenize_us_per_token": seconds / len(tokens) * 1e6})
-    result = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "bars": BARS, "rows": rows}
+    result = before | {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "bars": BARS,
+        "rows": rows,
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(result, indent=2) + "\n")
     for row in rows:

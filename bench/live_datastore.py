@@ -1,17 +1,20 @@
 """The live datastore: how soon it is as good as a prepared one, what learning costs, whether it survives kills.
 
-    python bench/live_datastore.py --trace FILE --tokenizer DIR --json OUT [--kills 100]
+    python bench/live_datastore.py --trace FILE --tokenizer DIR --json OUT [--kills 100] [--model DIR]
 
 Cold start: the rows of the trace are replayed in order (see bench/replay.py), and each finished answer enters a store
 that began empty. After as many rows as bench/replay.py puts into its static store, its test rows are replayed with
 either. Rebuild: drafting while one thread sorts and merges runs all the time, as the live datastore's does, in turns
-with drafting alone. Kills: a process that appends, rotates and merges is killed at random moments; every document that
-it reported as flushed must be there afterwards, in order, and no other.
+with drafting alone. Kills: a process that appends, rotates, merges and drops is killed at random moments; every
+document that it had learnt a second before must be there afterwards, in order, and no other. Engine, with --model: the
+same for vLLM's server, whose greedy answers must be those of a plain server before and after. With --json, parts that
+are not run keep the figures that the file has of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -32,8 +35,9 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows, untainted_weights
 
+from sssd_plugin.datastore import runs as runs_module
 from sssd_plugin.datastore.live import NICE, LiveDatastore, open_live
-from sssd_plugin.datastore.runs import Run, merged, sorted_run
+from sssd_plugin.datastore.runs import Run, let_go, merged, sorted_run
 from sssd_plugin.datastore.segments import SegmentLog
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.trace import Row, Trace
@@ -44,18 +48,18 @@ LEARN_FOREVER = """
 import sys, time
 import numpy as np
 from sssd_plugin.datastore import live, segments
-live.HOT_TOKENS, segments.SEGMENT_TOKENS, segments.FLUSH_SECONDS = 256, 2000, 0.02
-store = live.open_live(sys.argv[1], 1000, max_tokens=1 << 16)
+live.HOT_TOKENS, segments.SEGMENT_TOKENS = 256, 2000
+store = live.open_live(sys.argv[1], 1000, max_tokens=1 << 18)
 number = int(sys.argv[2])
 print("ready", flush=True)
 while True:
-    text = np.array([number // 1000 % 1000, number % 1000, *([number % 7] * (number % 50))], np.int32)
-    while not store.insert(text):
+    parts = [number // 1000000, number // 1000 % 1000, number % 1000]
+    while not store.insert(np.array([*parts, *([number % 7] * (number % 50))], np.int32)):
         time.sleep(0.001)
     number += 1
     if number % 20 == 0:
-        store.flush()
-        print(number, flush=True)
+        print(number, time.time(), flush=True)
+        time.sleep(0.002)
 """
 
 
@@ -168,6 +172,38 @@ def runs_of(trace: Trace, tokens: int) -> tuple[Run, Run, list[NDArray[np.int32]
     return sorted_run(documents[:half], trace.vocab_size, 0), sorted_run(rest, trace.vocab_size, half), documents[:half]
 
 
+def with_the_gil(older: Run, newer: Run, vocab_size: int) -> dict[str, float]:
+    """What a merge and letting go of its inputs do besides compiled code, in the thread's own time."""
+    inside = 0.0
+    compiled = runs_module._merged
+
+    def timed(*arguments: Any) -> Any:
+        nonlocal inside
+        started = time.thread_time()
+        made = compiled(*arguments)
+        inside += time.thread_time() - started
+        return made
+
+    def once() -> tuple[float, float]:
+        nonlocal inside
+        inside = 0.0
+        started = time.thread_time()
+        result = [merged(older, newer, vocab_size)]
+        merging = time.thread_time() - started - inside
+        let_go(result)  # type: ignore[arg-type]
+        started = time.thread_time()
+        result.clear()
+        return merging, time.thread_time() - started
+
+    runs_module._merged = timed
+    try:
+        done = [once() for _ in range(20)]
+    finally:
+        runs_module._merged = compiled
+    merging, freeing = zip(*done, strict=True)
+    return {"merging_max_us": round(max(merging) * 1e6, 1), "freeing_max_us": round(max(freeing) * 1e6, 1)}
+
+
 def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, Any]:
     older, newer, documents = runs_of(trace, delta)
     started = time.perf_counter()
@@ -176,6 +212,7 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
     started = time.perf_counter()
     merged(older, newer, trace.vocab_size)
     merging = time.perf_counter() - started
+    gil = with_the_gil(older, newer, trace.vocab_size)
     live = LiveDatastore(trace.vocab_size)
     for _, output in trace.rows[:STORE_ROWS]:
         live.insert(output)
@@ -216,6 +253,7 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
         "sort_seconds": round(sorting, 4),
         "merge_with_as_many_seconds": round(merging, 4),
         "rebuilds_meanwhile": rebuilds,
+        "gil_held_per_merge": gil,
         "drafting": figures,
         "p99_rebuilding_over_idle": round(figures["rebuilding"]["p99_us"] / figures["idle"]["p99_us"], 3),
     }
@@ -223,38 +261,132 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
 
 def kills(times: int) -> dict[str, Any]:
     rng = np.random.default_rng()
-    number = confirmed = wrong = lost = 0
+    number = wrong = lost = late = 0
     opening: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
+    longest = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        folder, said = Path(name) / "store", Path(name) / "said"
         for _ in range(times):
-            process = subprocess.Popen(
-                [sys.executable, "-c", LEARN_FOREVER, folder, str(number)], stdout=subprocess.PIPE, text=True
-            )
-            assert process.stdout is not None
-            process.stdout.readline()
-            time.sleep(float(rng.random()) * 0.3)
+            with said.open("w") as out:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", LEARN_FOREVER, str(folder), str(number)], stdout=out, start_new_session=True
+                )
+            while not said.read_text().startswith("ready\n"):
+                if process.poll() is not None:
+                    raise RuntimeError("a restart did not open the store")
+                time.sleep(0.01)
+            time.sleep(float(rng.random()) * 1.8)
+            killed = time.time()
             process.send_signal(signal.SIGKILL)
-            lines = process.stdout.read().split("\n")
             process.wait()
-            confirmed = max([confirmed, *(int(line) for line in lines[:-1])])
+            # When each document was in: (how many there were, time).
+            told = [(int(n), float(t)) for n, t in (line.split() for line in said.read_text().split("\n")[1:-1])]
             started = time.perf_counter()
-            log = SegmentLog.open(Path(folder), vocab_size=1000, max_tokens=1 << 16)
+            log = SegmentLog.open(folder, vocab_size=1000, max_tokens=1 << 18)
             texts = [record.tokens.tolist() for record in log.take_recovered()]
             log.close()
             opening.append(time.perf_counter() - started)
-            first = confirmed // 1_000_000 * 1_000_000
-            found = [first + text[0] * 1000 + text[1] for text in texts]
-            wrong += any(t[2:] != [n % 7] * (n % 50) for t, n in zip(texts, found, strict=True))
+            found = [text[0] * 1_000_000 + text[1] * 1000 + text[2] for text in texts]
+            wrong += any(t[3:] != [n % 7] * (n % 50) for t, n in zip(texts, found, strict=True))
             wrong += bool(found) and found != list(range(found[0], found[0] + len(found)))
-            lost += (found[-1] + 1 if found else 0) < confirmed
-            number = max(number, found[-1] + 1 if found else 0)
+            have = found[-1] + 1 if found else 0
+            missing = [t for n, t in told if n > have]
+            if missing:
+                lost += 1
+                longest = max(longest, killed - missing[0])
+                late += killed - missing[0] > 1.0
+            late += have < number
+            number = max(number, have)
     return {
         "kills": times,
-        "flushed_documents": confirmed,
-        "restarts_that_lost_flushed_documents": lost,
+        "restarts_that_opened": times,
+        "documents_learnt": number,
         "restarts_with_wrong_data": wrong,
+        "restarts_that_lost_what_was_older_than_1_s": late,
+        "restarts_that_lost_something": lost,
+        "oldest_lost_ms": round(longest * 1e3, 1),
         "open_ms_p50": round(float(np.median(opening)) * 1e3, 1),
     }
+
+
+def engine_kills(model: Path, times: int) -> dict[str, Any]:
+    """vLLM's server, killed with all its processes while it answers."""
+    import servers
+    from openai import OpenAI
+    from prompts import PROMPTS
+
+    tokens = 32
+    texts = [text for prompts in PROMPTS.values() for text in prompts][::2]
+    rng = np.random.default_rng()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        speculative: dict[str, object] = {
+            "method": "sssd",
+            "num_speculative_tokens": 6,
+            "policy": "fixed",
+            "live": True,
+            "datastore": str(folder / "store"),
+        }
+
+        def start(speculative: dict[str, object] | None) -> servers.Server:
+            server = servers.build("s", "vllm", model, folder / "log", speculative=speculative)
+            server.start()
+            server.wait_until_ready()
+            return server
+
+        def ask(server: servers.Server, text: str) -> tuple[int, ...]:
+            client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+            answer = client.chat.completions.create(
+                model=servers.MODEL_NAME,
+                messages=[{"role": "user", "content": text}],
+                max_tokens=tokens,
+                temperature=0.0,
+                extra_body={"return_token_ids": True},
+            )
+            return tuple(answer.choices[0].token_ids)  # type: ignore[attr-defined]
+
+        plain_server = start(None)
+        try:
+            plain = [ask(plain_server, text) for text in texts]
+        finally:
+            plain_server.stop()
+        ended: list[float] = []  # when each answer was there
+        differ = wrong = lost = 0
+        for round_ in range(times + 1):
+            server = start(speculative)
+            try:
+                for text, expected in zip(texts, plain, strict=True):
+                    differ += ask(server, text) != expected
+                    ended.append(time.time())
+                if round_ == times:
+                    break
+                asking = threading.Thread(target=lambda: [_given_up(ask, server, text) for text in texts], daemon=True)  # noqa: B023
+                asking.start()
+                time.sleep(float(rng.random()) * 3.0)
+                assert server.process is not None
+                killed = time.time()
+                os.killpg(server.process.pid, signal.SIGKILL)
+            finally:
+                server.stop()
+            asking.join()
+            log = SegmentLog.open(folder / "store", vocab_size=1 << 30, max_tokens=1 << 24, writer=False)
+            documents = [tuple(record.tokens.tolist()) for record in log.take_recovered()]
+            log.close()
+            wrong += sum(document not in plain for document in documents)
+            lost += len(documents) < sum(moment < killed - 1.0 for moment in ended)
+    return {
+        "kills": times,
+        "answers": len(ended),
+        "answers_that_differ_from_plain": differ,
+        "documents_found": len(documents),
+        "documents_with_wrong_data": wrong,
+        "restarts_that_lost_what_was_older_than_1_s": lost,
+    }
+
+
+def _given_up(ask: Callable[..., Any], *arguments: Any) -> None:
+    with contextlib.suppress(Exception):  # its server was killed
+        ask(*arguments)
 
 
 def main() -> int:
@@ -264,8 +396,10 @@ def main() -> int:
     parser.add_argument("--budget", type=int, default=16, help="nodes per step, root included")
     parser.add_argument("--delta", type=int, default=256 << 10, help="tokens of the delta that is rebuilt")
     parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--model", type=Path, help="model folder: also kill a server of it")
+    parser.add_argument("--engine-kills", type=int, default=3)
     parser.add_argument(
-        "--only", nargs="*", choices=("update", "rebuild", "cold_start", "crashes"), help="default: all"
+        "--only", nargs="*", choices=("update", "rebuild", "cold_start", "crashes", "engine"), help="default: all"
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -283,7 +417,10 @@ def main() -> int:
         "cold_start": lambda: cold_start(trace, arguments.budget, weights),
         "crashes": lambda: kills(arguments.kills),
     }
-    result = {
+    if arguments.model is not None:
+        parts["engine"] = lambda: engine_kills(arguments.model, arguments.engine_kills)
+    before = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    result = before | {
         "trace": arguments.trace.name,
         "budget": arguments.budget,
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
