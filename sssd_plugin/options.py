@@ -47,8 +47,8 @@ class SssdOptions(PluginOptions):
             first.
         live_second_writer: when another server learns in the same folder: "refuse" to start, or "read" what is there
             and learn in memory only.
-        isolation: whose text a request is drafted from: "tenant": of requests with the same cache_salt (SGLang:
-            extra_key); "shared": of all; "off": of all, and the files do not tell tenants apart either.
+        isolation: whose text a request is drafted from: "tenant": of requests with the same cache_salt (in SGLang
+            also extra_key); "shared": of all; "off": of all, and the files do not tell tenants apart either.
         scoring: "learned" (calibrated probabilities) or "paper" (Algorithms 1-3 with their constants).
         weights: file of the learned scorer; None takes the shipped one.
         hardware: name of a shipped profile, path of a .yaml file, or "auto".
