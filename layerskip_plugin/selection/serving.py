@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from layerskip_plugin.selection.allowance import Allowance
 from layerskip_plugin.selection.base import Selection, Static
 from layerskip_plugin.skip_set import SkipSet
+
+logger = logging.getLogger("freedraft.layerskip")
 
 COMPILED = 4
 """Sets whose passes an engine compiles, or captures graphs of; the passes of others run uncompiled."""
@@ -105,4 +108,13 @@ class Selector:
             return None
         with self.allowance.spending() as seconds:
             changed = swift.step(seconds)
-        return swift.incumbent if changed else None
+        if not changed:
+            return None
+        logger.info(
+            "freedraft: a better skip set after %d candidates: %d of %d sublayers, %.0f %% of tokens as the model's",
+            swift.candidates,
+            len(swift.incumbent),
+            2 * swift.incumbent.n_layers,
+            100 * swift.matchness,
+        )
+        return swift.incumbent
