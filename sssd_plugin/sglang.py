@@ -106,7 +106,8 @@ class SssdSource:
                 fingerprint=made_by,
                 isolation=options.isolation,
                 max_tokens=options.live_tokens,
-                second_writer=options.live_second_writer,
+                # Of data-parallel replicas one writes; whether another server does, `check_start` has asked.
+                second_writer="read",
             )
             self.live_metrics = LiveMetrics()
         self.drafter = Drafter(

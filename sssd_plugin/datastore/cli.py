@@ -19,6 +19,7 @@ from sssd_plugin.datastore.builder import StoreBuilder
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.format import Manifest, TokenizerEntry, read_manifest
 from sssd_plugin.datastore.memory import format_size, parse_size, peak_resident_bytes
+from sssd_plugin.datastore.remote import is_remote, local_copy
 from sssd_plugin.datastore.sorting import ProcessSorter, Sorter
 
 SEARCHED_SUB_INDICES = 8
@@ -31,7 +32,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="The datastore's directory.")]
+
+def _place(text: str) -> Path:
+    """A path; of a URL, the path of a local copy."""
+    try:
+        return local_copy(text) if is_remote(text) else Path(text)
+    except DatastoreError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+StorePath = Annotated[
+    Path, typer.Argument(metavar="STORE", help="The datastore's directory, or a URL of one.", parser=_place)
+]
 TokenizerOption = Annotated[
     Path | None, typer.Option("--tokenizer", metavar="DIR", help="Folder of the model (or its tokenizer.json).")
 ]
@@ -260,7 +272,9 @@ def verify(
 @app.command()
 def merge(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")],
-    stores: Annotated[list[Path], typer.Argument(metavar="STORE...", help="Datastores of the same tokenizer.")],
+    stores: Annotated[
+        list[Path], typer.Argument(metavar="STORE...", help="Datastores of the same tokenizer.", parser=_place)
+    ],
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that it may use.")] = "2GiB",
     force: Annotated[bool, typer.Option("--force", help="Replace the datastore at OUT.")] = False,
 ) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from store_tools import build_store, documents_of
+from typer.testing import CliRunner
 
 from freedraft.config import ConfigError
+from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.remote import local_copy
 from sssd_plugin.datastore.store import Datastore
@@ -69,3 +71,15 @@ def test_a_damaged_file_leaves_nothing_in_the_cache(tmp_path: Path, url: str) ->
     memory.rm_file(name)
     with pytest.raises(DatastoreError, match="no datastore at"):
         local_copy(url, tmp_path / "cache")
+
+
+def test_commands_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
+    run = CliRunner().invoke
+    assert "5 tokens in 2 documents" in run(app, ["info", url]).output
+    assert run(app, ["verify", url]).exit_code == 0
+    assert run(app, ["merge", str(tmp_path / "all"), url, str(tmp_path / "made")]).exit_code == 0
+    with Datastore.open(tmp_path / "all") as store:
+        assert store.n_tokens == 10
+    missing = run(app, ["info", "memory://nowhere"])
+    assert missing.exit_code == 2 and "no datastore at memory://nowhere" in " ".join(missing.stderr.split())

@@ -87,3 +87,14 @@ def test_vllm_learns_what_was_said_and_no_more() -> None:
     parameters.ignore_eos = True
     assert said([1, 2, 9, 4, 5, 6], parameters) == [1, 2, 9, 4, 5]
     assert said([1, 2], None) == [1, 2]
+
+
+def test_of_sglangs_replicas_one_writes(tmp_path: Path) -> None:
+    one, other = source(datastore=tmp_path), source(datastore=tmp_path)
+    serve(one, "a", [1, 2], [10, 11, 12])
+    assert serve(other, "a", [1, 2], [20, 21, 22]) == []
+    assert serve(other, "b", [3, 4], [20, 21])[:1] == [21], "the other learns in memory"
+    one.close(), other.close()
+    again = source(datastore=tmp_path)
+    assert serve(again, "c", [5], [20, 21]) == [] and serve(again, "d", [5], [10, 11])[:1] == [11]
+    again.close()
