@@ -41,7 +41,7 @@ class SssdOptions(PluginOptions):
         datastore: folder that `freedraft datastore build` wrote, or a URL of one that fsspec opens (it is copied to a
             local cache); None drafts from prompt and output only.
         live: learn from finished requests: what they wrote is drafted from at the next step, and kept in the folder of
-            the datastore if one is named, which may then begin empty.
+            the datastore if one is named, which may then begin empty. With a URL it is kept in memory only.
         live_prompts: learn from their prompts, too.
         live_tokens: learnt tokens held at most, in memory (8 to 12 bytes each) and on disk (4 bytes); the oldest go
             first.
@@ -93,6 +93,13 @@ class SssdOptions(PluginOptions):
         if self.datastore is not None and self.live and not (self.datastore / "manifest.json").exists():
             return None
         return self.datastore
+
+    @property
+    def live_store(self) -> Path | None:
+        """The folder that what is learnt is kept in; None for memory only."""
+        from sssd_plugin.datastore.remote import is_copy
+
+        return None if self.datastore is None or is_copy(self.datastore) else self.datastore
 
     def cost_model(self, max_draft_tokens: int) -> CostModel:
         """The cost model that these options describe, for at most `max_draft_tokens` per request (roots not counted).

@@ -54,11 +54,11 @@ def check_start(options: SssdOptions | None = None) -> None:
         from sssd_plugin.datastore.store import Datastore
 
         Datastore.open(options.static_store).close()
-    if options.live and options.datastore is not None:
+    if options.live and options.live_store is not None:
         from sssd_plugin.datastore.segments import check_live
 
         check_live(
-            options.datastore, vocab_size=MAX_VOCAB_SIZE, fingerprint=None, second_writer=options.live_second_writer
+            options.live_store, vocab_size=MAX_VOCAB_SIZE, fingerprint=None, second_writer=options.live_second_writer
         )
 
 
@@ -100,7 +100,7 @@ class SssdSource:
             from sssd_plugin.datastore.live import open_live
 
             self.live = open_live(
-                options.datastore,
+                options.live_store,
                 context.vocab_size,
                 static=self._snapshot(),
                 fingerprint=made_by,

@@ -59,11 +59,11 @@ def check_start(options: SssdOptions, model_config: Any) -> None:
             "this vLLM does not tell drafters whose a request is, so live datastores cannot keep tenants apart: "
             "remove option 'live', or set isolation 'shared' if there is one tenant only (see 'freedraft doctor')"
         )
-    if options.live and options.datastore is not None:
+    if options.live and options.live_store is not None:
         from sssd_plugin.datastore.segments import check_live
 
         check_live(
-            options.datastore,
+            options.live_store,
             vocab_size=model_config.get_vocab_size(),
             fingerprint=tokenizer_fingerprint(model_config),
             second_writer=options.live_second_writer,
@@ -122,7 +122,7 @@ def open_live_store(options: SssdOptions, vllm_config: Any, store: Datastore | N
 
     parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
     live = open_live(
-        options.datastore,
+        options.live_store,
         model_config.get_vocab_size(),
         static=store.snapshot if store else None,
         fingerprint=tokenizer_fingerprint(model_config),

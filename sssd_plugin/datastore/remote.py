@@ -21,6 +21,15 @@ def is_remote(place: str) -> bool:
     return "://" in place
 
 
+def is_copy(path: Path) -> bool:
+    """Whether `local_copy` made the store at `path`."""
+    return path.parent == _cache()
+
+
+def _cache() -> Path:
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "freedraft" / "stores")
+
+
 def local_copy(url: str, cache: Path | None = None) -> Path:
     """A local copy of the store at `url`; the files are fetched once per version of the store.
 
@@ -31,7 +40,7 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
     Raises:
         DatastoreError: fsspec or its driver is not installed; the store is missing, out of reach or damaged.
     """
-    cache = cache or Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "freedraft" / "stores")
+    cache = cache or _cache()
     try:
         import fsspec
     except ImportError:

@@ -43,6 +43,8 @@ def test_options_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
     options = SssdOptions.read({"datastore": url}, {})
     assert options.datastore is not None and options.datastore.parent == tmp_path / "cache"
+    assert options.live_store is None, "nothing is learnt into a copy, which the next version of the store replaces"
+    assert SssdOptions.read({"datastore": str(tmp_path)}, {}).live_store == tmp_path
     with pytest.raises(ConfigError, match="no datastore at memory://nowhere") as error:
         SssdOptions.read({"datastore": "memory://nowhere"}, {})
     assert "\n" not in str(error.value)
