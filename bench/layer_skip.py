@@ -37,7 +37,7 @@ from servers import environment
 ROOT = Path(__file__).resolve().parents[1]
 SKIP_SET_OF_DEMO = ROOT / "configs" / "skip_sets" / "smollm2-135m-instruct-12.json"
 BATCHES = (1, 2, 4)
-K = 8
+K = 5
 
 
 class Bench:

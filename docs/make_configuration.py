@@ -41,8 +41,8 @@ SGLang has no flag for them: use the file or the variables.
 | vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, required: of a request's chain |
 | SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, default 16: nodes of a tree, root included |
 
-How many of these a step really drafts is decided by `policy` (sssd) and `lookahead` (layerskip). On vLLM, method
-`freedraft` drafts with both and takes the options of both.
+How many of these a step really drafts is decided by `policy` (sssd) and `lookahead` (layerskip). Method `freedraft` (SGLang:
+`--speculative-algorithm freedraft`) drafts with both and takes the options of both.
 """
 
 

@@ -3,6 +3,8 @@
 What a request does is in its id, as words between dashes: `set2` drafts with skip set 2, `chain` verifies chains in
 place of trees, `nodes` runs draft passes as verifications of one node (as with CUDA graphs), `replay` drafts nothing
 and verifies what the request with the same word `as...` had drafted.
+
+Algorithm `composed_any` is the composed one with draft passes for requests at random.
 """
 
 import collections
@@ -22,6 +24,43 @@ def register():
     from freedraft.engines.sglang.registration import install
 
     install("layerskip_checked", make_checked, runs_model=True)
+    install("composed_any", make_any, runs_model=True)
+
+
+def make_any(context):
+    from freedraft.composition import Choice
+    from freedraft.engines.sglang.composed import make_source
+
+    path = Path(os.environ[LOG])
+    coins = np.random.default_rng(1)
+    totals = collections.Counter()
+    source = make_source(context)
+    composer = source.composer
+    chosen = composer.choose
+
+    def choose(draft, allowed, most):
+        choice = chosen(draft, allowed, most)  # what it would have been: its code runs, too
+        rows = np.flatnonzero(allowed & (coins.random(len(allowed)) < 0.5))
+        totals["mixed"] += 0 < len(rows) < len(allowed)
+        return Choice(rows, int(coins.integers(1, most + 1)), max(choice.rate, 100.0))
+
+    composer.choose = choose
+    draft = source.draft
+
+    def drafting(step, width):
+        tree = draft(step, width)
+        tree.check()
+        for b in range(tree.batch_size):
+            nodes = int(tree.counts[b]) - 1
+            if nodes > 0:
+                totals["of the model" if tree.kinds[b, 1] == MODEL_KIND else "of n-grams"] += nodes
+        path.write_text(json.dumps(totals))
+        return tree
+
+    from freedraft.composer import MODEL_KIND
+
+    source.draft = drafting
+    return source
 
 
 def make_checked(context):

@@ -1,0 +1,135 @@
+"""Layer skip on other models, pages and schedules, sampled, and where it cannot pay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from layerskip_plugin.skip_set import SkipSet
+from tests.sglang.conftest import make_tiny, read_counts, sglang_engine
+from tests.sglang.layerskip_tools import GREEDY, LAYERS, ask, continuations, ids, logged, make_model, options, prompts
+
+
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        ("Qwen3", {"page_size": 16, "disable_overlap_schedule": True}),
+        ("Qwen2", {"page_size": 16, "disable_overlap_schedule": False}),
+    ],
+    ids=["Qwen3, pages, sync", "Qwen2, pages, overlap"],
+)
+def test_pages_retraction_and_the_end_of_the_context(tmp_path, kind, more):
+    """Pages of 16, requests that are thrown out of the KV pool and prefilled again, that stop drafting at different
+    depths, and one that runs into the end of the context."""
+    folder = make_model(tmp_path / kind, kind, context=192)
+    log, counts = folder / "log.json", folder / "counts.json"
+    env = options(
+        folder,
+        log,
+        "weak mixed",
+        FREEDRAFT_LOOKAHEAD="confidence",
+        FREEDRAFT_THRESHOLD="0.4",
+        SGLANG_TEST_RETRACT="1",  # as if the KV pool were full, at every eleventh pass
+        SGLANG_TEST_RETRACT_INTERVAL="11",
+    )
+    given = prompts((15, 16, 17, 31))
+    expected = continuations(folder, given, 160)
+    with sglang_engine(
+        folder,
+        counts,
+        env,
+        speculative_algorithm="layerskip_checked",
+        speculative_num_draft_tokens=6,
+        skip_tokenizer_init=True,
+        max_total_tokens=768,
+        **more,
+    ) as engine:
+        engine.asked, engine.log, engine.counts = 0, log, counts
+        outputs = ask(engine, given, "set1", {**GREEDY, "max_new_tokens": 120})
+        assert ids(outputs) == [tokens[:120] for tokens in expected]
+        assert sum(o["meta_info"].get("num_retractions", 0) for o in outputs) >= 3
+        # The context ends at 192 tokens, of which 31 are the prompt's.
+        (output,) = ask(engine, given[-1:], "set0", {**GREEDY, "max_new_tokens": 160})
+        assert len(output["output_ids"]) > 140
+        assert output["output_ids"] == expected[-1][: len(output["output_ids"])]
+        done = logged(engine)
+        assert done["uneven"] > 5, "all requests drafted equally far"
+
+
+def test_stops_by_itself_where_it_cannot_pay(tmp_path):
+    """Default lookahead: with a skip set whose drafts are hardly ever accepted it stops, and looks again rarely."""
+    folder = make_model(tmp_path / "Mistral", "Mistral")
+    SkipSet(LAYERS, frozenset(range(LAYERS)), frozenset({0})).save(folder / "bad.json")
+    log, counts = folder / "log.json", folder / "counts.json"
+    env = options(folder, log, "bad", LAYERSKIP_TEST_BARE="1")
+    expected = continuations(folder, prompts()[:3], 400)
+    with sglang_engine(
+        folder,
+        counts,
+        env,
+        speculative_algorithm="layerskip_checked",
+        speculative_num_draft_tokens=4,
+        skip_tokenizer_init=True,
+    ) as engine:
+        sampling = {**GREEDY, "max_new_tokens": 400}
+        assert ids(engine.generate(input_ids=prompts()[:1], sampling_params=sampling)) == expected[:1]
+        learnt = json.loads(log.read_text())
+        assert learnt["rounds"] > 0
+        for prompt, answer in zip(prompts()[1:3], expected[1:], strict=True):
+            assert engine.generate(input_ids=[prompt], sampling_params=sampling)[0]["output_ids"] == answer
+        done = json.loads(log.read_text())
+    read_counts(counts)
+    steps = done["steps"] - learnt["steps"]
+    assert steps > 700
+    assert done["rounds"] - learnt["rounds"] <= 0.01 * steps
+
+
+def test_sampled_distribution(tmp_path):
+    """Trees and chains, sampled: exactly the target's distribution."""
+    import collections
+    import math
+
+    from scipy.stats import chi2
+
+    from tests.sglang.test_sampled import PROMPT, SAMPLES, TOKENS, VOCAB, exact
+
+    folder = make_tiny(tmp_path / "six", vocab_size=VOCAB, tokenizer=None)
+    SkipSet(2, frozenset({1}), frozenset({0})).save(tmp_path / "s.json")
+    env = {
+        "FREEDRAFT_SKIP_SET": str(tmp_path / "s.json"),
+        # So high that drafts end early and leave nodes for branches.
+        "FREEDRAFT_LOOKAHEAD": "confidence",
+        "FREEDRAFT_THRESHOLD": "0.5",
+    }
+    env["LAYERSKIP_TEST_LOG"] = str(tmp_path / "log.json")
+    with sglang_engine(
+        folder,
+        env=env,
+        speculative_algorithm="layerskip_checked",
+        speculative_num_draft_tokens=8,
+        skip_tokenizer_init=True,
+        max_running_requests=64,
+        max_total_tokens=4096,
+    ) as engine:
+        for shape, temperature, top_p in (("tree", 1.5, 1.0), ("chain", 2.0, 0.9)):
+            sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": TOKENS, "ignore_eos": True}
+            names = [f"{shape}-{i}" for i in range(SAMPLES)]
+            outputs = engine.generate(input_ids=[PROMPT] * SAMPLES, sampling_params=sampling, rid=names)
+            counts = collections.Counter(tuple(output["output_ids"]) for output in outputs)
+            expected = exact(folder, temperature, VOCAB, top_p)
+            assert math.isclose(sum(expected.values()), 1.0, rel_tol=1e-9)
+            assert set(counts) <= set(expected), "a token was sampled that has probability 0"
+            rare = [path for path, p in expected.items() if p * SAMPLES < 5]
+            bins = [(p * SAMPLES, counts[path]) for path, p in expected.items() if p * SAMPLES >= 5]
+            if rare:
+                bins.append((SAMPLES * sum(expected[p] for p in rare), sum(counts[p] for p in rare)))
+            statistic = sum((seen - due) ** 2 / due for due, seen in bins if due > 0)
+            limit = chi2.isf(1e-4, len(bins) - 1)
+            assert len(bins) > 10, "too few outcomes to tell distributions apart"
+            assert statistic < limit, (
+                f"{shape}: chi-square {statistic:.1f} over {len(bins)} outcomes, limit {limit:.1f}"
+            )
+        log = json.loads((tmp_path / "log.json").read_text())
+        assert log["branches"] > 0 and log["drafted"] > SAMPLES // 2
+        assert log["written outside the window"] == 0
