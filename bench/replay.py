@@ -114,7 +114,8 @@ def sssd(
 def suffix(documents: Sequence[NDArray[np.int32]], budget: int, shape: str) -> DraftFunction:
     """ArcticInference's suffix decoding: a tree over the request, one over all answers, the better of both.
 
-    Its limits are opened (4 tokens for each one matched, no least probability), which is best for it here.
+    Its limits are opened (4 tokens for each one matched, no least probability), which is best for it here, and its tree
+    grows by the answers replayed so far, as when it serves; freedraft's datastore stays what it was.
 
     Raises:
         ImportError: it is not installed.
@@ -133,9 +134,8 @@ def suffix(documents: Sequence[NDArray[np.int32]], budget: int, shape: str) -> D
     def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
         nonlocal current, known
         if request != current:
-            if current:  # the store stays what it was
+            if current:
                 cache.stop_request(current)
-                cache.evict_cached_response(current)
             cache.start_request(request, tokens[:n].tolist())
             current, known = request, n
         if n > known:
