@@ -41,7 +41,6 @@ from rich.table import Table
 
 FORMAT = 1
 FAILED_BLOCKS = 3  # in a row; then an arm is given up
-WARM_UP_TOKENS = 32
 console = Console(highlight=False)
 
 
@@ -374,7 +373,7 @@ class Bench:
         texts = [text for kind in PROMPTS.values() for text in kind]
         texts *= math.ceil(2 * concurrency / len(texts))
         try:
-            outcome = load.ask(running.url, self.model_name(running), texts, concurrency, WARM_UP_TOKENS)
+            outcome = load.ask(running.url, self.model_name(running), texts, concurrency, self.args.warm_up)
         except Exception as error:
             self.give_up(running, f"warm-up: {error}")
             return
@@ -476,6 +475,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--limit", type=int, metavar="N", help="questions of each group at most")
     add("--block", type=int, default=8, metavar="N", help="questions that an arm answers before the next one's turn")
     add("--max-tokens", type=int, default=128, metavar="N", help="length of every answer")
+    add("--warm-up", type=int, default=32, metavar="N", help="tokens of each of at least twelve answers before")
     add("--repeats", type=int, default=1, metavar="N")
     add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on")
     add("--model", type=Path, default=Path("build/model"), help="folder or name of the model")
@@ -491,8 +491,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, default=Path("build/serve.json"), help="file of results")
     add("--fresh", action="store_true", help="begin again")
     args = parser.parse_args(arguments)
-    if min(args.concurrency) < 1 or args.block < 1 or args.max_tokens < 2 or args.repeats < 1:
-        parser.error("--concurrency, --block and --repeats must be at least 1, --max-tokens 2")
+    if min(args.concurrency) < 1 or args.block < 1 or args.repeats < 1 or min(args.max_tokens, args.warm_up) < 2:
+        parser.error("--concurrency, --block and --repeats must be at least 1, --max-tokens and --warm-up 2")
     if len({arm.name for arm in args.arms}) < len(args.arms):
         parser.error("two arms have the same name")
     args.block = max(args.block, *args.concurrency)
@@ -514,6 +514,7 @@ def main() -> int:
         "eager": not args.compiled,
         "flags": args.flags,
         "max_tokens": args.max_tokens,
+        "warm_up": args.warm_up,
         "block": args.block,
         "questions": {"files": [Path(f).name for f in args.questions], "count": sum(map(len, blocks))}
         | {"sha256": questions.digest([q for block in blocks for q in block])},

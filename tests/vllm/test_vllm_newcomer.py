@@ -1,0 +1,107 @@
+"""A newcomer, in an empty directory: install the wheel beside vLLM, serve with the flag, ask, see the metric move."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+import venv
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROMPT = "one two three four one two three four one two three four one two"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The python of an environment that has vLLM, as this one has, and no freedraft."""
+    folder = tmp_path_factory.mktemp("existing")
+    packages = folder / "packages"
+    packages.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not re.match(r"_*(editable__+)?(freedraft|sssd_plugin|layerskip_plugin)", entry.name):
+            (packages / entry.name).symlink_to(entry)
+    venv.create(folder / "venv", with_pip=True)
+    python = folder / "venv" / "bin" / "python"
+    asked = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    own = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    (Path(own) / "existing.pth").write_text(f"{packages}\n")
+    return python
+
+
+def clean(**more: str) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VLLM_", "FREEDRAFT_"))} | more
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(REPOSITORY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (built,) = folder.glob("freedraft-*.whl")
+    return built
+
+
+def page(url: str, body: dict[str, object] | None = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return str(answer.read().decode())
+
+
+def accepted(url: str) -> float:
+    found = re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", page(f"{url}/metrics"), re.MULTILINE)
+    return sum(map(float, found))
+
+
+def test_four_commands(environment: Path, wheel: Path, demo_model: Path, tmp_path: Path) -> None:
+    def run(*command: object) -> str:
+        arguments = [str(part) for part in command]
+        done = subprocess.run(arguments, cwd=tmp_path, env=clean(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    # 1: into the environment that has vLLM; what freedraft needs is there, or comes along.
+    run(environment, "-m", "pip", "install", "-q", "--no-index", wheel)
+    where = Path(run(environment, "-c", "import freedraft; print(freedraft.__file__)").strip())
+    assert environment.parent.parent in where.parents
+
+    # 2: the engine's own command and one flag.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flag = ["--speculative-config", '{"method": "sssd", "num_speculative_tokens": 8}']
+    command = [str(environment), "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_model.resolve())]
+    command += ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", "256", "--enforce-eager", *flag]
+    small = clean(VLLM_CPU_KVCACHE_SPACE="1", NUMBA_CACHE_DIR=str(tmp_path / "numba"))
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        server = subprocess.Popen(command, cwd=tmp_path, env=small, stdout=out, stderr=out)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 420
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            try:
+                page(f"{url}/health")
+                break
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        # 3 and 4: ask, and look at vLLM's own metrics.
+        assert accepted(url) == 0
+        body = {"model": str(demo_model.resolve()), "prompt": PROMPT, "max_tokens": 32, "temperature": 0}
+        page(f"{url}/v1/completions", body)
+        assert accepted(url) > 0
+    finally:
+        server.terminate()
+        server.wait(60)
