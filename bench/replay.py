@@ -122,7 +122,7 @@ def suffix(documents: Sequence[NDArray[np.int32]], budget: int, shape: str) -> D
     """
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
-    cache = SuffixDecodingCache(max_tree_depth=64)
+    cache = SuffixDecodingCache(max_tree_depth=64, max_cached_requests=-1 if documents else 0)
     for number, document in enumerate(documents):
         cache.start_request(("store", number), [])
         cache.add_active_response(("store", number), document.tolist())
