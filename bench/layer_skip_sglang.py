@@ -2,8 +2,9 @@
 
 Plain and speculative decoding take turns in one engine, request by request, so that both meet the same machine.
 Reported by batch size: M (tokens per speculative step), alpha (share of drafted tokens accepted), c (a draft pass by a
-plain step), the measured ratio, and its share of M * alpha / ((M - 1) * c + alpha): what such a drafter can reach at
-most when verifying costs as much as a plain step and nothing else costs anything (SWIFT, section 3).
+plain step, medians), the ratio of speeds (median over pairs of requests), and its share of
+M * alpha / ((M - 1) * c + alpha): what such a drafter can reach at most when verifying costs as much as a plain step
+and nothing else costs anything (SWIFT, section 3).
 
     python bench/layer_skip_sglang.py --model build/deep --json build/layer-skip-sglang.json
 """
@@ -164,6 +165,16 @@ def measure(args: argparse.Namespace, folder: Path) -> dict:
     return result
 
 
+def speeds(steps: list[tuple[float, dict, int]]) -> list[float]:
+    """Tokens per second of each group of requests, in the order they came."""
+    groups: dict[str, list[float]] = {}
+    for seconds, step, gained in steps:
+        group = groups.setdefault(step["ids"][0], [0.0, 0.0])
+        group[0] += gained
+        group[1] += seconds
+    return [tokens / seconds for tokens, seconds in groups.values()]
+
+
 def figures(steps: list[dict], batch: int) -> dict:
     """What full batches of this size did. A step runs from the beginning of its draft to that of the next one."""
     plain, drafting = [], []
@@ -172,15 +183,17 @@ def figures(steps: list[dict], batch: int) -> dict:
         if step["ids"] == after["ids"] and step["batch"] == batch and step["ids"][0].startswith(name):
             seconds = after["began"] - step["began"]
             (plain if step["kind"] == PLAIN else drafting).append((seconds, step, after["gained"]))
-    plain_step = statistics.mean(seconds for seconds, _, _ in plain)
+    plain_step = statistics.median(seconds for seconds, _, _ in plain)
     tokens = sum(gained for _, _, gained in drafting)
     per_step = tokens / batch / len(drafting)
     drafted = sum(sum(step["drafted"]) for _, step, _ in drafting)
     passes = [seconds for _, step, _ in drafting for seconds in step["passes"]]
     verify = [after - sum(step["passes"]) for after, step, _ in drafting if step["passes"]]
     alpha = (tokens - batch * len(drafting)) / drafted if drafted else 0.0
-    c = statistics.mean(passes) / plain_step if passes else 0.0
-    ratio = plain_step / (sum(seconds for seconds, _, _ in drafting) / (tokens / batch))
+    c = statistics.median(passes) / plain_step if passes else 0.0
+    # Plain and drafting requests came in turns: their speeds are compared pair by pair.
+    pairs = [b / a for a, b in zip(speeds(plain), speeds(drafting), strict=False)]
+    ratio = statistics.median(pairs)
     formula = per_step * alpha / ((per_step - 1) * c + alpha) if drafted else 1.0
     return {
         "batch": batch,
@@ -190,10 +203,11 @@ def figures(steps: list[dict], batch: int) -> dict:
         "c": c,
         "drafted_per_step": drafted / batch / len(drafting),
         "nodes_per_step": sum(step["nodes"] for _, step, _ in drafting) / batch / len(drafting),
-        "verify": statistics.mean(verify) / plain_step if verify else 1.0,
+        "verify": statistics.median(verify) / plain_step if verify else 1.0,
         "plain_ms": 1e3 * plain_step,
-        "pass_ms": 1e3 * statistics.mean(passes) if passes else 0.0,
+        "pass_ms": 1e3 * statistics.median(passes) if passes else 0.0,
         "ratio": ratio,
+        "ratio_spread": [min(pairs), max(pairs)],
         "formula": formula,
         "share": ratio / formula,
     }
