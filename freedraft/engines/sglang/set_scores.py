@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from freedraft.engines.many_sets import Sublayer, forward
 from freedraft.engines.sglang.partial_model import PartialModel, one_token_each
-from freedraft.engines.sglang.platform import selected
 
 # SGLang keeps it for what padding writes; no request ever has it.
 SPARE_SLOT = 0
@@ -21,7 +20,7 @@ SPARE_SLOT = 0
 class SetScores:
     """Matchness of skip sets on a window of tokens that a request has generated.
 
-    Each token of the window is a row of one eager decoding pass, under each set: it reads the target's KV of what comes
+    Each token of the window is a row of an eager decoding pass, under each set: it reads the target's KV of what comes
     before it and writes into SGLang's spare slot, so that no committed KV is touched. Where the attention backend reads
     the token's own KV from the pool (the CPU platform's does) it is the target's; in a real draft it would be the
     draft's. All else is as there.
@@ -29,10 +28,11 @@ class SetScores:
 
     def __init__(self, model: PartialModel, window: int) -> None:
         self.model = model
-        # Attention backends of devices keep room for as many rows as there may be requests.
-        rows = 2**31 if selected() else int(model.runner.req_to_token_pool.size)
-        self.window = min(window, rows)
-        self.most = rows // self.window
+        self.window = window
+        # SGLang keeps room for as many rows as there may be requests: so many sets, and so many tokens of each, in one
+        # pass.
+        rows = int(model.runner.max_running_requests)
+        self.sets, self.part = max(1, rows // window), min(window, rows)
         self.batch: Any = None
         self.row = self.length = 0
         self.tokens = np.zeros(0, np.int64)
@@ -54,20 +54,27 @@ class SetScores:
         """float64 [J]: the share of the window's tokens after which each set drafts what came; `skipped`: 2L flags of
         each set."""
         bits = np.array(skipped, np.bool_)
-        parts = [self._scores(bits[i : i + self.most]) for i in range(0, len(bits), self.most)]
-        return np.concatenate(parts)
+        right = [
+            np.concatenate(
+                [self._right(bits[i : i + self.sets], j, j + self.part) for j in range(0, self.window, self.part)], 1
+            )
+            for i in range(0, len(bits), self.sets)
+        ]
+        return np.concatenate(right).mean(1)
 
-    def _scores(self, skipped: NDArray[np.bool_]) -> NDArray[np.float64]:
-        sets, window = len(skipped), self.window
-        device = self.batch.seq_lens.device
-        past = torch.arange(self.length - window, self.length).repeat(sets)
+    def _right(self, skipped: NDArray[np.bool_], start: int, end: int) -> NDArray[np.bool_]:
+        """bool [J, n]: after which tokens from `start` on each set drafts what came."""
+        tokens, wanted = self.tokens[start:end], self.wanted[start:end]
+        sets, count = len(skipped), len(tokens)
+        rows, device = sets * count, self.batch.seq_lens.device
+        first = self.length - self.window + start
         made = one_token_each(
             self.model,
             self.batch,
-            torch.full((sets * window,), self.row),
-            torch.from_numpy(np.tile(self.tokens, sets)).to(device),
-            past,
-            torch.full((sets * window,), SPARE_SLOT, device=device),
+            torch.full((rows,), self.row),
+            torch.from_numpy(np.tile(tokens, sets)).to(device),
+            torch.arange(first, first + count).repeat(sets),
+            torch.full((rows,), SPARE_SLOT, device=device),
         )
 
         def hidden_of(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -77,11 +84,11 @@ class SetScores:
                 attention = partial(_attend, layer.self_attn, positions, batch)
                 sublayers.append(Sublayer(layer.input_layernorm, attention, True))
                 sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
-            stream = forward(decoder.embed_tokens(ids).view(sets, window, -1), sublayers, skipped)
-            return decoder.norm(stream.view(sets * window, -1))
+            stream = forward(decoder.embed_tokens(ids).view(sets, count, -1), sublayers, skipped)
+            return decoder.norm(stream.view(rows, -1))
 
-        drafted = self.model.logits(hidden_of, made).argmax(-1).view(sets, window).cpu().numpy()
-        return (drafted == self.wanted).mean(1)
+        drafted = self.model.logits(hidden_of, made).argmax(-1).view(sets, count).cpu().numpy()
+        return drafted == wanted
 
 
 def _attend(attention: Any, positions: torch.Tensor, batch: Any, hidden: torch.Tensor) -> torch.Tensor:

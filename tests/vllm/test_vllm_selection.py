@@ -1,0 +1,268 @@
+"""Skip sets that change while vLLM serves, between requests and within them: the same tokens all the time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_vllm_greedy import CHAT, RAW, parameters, tokens_of
+from vllm_engines import engine, runner_of, settle, spied
+
+from freedraft.config import ConfigError
+from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.selection.base import Static
+from layerskip_plugin.selection.hardware import hardware
+from layerskip_plugin.selection.host_model import HostModel, Sample
+from layerskip_plugin.selection.knapsack import Choice
+from layerskip_plugin.selection.knn import Domains, Knn, fit
+from layerskip_plugin.selection.plan import Knapsack, Plan
+from layerskip_plugin.selection.serving import Selector
+from layerskip_plugin.selection.swift import Swift
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+
+LAYERS, HIDDEN, TOKENS, K = 30, 576, 48, 4
+MAX_MODEL_LEN = 384
+
+
+@pytest.fixture(scope="module")
+def fingerprint(demo_model: Path) -> str:
+    return model_fingerprint(json.loads((demo_model / "config.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_model: Path) -> list[dict[str, list[int]]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    chats = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        for text in CHAT
+    ]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in [*chats[:5], *RAW]]
+    return [{"prompt_token_ids": tokens} for tokens in ids]
+
+
+@pytest.fixture(scope="module")
+def plain(demo_model: Path, prompts: list) -> list[list[int]]:
+    with engine(demo_model, max_model_len=MAX_MODEL_LEN, max_num_seqs=4) as llm:
+        return generate(llm, prompts)
+
+
+def generate(llm: Any, prompts: list) -> list[list[int]]:
+    return tokens_of(llm.generate(prompts, parameters(TOKENS), use_tqdm=False))
+
+
+@pytest.fixture(scope="module")
+def swift_engine(plain: list, demo_model: Path) -> Iterator[Any]:
+    """Searching for half of the time, so that a short test sees sets change."""
+    with engine(
+        demo_model,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=4,
+        max_num_batched_tokens=160,
+        enable_prefix_caching=True,
+        speculative_config={
+            "method": "layerskip",
+            "num_speculative_tokens": K,
+            "selection": "swift",
+            "search_share": 0.5,
+            "lookahead": "confidence",
+            "threshold": 0.0,
+        },
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "swift_engine" in request.fixturenames:
+        llm = request.getfixturevalue("swift_engine")
+        settle(llm)
+        assert not runner_of(llm).drafter.failed and not len(runner_of(llm).drafter.selector)
+
+
+@contextmanager
+def selecting(llm: Any, selection: Any) -> Iterator[Any]:
+    """Another selection in the same engine, with its sets built as at the start."""
+    from layerskip_plugin.vllm import Drafter
+
+    proposer = runner_of(llm).drafter
+    before = proposer.selector, proposer.drafters, proposer.set_scores
+    first = proposer.drafters[0]
+    proposer.selector, proposer.set_scores = Selector(selection), None
+    proposer.drafters = [
+        Drafter(name, skip, first.times, first.policy) for name, skip in proposer.selector.sets.items()
+    ]
+    for drafter in proposer.drafters:
+        drafter.module = proposer._module(drafter, compile_it=False)
+    try:
+        yield proposer
+    finally:
+        settle(llm)
+        assert not len(proposer.selector)
+        proposer.selector, proposer.drafters, proposer.set_scores = before
+
+
+def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain: list) -> None:
+    proposer = runner_of(swift_engine).drafter
+    swift, modules = proposer.selector.selection, set()
+    assert isinstance(swift, Swift)
+    start = swift.incumbent
+    with spied(proposer, lambda step, drafts: modules.add(id(proposer.drafters[0].module))):
+        for _ in range(3):
+            assert generate(swift_engine, prompts) == plain
+    assert len(swift.space.values) > 20, "it hardly searched: the test does not test that"
+    assert start in swift.space.values
+    assert len(modules) > 1 and swift.incumbent != start, "the set never changed: the test does not test that"
+    assert proposer.drafters[0].skip_set == swift.incumbent
+    assert proposer.drafters[0].module.steps and len(proposer.drafters[0].kept) == 60 - len(swift.incumbent)
+
+
+class Reading(HostModel):
+    """The model on the host, whose drafted tokens read the whole model's KV of themselves too, as `SetScores` do."""
+
+    def _attend(self, text: Any, layer: int, q: Any, past: Any, near_k: Any, near_v: Any) -> Any:
+        own = [kv[layer][:, past].transpose(0, 1)[:, None] for kv in (text.keys, text.values)]
+        return super()._attend(text, layer, q, past, *own)
+
+
+def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prompts: list, plain: list) -> None:
+    """Scores are what the model says by itself, one for the whole model, and the KV cache stays as it is."""
+    proposer = runner_of(swift_engine).drafter
+    scores = proposer.set_scores
+    rng = np.random.default_rng(0)
+    bits = np.zeros((6, 60), bool)
+    for row in bits[1:5]:
+        row[rng.choice(np.arange(4, 56), 12, replace=False)] = True
+    bits[5, 1] = True
+    attention = [layer.self_attn.attn for layer in proposer.backbone.layers]
+    found: list[np.ndarray] = []
+    texts: list[list[int]] = []
+
+    def look(step: Any, drafts: list[list[int]]) -> None:
+        if len(found) < 4 and scores.look_at(step):
+            before = [layer.kv_cache.clone() for layer in attention]
+            found.append(scores(bits))
+            end = scores.first + scores.window + 1
+            row = next(r for r in step.rows.tolist() if (step.token_rows[r, end - 33 : end - 1] == scores.tokens).all())
+            texts.append(step.token_rows[row, :end].tolist())
+            assert all(bool((old == layer.kv_cache).all()) for old, layer in zip(before, attention, strict=True))
+
+    with spied(proposer, look):
+        assert generate(swift_engine, prompts[:4]) == plain[:4]
+    assert len(found) == 4
+    host = Reading.load(Path(swift_engine.llm_engine.model_config.model))
+    sets = [SkipSet.of_bits(row.tolist(), host.fingerprint) for row in bits]
+    for text, measured in zip(texts, found, strict=True):
+        sample = Sample.newest(host, text[:-1], 32)
+        drafted = host.best(host.finals(sets, sample)).numpy()
+        expected = (drafted == np.array(text[-32:])).mean(1)
+        assert measured == pytest.approx(expected, abs=1.01 / 32) and measured[0] == 1
+    assert 0.1 < np.mean(found, 0)[1:].max() < 0.97
+
+
+def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts: list, plain: list) -> None:
+    """Anchors made of the very states that the engine shows: chats here, texts there, each with a set of its own."""
+    seen: dict[str, np.ndarray] = {}
+
+    class Listening(Static):
+        needs_hidden = True
+
+        def begin(self, request_ids: Any, hidden: Any = None, wanted: Any = ()) -> None:
+            seen.update(zip(request_ids, hidden, strict=True))
+
+    with selecting(swift_engine, Listening({"a": SkipSet.empty(LAYERS), "b": SkipSet.empty(LAYERS)})):
+        assert generate(swift_engine, prompts) == plain
+    states = [seen[request] for request in sorted(seen, key=lambda name: int(name.split("-")[0]))]
+    assert states[0].shape == (HIDDEN,)
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = swift_engine.llm_engine.model_config.model
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    for prompt, state in zip(prompts[::4], states[::4], strict=True):
+        with torch.inference_mode():
+            theirs = whole.model(torch.tensor([prompt["prompt_token_ids"]])).last_hidden_state[0, -1].numpy()
+        assert state == pytest.approx(theirs, abs=2e-3 * float(np.abs(theirs).max()))
+
+    sets = [SkipSet.of_sublayers(s, LAYERS) for s in ((6, 9), (12, 15, 20), (30,))]
+    domains = fit([np.stack(states[:5]), np.stack(states[5:])], ["chat", "text"], sets)
+    routed: dict[str, int] = {}
+    mixed: list[int] = []
+    with selecting(swift_engine, Knn(domains)) as proposer:
+        names = list(proposer.selector.sets)
+        assert names == ["all domains", "chat", "text"]
+
+        def record(step: Any, drafts: list[list[int]]) -> None:
+            places = proposer.selector.last(step.request_ids).tolist()
+            routed.update(zip(step.request_ids, places, strict=True))
+            mixed.append(len(set(places)))
+
+        with spied(proposer, record):
+            assert generate(swift_engine, prompts) == plain
+        judged = proposer.selector.selection.acceptance.trials[:-1]
+        assert judged[domains.domain == 0].sum() > 50 and judged[domains.domain == 1].sum() > 50
+    order = [routed[request] for request in sorted(routed, key=lambda name: int(name.split("-")[0]))]
+    assert order == [1] * 5 + [2] * 3
+    assert max(mixed) > 1, "two domains were never in one batch: the test does not test that"
+
+
+def test_knapsack_changes_set_and_length_as_context_grows(swift_engine: Any, prompts: list, plain: list) -> None:
+    lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
+    middle = int(np.median(lengths)) + TOKENS // 2
+    small, large = (SkipSet.of_sublayers(s, LAYERS) for s in ((6, 9), (12, 15, 20)))
+    choices = (Choice(small, 2, 1.0), Choice(SkipSet.empty(LAYERS), 0, 1.0), Choice(large, 3, 1.0))
+    plan = Plan((middle - 10, middle, middle + 20), choices, "here")
+    drafted: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    of_request: dict[str, set[int]] = {}
+    with selecting(swift_engine, Knapsack(plan)) as proposer:
+        assert len(proposer.drafters) == 2
+
+        def record(step: Any, drafts: list[list[int]]) -> None:
+            entries = plan.at(step.lengths).tolist()
+            for row, request, entry in zip(step.rows.tolist(), step.request_ids, entries, strict=True):
+                drafted[entry].append(len(drafts[row]))
+                of_request.setdefault(request, set()).add(entry)
+
+        with spied(proposer, record):
+            assert generate(swift_engine, prompts) == plain
+    assert {0, 1, 2} in of_request.values(), "no request came through all contexts: the test does not test that"
+    assert set(drafted[1]) == {0}
+    assert max(drafted[0]) == 2 and max(drafted[2]) == 3
+
+
+def test_files_of_another_model_or_machine_stop_the_start(fingerprint: str, demo_model: Path, tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    skip = SkipSet.of_sublayers([6], LAYERS, fingerprint)
+    other = SkipSet.of_sublayers([6], LAYERS, "0123456789abcdef")
+    for name, chosen, where in (("good", skip, hardware()), ("model", other, hardware()), ("machine", skip, "a Cray")):
+        Plan((64,), (Choice(chosen, 2, 1.0),), where).save(tmp_path / f"{name}.json", {})
+    anchors = np.eye(2, HIDDEN, dtype=np.float32)
+    Domains(("a", "b"), (other,) * 3, np.zeros(HIDDEN, np.float32), anchors, np.array([0, 1], np.int32), 0.5).save(
+        tmp_path / "knn.json", {}
+    )
+
+    def start(**options: Any) -> None:
+        given = {"method": "layerskip", "num_speculative_tokens": K} | options
+        EngineArgs(str(demo_model), speculative_config=given).create_engine_config()
+
+    start(selection="knapsack", selection_file=str(tmp_path / "good.json"))
+    for options, says in (
+        ({"selection": "knapsack", "selection_file": str(tmp_path / "model.json")}, "another model"),
+        ({"selection": "knapsack", "selection_file": str(tmp_path / "machine.json")}, "measured on a Cray"),
+        ({"selection": "knn", "selection_file": str(tmp_path / "knn.json")}, "another model"),
+        ({"selection": "knn", "selection_file": str(tmp_path / "good.json")}, "format"),
+        ({"selection": "knn"}, "freedraft calibrate knn"),
+        ({"selection": "swift", "selection_file": str(tmp_path / "good.json")}, "does not go with"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            start(**options)
+    assert LayerSkipOptions.parse({"selection": "swift"}).search_share == 0.01
