@@ -246,6 +246,28 @@ def serving_table(rows: Rows) -> str:
     return table(head, lines)
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """Throughput over plain by group and concurrency, as a table for a README; intervals are 95 %."""
+    rows = result["rows"]
+    arms = [arm for arm in names(rows, "arm") if any("ratio" in r for r in rows if r["arm"] == arm)]
+    lines = ["| at a time | questions | plain, tokens/s | " + " | ".join(arms) + " |", "|---" * (3 + len(arms)) + "|"]
+    for concurrency in names(rows, "concurrency"):
+        for group in names(rows, "group"):
+            here = {r["arm"]: r for r in rows if (r["concurrency"], r["group"]) == (concurrency, group)}
+            best = max((here[a]["ratio"] for a in arms if "ratio" in here.get(a, {})), default=0.0)
+            cells = [f"{here['plain']['tokens_per_second']:.1f}" if "plain" in here else ""]
+            for arm in arms:
+                r = here.get(arm, {})
+                if "ratio" not in r:
+                    cells.append("")
+                    continue
+                bold = "**" if r["ratio"] == best else ""
+                low, high = r["ratio_interval"]
+                cells.append(f"{bold}{r['ratio']:.2f}{bold} ({low:.2f}-{high:.2f})")
+            lines.append(f"| {concurrency} | {nice(group)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
     rows, settings = result["rows"], result["settings"]
     plots = [latency_throughput(name, rows), ratios(name, rows), acceptance(name, rows), drafted(name, rows)]
@@ -404,7 +426,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("bench/results"))
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the folder); plots go beside it")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="print one serving result as a table instead")
     args = parser.parse_args()
+    if args.markdown:
+        print(markdown(json.loads(args.markdown.read_text(encoding="utf-8"))))
+        return 0
     out = args.out or args.folder / "report.html"
     plt.rcParams["svg.hashsalt"] = "freedraft"
     try:

@@ -60,6 +60,13 @@ def test_it_names_problems_and_damaged_files_and_shows_figures(folder: Path) -> 
     assert "<td>2.00</td>" in page and "<td>0.80</td>" in page  # over plain
 
 
+def test_the_table_for_a_readme(folder: Path) -> None:
+    lines = report.markdown(json.loads((folder / "serve-test.json").read_text())).splitlines()
+    assert lines[0] == "| at a time | questions | plain, tokens/s | sssd | ngram |"
+    assert lines[2] == "| 1 | QA | 10.0 | **2.00** (2.00-2.00) | 0.80 (0.80-0.80) |"
+    assert len(lines) == 2 + 2 * 3  # two concurrencies; two groups and all
+
+
 def test_plots_are_written_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = folder / "page" / "index.html"
     monkeypatch.setattr("sys.argv", ["report.py", str(folder), "--out", str(out)])
