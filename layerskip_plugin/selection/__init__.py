@@ -43,6 +43,12 @@ def make_selection(
 
         if evaluate is None:
             raise ValueError("selection swift needs an engine that can score skip sets on its traffic")
+        try:
+            # Now, since it takes seconds, and not in the midst of serving.
+            import bayes_opt.acquisition  # noqa: F401
+            import sklearn.gaussian_process  # noqa: F401
+        except ImportError as error:
+            raise ValueError(f"selection swift needs {error.name}: pip install 'freedraft[calibrate]'") from None
         # The first and the last layer stay, as published: a start without them would be useless.
         return Swift(n_layers, evaluate, model, kept=(0, 1, 2 * n_layers - 2, 2 * n_layers - 1))
     if name not in SELECTIONS:

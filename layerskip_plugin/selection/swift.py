@@ -139,7 +139,10 @@ class Swift(Selection):
         fresh: list[SkipSet] = []
         if self.challenger is not None:
             fresh.append(self.challenger)
-        while len(fresh) < count and not first:
+        # A small model has few sets: not for ever.
+        for _ in range(0 if first else 4 * count):
+            if len(fresh) >= count:
+                break
             self.candidates += 1
             skip = self._propose()
             if skip != self.incumbent and skip not in fresh:
@@ -149,7 +152,7 @@ class Swift(Selection):
         scores = np.asarray(self.evaluate(asked), np.float64)
         self.space.register(asked, scores)
         self.matchness = float(scores[0]) if first else 0.8 * self.matchness + 0.2 * float(scores[0])
-        self.idle += len(fresh)
+        self.idle += max(1, len(fresh))
         self._replace(fresh, scores[1:] - scores[0])
         return len(asked)
 

@@ -167,6 +167,22 @@ def test_swift_keeps_to_its_time(budget: float) -> None:
     assert clock.now > 10 * budget
 
 
+def test_swift_finds_the_best_of_few_sets() -> None:
+    """A model of four layers has six sets of the right size."""
+    importance = np.array([0.5, 0.5, 0.3, 0.2, 0.02, 0.1, 0.5, 0.5])
+
+    def evaluate(skips: Sequence[SkipSet]) -> np.ndarray:
+        return np.array([float(np.prod(1 - importance[list(s.sublayers)])) for s in skips])
+
+    policy = Swift(4, evaluate, ratio=0.25, kept=(0, 1, 6, 7), beta=3, patience=40, seed=0, clock=Clock())
+    seen = set()
+    for _ in range(200):
+        policy.step(1.0)
+        if len(policy.incumbent) == 2:
+            seen.add(policy.incumbent.sublayers)
+    assert (4, 5) in seen and not policy.searching
+
+
 def test_swift_rests_and_begins_again_when_acceptance_falls() -> None:
     traffic = Traffic()
     policy = swift(traffic, patience=20)
