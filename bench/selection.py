@@ -17,6 +17,7 @@ holds one entry per model; a second model adds its own.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from collections import defaultdict
@@ -95,8 +96,9 @@ def swift_over(host: HostModel, answers: Sequence[Answered], size: int, kept: Se
 
 def agreement(
     host: HostModel, learn: list[Answered], held: list[Answered], options: argparse.Namespace, steps: Resumable
-) -> list[dict]:
-    """One row per search: held-out agreement, cosine and search seconds at each share."""
+) -> dict[str, Any]:
+    """One row per search: held-out agreement, cosine and search seconds at each share; how cosine and agreement of all
+    these sets go together."""
     seed = options.seed
     sample = sample_of(host, learn, options.tokens, seed + 1)
     test = sample_of(host, held, options.held_out, seed + 2)
@@ -145,7 +147,8 @@ def agreement(
             row[f"{share:.0%}"] = figures | {"sublayers": sorted(skip)}
         rows.append(row)
         print(f"{name:<26} {'  '.join(f'{s:.3f}' for s in scores)}", flush=True)
-    return rows
+    both = [(row[f"{share:.0%}"]["cosine"], row[f"{share:.0%}"]["agreement"]) for row in rows for share in SHARES]
+    return {"rows": rows, "correlation_with_cosine": round(float(np.corrcoef(np.array(both).T)[0, 1]), 4)}
 
 
 def single_agreement(host: HostModel, sample: Sample) -> list[float]:
@@ -404,6 +407,7 @@ def main() -> None:
     parser.add_argument("--parts", default="agreement,stream,context")
     parser.add_argument("--prompts", type=int, default=6, help="prompts per domain that searches see")
     parser.add_argument("--held", type=int, default=6, help="held-out prompts per domain")
+    parser.add_argument("--swap", action="store_true", help="search on the held-out prompts, measure on the others")
     parser.add_argument("--answer", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--tokens", type=int, default=64, help="calibration tokens")
     parser.add_argument("--held-out", type=int, default=1000, help="tokens that agreement is measured on")
@@ -436,11 +440,15 @@ def main() -> None:
                 options.answers.write_text(json.dumps(known))
         answers = [Answered(t[: p + options.answer], p) for p, t in made[: len(wanted)]]
         learn[name], held[name] = answers[: options.prompts], answers[options.prompts :]
+        if options.swap:
+            learn[name], held[name] = held[name], learn[name]
     everything, rest = ([a for part in parts.values() for a in part] for parts in (learn, held))
     settings = {
         k: v for k, v in vars(options).items() if k not in ("parts", "contexts", "json", "answers", "requests", "name")
     }
-    steps = Resumable(options.json.with_name(f"{options.json.name}.{name_of_model}"), settings)
+    # Runs with other settings, perhaps at the same time, keep their steps elsewhere.
+    mark = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:6]
+    steps = Resumable(options.json.with_name(f"{options.json.name}.{name_of_model}.{mark}"), settings)
     parts = {
         "agreement": lambda: agreement(host, everything, rest, options, steps),
         "stream": lambda: stream(host, tokenizer, domains, learn, held, options, steps),
@@ -456,7 +464,8 @@ def main() -> None:
             continue
         results = json.loads(options.json.read_text()) if options.json.is_file() else {}
         result = results.setdefault(name_of_model, {})
-        result |= {"hardware": hardware(host.device), "domains": list(domains), part: made}
+        key = f"{part}, swapped" if options.swap else part
+        result |= {"hardware": hardware(host.device), "domains": list(domains), key: made}
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
