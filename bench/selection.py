@@ -264,7 +264,7 @@ def stream(
             order = [(i * len(names) // options.requests, p) for i, (_, p) in enumerate(order)]
 
         def searching(order: Sequence[tuple[int, int]] = order) -> list[list[int]]:
-            """SWIFT's incumbent at each request."""
+            """SWIFT's incumbent at each request; one batch of candidates is scored on the newest tokens of each."""
             window: list[Sample] = []
             swift = Swift(
                 host.n_layers, lambda s: host.scores(s, window[0])[0], host.fingerprint, options.share, kept, seed=seed
@@ -274,7 +274,7 @@ def stream(
                 one = held[names[d]][p]
                 used.append(list(swift.incumbent.sublayers))
                 window[:] = [Sample.newest(host, one.tokens[: one.prompt + options.answer], WINDOW)]
-                swift.step(options.swift_seconds)
+                swift.step(1e9, batches=1)
             return used
 
         by_swift = steps.step(f"swift {ratio}", searching)
@@ -414,7 +414,6 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=100, help="of random and Bayesian search")
     parser.add_argument("--survivors", type=int, default=4)
     parser.add_argument("--requests", type=int, default=40, help="in each stream")
-    parser.add_argument("--swift-seconds", type=float, default=0.5, help="search time after each request")
     parser.add_argument("--share", type=float, default=0.2, help="of the sublayers skipped in the stream")
     parser.add_argument("--stream-survivors", type=int, default=2)
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8000])

@@ -107,7 +107,7 @@ class Selector:
         if self.allowance.seconds < min(swift.batch_seconds, 0.9 * self.allowance.most) or not ready():
             return None
         with self.allowance.spending() as seconds:
-            changed = swift.step(seconds)
+            changed = swift.step(seconds, batches=1)
         if not changed:
             return None
         logger.info(

@@ -83,13 +83,16 @@ class Swift(Selection):
     def choose(self, request_ids: Sequence[str], context: NDArray[np.int32]) -> NDArray[np.intp]:
         return np.zeros(len(request_ids), np.intp)
 
-    def step(self, seconds: float) -> bool:
-        """Score batches until the time is used up; a batch begins only if it is expected to fit.
+    def step(self, seconds: float, batches: int = 10**9) -> bool:
+        """Score batches until the time is used up, or so many; a batch begins only if it is expected to fit.
 
-        The first batch ever is always run: nothing is known of its price.
+        The first batch ever is always run: nothing is known of its price. While the window stays the same one batch is
+        enough: scored again on the same tokens, luck would look like merit.
         """
         before, end = self.incumbent, self.clock() + seconds
-        while self.searching:
+        for _ in range(batches):
+            if not self.searching:
+                break
             wanted = self._wanted(end - self.clock())
             if wanted < 1:
                 break
