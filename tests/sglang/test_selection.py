@@ -1,0 +1,124 @@
+"""Skip sets that change while SGLang serves, between requests and within them: the same tokens all the time."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from layerskip_plugin.selection.hardware import hardware
+from layerskip_plugin.selection.knapsack import Choice
+from layerskip_plugin.selection.knn import fit
+from layerskip_plugin.selection.plan import Plan
+from layerskip_plugin.skip_set import SkipSet
+from tests.sglang.conftest import read_counts, sglang_engine
+from tests.sglang.layerskip_tools import GREEDY, LAYERS, SETS, continuations, ids, make_model, prompts
+
+
+@pytest.fixture(scope="module")
+def selecting(tmp_path_factory):
+    """An engine that searches for half of the time; other selections by the requests' ids."""
+    folder = make_model(tmp_path_factory.mktemp("llama"), "Llama")
+    env = {
+        "SELECTION_TEST_FOLDER": str(folder),
+        "FREEDRAFT_SELECTION": "swift",
+        "FREEDRAFT_SEARCH_SHARE": "0.5",
+        "FREEDRAFT_LOOKAHEAD": "fixed",
+        "FREEDRAFT_LENGTH": "3",
+    }
+    with sglang_engine(
+        folder,
+        folder / "counts.json",
+        env,
+        speculative_algorithm="layerskip_selecting",
+        speculative_num_draft_tokens=8,
+        chunked_prefill_size=32,
+        skip_tokenizer_init=True,
+    ) as engine:
+        engine.folder, engine.asked = folder, 0
+        engine.expected = continuations(folder, prompts(), GREEDY["max_new_tokens"])
+        yield engine
+    assert read_counts(folder / "counts.json")["finished"] > 0
+
+
+def ask(engine, word):
+    engine.asked += 1
+    names = [f"{word}-{i}-{engine.asked}" for i in range(len(prompts()))]
+    assert ids(engine.generate(input_ids=prompts(), sampling_params=GREEDY, rid=names)) == engine.expected
+    log = json.loads((engine.folder / "log.json").read_text())
+    read_counts(engine.folder / "counts.json")
+    assert log["held"] == 0, "a request is remembered after its end"
+    return log, names
+
+
+def test_swift_searches_while_it_serves(selecting):
+    for _ in range(4):
+        log, _ = ask(selecting, "swift")
+        if len(log["swift sets"]) > 1:
+            break
+    assert log["searches"] > 10, "it hardly searched: the test does not test that"
+    assert len(log["swift sets"]) > 1, "the set never changed: the test does not test that"
+    assert log["kv changed"] == 0, "scoring sets wrote into the KV of requests"
+
+
+def test_knn_routes_by_the_hidden_state_of_the_prompt(selecting):
+    """Also of prompts that are read in chunks."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    log, names = ask(selecting, "static")
+    states = np.array([log["states"][name] for name in names], np.float32)
+    model = AutoModelForCausalLM.from_pretrained(selecting.folder, dtype=torch.float32).eval()
+    for prompt, state in zip(prompts(), states, strict=True):
+        with torch.inference_mode():
+            theirs = model.model(torch.tensor([prompt])).last_hidden_state[0, -1].numpy()
+        assert state == pytest.approx(theirs, abs=1e-3 * float(np.abs(theirs).max()))
+    # The prompts are random: every second one is made a domain of its own by what is said of it here.
+    sets = [SETS["weak"], SETS["mixed"], SETS["empty"]]
+    fit([states[::2], states[1::2]], ["even", "odd"], sets, anchors=99).save(selecting.folder / "knn.json", {})
+    log, names = ask(selecting, "knn")
+    last = [{place for _, place, _ in log["places"][name]} for name in names]
+    assert all(len(places) == 1 for places in last), "a request keeps its set"
+    assert {frozenset(places) for places in last} >= {frozenset({1}), frozenset({2})}
+    assert log["mixed"] > 1, "two domains were never in one batch: the test does not test that"
+
+
+def test_knapsack_changes_set_and_length_as_context_grows(selecting):
+    choices = Choice(SETS["weak"], 2, 1.0), Choice(SETS["empty"], 0, 1.0), Choice(SETS["mixed"], 3, 1.0)
+    plan = Plan((20, 30, 40), choices, hardware())
+    plan.save(selecting.folder / "plan.json", {})
+    log, names = ask(selecting, "plan")
+    seen, longest = [], set()
+    for name in names:
+        context, place, drafted = np.array(log["places"][name]).T
+        entry = plan.at(context)
+        assert (drafted <= np.array([2, 0, 3])[entry]).all()
+        assert (place[entry == 0] == 0).all() and (place[entry == 2] == 1).all()
+        longest |= {(int(e), int(d)) for e, d in zip(entry, drafted, strict=True)}
+        seen.append(set(entry.tolist()))
+    assert {(0, 2), (1, 0), (2, 3)} <= longest
+    assert {0, 1, 2} in seen, "no request came through all contexts: the test does not test that"
+
+
+def test_a_plan_of_another_model_or_machine_is_refused(selecting, tmp_path):
+    """The model in the front-end process, the machine in the scheduler's, which has the device."""
+    from types import SimpleNamespace
+
+    from transformers import AutoConfig
+
+    from layerskip_plugin.sglang import Options, check_arguments
+
+    for name, model, where in (("model", "0123456789abcdef", hardware()), ("machine", "", "a Cray")):
+        skip = SkipSet(LAYERS, frozenset({2}), frozenset(), model)
+        Plan((64,), (Choice(skip, 2, 1.0),), where).save(tmp_path / f"{name}.json", {})
+    other, elsewhere = (
+        Options.parse({"selection": "knapsack", "selection_file": str(tmp_path / f"{name}.json")})
+        for name in ("model", "machine")
+    )
+    args = SimpleNamespace(tp_size=1, model_path=str(selecting.folder), trust_remote_code=False, revision=None)
+    with pytest.raises(ValueError, match="another model"):
+        check_arguments(args, other)
+    check_arguments(args, elsewhere)
+    with pytest.raises(ValueError, match="measured on a Cray"):
+        elsewhere.make_selector(AutoConfig.from_pretrained(selecting.folder), None, hardware())
