@@ -362,6 +362,7 @@ class Bench:
             python=str(args.sglang_python if arm.engine == "sglang" else sys.executable),
             flags=args.flags.split(),
         )
+        server.tied = True
         if arm.engine == "vllm" and args.arctic.is_dir():
             server.env["PYTHONPATH"] = os.pathsep.join(
                 filter(None, (str(args.arctic.resolve()), os.environ.get("PYTHONPATH")))

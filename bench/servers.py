@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -97,6 +98,7 @@ class Server:
 
     Attributes:
         log: file that its output goes to.
+        tied: it ends when this process does, even when that is killed (Linux).
         process: None before `start` and after `stop`.
     """
 
@@ -105,6 +107,7 @@ class Server:
     env: dict[str, str]
     port: int
     log: Path
+    tied: bool = False
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
@@ -116,7 +119,13 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
-                self.command, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                self.command,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=end_with_parent if self.tied else None,
             )
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
@@ -147,6 +156,13 @@ class Server:
         said = self.log.read_text(errors="replace").splitlines()
         errors = [line for line in said[:-lines] if "rror:" in line][-5:]
         return "\n".join([*errors, *said[-lines:], f"(all of it: {self.log})"])
+
+
+def end_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
 
 
 def is_healthy(url: str) -> bool:
