@@ -39,10 +39,10 @@ SGLang has no flag for them: use the file or the variables.
 | engine | method | most draft tokens |
 |---|---|---|
 | vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, required: of a request's chain |
-| SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, default 16: nodes of a tree, root included |
+| SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, or 16: nodes of a tree with its root |
 
-How many of these a step really drafts is decided by `policy` (sssd) and `lookahead` (layerskip). Method `freedraft` (SGLang:
-`--speculative-algorithm freedraft`) drafts with both and takes the options of both.
+How many of these a step really drafts is decided by `policy` (sssd) and `lookahead` (layerskip). Method `freedraft`
+(SGLang: `--speculative-algorithm freedraft`) drafts with both and takes the options of both.
 """
 
 
