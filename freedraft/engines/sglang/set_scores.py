@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from freedraft.engines.many_sets import Sublayer, forward
-from freedraft.engines.sglang.partial_model import PartialModel, one_token_each
+
+if TYPE_CHECKING:
+    from freedraft.engines.sglang.partial_model import PartialModel
 
 # SGLang keeps it for what padding writes; no request ever has it.
 SPARE_SLOT = 0
@@ -64,6 +66,8 @@ class SetScores:
 
     def _right(self, skipped: NDArray[np.bool_], start: int, end: int) -> NDArray[np.bool_]:
         """bool [J, n]: after which tokens from `start` on each set drafts what came."""
+        from freedraft.engines.sglang.partial_model import one_token_each
+
         tokens, wanted = self.tokens[start:end], self.wanted[start:end]
         sets, count = len(skipped), len(tokens)
         rows, device = sets * count, self.batch.seq_lens.device
