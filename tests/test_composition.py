@@ -70,7 +70,7 @@ def test_the_request_without_n_grams_gets_the_passes() -> None:
     passes = outlook(2, 0.9, 0.001)
     choice = choose(p, kept, np.ones(2, np.bool_), passes, TABLE)
     assert choice.rows.tolist() == [1]
-    assert choose(p, kept, np.array([True, False]), passes, TABLE).rows.tolist() == []
+    assert choose(p, kept, np.array([True, False]), outlook(1, 0.9, 0.001), TABLE).rows.tolist() == []
 
 
 def test_passes_that_cost_what_they_bring_are_left_out() -> None:
