@@ -60,6 +60,12 @@ def counters() -> dict[str, float]:
     return found | {f"{s} tokens": value("sourced_tokens_total", source=s) for s in (*SOURCES, "other")}
 
 
+def show(proposer: Any) -> None:
+    """Bring the live metrics up to date, which they are not at every request's end."""
+    proposer.live_metrics._next = 0.0
+    proposer.live_metrics.show(proposer.live)
+
+
 def gained(before: dict[str, float]) -> dict[str, float]:
     return {name: number - before[name] for name, number in counters().items()}
 
@@ -83,12 +89,14 @@ def test_learns_from_what_it_said(
         learnt = [tuple(x) for run in runs for x in np.split(run.sub.tokens[: run.n], np.flatnonzero(
             run.sub.tokens[: run.n] == -1) + 1) if len(x)]  # fmt: skip
         assert sorted(learnt) == sorted((*answer, -1) for answer in plain), "every output, whole, and nothing else"
+        show(proposer)
         one = gained(before)
         assert sum(one[f"{source} tokens"] for source in (*SOURCES, "other")) == first
         assert one["input tokens"] > 0 and one["static tokens"] == 0
         before = counters()
         second, answers = accepted(llm, prompts)
         assert answers == plain and second > first
+        show(proposer)
         two = gained(before)
         assert sum(two[f"{source} tokens"] for source in (*SOURCES, "other")) == second
         assert two["live tokens"] > one["live tokens"] and two["live hits"] > one["live hits"]
