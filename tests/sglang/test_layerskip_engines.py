@@ -62,7 +62,7 @@ def test_stops_by_itself_where_it_cannot_pay(tmp_path):
     folder = make_model(tmp_path / "Mistral", "Mistral")
     SkipSet(LAYERS, frozenset(range(LAYERS)), frozenset({0})).save(folder / "bad.json")
     log, counts = folder / "log.json", folder / "counts.json"
-    env = options(folder, log, "bad", LAYERSKIP_TEST_BARE="1")
+    env = options(folder, log, "bad", LAYERSKIP_TEST_TIMES="0.008 0.01")
     expected = continuations(folder, prompts()[:3], 400)
     with sglang_engine(
         folder,
@@ -82,7 +82,7 @@ def test_stops_by_itself_where_it_cannot_pay(tmp_path):
     read_counts(counts)
     steps = done["steps"] - learnt["steps"]
     assert steps > 700
-    # It looks again in 1 % of the steps; times on a busy machine may make it look better than it is for a few more.
+    # It looks again in 1 % of the steps; text that repeats itself may make it look better for a few more.
     assert done["rounds"] - learnt["rounds"] <= 0.03 * steps
 
 
