@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from freedraft.composition import Choice, Outlook, choose, sizes
 from freedraft.config import ConfigError, PluginOptions
 from freedraft.controller import Controller
 from freedraft.draft import DraftBatch
+from freedraft.pace import Pace
 from freedraft.step_times import CENTRES
 
 NAME = "freedraft"
@@ -85,11 +86,31 @@ class Composer:
         self.idle, self.probe_every = 0, PROBE_EVERY
         self.hopeful: dict[int, tuple[bool, int]] = {}
         self.kept = np.zeros(0, np.int32)
+        self.pace = Pace()
+        self.last: tuple[frozenset[str], float] = frozenset(), 0.0
 
-    def choose(self, draft: DraftBatch, allowed: NDArray[np.bool_], most: int) -> Choice:
+    def observe(self, request_ids: Sequence[str], gained: NDArray[np.integer]) -> None:
+        """The step is over that `decided` was told of: int [B], tokens that each request has gained by it."""
+        before, seconds = self.last
+        if seconds:
+            known = np.array([request_id in before for request_id in request_ids], np.bool_)
+            self.pace.note([request_ids[i] for i in np.flatnonzero(known)], gained[known], seconds)
+
+    def decided(self, request_ids: Sequence[str], chosen: int, passes: float) -> None:
+        """What the step is to verify (see `Controller.cut`), and the seconds that draft passes took."""
+        batch = len(request_ids)
+        tokens = batch + chosen if self.controller.widths is None else batch * max(chosen, 1)
+        self.last = frozenset(request_ids), passes + float(self.seconds(batch, tokens)) if batch else 0.0
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """These requests have ended."""
+        self.pace.finish(request_ids)
+
+    def choose(self, request_ids: Sequence[str], draft: DraftBatch, allowed: NDArray[np.bool_], most: int) -> Choice:
         """The requests that get draft passes in place of their n-grams; all of them now and then, to see how it goes.
 
         Args:
+            request_ids: the B requests of the step.
             draft: of n-grams.
             allowed: bool [B], requests that may get passes.
             most: tokens that a request may draft.
@@ -101,7 +122,8 @@ class Composer:
         p, self.kept = self.controller.worth(draft)
         if self.hopes(batch, most):
             outlook = self.outlook(sizes(int(allowed.sum())), most)
-            choice = choose(p, self.kept, allowed, outlook, self.controller.price(batch), self.controller.widths)
+            table, rate = self.controller.price(batch), self.pace.of(request_ids)
+            choice = choose(p, self.kept, allowed, outlook, table, self.controller.widths, rate)
         if len(choice.rows):
             self.idle, self.probe_every = 0, PROBE_EVERY
             return choice
@@ -109,7 +131,7 @@ class Composer:
         if self.idle < self.probe_every:
             return choice
         self.idle, self.probe_every = 0, min(2 * self.probe_every, PROBE_RARELY)
-        return Choice(np.flatnonzero(allowed), most, choice.rate)
+        return Choice(np.flatnonzero(allowed), most, max(choice.rate, self.pace.of(request_ids)))
 
     def hopes(self, batch: int, most: int) -> bool:
         """Whether passes would pay if n-grams offered nothing: where not, there is no need to compare, step by step."""

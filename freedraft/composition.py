@@ -2,7 +2,9 @@
 
 n-grams cost nothing, so every request has their draft first. Drafting with the model's own layers takes passes before
 the step, shared by all requests that take part. A step yields the expected tokens of all its drafts in the seconds of
-the passes and of verification; those requests get passes with which that ratio is the highest, and none may be.
+the passes and of verification. Passes draft several tokens at once, some of which n-grams would have offered for free
+a step later: so their seconds must bring more tokens than seconds do on average (`rate`). In the long run that step is
+the best with the most tokens - rate * seconds, where `rate` is what this rule leads to (Dinkelbach).
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from freedraft.step_times import CENTRES
 
 Floats = NDArray[np.float64]
 
-MARGIN = 1.02
-"""By how much passes must look better than n-grams alone: the best of many guesses is guessed too high."""
+MARGIN = 1.05
+"""By how much what passes bring must exceed what their time is worth: the best of many guesses is guessed too high."""
 _SIZES = 32
 
 
@@ -68,6 +70,7 @@ def choose(
     outlook: Outlook,
     table: Floats,
     widths: Sequence[int] | NDArray[np.int32] | None = None,
+    rate: float = 0.0,
     margin: float = MARGIN,
 ) -> Choice:
     """Which requests get draft passes: those from whose n-grams the least is expected, as many as pay.
@@ -79,7 +82,8 @@ def choose(
         outlook: of passes over 1 .. as many requests as are allowed (see `sizes`).
         table: seconds of the step by query tokens, at `CENTRES`.
         widths: see `Controller`: verification costs as many tokens for every request; None: as many as each has.
-        margin: how much better than without passes it must get.
+        rate: tokens per second of these requests of late; where this step alone promises more, that counts.
+        margin: how much more than its time is worth a round of passes must bring.
     """
     batch = len(p)
     candidates = np.flatnonzero(allowed)
@@ -88,12 +92,14 @@ def choose(
     else:
         cumulative = p.cumsum(1)
         ways = [(cumulative[:, min(w, p.shape[1]) - 1], w, min(w - 1, len(outlook.gain))) for w in widths]
-    alone, best = 0.0, Choice(np.zeros(0, np.intp), 0, 0.0)
+    nodes = np.maximum(kept - 1, 0).astype(np.float64)
+    drafted = nodes.sum()
+    alone: list[tuple[float, float]] = []
+    rounds: list[tuple[Floats, Floats, NDArray[np.intp], int]] = []
     for gains, width, longest in ways:
-        nodes = np.maximum(kept - 1, 0).astype(np.float64)
-        total, drafted = gains.sum(), nodes.sum()
+        total = gains.sum()
         query_tokens = batch * width if width else batch + drafted
-        alone = max(alone, float((batch + total) / np.interp(query_tokens, CENTRES, table)))
+        alone.append((float(batch + total), float(np.interp(query_tokens, CENTRES, table))))
         if not len(candidates) or longest < 1:
             continue
         order = candidates[np.argsort(gains[candidates], kind="stable")]
@@ -105,11 +111,22 @@ def choose(
         else:
             rest = drafted - nodes[order].cumsum()[outlook.batches - 1][:, None]
             verified = batch + rest + k * outlook.tokens[:longest]
-        rates = tokens / (np.interp(verified, CENTRES, table) + outlook.seconds[:, :longest])
-        i, m = np.unravel_index(int(rates.argmax()), rates.shape)
-        if rates[i, m] > best.rate:
+        seconds = np.interp(verified, CENTRES, table) + outlook.seconds[:, :longest]
+        rounds.append((tokens, seconds, order, longest))
+    rate = max(rate, max(tokens / seconds for tokens, seconds in alone))
+    tokens_alone, seconds_alone = max(alone, key=lambda way: way[0] - rate * way[1])
+    # What a round brings beyond n-grams has to beat what its seconds would bring elsewhere.
+    pays = [t - tokens_alone > margin * rate * (s - seconds_alone) for t, s, _, _ in rounds]
+    if not any(these.any() for these in pays):
+        return Choice(np.zeros(0, np.intp), 0, rate)
+    rate = max(
+        rate, max(float((t / s)[these].max(initial=0.0)) for (t, s, _, _), these in zip(rounds, pays, strict=True))
+    )
+    best, choice = -np.inf, Choice(np.zeros(0, np.intp), 0, rate)
+    for (t, s, order, longest), these in zip(rounds, pays, strict=True):
+        surplus = np.where(these, t - rate * s, -np.inf)
+        i = int(surplus.max(1).argmax())
+        if surplus[i].max() > best:
             # A policy stops by itself where a draft ends to pay, so that more than the best length may be allowed.
-            best = Choice(order[: outlook.batches[i]], longest, float(rates[i, m]))
-    if best.rate > margin * alone:
-        return best
-    return Choice(np.zeros(0, np.intp), 0, alone)
+            best, choice = float(surplus[i].max()), Choice(order[: outlook.batches[i]], longest, rate)
+    return choice

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freedraft.composition import Outlook, choose, sizes
+from freedraft.pace import STEPS, Pace
 from freedraft.step_times import CENTRES
 
 TABLE = 0.010 + 0.0004 * CENTRES
@@ -20,8 +21,11 @@ def outlook(count: int, rate: float, seconds: float, most: int = 4) -> Outlook:
     return Outlook(sizes(count), held.cumsum(), np.arange(1.0, most + 1), passes)
 
 
-def rate_of(rows: tuple[int, ...], m: int, p: np.ndarray, kept: np.ndarray, passes: Outlook, width: int) -> float:
-    """Tokens per second when these requests draft m tokens each with the model."""
+Step = tuple[float, float]  # tokens, seconds
+
+
+def step_of(rows: tuple[int, ...], m: int, p: np.ndarray, kept: np.ndarray, passes: Outlook, width: int) -> Step:
+    """What a step brings and takes when these requests draft m tokens each with the model."""
     tokens, verified = 0.0, 0.0
     for b in range(len(p)):
         end = width if width else kept[b]
@@ -30,18 +34,18 @@ def rate_of(rows: tuple[int, ...], m: int, p: np.ndarray, kept: np.ndarray, pass
     seconds = float(np.interp(verified, CENTRES, TABLE))
     if rows:
         seconds += passes.seconds[list(passes.batches).index(len(rows)), m - 1]
-    return tokens / seconds
+    return tokens, seconds
 
 
-def best_of_all(p, kept, allowed, passes, widths) -> float:
-    rates = []
+def all_steps(p, kept, allowed, passes, widths) -> list[Step]:
+    steps = []
     for width in widths or (0,):
-        rates.append(rate_of((), 1, p, kept, passes, width))
+        steps.append(step_of((), 1, p, kept, passes, width))
         for k in range(1, int(allowed.sum()) + 1):
             for rows in combinations(np.flatnonzero(allowed).tolist(), k):
                 longest = min(len(passes.gain), width - 1) if width else len(passes.gain)
-                rates += [rate_of(rows, m, p, kept, passes, width) for m in range(1, longest + 1)]
-    return max(rates)
+                steps += [step_of(rows, m, p, kept, passes, width) for m in range(1, longest + 1)]
+    return steps
 
 
 chances = st.lists(st.floats(0, 1), min_size=1, max_size=5)
@@ -59,8 +63,20 @@ def test_no_subset_is_better(first: list[float], rate: float, seconds: float, wi
     passes = outlook(max(1, int(allowed.sum())), rate, seconds)
     ways = (1, 3, 5) if widths else None
     choice = choose(p, kept, allowed, passes, TABLE, ways, margin=1.0)
-    np.testing.assert_allclose(choice.rate, best_of_all(p, kept, allowed, passes, ways), rtol=1e-9)
+    steps = all_steps(p, kept, allowed, passes, ways)
+    best = max(tokens / seconds for tokens, seconds in steps)
+    np.testing.assert_allclose(choice.rate, best, rtol=1e-9)
     assert allowed[choice.rows].all()
+
+    # With another use for the time, what is best is what leaves most beyond that.
+    pace = best * (1.001 + random.random())
+    choice = choose(p, kept, allowed, passes, TABLE, ways, rate=pace, margin=1.0)
+    assert choice.rate == pace
+    mine = [step_of(tuple(choice.rows), m, p, kept, passes, w) for w in ways or (0,) for m in range(1, w or 5)]
+    if not len(choice.rows):
+        mine = [step_of((), 1, p, kept, passes, w) for w in ways or (0,)]
+    surplus = [[tokens - pace * seconds for tokens, seconds in some] for some in (mine, steps)]
+    np.testing.assert_allclose(max(surplus[0]), max(surplus[1]), atol=1e-9)
 
 
 def test_the_request_without_n_grams_gets_the_passes() -> None:
@@ -79,6 +95,28 @@ def test_passes_that_cost_what_they_bring_are_left_out() -> None:
     assert len(choose(p, kept, everyone, outlook(3, 0.9, 0.001), TABLE).rows) == 3
     assert len(choose(p, kept, everyone, outlook(3, 0.9, 0.02), TABLE).rows) == 0
     assert len(choose(p, kept, everyone, outlook(3, 0.9, 0.001), TABLE, widths=(1,)).rows) == 0
+
+
+def test_passes_wait_where_n_grams_are_about_to_return() -> None:
+    """In the midst of a copy a step without n-grams is followed by one with them, and passes would only delay it."""
+    p, kept, everyone = np.zeros((1, 1)), np.ones(1, np.int32), np.ones(1, np.bool_)
+    passes, plain = outlook(1, 0.95, 0.005), 1 / float(np.interp(1, CENTRES, TABLE))
+    assert len(choose(p, kept, everyone, passes, TABLE, rate=plain).rows) == 1
+    assert len(choose(p, kept, everyone, passes, TABLE, rate=3.5 * plain).rows) == 0
+
+
+def test_pace_follows_each_request() -> None:
+    pace = Pace()
+    for _ in range(100):
+        pace.note(["copies", "writes"], np.array([9, 1]), 0.01)
+    assert abs(pace.of(["copies", "unknown"]) - 900) < 1e-6 and abs(pace.of(["copies", "writes"]) - 1000) < 1e-6
+    pace.note(["copies"], np.array([1]), 0.01)
+    assert 800 < pace.of(["copies"]) < 900
+    for _ in range(3 * STEPS):
+        pace.note(["copies"], np.array([1]), 0.01)
+    assert 100 < pace.of(["copies"]) < 150
+    pace.finish(["copies", "unknown"])
+    assert len(pace) == 1 and pace.of(["copies"]) == 0
 
 
 def test_sizes_cover_small_batches_and_thin_out() -> None:

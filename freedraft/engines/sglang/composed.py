@@ -124,21 +124,24 @@ class ComposedSource:
     def draft(self, step: DraftStep, width: int) -> DraftBatch:
         composer, batch = self.composer, len(step.request_ids)
         controller = composer.controller
+        composer.observe(step.request_ids, np.diff(step.offsets))
         self.host.look(step)
         self.model.look(step)
         host_width = min(self._host_width, width)
         draft = self.host.trees(step, host_width)
         if host_width == 1:
             draft = _roots(step)
-        choice = composer.choose(draft, np.ones(batch, np.bool_), width - 1)
+        choice = composer.choose(step.request_ids, draft, np.ones(batch, np.bool_), width - 1)
         if len(choice.rows):
             started = time.perf_counter()
             passed = self.model.trees(step, choice.rows, choice.most + 1, composer.others(choice))
-            controller.paused(time.perf_counter() - started)
-            draft, _ = composer.cut(draft, passed, choice.rows)
+            passes = time.perf_counter() - started
+            controller.paused(passes)
+            draft, verified = composer.cut(draft, passed, choice.rows)
             host_width = width
-        elif host_width > 1:
-            controller.cut(draft)
+        else:
+            passes, verified = 0.0, controller.cut(draft) if host_width > 1 else 1
+        composer.decided(step.request_ids, verified, passes)
         self.host.decided(step, draft, host_width)
         return draft
 
@@ -170,6 +173,7 @@ class ComposedSource:
 
     def finish(self, request_ids: Iterable[str]) -> None:
         ids = list(request_ids)
+        self.composer.finish(ids)
         self.host.finish(ids)
         self.model.finish(ids)
 

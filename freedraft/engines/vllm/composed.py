@@ -131,6 +131,7 @@ class ComposedProposer(StepProposer):
 
     def finish(self, request_ids: set[str]) -> None:
         self.by_model -= request_ids
+        self.composer.finish(request_ids)
         for part in self.parts:
             part.finish(request_ids)
 
@@ -144,26 +145,30 @@ class ComposedProposer(StepProposer):
         return step.no_drafts() if drafts is None else drafts
 
     def _drafts(self, step: Step) -> list[list[int]] | None:
-        composer, most = self.composer, step.max_draft_tokens
+        composer, most, request_ids = self.composer, step.max_draft_tokens, step.request_ids
         controller = composer.controller
         limit = controller.limit(len(step.rows), most) if DRAFT[0] in composer.drafting else 0
         chains = self.host.chains(step, limit) if limit else roots_only(len(step.rows))
         room = self.model.room(step)
-        choice = composer.choose(chains, room > 0, most)
+        choice = composer.choose(request_ids, chains, room > 0, most)
         rows = choice.rows
         if not len(rows):
-            return step.drafts(chains) if limit and controller.cut(chains) else None
+            verified = controller.cut(chains) if limit else 0
+            composer.decided(request_ids, verified, 0.0)
+            return step.drafts(chains) if verified else None
         started = time.perf_counter()
         made = self.model.chains(step, rows, np.minimum(room[rows], choice.most), composer.others(choice))
-        controller.paused(time.perf_counter() - started)
-        composed, chosen = composer.cut(chains, _draft_of(made, rows, len(step.rows)), rows)
-        request_ids = step.request_ids
+        passes = time.perf_counter() - started
+        controller.paused(passes)
+        composed, verified = composer.cut(chains, _draft_of(made, rows, len(step.rows)), rows)
+        composer.decided(request_ids, verified, passes)
         self.by_model = {request_ids[i] for i in rows.tolist()}
-        return step.drafts(composed) if chosen else None
+        return step.drafts(composed) if verified else None
 
     def _judge(self, step: Step) -> None:
         """Tell each drafter what became of its drafts."""
         drafted, accepted = step.verdicts()
+        self.composer.observe(step.request_ids, accepted + 1)
         by_model = np.fromiter((i in self.by_model for i in step.request_ids), np.bool_, len(drafted))
         self.by_model = set()
         rows = np.flatnonzero(by_model)

@@ -38,8 +38,8 @@ def make_any(context):
     composer = source.composer
     chosen = composer.choose
 
-    def choose(draft, allowed, most):
-        choice = chosen(draft, allowed, most)  # what it would have been: its code runs, too
+    def choose(request_ids, draft, allowed, most):
+        choice = chosen(request_ids, draft, allowed, most)  # what it would have been: its code runs, too
         rows = np.flatnonzero(allowed & (coins.random(len(allowed)) < 0.5))
         totals["mixed"] += 0 < len(rows) < len(allowed)
         return Choice(rows, int(coins.integers(1, most + 1)), max(choice.rate, 100.0))
