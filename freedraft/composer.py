@@ -119,8 +119,9 @@ class Composer:
         choice = Choice(np.zeros(0, np.intp), 0, 0.0)
         if most == 0 or DRAFT[1] not in self.drafting or not allowed.any():
             return choice
-        p, self.kept = self.controller.worth(draft)
+        self.kept = draft.counts
         if self.hopes(batch, most):
+            p, self.kept = self.controller.worth(draft)
             outlook = self.outlook(sizes(int(allowed.sum())), most)
             table, rate = self.controller.price(batch), self.pace.of(request_ids)
             choice = choose(p, self.kept, allowed, outlook, table, self.controller.widths, rate)

@@ -19,7 +19,7 @@ from freedraft.step_times import CENTRES
 
 Floats = NDArray[np.float64]
 
-MARGIN = 1.05
+MARGIN = 1.1
 """By how much what passes bring must exceed what their time is worth: the best of many guesses is guessed too high."""
 _SIZES = 32
 
