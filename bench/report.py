@@ -49,6 +49,7 @@ GROUPS = {
     "summarization": "summaries",
     ALL: "all",
 }
+METHODS = ("sssd", "layerskip", "freedraft")
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;color:#1b1b1b;background:#fff;max-width:64rem;margin:2rem auto;padding:0 1rem}
 h1{font-size:1.7rem;margin-bottom:.2rem}h2{font-size:1.25rem;margin-top:2.5rem;border-bottom:1px solid #ddd}
@@ -268,6 +269,28 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def rivals(result: dict[str, Any]) -> str:
+    """Our arms over each other one on the same questions; empty where there is nothing to compare."""
+    settings, rows = result["settings"]["arms"], result["rows"]
+    ours = [
+        a for a in names(rows, "arm") if ((settings.get(a) or {}).get("speculative") or {}).get("method") in METHODS
+    ]
+    pairs = [
+        (a, b) for a in ours for b in names(rows, "arm") if any(r["arm"] == a and b in r.get("over", {}) for r in rows)
+    ]
+    lines = []
+    for concurrency in names(rows, "concurrency"):
+        for group in names(rows, "group"):
+            here = {r["arm"]: r for r in rows if (r["concurrency"], r["group"]) == (concurrency, group)}
+            found = [here.get(a, {}).get("over", {}).get(b) for a, b in pairs]
+            cells = [f"{f[0]:.2f} ({f[1]:.2f}-{f[2]:.2f})" if f else "" for f in found]
+            lines.append([nice(group), str(concurrency), *cells])
+    if not pairs:
+        return ""
+    head = ["group", "at a time", *(f"{a} over {b}" for a, b in pairs)]
+    return f"<h3>Over the rivals</h3><p class=note>Throughput, 95 % intervals.</p>{table(head, lines)}"
+
+
 def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
     rows, settings = result["rows"], result["settings"]
     plots = [latency_throughput(name, rows), ratios(name, rows), acceptance(name, rows), drafted(name, rows)]
@@ -288,6 +311,7 @@ def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
     parts += ["<h3>All questions together</h3>", serving_table(overall(rows))]
     if overall(rows) != rows:
         parts.append(f"<details><summary>By group of questions</summary>{serving_table(rows)}</details>")
+    parts.append(rivals(result))
     flags = "".join(f"<li><code>{html.escape(c)}</code></li>" for c in result["commands"].values())
     parts.append(f"<details><summary>Commands of the servers</summary><ul>{flags}</ul></details>")
     return "\n".join(parts), shown

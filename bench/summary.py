@@ -45,8 +45,20 @@ def rows(blocks: Sequence[Block], plain_of: dict[str, str | None]) -> list[dict[
                 common = sorted(mine.keys() & base.keys())
                 if common and arm != plain_of[arm]:
                     row |= against([mine[k] for k in common], [base[k] for k in common])
+                    others = {b["arm"] for b in here} - {arm, plain_of[arm]}
+                    row["over"] = {other: over(mine, here, other) for other in arms if other in others}
                 found.append(row)
     return found
+
+
+def over(mine: dict[Key, Block], blocks: Sequence[Block], other: str) -> list[float] | None:
+    """Throughput over another arm's on the same questions, and its 95 % interval; None where none are the same."""
+    theirs = {key(b): b for b in blocks if b["arm"] == other}
+    common = sorted(mine.keys() & theirs.keys())
+    if not common:
+        return None
+    ratio, interval = compared([mine[k] for k in common], [theirs[k] for k in common])
+    return [ratio, *interval]
 
 
 def measures(blocks: Sequence[Block]) -> dict[str, Any]:
@@ -83,23 +95,31 @@ def measures(blocks: Sequence[Block]) -> dict[str, Any]:
 
 
 def against(mine: Sequence[Block], plain: Sequence[Block]) -> dict[str, Any]:
-    """Throughput over plain's on the same questions, its 95 % interval (bootstrap over blocks), and identity."""
-    mine_s, plain_s = (np.array([b["seconds"] for b in side]) for side in (mine, plain))
-    mine_n, plain_n = (np.array([sum(b["tokens"]) for b in side], float) for side in (mine, plain))
-    picks = np.random.default_rng(0).integers(0, len(mine), (RESAMPLES, len(mine)))
-    ratios = (mine_n[picks].sum(1) / mine_s[picks].sum(1)) / (plain_n[picks].sum(1) / plain_s[picks].sum(1))
+    """Throughput over plain's on the same questions, its 95 % interval, and identity."""
+    ratio, interval = compared(mine, plain)
     pairs = [
         (a, b)
         for x, y in zip(mine, plain, strict=True)
         for a, b in zip(x["answers"], y["answers"], strict=True)
         if a is not None and b is not None
     ]
+    rates = [[sum(b["tokens"]) / b["seconds"] for b in side] for side in (mine, plain)]
     return {
-        "ratio": float((mine_n.sum() / mine_s.sum()) / (plain_n.sum() / plain_s.sum())),
-        "ratio_interval": [float(x) for x in np.quantile(ratios, (0.025, 0.975))],
-        "ratio_median": float(np.median((mine_n / mine_s) / (plain_n / plain_s))),
+        "ratio": ratio,
+        "ratio_interval": interval,
+        "ratio_median": float(np.median(np.array(rates[0]) / np.array(rates[1]))),
         "identical": sum(a == b for a, b in pairs) / len(pairs) if pairs else None,
     }
+
+
+def compared(mine: Sequence[Block], other: Sequence[Block]) -> tuple[float, list[float]]:
+    """Ratio of throughputs over the same blocks, and its 95 % interval (bootstrap over blocks)."""
+    mine_s, other_s = (np.array([b["seconds"] for b in side]) for side in (mine, other))
+    mine_n, other_n = (np.array([sum(b["tokens"]) for b in side], float) for side in (mine, other))
+    picks = np.random.default_rng(0).integers(0, len(mine), (RESAMPLES, len(mine)))
+    ratios = (mine_n[picks].sum(1) / mine_s[picks].sum(1)) / (other_n[picks].sum(1) / other_s[picks].sum(1))
+    ratio = (mine_n.sum() / mine_s.sum()) / (other_n.sum() / other_s.sum())
+    return float(ratio), [float(x) for x in np.quantile(ratios, (0.025, 0.975))]
 
 
 def quantiles(values: Iterable[float], *at: float) -> list[float]:

@@ -58,6 +58,7 @@ def test_it_names_problems_and_damaged_files_and_shows_figures(folder: Path) -> 
     assert "<h2>damaged.json</h2>" in page and "left out: JSONDecodeError" in page
     assert "other.json" not in page
     assert "<td>2.00</td>" in page and "<td>0.80</td>" in page  # over plain
+    assert "sssd over ngram" in page and "<td>2.50 (2.50-2.50)</td>" in page and "ngram over" not in page
 
 
 def test_the_table_for_a_readme(folder: Path) -> None:

@@ -29,6 +29,7 @@ def test_rows_by_arm_concurrency_and_group() -> None:
     assert row["identical"] == 1.0
     assert "ratio" not in find(rows, "plain", "all")
     assert find(rows, "ngram", "qa", 4)["ratio"] == pytest.approx(0.8)
+    assert row["over"] == {"ngram": pytest.approx([2.5, 2.5, 2.5])}
 
 
 def test_accepted_tokens_save_passes() -> None:
