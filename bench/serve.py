@@ -245,6 +245,8 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     def one(value: Any) -> Any:
         if isinstance(value, list):
             return [one(x) for x in value]
+        if isinstance(value, dict):
+            return {key: one(x) for key, x in value.items()}
         return round(value, 4) if isinstance(value, float) else value
 
     return {name: one(value) for name, value in row.items()}
@@ -480,6 +482,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=1, metavar="N")
     add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on")
     add("--model", type=Path, default=Path("build/model"), help="folder or name of the model")
+    add("--name", help="of the model, in the results; its folder's where none is given")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), default="float32")
     add("--compiled", action="store_true", help="vLLM's compiled graphs instead of eager mode")
@@ -509,7 +512,7 @@ def main() -> int:
         raise ValueError("; ".join(problems) or "no questions")
     blocks = questions.blocks(asked, args.block, args.limit)
     settings = {
-        "model": args.model.name,
+        "model": args.name or args.model.name,
         "device": args.device,
         "dtype": args.dtype,
         "eager": not args.compiled,
