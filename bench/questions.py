@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
@@ -94,7 +95,7 @@ def groups(questions: Iterable[Question]) -> dict[str, list[Question]]:
 
 
 def blocks(questions: Sequence[Question], size: int, limit: int | None = None) -> list[tuple[Question, ...]]:
-    """Blocks of `size` questions of one group each, the groups taking turns; a last, smaller one holds the rest.
+    """Blocks of about `size` questions of one group each, as equal as can be, the groups taking turns.
 
     Args:
         limit: questions of each group at most.
@@ -102,6 +103,7 @@ def blocks(questions: Sequence[Question], size: int, limit: int | None = None) -
     cut = []
     for members in groups(questions).values():
         members = members[:limit]
-        cut.append([tuple(members[i : i + size]) for i in range(0, len(members), size)])
+        each = math.ceil(len(members) / max(1, int(len(members) / size + 0.5)))
+        cut.append([tuple(members[i : i + each]) for i in range(0, len(members), each)])
     longest = max(map(len, cut), default=0)
     return [parts[i] for i in range(longest) for parts in cut if i < len(parts)]

@@ -5,6 +5,8 @@
 An arm is the name of a preset, NAME=JSON (a speculative configuration of vLLM, or of SGLang with "engine": "sglang"),
 or NAME=URL (a server that is already up). Questions are put in blocks of one group each; every block goes to all arms
 in turns, in an order that changes from block to block, while the other servers idle. Every answer has the same length.
+A block has `--block` questions for every request at a time: when few are left, the batch is no longer full, and arms
+whose answers end at different times wait longer for the last one than an arm that decodes in lockstep.
 Arms that learn from traffic (a live datastore, suffix decoding) start empty at each concurrency and repeat, because
 they would have seen all the answers otherwise. Stopped or out of `--minutes`, the same command goes on where it was.
 
@@ -264,8 +266,9 @@ def plain_of(arms: dict[str, dict[str, Any]]) -> dict[str, str | None]:
 class Bench:
     """All arms, and the blocks that they have still to answer."""
 
-    def __init__(self, args: argparse.Namespace, blocks: Sequence[tuple[questions.Question, ...]], report: Report):
-        self.args, self.blocks, self.report = args, blocks, report
+    def __init__(self, args: argparse.Namespace, asked: Sequence[questions.Question], report: Report):
+        self.args, self.report = args, report
+        self.blocks = {c: questions.blocks(asked, args.block * c, args.limit) for c in args.concurrency}
         self.arms = [Running(arm) for arm in args.arms]
         self.deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
 
@@ -273,7 +276,7 @@ class Bench:
         """Measure what is missing; false when the time was over before."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         passes = [(c, r) for r in range(self.args.repeats) for c in self.args.concurrency]
-        total = len(passes) * len(self.blocks) * len(self.arms)
+        total = sum(len(self.blocks[c]) for c, _ in passes) * len(self.arms)
         missing = sum(len(self.missing(a, c, r)) for c, r in passes for a in self.arms)
         with Progress(
             *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
@@ -301,7 +304,7 @@ class Bench:
     def missing(self, running: Running, concurrency: int, repeat: int) -> list[int]:
         done = self.report.done
         name = running.arm.name
-        return [i for i in range(len(self.blocks)) if Step(name, concurrency, repeat, i) not in done]
+        return [i for i in range(len(self.blocks[concurrency])) if Step(name, concurrency, repeat, i) not in done]
 
     def one_pass(self, arms: Sequence[Running], concurrency: int, repeat: int) -> bool:
         """Put all blocks to these arms in turns; false when the time was over before."""
@@ -313,7 +316,7 @@ class Bench:
             if running.arm.learns:
                 self.stop(running)
         self.start(team, concurrency)
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self.blocks[concurrency]):
             turn = (i + repeat) % len(team)
             for running in [*team[turn:], *team[:turn]]:
                 if i not in todo[running.arm.name] or running.failed is not None:
@@ -476,7 +479,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
     add("--groups", nargs="+", metavar="NAME", help="only these groups of questions")
     add("--limit", type=int, metavar="N", help="questions of each group at most")
-    add("--block", type=int, default=8, metavar="N", help="questions that an arm answers before the next one's turn")
+    add("--block", type=int, default=8, metavar="N", help="questions of an arm's turn, for each request at a time")
     add("--max-tokens", type=int, default=128, metavar="N", help="length of every answer")
     add("--warm-up", type=int, default=32, metavar="N", help="tokens of each of at least twelve answers before")
     add("--repeats", type=int, default=1, metavar="N")
@@ -499,7 +502,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--concurrency, --block and --repeats must be at least 1, --max-tokens and --warm-up 2")
     if len({arm.name for arm in args.arms}) < len(args.arms):
         parser.error("two arms have the same name")
-    args.block = max(args.block, *args.concurrency)
     return args
 
 
@@ -510,7 +512,7 @@ def main() -> int:
     asked = load_questions(args, problems)
     if not asked:
         raise ValueError("; ".join(problems) or "no questions")
-    blocks = questions.blocks(asked, args.block, args.limit)
+    counted = [q for block in questions.blocks(asked, args.block, args.limit) for q in block]
     settings = {
         "model": args.name or args.model.name,
         "device": args.device,
@@ -520,15 +522,15 @@ def main() -> int:
         "max_tokens": args.max_tokens,
         "warm_up": args.warm_up,
         "block": args.block,
-        "questions": {"files": [Path(f).name for f in args.questions], "count": sum(map(len, blocks))}
-        | {"sha256": questions.digest([q for block in blocks for q in block])},
+        "questions": {"files": [Path(f).name for f in args.questions], "count": len(counted)}
+        | {"sha256": questions.digest(counted)},
         "in_turns": args.in_turns,
         "arms": {arm.name: asdict(arm) for arm in args.arms},
     }
     report = Report.open(args.json, settings, args.fresh)
     for text in problems:
         report.problem(text)
-    finished = Bench(args, blocks, report).run()
+    finished = Bench(args, asked, report).run()
     report.write()
     rows = summary.rows(report.blocks, plain_of(report.settings["arms"]))
     for concurrency in sorted({row["concurrency"] for row in rows}):

@@ -35,6 +35,13 @@ def test_blocks_hold_one_group_each_and_groups_take_turns(tmp_path: Path) -> Non
     assert [len(b) for b in questions.blocks([q for b in blocks for q in b], 2, limit=1)] == [1, 1]
 
 
+@pytest.mark.parametrize(("members", "sizes"), [(8, [4, 4]), (9, [5, 4]), (5, [5]), (6, [3, 3]), (3, [3])])
+def test_no_block_is_a_small_rest(tmp_path: Path, members: int, sizes: list[int]) -> None:
+    """With few questions left a batch is no longer full, which costs most where answers end at different times."""
+    asked = questions.load(write(tmp_path / "q.jsonl", *[row(i, "qa") for i in range(members)]))
+    assert [len(b) for b in questions.blocks(asked, 4)] == sizes
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
