@@ -95,13 +95,18 @@ def swift_over(host: HostModel, answers: Sequence[Answered], size: int, kept: Se
 
 
 def agreement(
-    host: HostModel, learn: list[Answered], held: list[Answered], options: argparse.Namespace, steps: Resumable
+    host: HostModel,
+    learn: list[Answered],
+    held: dict[str, list[Answered]],
+    options: argparse.Namespace,
+    steps: Resumable,
 ) -> dict[str, Any]:
-    """One row per search: held-out agreement, cosine and search seconds at each share; how cosine and agreement of all
-    these sets go together."""
+    """One row per search: held-out agreement, over all domains and in each, cosine and search seconds at each share;
+    how cosine and agreement of all these sets go together."""
     seed = options.seed
     sample = sample_of(host, learn, options.tokens, seed + 1)
-    test = sample_of(host, held, options.held_out, seed + 2)
+    test = sample_of(host, [a for part in held.values() for a in part], options.held_out, seed + 2)
+    of_domain = {name: sample_of(host, part, options.held_out, seed + 2) for name, part in held.items()}
     single, singles = steps.step("single", lambda: timed(lambda: single_agreement(host, sample)))
     kept = sorted(np.flatnonzero(np.array(single) < knapsack.PROTECT).tolist())
     print(f"protected: {kept} ({singles:.1f} s)", flush=True)
@@ -141,9 +146,16 @@ def agreement(
         scores, cosine = steps.step(
             f"held out {name}", lambda s=sets: [x.tolist() for x in host.scores([host.skip(one) for one in s], test)]
         )
+        by_domain = steps.step(
+            f"held out {name}, by domain",
+            lambda s=sets: {
+                d: host.scores([host.skip(one) for one in s], part)[0].tolist() for d, part in of_domain.items()
+            },
+        )
         row: dict[str, Any] = {"search": name, "held_out_tokens": len(test), "calibration_tokens": len(sample)}
-        for share, skip, score, cos, t in zip(SHARES, sets, scores, cosine, took, strict=True):
+        for i, (share, skip, score, cos, t) in enumerate(zip(SHARES, sets, scores, cosine, took, strict=True)):
             figures = {"agreement": round(score, 4), "cosine": round(cos, 4), "seconds": round(t, 2)}
+            figures["by_domain"] = {d: round(part[i], 4) for d, part in by_domain.items()}
             row[f"{share:.0%}"] = figures | {"sublayers": sorted(skip)}
         rows.append(row)
         print(f"{name:<26} {'  '.join(f'{s:.3f}' for s in scores)}", flush=True)
@@ -445,7 +457,7 @@ def main() -> None:
         learn[name], held[name] = answers[: options.prompts], answers[options.prompts :]
         if options.swap:
             learn[name], held[name] = held[name], learn[name]
-    everything, rest = ([a for part in parts.values() for a in part] for parts in (learn, held))
+    everything = [a for part in learn.values() for a in part]
     settings = {
         k: v for k, v in vars(options).items() if k not in ("parts", "contexts", "json", "answers", "requests", "name")
     }
@@ -453,7 +465,7 @@ def main() -> None:
     mark = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:6]
     steps = Resumable(options.json.with_name(f"{options.json.name}.{name_of_model}.{mark}"), settings)
     parts = {
-        "agreement": lambda: agreement(host, everything, rest, options, steps),
+        "agreement": lambda: agreement(host, everything, held, options, steps),
         "stream": lambda: stream(host, tokenizer, domains, learn, held, options, steps),
         "times": lambda: context(host, everything, options, steps, "times"),
         "sets": lambda: context(host, everything, options, steps, "sets"),
