@@ -122,8 +122,10 @@ def latency_throughput(name: str, rows: Rows) -> Plot:
                 fontsize=9,
                 color=colour(arm, arms),
             )
-    axis.set(xlabel="throughput, tokens per second", ylabel="latency, ms per token of a request", ylim=(0, None))
+    axis.set(xlabel="throughput, tokens per second", ylabel="latency, ms per token of a request")
+    axis.margins(0.08)  # room for the numbers at the outermost points
     axis.set_xlim(0, None)
+    axis.set_ylim(0, None)
     axis.legend(title="right and down is better", loc="best")
     return Plot(
         f"{name}-latency-throughput",
@@ -416,7 +418,7 @@ def build(folder: Path) -> tuple[str, list[Plot]]:
     """
     sections: list[tuple[str, str]] = []
     plots: list[Plot] = []
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(result, dict) and result.get("benchmark") == "serve":
