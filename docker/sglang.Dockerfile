@@ -3,8 +3,8 @@
 ARG SGLANG_VERSION=v0.5.23
 FROM lmsysorg/sglang:${SGLANG_VERSION}
 
-COPY dist/freedraft-*.whl /tmp/
-RUN python3 -m pip install --no-cache-dir /tmp/freedraft-*.whl && rm /tmp/freedraft-*.whl \
+COPY dist/freedraft-*.whl /srv/install/
+RUN python3 -m pip install --no-cache-dir /srv/install/freedraft-*.whl && rm -r /srv/install \
     && useradd --create-home --home-dir /srv/freedraft --uid 10001 freedraft
 USER 10001
 WORKDIR /srv/freedraft

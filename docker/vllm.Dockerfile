@@ -4,8 +4,8 @@ ARG VLLM_VERSION=v0.32.0
 FROM vllm/vllm-openai:${VLLM_VERSION}
 
 # The engine's own packages stay as they are: freedraft needs nothing newer.
-COPY dist/freedraft-*.whl /tmp/
-RUN python3 -m pip install --no-cache-dir /tmp/freedraft-*.whl && rm /tmp/freedraft-*.whl \
+COPY dist/freedraft-*.whl /srv/install/
+RUN python3 -m pip install --no-cache-dir /srv/install/freedraft-*.whl && rm -r /srv/install \
     && useradd --create-home --home-dir /srv/freedraft --uid 10001 freedraft
 USER 10001
 WORKDIR /srv/freedraft
