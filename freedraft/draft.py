@@ -49,6 +49,13 @@ class DraftBatch:
             np.zeros(shape, np.uint8),
         )
 
+    @classmethod
+    def roots(cls, roots: NDArray[np.int32]) -> DraftBatch:
+        """Trees of nothing but their roots: int32 [B], each request's newest token."""
+        draft = cls.empty(len(roots), 1)
+        draft.tokens[:, 0], draft.parents[:], draft.scores[:], draft.counts[:] = roots, -1, 1.0, 1
+        return draft
+
     @property
     def batch_size(self) -> int:
         return self.tokens.shape[0]

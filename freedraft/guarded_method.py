@@ -1,0 +1,119 @@
+"""`GuardedMethod`: a method as the seams call it. What it raises costs drafts, never tokens."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.draft import DraftBatch
+from freedraft.method import EngineContext, Method, MethodSpec, Step
+
+if TYPE_CHECKING:
+    from freedraft.draft_model import DraftModel
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 16, 4096
+"""Steps without drafts after the first failure, doubled with each further one up to the longest."""
+FORGIVEN = 1024
+"""Steps without a failure after which the next pause is a first one again."""
+
+
+class GuardedMethod:
+    """Calls a method, counts and times it, and survives what it raises.
+
+    A failure is counted in `freedraft_failures_total`, logged with its traceback when a pause begins, and followed by a
+    pause of so many steps. Requests begin and finish also during a pause, so that nothing of them is lost or kept.
+
+    Args:
+        spec, options, context: see `MethodSpec.make`, whose errors are passed on.
+    """
+
+    def __init__(self, spec: MethodSpec, options: Any, context: EngineContext) -> None:
+        self.method: Method = spec.make(options, context)
+        self.metrics = self.method.metrics
+        self.running: set[str] = set()
+        self._paused = 0
+        self._next_pause = FIRST_PAUSE
+        self._good_steps = 0
+        atexit.register(self.close)  # engines do not tell drafters that they end
+
+    @property
+    def needs_prompt_states(self) -> bool:
+        return self.method.needs_prompt_states
+
+    def begin(
+        self,
+        request_id: str,
+        tokens: NDArray[np.int32],
+        tenant: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """See `Method.begin`."""
+        self.running.add(request_id)
+        self.metrics.requests.set(len(self.running))
+        self._call(lambda: self.method.begin(request_id, tokens, tenant, extra or {}))
+
+    def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
+        """See `Method.set_prompt_state`."""
+        self._call(lambda: self.method.set_prompt_state(request_id, state))
+
+    def prepare(self, model: DraftModel) -> None:
+        """See `Method.prepare`."""
+        self._call(lambda: self.method.prepare(model))
+
+    def capture_graphs(self) -> None:
+        """See `Method.capture_graphs`."""
+        self._call(self.method.capture_graphs)
+
+    def draft(self, step: Step) -> DraftBatch | None:
+        """See `Method.draft`; None where there are no drafts because something failed."""
+        if self._paused > 0:
+            self._paused -= 1
+            return None
+        started = time.perf_counter()
+        draft = self._call(lambda: self._draft(step))
+        if draft is not None:
+            self.metrics.budget.set(self.method.controller.budget)
+            self.metrics.seconds.observe(time.perf_counter() - started)
+            self._good_steps += 1
+            if self._good_steps == FORGIVEN:
+                self._next_pause = FIRST_PAUSE
+        return draft
+
+    def _draft(self, step: Step) -> DraftBatch:
+        self.method.record_acceptance(step)
+        return self.method.draft(step)
+
+    def finish(self, request_id: str, output: NDArray[np.int32] | None = None, aborted: bool = False) -> None:
+        """See `Method.finish`."""
+        self.running.discard(request_id)
+        self.metrics.requests.set(len(self.running))
+        self._call(lambda: self.method.finish(request_id, output, aborted))
+
+    def close(self) -> None:
+        """See `Method.close`."""
+        atexit.unregister(self.close)
+        self._call(self.method.close)
+
+    def _call(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception:
+            self.metrics.failures.inc()
+            if self._paused == 0:
+                self._paused = self._next_pause
+                self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+                self._good_steps = 0
+                self.method.controller.interrupt()
+                logger.exception(
+                    "freedraft: drafting failed; the engine goes on without drafts for %d steps. Please report this",
+                    self._paused,
+                )
+            return None

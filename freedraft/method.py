@@ -1,0 +1,263 @@
+"""`Method`: what an engine asks of a drafter. `Step`: what it tells of a decoding step. `MethodSpec`: how it is found."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.config import ConfigError, PluginOptions
+from freedraft.draft import DraftBatch
+from freedraft.metrics import Metrics
+
+if TYPE_CHECKING:
+    from freedraft.cost.controller import Controller
+    from freedraft.draft_model import DraftModel
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decoding step of B requests, before its draft.
+
+    Attributes:
+        request_ids: B ids, in the order of the engine's batch.
+        tokens: int32 [T], any array in which the tokens stand that requests gained.
+        starts, ends: int64 [B]; request b gained `tokens[starts[b]:ends[b]]` by the step that has just ended, at least
+            one token.
+        contexts: int32 [B], tokens of each request, those included.
+        capacities: int32 [B], how many draft tokens each request may have, the root not counted.
+        drafted: int32 [B], draft tokens of each request that the step that has just ended verified.
+        widths: ascending numbers of nodes per request, root included, that the engine is prepared to verify, if all
+            requests of a step must have the same; None where every request may have its own.
+        previous: number of requests and of query tokens of the step that has just ended; None if it did more than
+            decode, or if nothing is known of it.
+        history: gives all tokens of request b, int32 [contexts[b]], for drafters that missed some.
+        engine: what the engine's `DraftModel` needs to know of the step.
+    """
+
+    request_ids: Sequence[str]
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    contexts: NDArray[np.int32]
+    capacities: NDArray[np.int32]
+    drafted: NDArray[np.int32]
+    widths: NDArray[np.int32] | None
+    previous: tuple[int, int] | None
+    history: Callable[[int], NDArray[np.int32]]
+    engine: Any = None
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def roots(self) -> NDArray[np.int32]:
+        """int32 [B]: the newest token of each request."""
+        return self.tokens[self.ends - 1]
+
+    @property
+    def gained(self) -> NDArray[np.int64]:
+        """int64 [B]: tokens that each request gained."""
+        return self.ends - self.starts
+
+    @property
+    def accepted(self) -> NDArray[np.int32]:
+        """int32 [B]: draft tokens that the step accepted; the token after them is the model's own."""
+        return np.minimum(self.gained - 1, self.drafted).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What a method is built for. In the front-end process, where only options are checked, the defaults stand for what
+    is not known yet.
+
+    Attributes:
+        hf_config: the model's Hugging Face configuration, as it was published.
+        vocab_size: of the target model.
+        max_draft_tokens: most draft tokens per request, roots not counted.
+        max_batch: most requests in a batch.
+        widths: see `Step`.
+        dtype: what the engine computes in, as "bfloat16".
+        tensor_parallel: number of tensor-parallel ranks.
+        rank: of this process among those of its engine that draft; each serves metrics at a port of its own.
+        hardware: the device in words, as `freedraft calibrate` writes it; None where it is not known.
+        writes_store: whether this process may write what it learns.
+        lockstep: whether other ranks draft the same and must learn in the same order.
+        tokenizer_fingerprint: gives the fingerprint of the target's tokenizer; None where there is none.
+    """
+
+    hf_config: Any = None
+    vocab_size: int | None = None
+    max_draft_tokens: int = 1
+    max_batch: int = 1
+    widths: tuple[int, ...] | None = None
+    dtype: str = "bfloat16"
+    tensor_parallel: int = 1
+    rank: int = 0
+    hardware: str | None = None
+    writes_store: bool = True
+    lockstep: bool = False
+    tokenizer_fingerprint: Callable[[], str | None] = lambda: None
+
+
+class Method(ABC):
+    """A drafter in an engine. It is called from one thread (corpora from another one), and keeps state by request id.
+
+    A request begins, gains tokens by steps, and finishes; it may finish at any time, begin anew under the same id (after
+    a preemption, with its output so far as part of its tokens), or never take part in a step. What a method raises costs
+    drafts, never tokens: see `GuardedMethod`.
+
+    A drafter that only proposes implements `propose`; `draft` then lets the controller decide how much is verified.
+
+    Args:
+        options: of the type that its `MethodSpec` names.
+        context: the engine.
+        controller: decides how much is drafted.
+        name: label of its metrics.
+    """
+
+    needs_prompt_states: bool = False
+    """Whether `set_prompt_state` is to be called."""
+
+    def __init__(self, options: Any, context: EngineContext, controller: Controller, name: str) -> None:
+        self.options, self.context, self.controller = options, context, controller
+        self.metrics = Metrics(name)
+
+    def begin(  # noqa: B027
+        self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]
+    ) -> None:
+        """A request's prompt is known. Called while its prefill runs, so it must return at once.
+
+        Args:
+            tokens: int32 [n], all tokens of the request; a view that is valid during the call only.
+            tenant: whose text it is (vLLM's cache_salt, SGLang's extra_key and cache_salt); None where nobody says.
+            extra: what the client sent for the drafter (vLLM's extra_args, SGLang's custom_params).
+        """
+
+    def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:  # noqa: B027
+        """float32 [H], the normed last hidden state behind a prompt; before the first step of the request."""
+
+    def prepare(self, model: DraftModel) -> None:  # noqa: B027
+        """The target's weights and KV cache are there. Only methods that run the model are called."""
+
+    def capture_graphs(self) -> None:  # noqa: B027
+        """The engine has captured its own CUDA graphs; requests come next."""
+
+    def draft(self, step: Step) -> DraftBatch:
+        """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with
+        `widths` at most the widest. Without widths they must be chains. Valid until the next call."""
+        controller = self.controller
+        controller.update(step)
+        self.update(step)
+        max_draft_len = controller.max_draft_len(step)
+        if max_draft_len > 0:
+            draft = self.propose(step, max_draft_len)
+            np.minimum(draft.counts, step.capacities + 1, out=draft.counts)
+            controller.truncate(draft)
+        else:
+            draft = DraftBatch.roots(step.roots)
+        controller.end(step)
+        return draft
+
+    def update(self, step: Step) -> None:  # noqa: B027
+        """Take what requests gained. Called at every step, also at those without drafts."""
+
+    def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
+        """Drafts of at most `max_draft_len` tokens per request, after `update`. The batch stays valid until the next
+        call, and only its `counts` are changed by others."""
+        raise NotImplementedError
+
+    def record_acceptance(self, step: Step) -> None:
+        """Count what became of the last drafts, for the metrics."""
+        self.metrics.drafted.inc(int(step.drafted.sum()))
+        self.metrics.accepted.inc(int(step.accepted.sum()))
+
+    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:  # noqa: B027
+        """A request has ended; ids that never began are possible.
+
+        Args:
+            output: int32 [n], what it wrote, without its prompt and without anything behind its end; None where the
+                engine does not know.
+            aborted: whether it was given up before its end, as far as the engine says.
+        """
+
+    def close(self) -> None:
+        """Release threads and files, and save what was learnt. May be called more than once."""
+        self.controller.save()
+
+    # Corpora come over the engine's HTTP calls, in a thread of their own, where an engine has such calls.
+
+    def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
+        """Index tokenised documents; `commit_corpus` makes them used. Returns their number of tokens.
+
+        Raises:
+            ValueError: this method takes no corpora, or not this one; the message goes to the HTTP client.
+        """
+        raise ValueError("this speculative method drafts without corpora")
+
+    def commit_corpus(self, corpus_id: str) -> None:
+        """Draft from a corpus that `add_corpus` indexed, from the next step on."""
+        raise ValueError("this speculative method drafts without corpora")
+
+    def remove_corpus(self, corpus_id: str) -> None:
+        """Stop drafting from a corpus. Raises ValueError if there is none of that id."""
+        raise ValueError(f"there is no corpus '{corpus_id}'")
+
+    def corpora(self) -> dict[str, int]:
+        """Number of tokens of each corpus in use, by id."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class MethodSpec:
+    """A speculative method, for all engines.
+
+    Attributes:
+        name: what the user writes as method or algorithm.
+        factory: "module:class" of its `Method`, called with (options, context).
+        options: the type of its options, or what gives it when it is needed.
+        check: called with (options, context) before the engine starts; raises ValueError with one clear line for what
+            would fail later.
+        runs_model: whether it runs the target model to draft: KV slots are reserved for it, and it gets a `DraftModel`.
+        takes_corpora: whether it takes corpora over HTTP.
+        role: which part of the hybrid method it can be; None for neither.
+    """
+
+    name: str
+    factory: str
+    options: type[PluginOptions] | Callable[[], type[PluginOptions]]
+    check: Callable[[Any, EngineContext], None] | None = None
+    runs_model: bool = False
+    takes_corpora: bool = False
+    role: Literal["host", "model"] | None = None
+
+    @property
+    def option_type(self) -> type[PluginOptions]:
+        return self.options if isinstance(self.options, type) else self.options()
+
+    def make(self, options: PluginOptions, context: EngineContext) -> Method:
+        """Build the method. Raises ValueError where it cannot work."""
+        module, _, name = self.factory.partition(":")
+        return getattr(importlib.import_module(module), name)(options, context)
+
+
+METHODS: dict[str, MethodSpec] = {}
+"""The registered methods by name; an engine's seam adds those that it can serve."""
+
+
+def spec_of_role(role: str) -> MethodSpec:
+    """The registered method that plays a role in the hybrid one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for spec in METHODS.values():
+        if spec.role == role:
+            return spec
+    raise ConfigError(f"no method for the part '{role}' is registered: run 'freedraft doctor'")
