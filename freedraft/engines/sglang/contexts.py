@@ -1,0 +1,56 @@
+"""What methods are built for: `EngineContext` of an SGLang server, before it starts and in its scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from freedraft.engines.sglang.guards import decode_backend, widths_for
+from freedraft.method import EngineContext
+
+ExtendContext = Callable[[EngineContext, Any], EngineContext]
+"""(context of a scheduler, SGLang's worker of the target model) -> a context that says more."""
+
+EXTENSIONS: list[ExtendContext] = []
+"""Applied to the contexts of all methods, since one may have another as its part."""
+
+
+def published_config(args: Any) -> Any:
+    """The model's config as it was published: SGLang rounds the one that it works with to what its ranks can share."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    return get_config(args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision)
+
+
+def context_at_start(args: Any) -> EngineContext:
+    """In the front-end process, from ServerArgs with our defaults in."""
+    config = published_config(args)
+    nodes = args.speculative_num_draft_tokens
+    return EngineContext(
+        hf_config=config,
+        vocab_size=getattr(config.get_text_config(), "vocab_size", None),
+        max_draft_tokens=nodes - 1,
+        max_batch=args.max_running_requests,
+        widths=widths_for(decode_backend(args) or "", nodes),
+        tensor_parallel=args.tp_size,
+    )
+
+
+def context_of_worker(target_worker: Any, widths: tuple[int, ...]) -> EngineContext:
+    """In a scheduler."""
+    from sglang.srt.runtime_context import get_parallel
+
+    runner = target_worker.model_runner
+    context = EngineContext(
+        hf_config=published_config(runner.server_args),
+        vocab_size=runner.model_config.vocab_size,
+        max_draft_tokens=widths[-1] - 1,
+        max_batch=runner.max_running_requests,
+        widths=widths,
+        dtype=str(runner.model_config.dtype).removeprefix("torch."),
+        tensor_parallel=runner.server_args.tp_size,
+        rank=get_parallel().dp_rank or 0,
+    )
+    for extend in EXTENSIONS:
+        context = extend(context, target_worker)
+    return context
