@@ -23,7 +23,7 @@ from sssd_plugin.options import SssdOptions
 from sssd_plugin.source_metrics import SourceMetrics
 
 if TYPE_CHECKING:
-    from freedraft.controller import Controller
+    from freedraft.cost.controller import Controller
     from freedraft.draft import DraftBatch
     from sssd_plugin.datastore.live import LiveDatastore
     from sssd_plugin.datastore.store import Datastore

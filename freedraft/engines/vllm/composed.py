@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from freedraft.composer import DRAFT, NAME, Composer, check_options, merged_options, part_options, roots_only
 from freedraft.composition import Outlook
 from freedraft.config import PluginOptions
-from freedraft.controller import Controller
+from freedraft.cost.controller import Controller
 from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.hooks import MODEL_DRAFT_HOOKS
 from freedraft.engines.vllm.methods import CONFIG_KEY, METHODS, Method, method_options

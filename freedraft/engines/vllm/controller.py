@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from freedraft.cost_model import CostModel
 
 if TYPE_CHECKING:
-    from freedraft.controller import Controller
+    from freedraft.cost.controller import Controller
 
 
 def make_controller(vllm_config: Any, caps: CostModel, step_times: Path | None) -> Controller | None:
-    """See `freedraft.controller.make_controller`; None under policies other than "auto"."""
+    """See `freedraft.cost.controller.make_controller`; None under policies other than "auto"."""
     if caps.policy != "auto":
         return None
     from freedraft import controller

@@ -23,7 +23,7 @@ from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.tenants import SALT
 
 if TYPE_CHECKING:
-    from freedraft.controller import Controller
+    from freedraft.cost.controller import Controller
 
 logger = logging.getLogger(__name__)
 
