@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from freedraft.engines.sglang.guards import decode_backend, widths_for
+from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.method import EngineContext
-
-ExtendContext = Callable[[EngineContext, Any], EngineContext]
-"""(context of a scheduler, SGLang's worker of the target model) -> a context that says more."""
-
-EXTENSIONS: list[ExtendContext] = []
-"""Applied to the contexts of all methods, since one may have another as its part."""
 
 
 def published_config(args: Any) -> Any:
@@ -40,8 +35,8 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...]) -> EngineCont
     """In a scheduler."""
     from sglang.srt.runtime_context import get_parallel
 
-    runner = target_worker.model_runner
-    context = EngineContext(
+    runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
+    return EngineContext(
         hf_config=published_config(runner.server_args),
         vocab_size=runner.model_config.vocab_size,
         max_draft_tokens=widths[-1] - 1,
@@ -50,7 +45,6 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...]) -> EngineCont
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
         tensor_parallel=runner.server_args.tp_size,
         rank=get_parallel().dp_rank or 0,
+        hardware=hardware_name(str(runner.device)),
+        tokenizer_fingerprint=partial(tokenizer_fingerprint, tokenizer) if tokenizer else lambda: None,
     )
-    for extend in EXTENSIONS:
-        context = extend(context, target_worker)
-    return context

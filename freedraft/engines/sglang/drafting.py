@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,11 +88,13 @@ class Drafting:
         spec = batch.spec_info
         tokens = spec.accept_tokens.cpu().numpy().astype(np.int32, copy=False)
         step = self._step(batch, tokens, spec.accept_lens.cpu().numpy())
-        draft = self.guarded.draft(step)
+        proposed = self.guarded.draft(step)
         for request in batch.reqs:
             if request.finished():  # with a grammar, SGLang runs a request once more after its end
                 self._forget(request.rid, NOTHING, was_aborted(request))
-        draft = self._cut(step, draft or DraftBatch.roots(step.roots))
+        draft = None if proposed is None else self.guarded.call(partial(self._cut, step, proposed))
+        if draft is None:
+            draft = self._cut(step, DraftBatch.roots(step.roots))
         self._drafted = dict(zip(step.request_ids, (draft.counts - 1).tolist(), strict=True))
         self._previous = draft.tokens.shape[0], draft.tokens.size
         return draft

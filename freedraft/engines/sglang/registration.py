@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from freedraft.engines.hooks import check
-from freedraft.engines.sglang.contexts import EXTENSIONS, ExtendContext
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.hooks import CPU_HOOKS, HOOKS, MODEL_HOOKS
 from freedraft.engines.sglang.patches import ASSIGN_SLOTS, assign_slots, let_corpora_through
@@ -17,11 +16,8 @@ logger = logging.getLogger(__name__)
 _patched = False
 
 
-def register(spec: MethodSpec, extend_context: ExtendContext | None = None) -> bool:
+def register(spec: MethodSpec) -> bool:
     """Make SGLang accept `--speculative-algorithm <name>`. Called in every process of SGLang; never raises.
-
-    Args:
-        extend_context: says in a scheduler what methods want to know and only a plugin can tell.
 
     Returns:
         whether the method is registered; False, with one log line, when this SGLang lacks what it takes.
@@ -39,8 +35,6 @@ def register(spec: MethodSpec, extend_context: ExtendContext | None = None) -> b
     from freedraft.engines.sglang.algorithm import add_algorithm
 
     METHODS[spec.name] = spec
-    if extend_context is not None:
-        EXTENSIONS.append(extend_context)
     add_algorithm(spec)
     _patch_once()
     return True
