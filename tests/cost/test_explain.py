@@ -39,7 +39,7 @@ def test_lengths_shrink_as_batches_grow_and_beat_plain() -> None:
 def test_the_best_length_is_the_best_of_all() -> None:
     roofline = Roofline(ModelShape.from_config(LLAMA3_8B), HardwareProfile.load("l40s"))
     curve = {1: 1.0, 2: 1.4, 8: 2.0}
-    for row in explain(roofline, 4096, most=12, curve=curve):
+    for row in explain(roofline, 4096, max_nodes=12, curve=curve):
         rates = [
             float(expected_tokens(np.array([n]), curve)[0]) / float(roofline.seconds(row.batch, row.batch * n, 4096))
             for n in range(1, 13)
