@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from freedraft import profiling
 from freedraft.cli import app
 from freedraft.config import ConfigError
+from freedraft.cost import profiling
 from freedraft.cost.explain import expected_tokens, explain, parse_curve
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
