@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from freedraft import profiling
 from freedraft.cli import app
 from freedraft.config import ConfigError
+from freedraft.cost import profiling
 from freedraft.cost.explain import expected_tokens, explain, parse_curve
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
@@ -40,7 +40,7 @@ def test_lengths_shrink_as_batches_grow_and_beat_plain() -> None:
 def test_the_best_length_is_the_best_of_all() -> None:
     roofline = Roofline(ModelShape.from_config(LLAMA3_8B), HardwareProfile.load("l40s"))
     curve = {1: 1.0, 2: 1.4, 8: 2.0}
-    for row in explain(roofline, 4096, most=12, curve=curve):
+    for row in explain(roofline, 4096, max_nodes=12, curve=curve):
         rates = [
             float(expected_tokens(np.array([n]), curve)[0]) / float(roofline.seconds(row.batch, row.batch * n, 4096))
             for n in range(1, 13)
