@@ -2,7 +2,7 @@
 
 `sssd_cycle` drafts with SSSD, puts a wrong sibling before every draft token, so that every accepted one has to be
 moved, and changes the width at every step; it fails wherever a request's id begins with `broken`. `wild` drafts random
-trees over a tiny vocabulary. `repeat` is the example of a drafter.
+trees over a tiny vocabulary. `repeat` is the example of a drafter; every other of its drafts fails with such an id.
 """
 
 import collections
@@ -24,7 +24,7 @@ def register():
 
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle", role=None))
     register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
-    register(REPEAT)
+    register(dataclasses.replace(REPEAT, factory=f"{__name__}:make_repeat"))
     if os.environ.get("TREE_TEST_COUNTS"):
         count_work(Path(os.environ["TREE_TEST_COUNTS"]))
 
@@ -71,7 +71,10 @@ def count_work(path):
 
     def drafting(self, batch):
         tree = draft(self, batch)
-        totals["failures"] = int(self.guarded.metrics.failures._value.get())
+        metrics = self.guarded.metrics
+        for name in ("drafted", "accepted", "failures"):
+            totals[name] = int(getattr(metrics, name)._value.get())
+        totals["drafts between failures"] += int((tree.counts - 1).sum()) if totals["failures"] else 0
         return tree
 
     def finishing(self, request_id):
@@ -127,6 +130,18 @@ def make_cycle(options, context, controller):
         return out
 
     return Cycle(options, context, controller)
+
+
+def make_repeat(options, context, controller):
+    from tests.support.repeat_drafter import RepeatMethod, RepeatOptions
+
+    class Repeat(RepeatMethod):
+        def propose(self, step, max_draft_len):
+            broken = any(name.startswith("broken") for name in step.request_ids)
+            self.options = RepeatOptions(fail_every=2 if broken else 0)
+            return super().propose(step, max_draft_len)
+
+    return Repeat(options, context, controller)
 
 
 def make_wild(options, context, controller):
