@@ -36,7 +36,7 @@ class Selection(ABC):
     def sets(self) -> dict[str, SkipSet]:
         """The sets that `choose` may return now, by name."""
 
-    def begin(  # noqa: B027
+    def begin(
         self,
         request_ids: Sequence[str],
         requested: Sequence[str | None] = (),
@@ -58,12 +58,12 @@ class Selection(ABC):
         """int32[B]: draft length limit at each context length; None leaves it to the lookahead policy."""
         return None
 
-    def record_acceptance(  # noqa: B027
+    def record_acceptance(
         self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
     ) -> None:
         """Learn from a verification: int32[B] tokens drafted, and how many of them were accepted."""
 
-    def finish(self, request_ids: Sequence[str]) -> None:  # noqa: B027
+    def finish(self, request_ids: Sequence[str]) -> None:
         """Forget requests that have ended."""
 
     def step(self, seconds: float) -> bool:
