@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sssd_plugin.datastore.cli import app
+from sssd_plugin.datastore.disk.format import TokenizerEntry
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.format import TokenizerEntry
-from sssd_plugin.datastore.live import open_live
-from sssd_plugin.datastore.store import Datastore
+from sssd_plugin.datastore.live.store import open_live
 from tests.support.stores import build_store, documents_of
 
 VOCAB = 100

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.sub_index import SEPARATOR
+from sssd_plugin.datastore.index.sub_index import SEPARATOR
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -201,6 +201,16 @@ def _split(text: str) -> list[str]:
 def _with_last(pieces: list[str]) -> Iterator[tuple[str, bool]]:
     for i, piece in enumerate(pieces):
         yield piece, i == len(pieces) - 1
+
+
+def check_ids(tokens: NDArray[np.integer], vocab_size: int) -> None:
+    """Raise `DatastoreError` unless all are token ids below `vocab_size`, or separators."""
+    low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+    if low < SEPARATOR or high >= vocab_size:
+        raise DatastoreError(
+            f"token id {low if low < SEPARATOR else high} is outside the vocabulary of {vocab_size}: "
+            f"give the tokenizer that made these ids, or a larger --vocab-size"
+        )
 
 
 def tokenize(

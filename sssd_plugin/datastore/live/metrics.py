@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Gauge
 
 if TYPE_CHECKING:
-    from sssd_plugin.datastore.live import LiveDatastore
+    from sssd_plugin.datastore.live.store import LiveDatastore
 
 _TOKENS = Gauge("freedraft_live_tokens", "Tokens in the live datastore", multiprocess_mode="livesum")
 _DELTA = Gauge("freedraft_live_delta_tokens", "Of these, in runs that grow with each document",
@@ -39,7 +39,7 @@ class LiveMetrics:
         stats = live.stats()
         _TOKENS.set(stats.tokens)
         _DELTA.set(stats.delta_tokens)
-        _SUB_INDICES.set(stats.most)
+        _SUB_INDICES.set(stats.max_sub_indices)
         _BYTES.set(stats.nbytes)
         _TENANTS.set(max(0, stats.tenants - 1))
         for name, counter in (

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from sssd_plugin.datastore.disk.format import Role, SubIndexEntry, file_name
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError
-from sssd_plugin.datastore.format import Role, SubIndexEntry, file_name
-from sssd_plugin.datastore.store import Datastore
-from sssd_plugin.datastore.sub_index import SEPARATOR, SubIndex
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, SubIndex, bucket_starts, count_direct
 
 _BLOCK = 1 << 20
 SAMPLES = 100_000
@@ -64,20 +64,18 @@ class _Audit:
         """Ids, counts, largest id and buckets."""
         tokens = self.sub.tokens[: self.sub.n]
         direct = len(self.sub.bucket_starts) - 1
-        counts = np.zeros(direct, np.int64)
         separators, largest = 0, SEPARATOR
         for a in range(0, len(tokens), _BLOCK):
             block = tokens[a : a + _BLOCK]
             if int(block.min()) < SEPARATOR or int(block.max()) >= self.vocab_size:
                 raise self._fail("tokens", f"an id outside the vocabulary of {self.vocab_size} after token {a}")
-            counts += np.bincount(block[(block >= 0) & (block < direct)], minlength=direct)
             separators += int(np.count_nonzero(block == SEPARATOR))
             largest = max(largest, int(block.max()))
         if separators != self.entry.n_documents or largest != self.entry.max_token:
             raise self._fail("tokens", "document count or largest id differ from the manifest's")
         if len(tokens) and tokens[-1] != SEPARATOR:
             raise self._fail("tokens", "the last document is not closed")
-        if self.sub.bucket_starts[0] != 0 or not np.array_equal(self.sub.bucket_starts[1:], np.cumsum(counts)):
+        if not np.array_equal(self.sub.bucket_starts, bucket_starts(count_direct(tokens, direct))):
             raise self._fail("bucket_starts", "it does not agree with the tokens")
 
     def _check_range(self) -> None:

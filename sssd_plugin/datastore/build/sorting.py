@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.checksum import ChecksummedFile, FileEntry
+from sssd_plugin.datastore.disk.checksum import ChecksummedFile, FileEntry
+from sssd_plugin.datastore.disk.format import file_name
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.format import file_name
-from sssd_plugin.datastore.suffix_sort import sort_bytes, to_bytes
+from sssd_plugin.datastore.index.suffix_sort import sort_bytes, to_bytes
 
 T = TypeVar("T")
 _BLOCK = 1 << 20

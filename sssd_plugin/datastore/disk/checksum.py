@@ -77,12 +77,10 @@ class ChecksummedFile:
 
 def check_size(path: Path, entry: FileEntry) -> None:
     """Raise `DatastoreError` unless `path` is a file of the recorded size."""
-    try:
+    with reporting("read", path):
+        if not path.exists():
+            raise DatastoreError(f"{path} is missing: restore it, or {REBUILD}")
         size = path.stat().st_size
-    except FileNotFoundError:
-        raise DatastoreError(f"{path} is missing: restore it, or {REBUILD}") from None
-    except OSError as error:
-        raise DatastoreError(f"cannot read {path}: {error.strerror}; give this user access") from None
     if size != entry.size:
         state = "truncated" if size < entry.size else "corrupted (too long)"
         raise DatastoreError(f"{path} is {state}: {size} bytes instead of {entry.size}; restore it, or {REBUILD}")
