@@ -86,10 +86,10 @@ def check_size(path: Path, entry: FileEntry) -> None:
         raise DatastoreError(f"{path} is {state}: {size} bytes instead of {entry.size}; restore it, or {REBUILD}")
 
 
-def check_contents(files: Iterable[tuple[Path, FileEntry]], threads: int | None = None) -> None:
+def check_contents(files: Iterable[tuple[Path, FileEntry]]) -> None:
     """Raise `DatastoreError` at the first block that differs from its checksum; all blocks are read, in parallel."""
     blocks = [(path, i, crc) for path, entry in files for i, crc in enumerate(entry.crc32)]
-    threads = threads or min(8, os.cpu_count() or 1)
+    threads = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(max_workers=max(1, min(threads, len(blocks)))) as pool:
         try:
             for _ in pool.map(_check_block, blocks):

@@ -271,6 +271,14 @@ def merged(older: Run, newer: Run | None, vocab_size: int, cut: int = 0) -> Run 
     return Run(SubIndex(*arrays), first, newer.last if newer else older.last)
 
 
+def warm_up() -> None:
+    """Compile, or load from the cache, what inserting and merging call."""
+    document = np.zeros(4, np.int32)
+    run = with_document(with_document(None, document, 8, 0), document, 8, 1)
+    merged(run, run, 8)
+    merged(run, None, 8, 1)
+
+
 def release(runs: list[Run]) -> list[Run]:
     """Free those of `runs` that nobody else holds; the others. The list must be the caller's only hold on them.
 

@@ -27,7 +27,7 @@ address of sparse_index."""
 _BLOCK = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SubIndex:
     """Documents and the sorted starts of their suffixes (papers/sssd.txt 3.1.2; Manber and Myers, 1990).
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sssd_plugin.datastore.index.runs import Run
 from sssd_plugin.datastore.index.sub_index import Snapshot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class View:
     """The sub-indices that each group of requests sees.
 
@@ -32,16 +33,12 @@ class View:
     widest: int
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> View:
-        """One group that sees `snapshot`."""
-        return cls.single(snapshot.table, snapshot.n_tokens, len(snapshot.table), (snapshot,))
-
-    @classmethod
-    def single(cls, table: NDArray[np.int64], size: int, n_static: int, keeps: tuple[object, ...]) -> View:
-        """One group that sees all of `table`, of which the first `n_static` rows are static."""
-        n = len(table)
-        bounds, sizes, static = (np.array(values, np.int64) for values in ([0, n], [size], [n_static]))
-        return cls(table, bounds, sizes, static, keeps, n)
+    def of(cls, static: Snapshot, runs: Sequence[Run] = ()) -> View:
+        """One group that sees `static` and then `runs`."""
+        table = np.concatenate([static.table, *(run.sub.row[None] for run in runs)])
+        size = static.n_tokens + sum(run.n for run in runs)
+        bounds, sizes, n_static = (np.array(v, np.int64) for v in ([0, len(table)], [size], [len(static.table)]))
+        return cls(table, bounds, sizes, n_static, (static, *runs), len(table))
 
     @classmethod
     def join(cls, views: Sequence[View]) -> View:

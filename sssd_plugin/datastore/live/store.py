@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.index.runs import Run, merged, sorted_run, with_document
+from sssd_plugin.datastore.index.runs import Run, sorted_run, warm_up, with_document
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.index.view import View
 from sssd_plugin.datastore.live.merging import Merge, MergeThread
@@ -45,30 +45,20 @@ _TENANT_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class LiveStats:
-    """The state of a live datastore.
+    """The state of a live datastore."""
 
-    Attributes:
-        tokens: held, separators included; delta_tokens: of these, in memtables.
-        sub_indices: runs, of all tenants; max_sub_indices: of one tenant.
-        nbytes: memory of all runs.
-        tenants: known, requests of none included.
-        documents, inserted: documents and tokens taken since the start.
-        insert_seconds: spent on taking them, in the callers' threads.
-        merges, merge_seconds: in the background; longest_merge: seconds.
-    """
-
-    tokens: int
-    delta_tokens: int
-    sub_indices: int
-    max_sub_indices: int
-    nbytes: int
-    tenants: int
-    documents: int
-    inserted: int
-    insert_seconds: float
-    merges: int
+    tokens: int  # held, separators included
+    delta_tokens: int  # of these, in memtables
+    sub_indices: int  # runs of all tenants
+    max_sub_indices: int  # runs of one tenant
+    nbytes: int  # memory of all runs
+    tenants: int  # known, requests of none included
+    documents: int  # taken since the start
+    inserted: int  # their tokens
+    insert_seconds: float  # spent on taking them, in the callers' threads
+    merges: int  # in the background
     merge_seconds: float
-    longest_merge: float
+    longest_merge: float  # seconds
 
 
 class LiveDatastore:
@@ -116,7 +106,7 @@ class LiveDatastore:
         self._next_tenant = 1
         self._numbers: dict[bytes, int] = {b"": 0}
         self._joined: tuple[tuple[View, ...], View] | None = None
-        self._warm_up()
+        warm_up()
         if log is not None:
             self._load(log.take_recovered())
 
@@ -187,9 +177,7 @@ class LiveDatastore:
             return self._view_for(int(tenants[0])), None
         numbers, groups = np.unique(tenants, return_inverse=True)
         views = tuple(map(self._view_for, numbers.tolist()))
-        if self._joined is None or len(self._joined[0]) != len(views) or any(
-            a is not b for a, b in zip(self._joined[0], views, strict=True)
-        ):  # fmt: skip
+        if self._joined is None or self._joined[0] != views:
             self._joined = views, View.join(views)
         return self._joined[1], groups.astype(np.int64)
 
@@ -277,12 +265,7 @@ class LiveDatastore:
         return self._static_view if tenant is None else tenant.view
 
     def _view_of(self, tenant: Tenant) -> View:
-        runs = tenant.all_runs
-        if not runs:
-            return self._static_view
-        table = np.concatenate([self._static.table, *(run.sub.row[None] for run in runs)])
-        size = self._static.n_tokens + sum(run.n for run in runs)
-        return View.single(table, size, len(self._static.table), (self._static, *runs))
+        return View.of(self._static, tenant.all_runs) if tenant.all_runs else self._static_view
 
     def _plan(self, tenant: Tenant) -> None:
         """Start a merge if the tenant's runs want one."""
@@ -386,13 +369,6 @@ class LiveDatastore:
         if total:
             seconds = time.perf_counter() - started
             logger.info("freedraft: %d live tokens of %d tenants ready in %.2f s", total, len(owned), seconds)
-
-    def _warm_up(self) -> None:
-        """Compile, or load from the cache, what inserting and merging call."""
-        document = np.zeros(4, np.int32)
-        run = with_document(with_document(None, document, 8, 0), document, 8, 1)
-        merged(run, run, 8)
-        merged(run, None, 8, 1)
 
 
 def open_live(
