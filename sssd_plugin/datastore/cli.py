@@ -181,10 +181,7 @@ def _sorter(workers: int, ray: str | None, memory: str) -> Sorter:
 
 
 @app.command()
-def info(
-    store: StorePath,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-) -> None:
+def info(store: StorePath, as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Say what a datastore holds."""
     with _one_line():
         manifest = read_manifest(store)

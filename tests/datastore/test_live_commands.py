@@ -57,10 +57,7 @@ def test_forget_what_is_old(tmp_path: Path) -> None:
 
 
 def test_forget_says_what_it_needs(tmp_path: Path) -> None:
-    for arguments, words in (
-        ((tmp_path,), "--tenant NAME"),
-        ((tmp_path, "--tenant", "a"), "learnt nothing"),
-    ):
+    for arguments, words in (((tmp_path,), "--tenant NAME"), ((tmp_path, "--tenant", "a"), "learnt nothing")):
         result = run("forget", *arguments)
         assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1
     learn(tmp_path, {"a": [1]})

@@ -16,18 +16,17 @@ from sssd_plugin.datastore.build.memory import DEFAULT_MEMORY, SubIndexLimit, re
 from sssd_plugin.datastore.build.publish import AtomicPublish
 from sssd_plugin.datastore.build.sorting import Sorter
 from sssd_plugin.datastore.build.sources import check_ids
-from sssd_plugin.datastore.disk.checksum import ChecksummedFile, FileEntry
+from sssd_plugin.datastore.disk.checksum import ChecksummedFile, FileEntry, write_array
 from sssd_plugin.datastore.disk.format import (
     MAX_VOCAB_SIZE,
     Manifest,
-    Role,
     SubIndexEntry,
     TokenizerEntry,
     file_name,
     write_manifest,
 )
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, bucket_starts, count_direct, direct_buckets
+from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, bucket_starts, count_ids, direct_buckets
 from sssd_plugin.datastore.index.suffix_sort import width_of
 
 _BUFFER_TOKENS = 1 << 20
@@ -146,8 +145,7 @@ class StoreBuilder:
         tokens, self._buffered = self._buffer[: self._buffered], 0
         while len(tokens):
             if self._open is None:
-                tokens = tokens[_first_token(tokens) :]
-                if not len(tokens):
+                if (tokens == SEPARATOR).all():
                     return
                 self._open = self._open_sub_index()
             tokens = self._open.append(tokens)
@@ -189,28 +187,24 @@ class StoreBuilder:
 class _OpenSubIndex:
     """A sub-index whose tokens are being written; sorted when closed."""
 
-    def __init__(self, folder: Path, limit: SubIndexLimit, buckets: int) -> None:
-        self.folder = folder
-        self.limit = limit
+    def __init__(self, folder: Path, limit: SubIndexLimit, direct: int) -> None:
+        self.folder, self.limit, self.direct = folder, limit, direct
         self.file = ChecksummedFile(folder / file_name("tokens"))
-        self.length = 0
-        self.n_documents = 0
+        self.length = self.n_documents = 0
         self.max_token = SEPARATOR
-        self.counts = np.zeros(buckets, np.int64)
-        self.n_beyond = 0  # tokens with ids that have no direct bucket
+        self.counts = np.zeros(direct + 1, np.int64)  # as of `count_ids`
         self.at_boundary = True
 
     def append(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Take as many of `tokens` (int32) as fit; returns the rest, for the next sub-index."""
         tokens = self._without_empty_documents(tokens)
-        counts, n_beyond = self._count(tokens)
-        distinct = int(np.count_nonzero(self.counts + counts)) + self.n_beyond + n_beyond + 1
+        counts = count_ids(tokens, self.direct)
+        total = self.counts + counts
+        distinct = int(np.count_nonzero(total[:-1]) + total[-1]) + 1  # those beyond the direct ids, at most
         # One place is kept for the separator that closes a document cut here.
-        room = self.limit.for_width(width_of(distinct)) - 1 - self.length
-        taken = tokens[: max(0, room)]
-        if len(taken) < len(tokens):
-            counts, n_beyond = self._count(taken)
-        self._take(taken, counts, n_beyond)
+        capacity = self.limit.for_width(width_of(distinct)) - 1 - self.length
+        taken = tokens[: max(0, capacity)]
+        self._take(taken, counts if len(taken) == len(tokens) else count_ids(taken, self.direct))
         return tokens[len(taken) :]
 
     def _without_empty_documents(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -220,10 +214,7 @@ class _OpenSubIndex:
         repeated[0] &= self.at_boundary
         return tokens[~repeated] if repeated.any() else tokens
 
-    def _count(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
-        return count_direct(tokens, len(self.counts)), int(np.count_nonzero(tokens >= len(self.counts)))
-
-    def _take(self, tokens: NDArray[np.int32], counts: NDArray[np.int64], n_beyond: int) -> None:
+    def _take(self, tokens: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
         if not len(tokens):
             return
         self.file.write(np.ascontiguousarray(tokens, "<i4"))
@@ -231,28 +222,19 @@ class _OpenSubIndex:
         self.n_documents += int(np.count_nonzero(tokens == SEPARATOR))
         self.max_token = max(self.max_token, int(tokens.max()))
         self.counts += counts
-        self.n_beyond += n_beyond
         self.at_boundary = bool(tokens[-1] == SEPARATOR)
 
     def close(self) -> SubIndexEntry:
         """End the document and write all but the suffix array."""
         if not self.at_boundary:
-            self._take(np.array([SEPARATOR], np.int32), np.zeros_like(self.counts), 0)
+            self._take(np.array([SEPARATOR], np.int32), np.zeros_like(self.counts))
         self.file.write(np.full(PAD, SEPARATOR, "<i4"))
-        files: dict[Role, FileEntry] = {"tokens": self.file.close()}
-        with ChecksummedFile(self.folder / file_name("bucket_starts")) as file:
-            file.write(np.ascontiguousarray(bucket_starts(self.counts), "<i4"))
-            files["bucket_starts"] = file.close()
+        tokens = self.file.close()
+        starts = write_array(self.folder / file_name("bucket_starts"), bucket_starts(self.counts))
         return SubIndexEntry(
             name=self.folder.name,
             n_tokens=self.length - self.n_documents,
             n_documents=self.n_documents,
             max_token=self.max_token,
-            files=files,
+            files={"tokens": tokens, "bucket_starts": starts},
         )
-
-
-def _first_token(tokens: NDArray[np.int32]) -> int:
-    """Where the separators at the beginning end."""
-    is_token = tokens != SEPARATOR
-    return int(np.argmax(is_token)) if is_token.any() else len(tokens)

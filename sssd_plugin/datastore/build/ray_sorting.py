@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sssd_plugin.datastore.build.memory import format_size
-from sssd_plugin.datastore.build.sorting import Sorter, write_suffixes
-from sssd_plugin.datastore.disk.checksum import FileEntry
+from sssd_plugin.datastore.build.sorting import Sorter
+from sssd_plugin.datastore.disk.checksum import FileEntry, write_array
 from sssd_plugin.datastore.disk.format import file_name
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 
@@ -71,7 +71,7 @@ class RaySorter(Sorter):
             with reporting("read", path):
                 tokens = self._ray.put(np.fromfile(path, "<i4", length))
             order = self._ray.get(self._task.remote(tokens))
-            return write_suffixes(folder, order[n_documents:])
+            return write_array(folder / file_name("suffix_array"), order[n_documents:])
 
 
 def order_of(tokens: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from sssd_plugin.datastore.disk.format import Role, SubIndexEntry, file_name
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError
-from sssd_plugin.datastore.index.sub_index import SEPARATOR, SubIndex, bucket_starts, count_direct
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, SubIndex, bucket_starts, count_ids
 
 _BLOCK = 1 << 20
 SAMPLES = 100_000
@@ -53,7 +53,6 @@ class _Audit:
     def _check_tokens(self) -> None:
         """Ids, counts, largest id and buckets."""
         tokens = self.sub.tokens[: self.sub.n]
-        direct = len(self.sub.bucket_starts) - 1
         separators, largest = 0, SEPARATOR
         for a in range(0, len(tokens), _BLOCK):
             block = tokens[a : a + _BLOCK]
@@ -65,7 +64,9 @@ class _Audit:
             raise self._fail("tokens", "document count or largest id differ from the manifest's")
         if len(tokens) and tokens[-1] != SEPARATOR:
             raise self._fail("tokens", "the last document is not closed")
-        if not np.array_equal(self.sub.bucket_starts, bucket_starts(count_direct(tokens, direct))):
+        if not np.array_equal(
+            self.sub.bucket_starts, bucket_starts(count_ids(tokens, len(self.sub.bucket_starts) - 1))
+        ):
             raise self._fail("bucket_starts", "it does not agree with the tokens")
 
     def _check_range(self) -> None:

@@ -18,6 +18,7 @@ from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 
 BLOCK_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
+_ITEMS = 1 << 20
 
 
 class FileEntry(BaseModel):
@@ -73,6 +74,14 @@ class ChecksummedFile:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self._file.close()
+
+
+def write_array(path: Path, array: NDArray[np.integer]) -> FileEntry:
+    """Write a new file of little-endian int32, and return what to record; errors as of `ChecksummedFile`."""
+    with ChecksummedFile(path) as file:
+        for start in range(0, len(array), _ITEMS):
+            file.write(np.ascontiguousarray(array[start : start + _ITEMS], "<i4"))
+        return file.close()
 
 
 def check_size(path: Path, entry: FileEntry) -> None:

@@ -88,7 +88,7 @@ class SubIndex:
         if len(tokens) and int(tokens.min()) < SEPARATOR:
             raise ValueError("token ids must not be negative")
         padded = np.concatenate([tokens, np.full(PAD, SEPARATOR, np.int32)])
-        return cls(padded, sort_suffixes(tokens), bucket_starts(count_direct(tokens, direct_buckets(vocab_size))))
+        return cls(padded, sort_suffixes(tokens), bucket_starts(count_ids(tokens, direct_buckets(vocab_size))))
 
 
 def direct_buckets(vocab_size: int) -> int:
@@ -96,19 +96,19 @@ def direct_buckets(vocab_size: int) -> int:
     return min(vocab_size, MAX_DIRECT_BUCKETS)
 
 
-def count_direct(tokens: NDArray[np.int32], direct: int) -> NDArray[np.int64]:
-    """How often each id below `direct` occurs in `tokens` (int32 [n]): int64 [direct]."""
-    counts = np.zeros(direct, np.int64)
+def count_ids(tokens: NDArray[np.int32], direct: int) -> NDArray[np.int64]:
+    """How often each id below `direct` occurs in `tokens` (int32 [n]), then how many others do: int64 [direct + 1]."""
+    counts = np.zeros(direct + 1, np.int64)
     for start in range(0, len(tokens), _BLOCK):  # bincount makes an int64 copy of what it counts
         part = tokens[start : start + _BLOCK]
-        counts += np.bincount(part[(part >= 0) & (part < direct)], minlength=direct)
+        counts += np.bincount(np.minimum(part[part >= 0], direct), minlength=direct + 1)
     return counts
 
 
 def bucket_starts(counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Where the suffixes that begin with each id start in the suffix array, from `count_direct`'s: int32 [D + 1]."""
-    starts = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
+    """Where the suffixes that begin with each direct id start in the suffix array, from `count_ids`: int32 [D + 1]."""
+    starts = np.zeros(len(counts), np.int32)
+    np.cumsum(counts[:-1], out=starts[1:])
     return starts
 
 

@@ -192,13 +192,10 @@ class SegmentLog:
                     self._replace(segments=tuple(entries))
             self._remove_unnamed()
             if whole and len(entries) > 64 + 2 * self._max_tokens // self._segment_tokens:
+                # Many restarts leave many small segments: make full ones of them.
+                parts = in_parts(self._recovered, self._segment_tokens)
                 with reporting("write", self.folder):
-                    self._compact()
-
-    def _compact(self) -> None:
-        """Many restarts leave many small segments: make full ones of them."""
-        parts = in_parts(self._recovered, self._segment_tokens)
-        self._manifest = replace_segments(self.folder, self._manifest, parts)
+                    self._manifest = replace_segments(self.folder, self._manifest, parts)
 
     def _remove_unnamed(self) -> None:
         named = {entry.name for entry in self._manifest.segments}

@@ -60,6 +60,10 @@ class LiveStats:
     merge_seconds: float
     longest_merge: float  # seconds
 
+    @property
+    def named_tenants(self) -> int:
+        return self.tenants - 1
+
 
 class LiveDatastore:
     """A datastore in memory, and on disk if wanted, that grows while it is drafted from.
