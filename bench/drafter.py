@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter, Scoring
 from sssd_plugin.request_index import RequestIndex
 
@@ -107,7 +107,7 @@ def build_cost(tokens: int, tokenizer: Path, vocab: int) -> dict[str, float]:
     code = (
         "import sys, time, numpy as np\n"
         "from pathlib import Path\n"
-        "from sssd_plugin.datastore.sub_index import SubIndex\n"
+        "from sssd_plugin.datastore.index.sub_index import SubIndex\n"
         "def kib(key):\n"
         "    lines = Path('/proc/self/status').read_text().splitlines()\n"
         "    return next(int(line.split()[1]) for line in lines if line.startswith(key))\n"

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from freedraft.draft import DraftBatch
-from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.learned import Weights
 from sssd_plugin.trace import Row, Trace

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from freedraft.composition import Outlook
 from numpy.typing import ArrayLike, NDArray
 
-from freedraft.composition import Outlook
 from freedraft.config import ConfigError
 from freedraft.engines.vllm.hooks import MODEL_DRAFT_HOOKS
 from freedraft.engines.vllm.methods import Method

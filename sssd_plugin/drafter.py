@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from sssd_plugin import paper, provenance
-from sssd_plugin.datastore.live import SEARCHED, LiveDatastore, View
-from sssd_plugin.datastore.sub_index import Snapshot
+from sssd_plugin.datastore.index.sub_index import Snapshot
+from sssd_plugin.datastore.live.store import SEARCHED, LiveDatastore, View
 from sssd_plugin.fusion import LEARNED, PAPER, draft_batch
 from sssd_plugin.learned import FEATURES, SHORTLIST, Weights, scratch
 from sssd_plugin.request_index import RequestIndex

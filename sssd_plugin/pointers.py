@@ -10,8 +10,6 @@ from __future__ import annotations
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from sssd_plugin import compile_cache  # noqa: F401  (before anything is loaded from the cache)
-
 
 @intrinsic
 def _int32_pointer(typingctx, address):

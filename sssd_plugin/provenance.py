@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from sssd_plugin.datastore.search import bucket, narrow
+from sssd_plugin.datastore.index.search import bucket, narrow
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.request_index import LENGTH, PREVIOUS, TOKENS
 

@@ -12,7 +12,7 @@ from prometheus_client import Counter, Gauge
 from sssd_plugin.provenance import ACCEPTED, HITS, LOOKUPS, SIZE, SOURCES
 
 if TYPE_CHECKING:
-    from sssd_plugin.datastore.sub_index import Snapshot
+    from sssd_plugin.datastore.index.sub_index import Snapshot
     from sssd_plugin.drafter import Drafter
 
 EVERY = 8

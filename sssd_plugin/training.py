@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.learned import FEATURES, SETS, SHORTLIST, draft_tree, initial_weights, scratch
 from sssd_plugin.request_index import RequestIndex, _ingest
 

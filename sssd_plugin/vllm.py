@@ -17,16 +17,16 @@ from freedraft.engines.vllm.methods import register as register_method
 from freedraft.engines.vllm.runner import Step, StepProposer
 from freedraft.engines.vllm.tenants import carry_salt
 from freedraft.metrics import Metrics, check_port, serve
-from sssd_plugin.datastore.live_metrics import LiveMetrics
-from sssd_plugin.datastore.sub_index import Snapshot
+from sssd_plugin.datastore.index.sub_index import Snapshot
+from sssd_plugin.datastore.live.metrics import LiveMetrics
 from sssd_plugin.options import SssdOptions
 from sssd_plugin.source_metrics import SourceMetrics
 
 if TYPE_CHECKING:
     from freedraft.cost.controller import Controller
     from freedraft.draft import DraftBatch
-    from sssd_plugin.datastore.live import LiveDatastore
-    from sssd_plugin.datastore.store import Datastore
+    from sssd_plugin.datastore.disk.store import Datastore
+    from sssd_plugin.datastore.live.store import LiveDatastore
 
 logger = logging.getLogger("freedraft.sssd")
 
@@ -60,7 +60,7 @@ def check_start(options: SssdOptions, model_config: Any) -> None:
             "remove option 'live', or set isolation 'shared' if there is one tenant only (see 'freedraft doctor')"
         )
     if options.live and options.live_store is not None:
-        from sssd_plugin.datastore.segments import check_live
+        from sssd_plugin.datastore.live.segments import check_live
 
         check_live(
             options.live_store,
@@ -76,7 +76,7 @@ def open_store(path: Path, model_config: Any, *, verify: bool) -> Datastore:
     Raises:
         DatastoreError: the store is missing, damaged, of another tokenizer or of a newer format.
     """
-    from sssd_plugin.datastore.store import Datastore
+    from sssd_plugin.datastore.disk.store import Datastore
 
     return Datastore.open(
         path,
@@ -118,7 +118,7 @@ def said(tokens: list[int], parameters: Any) -> list[int]:
 
 def open_live_store(options: SssdOptions, vllm_config: Any, store: Datastore | None) -> LiveDatastore:
     """The store that grows, over the static one. Of all workers and replicas, one writes."""
-    from sssd_plugin.datastore.live import open_live
+    from sssd_plugin.datastore.live.store import open_live
 
     parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
     live = open_live(

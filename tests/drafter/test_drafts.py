@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freedraft.draft import DraftBatch
-from sssd_plugin.datastore.sub_index import SEPARATOR
+from sssd_plugin.datastore.index.sub_index import SEPARATOR
 from sssd_plugin.drafter import Drafter
 from tests.support.stores import Documents, int32, snapshot_of
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from sssd_plugin.datastore.live import LiveDatastore
-from sssd_plugin.datastore.sub_index import Snapshot, SubIndex
+from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
+from sssd_plugin.datastore.live.store import LiveDatastore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.provenance import ACCEPTED, CONTEXT, HIT, HITS, LOOKUPS, SIZE
 from sssd_plugin.source_metrics import EVERY, SourceMetrics

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.sub_index import MAX_DIRECT_BUCKETS
-from sssd_plugin.datastore.suffix_sort import MAX_SORTED_BYTES
+from sssd_plugin.datastore.index.sub_index import direct_buckets
+from sssd_plugin.datastore.index.suffix_sort import MAX_SORTED_BYTES
 
 DEFAULT_MEMORY = 2 << 30
 MAX_SUB_INDEX_TOKENS = 1 << 29
 """papers/sssd.txt 3.1.3: 512 Mi tokens per sub-index."""
 MIN_SUB_INDEX_TOKENS = 64
-_LEAST_BY_MEMORY = 1 << 20
+_MIN_BY_MEMORY = 1 << 20
 _READING_BYTES = 160 << 20
 """Tokenising a batch, buffers, and what the allocator keeps."""
 
@@ -98,11 +98,11 @@ class SubIndexLimit:
             raise DatastoreError(
                 f"--sub-index-tokens must be from {MIN_SUB_INDEX_TOKENS} to {MAX_SUB_INDEX_TOKENS}, not {tokens}"
             )
-        here = resident_bytes() + _READING_BYTES + 32 * min(vocab_size, MAX_DIRECT_BUCKETS) if sorts else 0
+        here = resident_bytes() + _READING_BYTES + 32 * direct_buckets(vocab_size) if sorts else 0
         parts = max(1, sorts)
         overhead = here + parts * each
         limit = cls((memory - overhead) // parts, tokens or MAX_SUB_INDEX_TOKENS)
-        least = overhead + parts * _LEAST_BY_MEMORY * _sort_bytes_per_token(4)
+        least = overhead + parts * _MIN_BY_MEMORY * _sort_bytes_per_token(4)
         if memory < least:
             raise DatastoreError(f"--memory {format_size(memory)} is too little: give at least {format_size(least)}")
         return limit

@@ -7,11 +7,12 @@ import hashlib
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.format import MANIFEST, read_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, read_manifest
+from sssd_plugin.datastore.disk.store import Datastore
+from sssd_plugin.datastore.errors import DatastoreError, first_line, reporting
 
 CACHE_VARIABLE = "FREEDRAFT_CACHE"
 
@@ -63,8 +64,6 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
                 path.parent.mkdir(mode=0o700, exist_ok=True)
             with _reaching(url):
                 files.get_file(f"{root}/{path.relative_to(temporary).as_posix()}", str(path))
-        from sssd_plugin.datastore.store import Datastore
-
         Datastore.open(temporary).close()  # before anyone uses it: every byte as recorded
         with reporting("write", target), contextlib.suppress(FileExistsError):
             try:
@@ -79,27 +78,16 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
     return target
 
 
-class _reaching:
-    """Turns whatever a driver raises into one line."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is None or not isinstance(error, Exception):
-            return
-        if isinstance(error, FileNotFoundError):
-            raise DatastoreError(f"no datastore at {self.url} (a file is missing): correct the URL") from None
-        if isinstance(error, ImportError | ValueError):
-            raise DatastoreError(f"cannot open {self.url}: {_first_line(error)}; install its fsspec driver") from None
+@contextlib.contextmanager
+def _reaching(url: str) -> Iterator[None]:
+    """Turn whatever a driver raises into one line."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise DatastoreError(f"no datastore at {url} (a file is missing): correct the URL") from None
+    except (ImportError, ValueError) as error:
+        raise DatastoreError(f"cannot open {url}: {first_line(error)}; install its fsspec driver") from None
+    except Exception as error:
         raise DatastoreError(
-            f"cannot reach {self.url}: {_first_line(error)}; check the address and the access rights"
+            f"cannot reach {url}: {first_line(error)}; check the address and the access rights"
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

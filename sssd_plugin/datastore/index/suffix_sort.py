@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.sub_index import SEPARATOR
+from sssd_plugin.datastore.index.sub_index import SEPARATOR
 
 _BLOCK = 1 << 18
 _MAX_TABLE = 1 << 24

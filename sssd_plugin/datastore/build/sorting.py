@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sssd_plugin.datastore.checksum import ChecksummedFile, FileEntry
+from sssd_plugin.datastore.disk.checksum import FileEntry, write_array
+from sssd_plugin.datastore.disk.format import file_name
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.format import file_name
-from sssd_plugin.datastore.suffix_sort import sort_bytes, to_bytes
+from sssd_plugin.datastore.index.suffix_sort import sort_bytes, to_bytes
 
 T = TypeVar("T")
-_BLOCK = 1 << 20
 _OUT_OF_MEMORY = "not enough memory to sort a sub-index: give a smaller --memory"
 
 
@@ -110,17 +108,9 @@ def write_order(folder: Path, length: int, n_documents: int) -> FileEntry:
         tokens = np.memmap(folder / file_name("tokens"), "<i4", "r", shape=(length,))
         text = to_bytes(tokens)
         del tokens  # unmapped, so that its pages do not count while sorting
-        return write_suffixes(folder, sort_bytes(text)[n_documents:])
+        return write_array(folder / file_name("suffix_array"), sort_bytes(text)[n_documents:])
     except MemoryError:
         raise DatastoreError(_OUT_OF_MEMORY) from None
-
-
-def write_suffixes(folder: Path, suffixes: NDArray[np.integer]) -> FileEntry:
-    """Write the suffix array of the sub-index in `folder`."""
-    with ChecksummedFile(folder / file_name("suffix_array")) as file:
-        for a in range(0, len(suffixes), _BLOCK):
-            file.write(np.ascontiguousarray(suffixes[a : a + _BLOCK], "<i4"))
-        return file.close()
 
 
 def _answer(pipe: Connection, folder: Path, length: int, n_documents: int) -> None:

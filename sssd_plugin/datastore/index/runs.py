@@ -11,20 +11,33 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.sub_index import FENCE, MAX_DIRECT_BUCKETS, PAD, SEPARATOR, TABLE_COLUMNS, SubIndex
+from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, SubIndex, direct_buckets
 
 DEPTH = 32
 _SMALL = 12
 _STACK = 256
 _LARGE = 1 << 18  # bytes
 _BUCKETS_FROM = 4  # direct buckets cost 4 bytes an id, so only runs of at least a quarter as many tokens have them
+
+
+class RunArrays(NamedTuple):
+    """The arrays of a run, as compiled code takes and returns them; see `SubIndex`."""
+
+    tokens: NDArray[np.int32]
+    suffix_array: NDArray[np.int32]
+    bucket_starts: NDArray[np.int32]
+    sparse_index: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, sub: SubIndex) -> RunArrays:
+        return cls(sub.tokens, sub.suffix_array, sub.bucket_starts, sub.sparse_index)
 
 
 @njit(nogil=True, cache=True)
@@ -149,34 +162,20 @@ def merge_into(tokens, first, cut, second, shift, order):
 
 
 @njit(nogil=True, cache=True)
-def _join(a, begin, end, b, length, out):
-    """out = a[begin:end], b[:length], then separators."""
-    n = 0
-    for i in range(begin, end):
-        out[n] = a[i]
-        n += 1
-    for i in range(length):
-        out[n] = b[i]
-        n += 1
-    for i in range(n, len(out)):
-        out[i] = SEPARATOR
-
-
-@njit(nogil=True, cache=True)
-def _fences(tokens, order, out):
-    for i in range(len(out)):
-        out[i] = tokens[order[i * FENCE] + 1]
-
-
-@njit(nogil=True, cache=True)
-def _bucket_starts(tokens, n, starts):
-    starts[:] = 0
-    direct = len(starts) - 1
+def _with_tables(tokens, order, direct):
+    """`RunArrays` of sorted suffixes, with buckets for the ids below `direct`."""
+    n = len(tokens) - PAD
+    direct = direct if _BUCKETS_FROM * n >= direct else 0
+    starts = np.zeros(direct + 1, np.int32)
     for i in range(n):
         if 0 <= tokens[i] < direct:
             starts[tokens[i] + 1] += 1
     for i in range(direct):
         starts[i + 1] += starts[i]
+    sparse = np.empty((len(order) + SPARSE_STEP - 1) // SPARSE_STEP, np.int32)
+    for i in range(len(sparse)):
+        sparse[i] = tokens[order[i * SPARSE_STEP] + 1]
+    return RunArrays(tokens, order, starts, sparse)
 
 
 @njit(nogil=True, cache=True)
@@ -188,17 +187,6 @@ def _next_document(tokens, at, n):
     return at
 
 
-@njit(nogil=True, cache=True)
-def _tables(tokens, order, direct):
-    """(bucket_starts, fences) of a run."""
-    n = len(tokens) - PAD
-    starts = np.empty(direct + 1 if _BUCKETS_FROM * n >= direct else 1, np.int32)
-    _bucket_starts(tokens, n, starts)
-    fences = np.empty((len(order) + FENCE - 1) // FENCE, np.int32)
-    _fences(tokens, order, fences)
-    return starts, fences
-
-
 # Each of these makes a run in one call, so that a thread asks for the GIL once and not for every array.
 
 
@@ -206,33 +194,34 @@ def _tables(tokens, order, direct):
 def _sorted(tokens, direct):
     order = np.empty(len(tokens) - PAD, np.int32)
     n = sort_into(tokens, 0, len(order), order)
-    order = order[:n].copy()
-    starts, fences = _tables(tokens, order, direct)
-    return tokens, order, starts, fences
+    return _with_tables(tokens, order[:n].copy(), direct)
 
 
 @njit(nogil=True, cache=True)
-def _with_document(old_tokens, old, old_order, document, direct):
-    tokens = np.empty(old + len(document) + 1 + PAD, np.int32)
-    _join(old_tokens, 0, old, document, len(document), tokens)
+def _with_document(run, document, direct):
+    old, end = len(run.tokens) - PAD, len(run.tokens) - PAD + len(document)
+    tokens = np.full(end + 1 + PAD, SEPARATOR, np.int32)
+    tokens[:old] = run.tokens[:old]
+    tokens[old:end] = document
     new = np.empty(len(document), np.int32)
-    count = sort_into(tokens, old, old + len(document), new)
-    order = np.empty(len(old_order) + count, np.int32)
-    merge_into(tokens, old_order, 0, new[:count], 0, order)
-    starts, fences = _tables(tokens, order, direct)
-    return tokens, order, starts, fences
+    count = sort_into(tokens, old, end, new)
+    order = np.empty(len(run.suffix_array) + count, np.int32)
+    merge_into(tokens, run.suffix_array, 0, new[:count], 0, order)
+    return _with_tables(tokens, order, direct)
 
 
 @njit(nogil=True, cache=True)
-def _merged(older, n, older_order, start, newer, added, newer_order, direct):
-    tokens = np.empty(n - start + added + PAD, np.int32)
-    _join(older, start, n, newer, added, tokens)
-    order = np.empty(len(older_order) + len(newer_order), np.int32)
-    count = merge_into(tokens, older_order, start, newer_order, n - start, order)
+def _merged(older, start, newer, direct):
+    """Both runs as one, without what is before `start` in the older one."""
+    kept = len(older.tokens) - PAD - start
+    tokens = np.empty(kept + len(newer.tokens), np.int32)
+    tokens[:kept] = older.tokens[start : start + kept]
+    tokens[kept:] = newer.tokens
+    order = np.empty(len(older.suffix_array) + len(newer.suffix_array), np.int32)
+    count = merge_into(tokens, older.suffix_array, start, newer.suffix_array, kept, order)
     if start > 0:
         order = order[:count].copy()
-    starts, fences = _tables(tokens, order, direct)
-    return tokens, order, starts, fences
+    return _with_tables(tokens, order, direct)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,48 +231,24 @@ class Run:
     Attributes:
         sub: their sub-index.
         first, last: numbers of the oldest and the newest document.
-        row: int64 [1, TABLE_COLUMNS], of a `Snapshot.table`; valid while the run lives.
     """
 
     sub: SubIndex
-    fences: NDArray[np.int32]
     first: int
     last: int
-    row: NDArray[np.int64] = field(init=False)
-
-    def __post_init__(self) -> None:
-        sub = self.sub
-        row = np.array(
-            [
-                [
-                    sub.tokens.ctypes.data, sub.suffix_array.ctypes.data, sub.bucket_starts.ctypes.data,
-                    sub.n, len(sub.suffix_array), len(sub.bucket_starts) - 1, self.fences.ctypes.data,
-                ]
-            ],
-            np.int64,
-        )  # fmt: skip
-        assert row.shape == (1, TABLE_COLUMNS)
-        object.__setattr__(self, "row", row)
 
     @property
     def n(self) -> int:
         """Tokens, separators included."""
         return self.sub.n
 
-    @property
-    def nbytes(self) -> int:
-        sub = self.sub
-        return sub.tokens.nbytes + sub.suffix_array.nbytes + sub.bucket_starts.nbytes + self.fences.nbytes
-
 
 def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, first: int) -> Run:
     """A run of documents (int32, without separators), numbered from `first`."""
-    tokens = np.full(sum(map(len, documents)) + len(documents) + PAD, SEPARATOR, np.int32)
-    at = 0
-    for document in documents:
-        tokens[at : at + len(document)] = document
-        at += len(document) + 1
-    return _run(_sorted(tokens, _direct(vocab_size)), first, first + len(documents) - 1)
+    end = np.array([SEPARATOR], np.int32)
+    parts = [part for document in documents for part in (document, end)]
+    tokens = np.concatenate([*parts, np.full(PAD, SEPARATOR, np.int32)], dtype=np.int32)
+    return Run(SubIndex(*_sorted(tokens, direct_buckets(vocab_size))), first, first + len(documents) - 1)
 
 
 def with_document(run: Run | None, document: NDArray[np.int32], vocab_size: int, number: int) -> Run:
@@ -291,26 +256,30 @@ def with_document(run: Run | None, document: NDArray[np.int32], vocab_size: int,
     if run is None:
         return sorted_run([document], vocab_size, number)
     document = np.ascontiguousarray(document, np.int32)
-    made = _with_document(run.sub.tokens, run.n, run.sub.suffix_array, document, _direct(vocab_size))
-    return _run(made, run.first, number)
+    arrays = _with_document(RunArrays.of(run.sub), document, direct_buckets(vocab_size))
+    return Run(SubIndex(*arrays), run.first, number)
 
 
 def merged(older: Run, newer: Run | None, vocab_size: int, cut: int = 0) -> Run | None:
     """Two runs as one, without the documents that start in the first `cut` tokens; None if nothing is left."""
     start = int(_next_document(older.sub.tokens, cut, older.n)) if cut else 0
-    added = newer.n if newer else 0
-    if older.n - start + added == 0:
+    if older.n - start + (newer.n if newer else 0) == 0:
         return None
-    more = newer.sub if newer else older.sub
-    made = _merged(
-        older.sub.tokens, older.n, older.sub.suffix_array, start,
-        more.tokens, added, more.suffix_array if newer else more.suffix_array[:0], _direct(vocab_size),
-    )  # fmt: skip
+    more = RunArrays.of(newer.sub) if newer else _NO_DOCUMENTS
+    arrays = _merged(RunArrays.of(older.sub), start, more, direct_buckets(vocab_size))
     first = older.first + (older.last - older.first) * start // max(1, older.n)
-    return _run(made, first, newer.last if newer else older.last)
+    return Run(SubIndex(*arrays), first, newer.last if newer else older.last)
 
 
-def let_go(runs: list[Run]) -> list[Run]:
+def warm_up() -> None:
+    """Compile, or load from the cache, what inserting and merging call."""
+    document = np.zeros(4, np.int32)
+    run = with_document(with_document(None, document, 8, 0), document, 8, 1)
+    merged(run, run, 8)
+    merged(run, None, 8, 1)
+
+
+def release(runs: list[Run]) -> list[Run]:
     """Free those of `runs` that nobody else holds; the others. The list must be the caller's only hold on them.
 
     Unmapping a large array takes milliseconds, in which whoever drops it last would have the GIL: the pages are handed
@@ -327,6 +296,7 @@ def _holds(things: list[Any]) -> list[int]:
     return [sys.getrefcount(thing) for thing in things]
 
 
+_NO_DOCUMENTS = RunArrays(np.full(PAD, SEPARATOR, np.int32), *(np.zeros(0, np.int32) for _ in range(3)))
 _ALONE = _holds([object()])[0]
 _PAGE = mmap.PAGESIZE
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -338,12 +308,3 @@ def _hand_back(array: NDArray[np.int32]) -> None:
     size = (array.ctypes.data + array.nbytes) // _PAGE * _PAGE - start
     if size >= _LARGE and sys.platform == "linux":
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
-
-
-def _direct(vocab_size: int) -> int:
-    return min(vocab_size, MAX_DIRECT_BUCKETS)
-
-
-def _run(made: tuple[NDArray[np.int32], ...], first: int, last: int) -> Run:
-    tokens, order, starts, fences = made
-    return Run(SubIndex(tokens, order, starts), fences, first, last)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sssd_plugin.datastore.builder import StoreBuilder
+from sssd_plugin.datastore.build.builder import StoreBuilder
+from sssd_plugin.datastore.disk.format import Manifest
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.format import Manifest
-from sssd_plugin.datastore.store import Datastore
 
 _BLOCK = 1 << 20
 

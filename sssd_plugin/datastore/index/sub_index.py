@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,17 @@ PAD = 32
 MAX_DIRECT_BUCKETS = 1 << 20
 MAX_TOKENS = (1 << 31) - 1 - PAD
 
+SPARSE_STEP = 16
+"""Suffixes per entry of the sparse index: one cache line of the suffix array."""
 
-@dataclass(frozen=True, slots=True)
+TABLE_COLUMNS = 7
+"""Of a row of `Snapshot.table`: the addresses of tokens, suffix_array and bucket_starts; n, m and D of `SubIndex`; the
+address of sparse_index."""
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SubIndex:
     """Documents and the sorted starts of their suffixes (papers/sssd.txt 3.1.2; Manber and Myers, 1990).
 
@@ -27,11 +36,17 @@ class SubIndex:
         suffix_array: int32 [m], start of every suffix that does not begin with a separator, in lexicographic order.
         bucket_starts: int32 [D + 1]; `suffix_array[bucket_starts[t]:bucket_starts[t + 1]]` are the suffixes that begin
             with token t < D. Larger ids (D is at most 2^20) are found by binary search.
+        sparse_index: int32 [ceil(m / SPARSE_STEP)], second token of every `SPARSE_STEP`-th suffix; made if not given.
+            It takes a quarter of a byte per token, in memory only. Splitting the bucket of a common token takes most of
+            its steps here instead of in suffixes and tokens all over memory.
+        row: int64 [TABLE_COLUMNS], of a `Snapshot.table`; valid while the sub-index lives.
     """
 
     tokens: NDArray[np.int32]
     suffix_array: NDArray[np.int32]
     bucket_starts: NDArray[np.int32]
+    sparse_index: NDArray[np.int32] = None  # type: ignore[assignment]
+    row: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         for name in ("tokens", "suffix_array", "bucket_starts"):
@@ -42,11 +57,21 @@ class SubIndex:
             raise ValueError(f"SubIndex.tokens must end in {PAD} separators")
         if len(self.bucket_starts) < 1:
             raise ValueError("SubIndex.bucket_starts must not be empty")
+        if self.sparse_index is None:
+            object.__setattr__(self, "sparse_index", self.tokens[self.suffix_array[::SPARSE_STEP] + 1])
+        addresses = [a.ctypes.data for a in (self.tokens, self.suffix_array, self.bucket_starts, self.sparse_index)]
+        sizes = (self.n, len(self.suffix_array), len(self.bucket_starts) - 1)
+        object.__setattr__(self, "row", np.array([*addresses[:3], *sizes, addresses[3]], np.int64))
 
     @property
     def n(self) -> int:
         """Tokens, separators between documents included, padding not."""
         return len(self.tokens) - PAD
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        return self.tokens.nbytes + self.suffix_array.nbytes + self.bucket_starts.nbytes + self.sparse_index.nbytes
 
     @classmethod
     def build(cls, tokens: NDArray[np.int32], vocab_size: int) -> SubIndex:
@@ -55,50 +80,36 @@ class SubIndex:
         Raises:
             ValueError: more than 2^31 - 33 tokens, or an id below -1.
         """
+        from sssd_plugin.datastore.index.suffix_sort import sort_suffixes
+
         tokens = np.ascontiguousarray(tokens, np.int32)
         if len(tokens) > MAX_TOKENS:
             raise ValueError(f"a sub-index holds at most {MAX_TOKENS} tokens, not {len(tokens)}")
         if len(tokens) and int(tokens.min()) < SEPARATOR:
             raise ValueError("token ids must not be negative")
-        padded = np.full(len(tokens) + PAD, SEPARATOR, np.int32)
-        padded[: len(tokens)] = tokens
-        suffixes = sort_suffixes(tokens)
-        return cls(padded, suffixes, bucket_starts(tokens, vocab_size))
+        padded = np.concatenate([tokens, np.full(PAD, SEPARATOR, np.int32)])
+        return cls(padded, sort_suffixes(tokens), bucket_starts(count_ids(tokens, direct_buckets(vocab_size))))
 
 
-def sort_suffixes(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Suffix array of `tokens` without the suffixes that begin with a separator."""
-    from sssd_plugin.datastore import suffix_sort
-
-    return suffix_sort.sort_suffixes(tokens)
+def direct_buckets(vocab_size: int) -> int:
+    """Ids that have a bucket of their own."""
+    return min(vocab_size, MAX_DIRECT_BUCKETS)
 
 
-def bucket_starts(tokens: NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
-    """Where the suffixes that begin with each token id start in the suffix array: int32 [min(vocab_size, 2^20) + 1]."""
-    direct = min(vocab_size, MAX_DIRECT_BUCKETS)
-    counts = np.zeros(direct, np.int64)
-    for block in range(0, len(tokens), 1 << 20):  # bincount makes an int64 copy of what it counts
-        part = tokens[block : block + (1 << 20)]
-        counts += np.bincount(part[(part >= 0) & (part < direct)], minlength=direct)
-    starts = np.zeros(direct + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
+def count_ids(tokens: NDArray[np.int32], direct: int) -> NDArray[np.int64]:
+    """How often each id below `direct` occurs in `tokens` (int32 [n]), then how many others do: int64 [direct + 1]."""
+    counts = np.zeros(direct + 1, np.int64)
+    for start in range(0, len(tokens), _BLOCK):  # bincount makes an int64 copy of what it counts
+        part = tokens[start : start + _BLOCK]
+        counts += np.bincount(np.minimum(part[part >= 0], direct), minlength=direct + 1)
+    return counts
+
+
+def bucket_starts(counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Where the suffixes that begin with each direct id start in the suffix array, from `count_ids`: int32 [D + 1]."""
+    starts = np.zeros(len(counts), np.int32)
+    np.cumsum(counts[:-1], out=starts[1:])
     return starts
-
-
-TABLE_COLUMNS = 7
-"""Addresses of tokens, suffix_array and bucket_starts; n, m and D of `SubIndex`; address of its fences."""
-
-FENCE = 16
-"""Suffixes between fences: one cache line of the suffix array."""
-
-
-def fences(sub: SubIndex) -> NDArray[np.int32]:
-    """Second token of every `FENCE`-th suffix: int32 [ceil(m / FENCE)].
-
-    A quarter of a byte per token, in memory only. Splitting the bucket of a common token takes most of its steps here
-    instead of in suffixes and tokens all over memory.
-    """
-    return sub.tokens[sub.suffix_array[::FENCE] + 1]
 
 
 class Snapshot:
@@ -106,25 +117,14 @@ class Snapshot:
 
     Attributes:
         sub_indices: what was given, in order.
-        table: int64 [K, TABLE_COLUMNS], addresses and sizes for compiled code. Valid while the snapshot lives.
+        table: int64 [J, TABLE_COLUMNS], addresses and sizes for compiled code. Valid while the snapshot lives.
     """
 
-    __slots__ = ("_fences", "sub_indices", "table")
+    __slots__ = ("sub_indices", "table")
 
     def __init__(self, sub_indices: Iterable[SubIndex]) -> None:
         self.sub_indices = tuple(sub_indices)
-        self.table = np.zeros((len(self.sub_indices), TABLE_COLUMNS), np.int64)
-        self._fences = tuple(fences(sub) for sub in self.sub_indices)
-        for row, sub, fence in zip(self.table, self.sub_indices, self._fences, strict=True):
-            row[:] = (
-                sub.tokens.ctypes.data,
-                sub.suffix_array.ctypes.data,
-                sub.bucket_starts.ctypes.data,
-                sub.n,
-                len(sub.suffix_array),
-                len(sub.bucket_starts) - 1,
-                fence.ctypes.data,
-            )
+        self.table = np.array([sub.row for sub in self.sub_indices], np.int64).reshape(-1, TABLE_COLUMNS)
 
     @classmethod
     def of(cls, sub_indices: Iterable[SubIndex]) -> Snapshot:
@@ -136,4 +136,5 @@ class Snapshot:
 
     @property
     def n_tokens(self) -> int:
+        """Tokens of all sub-indices, separators included."""
         return sum(sub.n for sub in self.sub_indices)

@@ -1,9 +1,8 @@
-"""`Spool`: the token ids of a build that may be interrupted, kept beside the target until the build is done."""
+"""`BuildCheckpoint`: the token ids of a build that may be interrupted, kept beside the target until it is done."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -12,14 +11,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.files import FileLock, write_all, write_json_atomically
+from sssd_plugin.datastore.build.sources import Input, Piece, check_ids, read_pieces, tokenize
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.sources import Input, Piece, read_pieces, tokenize
-from sssd_plugin.datastore.sub_index import SEPARATOR
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,19 +28,19 @@ CHECKPOINT_SECONDS = 5.0
 _BLOCK = 1 << 20
 
 
-class Spool:
+class BuildCheckpoint:
     """Tokens read so far and how far that is, on disk.
 
-    Tokenising takes most of a build, so that is what is not done twice; sorting starts from the spool.
+    Tokenising takes most of a build, so that is what is not done twice; sorting starts from the kept tokens.
 
     Args:
-        target: the store to be; the spool is its hidden sibling.
+        target: the store to be; the checkpoint is its hidden sibling.
         inputs, fields: what is read.
         tokenizer: fingerprint, or none.
         vocab_size: ids are below it.
 
     Raises:
-        DatastoreError: another build uses the spool, or the disk refuses.
+        DatastoreError: another build uses the checkpoint, or the disk refuses.
     """
 
     def __init__(
@@ -57,14 +57,10 @@ class Spool:
         self._key = hashlib.sha256(json.dumps(described).encode()).hexdigest()
         with reporting("write", self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise DatastoreError(f"another build uses {self.folder}: wait for it, or choose another path") from None
-        except OSError:
-            pass  # a file system without locks
+            try:
+                self._lock = FileLock(self.folder)
+            except BlockingIOError:
+                raise DatastoreError(f"another build uses {self.folder}: wait for it, or choose another path") from None
         self.pieces = self.size = self.n_bytes = 0
         self.done = False
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -106,20 +102,25 @@ class Spool:
             self.n_bytes += n_bytes
             # Only where everything that was pulled is in the file can reading go on later.
             if consumed == pulled and time.monotonic() - saved >= CHECKPOINT_SECONDS:
-                self._save(file.fileno())
+                self._save(fd)
                 saved = time.monotonic()
 
         with reporting("write", self._tokens):
             fd = os.open(self._tokens, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "r+b", buffering=0) as file:
+        try:
             with reporting("write", self._tokens):
-                file.truncate(self.size)
-                file.seek(self.size)
+                os.truncate(fd, self.size)
+                os.lseek(fd, self.size, os.SEEK_SET)
             pieces = islice(read_pieces(self._inputs, self._fields), self.pieces, None)
             for tokens in tokenize(counted(pieces), tokenizer, read):
-                self._append(file, tokens)
+                check_ids(tokens, self._vocab_size)
+                with reporting("write", self._tokens):
+                    write_all(fd, np.ascontiguousarray(tokens, "<i4").tobytes())
+                self.size += 4 * len(tokens)
             self.done = True
-            self._save(file.fileno())
+            self._save(fd)
+        finally:
+            os.close(fd)
 
     def blocks(self) -> Iterator[NDArray[np.int32]]:
         """The tokens (int32), a block at a time."""
@@ -129,38 +130,19 @@ class Spool:
                 yield np.fromfile(file, "<i4", min(_BLOCK, self.n_tokens - start))
 
     def close(self) -> None:
-        """Let the next build have it."""
-        os.close(self._lock)
+        """Let the next build go on from here."""
+        self._lock.release()
 
-    def remove(self) -> None:
-        """The build is done."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
+    def __enter__(self) -> Self:
+        return self
 
-    def _append(self, file: object, tokens: NDArray[np.integer]) -> None:
-        if not len(tokens):
-            return
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < SEPARATOR or high >= self._vocab_size:
-            raise DatastoreError(
-                f"token id {low if low < SEPARATOR else high} is outside the vocabulary of {self._vocab_size}: "
-                f"give the tokenizer that made these ids, or a larger --vocab-size"
-            )
-        view = np.ascontiguousarray(tokens, "<i4").view(np.uint8).data
-        with reporting("write", self._tokens):
-            while view:
-                n = file.write(view)  # type: ignore[attr-defined]
-                view = view[n:]
-                self.size += n
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if value is None:  # the build is done
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.close()
 
     def _save(self, fd: int) -> None:
         progress = {"key": self._key, "pieces": self.pieces, "size": self.size, "n_bytes": self.n_bytes}
-        temporary = self._progress.with_suffix(".new")
         with reporting("write", self._progress):
             os.fsync(fd)
-            new = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(new, "w") as file:
-                json.dump(progress | {"done": self.done}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._progress)
+            write_json_atomically(self._progress, progress | {"done": self.done}, mode=0o600)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from sssd_plugin.datastore.sub_index import FENCE
+from sssd_plugin.datastore.index.sub_index import PAD, SPARSE_STEP
 from sssd_plugin.pointers import int32_at
 
 
@@ -41,6 +41,12 @@ def narrow_within(tokens, suffixes, a, b, c, d, offset, token):
 
 
 @njit(nogil=True, cache=True)
+def _arrays(table, j):
+    """The tokens and the suffix array of sub-index j."""
+    return int32_at(table[j, 0], table[j, 3] + PAD), int32_at(table[j, 1], table[j, 4])
+
+
+@njit(nogil=True, cache=True)
 def bucket(table, j, token):
     """Suffixes of sub-index j that begin with `token`: (lo, hi)."""
     if 0 <= token < table[j, 5]:
@@ -48,16 +54,16 @@ def bucket(table, j, token):
         return starts[token], starts[token + 1]
     if token < 0:
         return 0, 0
-    tokens, suffixes = int32_at(table[j, 0], table[j, 3] + 32), int32_at(table[j, 1], table[j, 4])
+    tokens, suffixes = _arrays(table, j)
     return narrow(tokens, suffixes, 0, table[j, 4], 0, token)
 
 
 @njit(nogil=True, cache=True)
-def _first_fence(fences, a, b, token):
-    """First place in [a, b) of a fence not below `token`, or b."""
+def _first_not_below(sparse, a, b, token):
+    """First place in [a, b) of the sparse index whose entry is not below `token`, or b."""
     while a < b:
         m = (a + b) >> 1
-        if fences[m] < token:
+        if sparse[m] < token:
             a = m + 1
         else:
             b = m
@@ -66,20 +72,20 @@ def _first_fence(fences, a, b, token):
 
 @njit(nogil=True, cache=True)
 def narrow_bucket(table, j, lo, hi, token):
-    """As `narrow` with offset 1, for part of a bucket of sub-index j: the fences say where to look."""
-    tokens = int32_at(table[j, 0], table[j, 3] + 32)
-    suffixes = int32_at(table[j, 1], table[j, 4])
-    fences = int32_at(table[j, 6], (table[j, 4] + FENCE - 1) // FENCE)
-    start, end = np.int64((lo + FENCE - 1) // FENCE), np.int64((hi - 1) // FENCE + 1)  # the fences within [lo, hi)
-    below = _first_fence(fences, start, end, token)
-    upto = _first_fence(fences, below, end, np.int64(token) + 1)
+    """As `narrow` with offset 1, for part of a bucket of sub-index j: the sparse index says where to look."""
+    tokens, suffixes = _arrays(table, j)
+    sparse = int32_at(table[j, 6], (table[j, 4] + SPARSE_STEP - 1) // SPARSE_STEP)
+    # The entries of suffixes within [lo, hi).
+    start, end = np.int64((lo + SPARSE_STEP - 1) // SPARSE_STEP), np.int64((hi - 1) // SPARSE_STEP + 1)
+    below = _first_not_below(sparse, start, end, token)
+    upto = _first_not_below(sparse, below, end, np.int64(token) + 1)
     return narrow_within(
         tokens,
         suffixes,
-        (below - 1) * FENCE + 1 if below > start else lo,
-        below * FENCE if below < end else hi,
-        (upto - 1) * FENCE + 1 if upto > start else lo,
-        upto * FENCE if upto < end else hi,
+        (below - 1) * SPARSE_STEP + 1 if below > start else lo,
+        below * SPARSE_STEP if below < end else hi,
+        (upto - 1) * SPARSE_STEP + 1 if upto > start else lo,
+        upto * SPARSE_STEP if upto < end else hi,
         1,
         token,
     )

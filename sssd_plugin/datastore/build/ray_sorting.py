@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.checksum import FileEntry
+from sssd_plugin.datastore.build.memory import format_size
+from sssd_plugin.datastore.build.sorting import Sorter
+from sssd_plugin.datastore.disk.checksum import FileEntry, write_array
+from sssd_plugin.datastore.disk.format import file_name
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.format import file_name
-from sssd_plugin.datastore.memory import format_size
-from sssd_plugin.datastore.sorting import Sorter, write_suffixes
 
 CONNECT_SECONDS = 5.0
 HEALTH_SECONDS = 15.0
@@ -71,12 +71,12 @@ class RaySorter(Sorter):
             with reporting("read", path):
                 tokens = self._ray.put(np.fromfile(path, "<i4", length))
             order = self._ray.get(self._task.remote(tokens))
-            return write_suffixes(folder, order[n_documents:])
+            return write_array(folder / file_name("suffix_array"), order[n_documents:])
 
 
 def order_of(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
     """Suffix array of `tokens` (int32 [n]), suffixes that begin with a separator included: int32 [n]."""
-    from sssd_plugin.datastore.suffix_sort import sort_bytes, to_bytes
+    from sssd_plugin.datastore.index.suffix_sort import sort_bytes, to_bytes
 
     return np.ascontiguousarray(sort_bytes(to_bytes(tokens)), np.int32)
 

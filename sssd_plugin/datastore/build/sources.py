@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.sub_index import SEPARATOR
+from sssd_plugin.datastore.index.sub_index import SEPARATOR
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -65,20 +65,13 @@ def find_inputs(paths: Iterable[Path], pattern: str = "**/*") -> list[Input]:
         with reporting("read", path):
             if not path.exists():
                 raise DatastoreError(f"{path} does not exist: correct the path of the input")
-            if not path.is_dir():
-                inputs.append(_named(path))
-                continue
-            found = [f for f in _walk(path, pattern) if f is not None]
-        if not found:
+            files = [*_walk(path, pattern)] if path.is_dir() else [_input(path)]
+        if not files:
             raise DatastoreError(f"no text, .jsonl or .npy file in {path} matches {pattern!r}: correct --glob")
-        inputs += found
+        if None in files:
+            raise DatastoreError(f"{path} is binary: inputs are UTF-8 text, .jsonl and .npy files")
+        inputs += [file for file in files if file]
     return inputs
-
-
-def _named(path: Path) -> Input:
-    if _kind(path) == "text" and _is_binary(path):
-        raise DatastoreError(f"{path} is binary: inputs are UTF-8 text, .jsonl and .npy files")
-    return Input(path, _kind(path), path.stat().st_size)
 
 
 def _walk(folder: Path, pattern: str) -> Iterator[Input]:
@@ -90,18 +83,19 @@ def _walk(folder: Path, pattern: str) -> Iterator[Input]:
         ) from None
     for path in matches:
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and path.is_file() and not (_kind(path) == "text" and _is_binary(path)):
-            yield Input(path, _kind(path), path.stat().st_size)
+        if not hidden and path.is_file() and (file := _input(path)):
+            yield file
 
 
-def _kind(path: Path) -> Kind:
+def _input(path: Path) -> Input | None:
+    """None for a binary file."""
     kinds: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "npy"}
-    return kinds.get(path.suffix.lower(), "text")
-
-
-def _is_binary(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b"\0" in file.read(_SNIFF_BYTES)
+    kind = kinds.get(path.suffix.lower(), "text")
+    if kind == "text":
+        with path.open("rb") as file:
+            if b"\0" in file.read(_SNIFF_BYTES):
+                return None
+    return Input(path, kind, path.stat().st_size)
 
 
 def read_pieces(inputs: Iterable[Input], fields: Sequence[str] = ("text",)) -> Iterator[Piece]:
@@ -125,16 +119,12 @@ def _read_text(path: Path) -> Iterator[Piece]:
     with path.open("r", encoding="utf-8-sig", errors="replace") as file:
         rest, done = "", 0
         while block := file.read(PIECE_CHARS):
-            at = _position(file)
+            at = file.buffer.tell()  # type: ignore[attr-defined]
             *pieces, rest = _split(rest + block)
             for piece in pieces:
                 yield Piece(piece, last=False, n_bytes=at - done)
                 done = at
         yield Piece(rest, last=True, n_bytes=path.stat().st_size - done)
-
-
-def _position(file: IO[str]) -> int:
-    return file.buffer.tell()  # type: ignore[attr-defined]
 
 
 def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Piece]:
@@ -148,9 +138,12 @@ def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Piece]:
             except (ValueError, RecursionError):
                 raise DatastoreError(f"{path}, line {number} is not JSON: correct the line or remove it") from None
             for field in fields:
-                for piece, last in _with_last(_split(_lookup(row, field, path, number))):
-                    yield Piece(piece, last, n_bytes)
+                *pieces, last = _split(_lookup(row, field, path, number))
+                for piece in pieces:
+                    yield Piece(piece, False, n_bytes)
                     n_bytes = 0
+                yield Piece(last, True, n_bytes)
+                n_bytes = 0
 
 
 def _lookup(row: Any, field: str, path: Path, number: int) -> str:
@@ -198,9 +191,14 @@ def _split(text: str) -> list[str]:
     return [*pieces, text]
 
 
-def _with_last(pieces: list[str]) -> Iterator[tuple[str, bool]]:
-    for i, piece in enumerate(pieces):
-        yield piece, i == len(pieces) - 1
+def check_ids(tokens: NDArray[np.integer], vocab_size: int) -> None:
+    """Raise `DatastoreError` unless all are token ids below `vocab_size`, or separators."""
+    low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+    if low < SEPARATOR or high >= vocab_size:
+        raise DatastoreError(
+            f"token id {low if low < SEPARATOR else high} is outside the vocabulary of {vocab_size}: "
+            f"give the tokenizer that made these ids, or a larger --vocab-size"
+        )
 
 
 def tokenize(

@@ -18,6 +18,7 @@ from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 
 BLOCK_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
+_ITEMS = 1 << 20
 
 
 class FileEntry(BaseModel):
@@ -75,23 +76,29 @@ class ChecksummedFile:
         self._file.close()
 
 
+def write_array(path: Path, array: NDArray[np.integer]) -> FileEntry:
+    """Write a new file of little-endian int32, and return what to record; errors as of `ChecksummedFile`."""
+    with ChecksummedFile(path) as file:
+        for start in range(0, len(array), _ITEMS):
+            file.write(np.ascontiguousarray(array[start : start + _ITEMS], "<i4"))
+        return file.close()
+
+
 def check_size(path: Path, entry: FileEntry) -> None:
     """Raise `DatastoreError` unless `path` is a file of the recorded size."""
-    try:
+    with reporting("read", path):
+        if not path.exists():
+            raise DatastoreError(f"{path} is missing: restore it, or {REBUILD}")
         size = path.stat().st_size
-    except FileNotFoundError:
-        raise DatastoreError(f"{path} is missing: restore it, or {REBUILD}") from None
-    except OSError as error:
-        raise DatastoreError(f"cannot read {path}: {error.strerror}; give this user access") from None
     if size != entry.size:
         state = "truncated" if size < entry.size else "corrupted (too long)"
         raise DatastoreError(f"{path} is {state}: {size} bytes instead of {entry.size}; restore it, or {REBUILD}")
 
 
-def check_contents(files: Iterable[tuple[Path, FileEntry]], threads: int | None = None) -> None:
+def check_contents(files: Iterable[tuple[Path, FileEntry]]) -> None:
     """Raise `DatastoreError` at the first block that differs from its checksum; all blocks are read, in parallel."""
     blocks = [(path, i, crc) for path, entry in files for i, crc in enumerate(entry.crc32)]
-    threads = threads or min(8, os.cpu_count() or 1)
+    threads = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(max_workers=max(1, min(threads, len(blocks)))) as pool:
         try:
             for _ in pool.map(_check_block, blocks):

@@ -9,36 +9,28 @@ The arrays are those of `SubIndex`, little-endian, without headers: each starts 
 are never changed once the manifest names them. A change of the store is new folders, then a manifest that replaces the
 old one atomically; a folder that no manifest names is garbage.
 
-Readers ignore manifest keys that they do not know, so later writers may add some (at the top, to a sub-index, to a
-file). What a reader must not ignore, a writer lists in `requires`; a reader refuses a store that requires a feature
-it lacks. `format_version` changes only when the arrays or these rules do.
+Manifest keys may be added at the top, to a sub-index, to a file; see `manifest`. `format_version` changes only when the
+arrays or these rules do.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import zlib
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import freedraft
-from sssd_plugin.datastore.checksum import BLOCK_BYTES, FileEntry
+from sssd_plugin.datastore.disk.checksum import BLOCK_BYTES, FileEntry
+from sssd_plugin.datastore.disk.manifest import ChecksummedManifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
-from sssd_plugin.datastore.sub_index import MAX_DIRECT_BUCKETS, PAD
-
-FORMAT: Final = "freedraft-datastore"
-FORMAT_VERSION: Final = 1
-FEATURES: frozenset[str] = frozenset()
-"""What a store may require and this version provides."""
+from sssd_plugin.datastore.index.sub_index import PAD, direct_buckets
 
 MANIFEST = "manifest.json"
 LIVE = "live"
-"""Folder of what was learnt while serving; see `sssd_plugin.datastore.segments`."""
+"""Folder of what was learnt while serving; see `sssd_plugin.datastore.live.segments`."""
 MAX_VOCAB_SIZE = 1 << 31
 
 Role = Literal["tokens", "suffix_array", "bucket_starts"]
@@ -82,7 +74,7 @@ class TokenizerEntry(BaseModel):
     fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Manifest(BaseModel):
+class Manifest(ChecksummedManifest):
     """What a datastore holds, and how to tell that it is whole.
 
     Attributes:
@@ -91,10 +83,13 @@ class Manifest(BaseModel):
         requires: features that a reader must have.
     """
 
-    model_config = ConfigDict(frozen=True)
+    DESCRIBES: ClassVar[str] = "a freedraft datastore"
+    REMEDY: ClassVar[str] = REBUILD
+    ALTERNATIVE: ClassVar[str] = REBUILD
+    LAST: ClassVar[str] = "\n"
 
-    format: Literal["freedraft-datastore"] = FORMAT
-    format_version: Literal[1] = FORMAT_VERSION
+    format: Literal["freedraft-datastore"] = "freedraft-datastore"
+    format_version: Literal[1] = 1
     requires: tuple[str, ...] = ()
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
     tokenizer: TokenizerEntry | None = None
@@ -107,7 +102,6 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Manifest:
-        buckets = min(self.vocab_size, MAX_DIRECT_BUCKETS)
         names = {sub.name for sub in self.sub_indices}
         if len(names) != len(self.sub_indices):
             raise ValueError("two sub-indices have the same name")
@@ -115,7 +109,7 @@ class Manifest(BaseModel):
             items = {
                 "tokens": sub.n_tokens + sub.n_documents + PAD,
                 "suffix_array": sub.n_tokens,
-                "bucket_starts": buckets + 1,
+                "bucket_starts": direct_buckets(self.vocab_size) + 1,
             }
             for role in ROLES:
                 if role not in sub.files:
@@ -157,17 +151,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     Raises:
         DatastoreError: the disk refuses.
     """
-    content = manifest.model_dump(mode="json")
-    content["checksum"] = _checksum(content)
-    temporary = directory / f".{MANIFEST}.{os.getpid()}"
-    with reporting("write", temporary):
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(directory / MANIFEST)
+    with reporting("write", directory / MANIFEST):
+        manifest.write(directory / MANIFEST)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -176,62 +161,16 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         DatastoreError: there is no store, it is of a newer format, or its manifest is damaged.
     """
-    path = directory / MANIFEST
-    content = _read_json(directory, path)
-    version = content.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise DatastoreError(
-            f"{path} has format version {version}, newer than the {FORMAT_VERSION} that freedraft "
-            f"{freedraft.__version__} reads: upgrade freedraft, or {REBUILD}"
-        )
-    recorded = content.pop("checksum", None)
-    if recorded != _checksum(content):
-        raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {REBUILD}")
-    required = content.get("requires")
-    missing = [f for f in required if f not in FEATURES] if isinstance(required, list) else []
-    if missing:
-        raise DatastoreError(
-            f"{path} requires {', '.join(map(str, missing))}, which freedraft {freedraft.__version__} does not know: "
-            f"upgrade freedraft, or {REBUILD}"
-        )
-    try:
-        return Manifest.model_validate(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "contents"
-        message = first["msg"].removeprefix("Value error, ")
-        raise DatastoreError(f"{path} is not a valid manifest ({where}: {message}): {REBUILD}") from None
-
-
-def _read_json(directory: Path, path: Path) -> dict[str, Any]:
     if sys.byteorder != "little":
         raise DatastoreError(f"{directory} holds little-endian arrays, which this machine cannot map: use another one")
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    path = directory / MANIFEST
+    with reporting("read", path):
+        if path.exists():
+            return Manifest.read(path)
         if not directory.exists():
             raise DatastoreError(
                 f"no datastore at {directory}: correct the path, or build one with "
                 f"`freedraft datastore build {directory} --tokenizer DIR INPUT...`"
-            ) from None
-        raise DatastoreError(
-            f"{directory} is not a datastore (no {MANIFEST}): give the directory that "
-            f"`freedraft datastore build` made, or build one"
-        ) from None
-    except NotADirectoryError:
-        raise DatastoreError(
-            f"{directory} is a file, not a datastore: give the directory that `freedraft datastore build` made"
-        ) from None
-    except OSError as error:
-        raise DatastoreError(f"cannot read {path}: {error.strerror}; give this user access") from None
-    except (ValueError, RecursionError):
-        raise DatastoreError(f"{path} is corrupted: not JSON; restore it, or {REBUILD}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DatastoreError(f"{path} does not describe a freedraft datastore: correct the path, or {REBUILD}")
-    return content
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    """CRC-32 of the manifest's content without its checksum, in canonical JSON."""
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return f"{zlib.crc32(canonical.encode()):08x}"
+            )
+    wrong = f"is not a datastore (no {MANIFEST})" if directory.is_dir() else "is a file, not a datastore"
+    raise DatastoreError(f"{directory} {wrong}: give the directory that `freedraft datastore build` made, or build one")

@@ -12,22 +12,22 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.checksum import ChecksummedFile, FileEntry
-from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.format import (
+from sssd_plugin.datastore.build.memory import DEFAULT_MEMORY, SubIndexLimit, resident_bytes
+from sssd_plugin.datastore.build.publish import AtomicPublish
+from sssd_plugin.datastore.build.sorting import Sorter
+from sssd_plugin.datastore.build.sources import check_ids
+from sssd_plugin.datastore.disk.checksum import ChecksummedFile, FileEntry, write_array
+from sssd_plugin.datastore.disk.format import (
     MAX_VOCAB_SIZE,
     Manifest,
-    Role,
     SubIndexEntry,
     TokenizerEntry,
     file_name,
     write_manifest,
 )
-from sssd_plugin.datastore.memory import DEFAULT_MEMORY, SubIndexLimit, resident_bytes
-from sssd_plugin.datastore.sorting import Sorter
-from sssd_plugin.datastore.staging import Staging
-from sssd_plugin.datastore.sub_index import MAX_DIRECT_BUCKETS, PAD, SEPARATOR
-from sssd_plugin.datastore.suffix_sort import width_of
+from sssd_plugin.datastore.errors import DatastoreError, reporting
+from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, bucket_starts, count_ids, direct_buckets
+from sssd_plugin.datastore.index.suffix_sort import width_of
 
 _BUFFER_TOKENS = 1 << 20
 
@@ -81,7 +81,7 @@ class StoreBuilder:
         self._closed: list[tuple[SubIndexEntry, Future[FileEntry]]] = []
         self._open: _OpenSubIndex | None = None
         self._finished = False
-        self._staging = Staging(Path(target), replace=replace)
+        self._publish = AtomicPublish(Path(target), replace=replace)
 
     def append(self, tokens: NDArray[np.integer]) -> None:
         """Add token ids (any integer dtype); `SEPARATOR` (-1) ends a document, and empty documents vanish.
@@ -96,10 +96,6 @@ class StoreBuilder:
             )
         for a in range(0, len(tokens), _BUFFER_TOKENS):
             self._append(tokens[a : a + _BUFFER_TOKENS])
-
-    def end_document(self) -> None:
-        """End the current document, if it has begun."""
-        self._append(np.array([SEPARATOR], np.int32))
 
     @property
     def n_tokens(self) -> int:
@@ -116,15 +112,15 @@ class StoreBuilder:
         self._flush()
         self._close_sub_index()
         if not self._closed:
-            raise DatastoreError(f"nothing to store in {self._staging.target}: the inputs hold no tokens")
+            raise DatastoreError(f"nothing to store in {self._publish.target}: the inputs hold no tokens")
         self._await_sorting(0)
         entries = [
             entry.model_copy(update={"files": {**entry.files, "suffix_array": order.result()}})
             for entry, order in self._closed
         ]
         manifest = Manifest(vocab_size=self._vocab_size, tokenizer=self._tokenizer, sub_indices=tuple(entries))
-        write_manifest(self._staging.path, manifest)
-        self._staging.publish()
+        write_manifest(self._publish.path, manifest)
+        self._publish.publish()
         self._finished = True
         return manifest
 
@@ -136,18 +132,10 @@ class StoreBuilder:
         if not self._finished:
             if self._open:
                 self._open.file.__exit__(kind, value, tb)
-            self._staging.discard()
+            self._publish.discard()
 
     def _append(self, tokens: NDArray[np.integer]) -> None:
-        if not len(tokens):
-            return
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < SEPARATOR or high >= self._vocab_size:
-            wrong = low if low < SEPARATOR else high
-            raise DatastoreError(
-                f"token id {wrong} is outside the vocabulary of {self._vocab_size}: "
-                f"give the tokenizer that made these ids, or a larger --vocab-size"
-            )
+        check_ids(tokens, self._vocab_size)
         if self._buffered + len(tokens) > _BUFFER_TOKENS:
             self._flush()
         self._buffer[self._buffered : self._buffered + len(tokens)] = tokens
@@ -157,8 +145,7 @@ class StoreBuilder:
         tokens, self._buffered = self._buffer[: self._buffered], 0
         while len(tokens):
             if self._open is None:
-                tokens = tokens[_first_token(tokens) :]
-                if not len(tokens):
+                if (tokens == SEPARATOR).all():
                     return
                 self._open = self._open_sub_index()
             tokens = self._open.append(tokens)
@@ -167,10 +154,10 @@ class StoreBuilder:
 
     def _open_sub_index(self) -> _OpenSubIndex:
         name = f"{len(self._closed):04d}-{secrets.token_hex(4)}"
-        folder = self._staging.path / name
+        folder = self._publish.path / name
         with reporting("write", folder):
             folder.mkdir(mode=0o700)
-        return _OpenSubIndex(folder, self._limit, min(self._vocab_size, MAX_DIRECT_BUCKETS))
+        return _OpenSubIndex(folder, self._limit, direct_buckets(self._vocab_size))
 
     def _close_sub_index(self) -> None:
         if self._open is None:
@@ -182,14 +169,14 @@ class StoreBuilder:
         self._await_sorting(self._sorter.beside)
         self._on_phase("reading")
 
-    def _await_sorting(self, most: int) -> None:
+    def _await_sorting(self, max_sorting: int) -> None:
         """Wait until at most so many sub-indices are being sorted; raises what went wrong with one."""
         while True:
             going = [(i, order) for i, (_, order) in enumerate(self._closed) if not order.done()]
             for _, order in self._closed:
                 if order.done():
                     order.result()
-            if len(going) <= most:
+            if len(going) <= max_sorting:
                 return
             length = sum(self._closed[i][0].n_tokens for i, _ in going)
             which = f"sub-index {going[0][0] + 1}" if len(going) == 1 else f"{len(going)} sub-indices"
@@ -200,28 +187,24 @@ class StoreBuilder:
 class _OpenSubIndex:
     """A sub-index whose tokens are being written; sorted when closed."""
 
-    def __init__(self, folder: Path, limit: SubIndexLimit, buckets: int) -> None:
-        self.folder = folder
-        self.limit = limit
+    def __init__(self, folder: Path, limit: SubIndexLimit, direct: int) -> None:
+        self.folder, self.limit, self.direct = folder, limit, direct
         self.file = ChecksummedFile(folder / file_name("tokens"))
-        self.length = 0
-        self.n_documents = 0
+        self.length = self.n_documents = 0
         self.max_token = SEPARATOR
-        self.counts = np.zeros(buckets, np.int64)
-        self.n_beyond = 0  # tokens with ids that have no direct bucket
+        self.counts = np.zeros(direct + 1, np.int64)  # as of `count_ids`
         self.at_boundary = True
 
     def append(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Take as many of `tokens` (int32) as fit; returns the rest, for the next sub-index."""
         tokens = self._without_empty_documents(tokens)
-        counts, n_beyond = self._count(tokens)
-        distinct = int(np.count_nonzero(self.counts + counts)) + self.n_beyond + n_beyond + 1
+        counts = count_ids(tokens, self.direct)
+        total = self.counts + counts
+        distinct = int(np.count_nonzero(total[:-1]) + total[-1]) + 1  # those beyond the direct ids, at most
         # One place is kept for the separator that closes a document cut here.
-        room = self.limit.for_width(width_of(distinct)) - 1 - self.length
-        taken = tokens[: max(0, room)]
-        if len(taken) < len(tokens):
-            counts, n_beyond = self._count(taken)
-        self._take(taken, counts, n_beyond)
+        capacity = self.limit.for_width(width_of(distinct)) - 1 - self.length
+        taken = tokens[: max(0, capacity)]
+        self._take(taken, counts if len(taken) == len(tokens) else count_ids(taken, self.direct))
         return tokens[len(taken) :]
 
     def _without_empty_documents(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -231,12 +214,7 @@ class _OpenSubIndex:
         repeated[0] &= self.at_boundary
         return tokens[~repeated] if repeated.any() else tokens
 
-    def _count(self, tokens: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
-        direct = tokens[(tokens >= 0) & (tokens < len(self.counts))]
-        n_beyond = int(np.count_nonzero(tokens >= len(self.counts)))
-        return np.bincount(direct, minlength=len(self.counts)), n_beyond
-
-    def _take(self, tokens: NDArray[np.int32], counts: NDArray[np.int64], n_beyond: int) -> None:
+    def _take(self, tokens: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
         if not len(tokens):
             return
         self.file.write(np.ascontiguousarray(tokens, "<i4"))
@@ -244,30 +222,19 @@ class _OpenSubIndex:
         self.n_documents += int(np.count_nonzero(tokens == SEPARATOR))
         self.max_token = max(self.max_token, int(tokens.max()))
         self.counts += counts
-        self.n_beyond += n_beyond
         self.at_boundary = bool(tokens[-1] == SEPARATOR)
 
     def close(self) -> SubIndexEntry:
         """End the document and write all but the suffix array."""
         if not self.at_boundary:
-            self._take(np.array([SEPARATOR], np.int32), np.zeros_like(self.counts), 0)
+            self._take(np.array([SEPARATOR], np.int32), np.zeros_like(self.counts))
         self.file.write(np.full(PAD, SEPARATOR, "<i4"))
-        files: dict[Role, FileEntry] = {"tokens": self.file.close()}
-        starts = np.zeros(len(self.counts) + 1, "<i4")
-        np.cumsum(self.counts, out=starts[1:])
-        with ChecksummedFile(self.folder / file_name("bucket_starts")) as file:
-            file.write(starts)
-            files["bucket_starts"] = file.close()
+        tokens = self.file.close()
+        starts = write_array(self.folder / file_name("bucket_starts"), bucket_starts(self.counts))
         return SubIndexEntry(
             name=self.folder.name,
             n_tokens=self.length - self.n_documents,
             n_documents=self.n_documents,
             max_token=self.max_token,
-            files=files,
+            files={"tokens": tokens, "bucket_starts": starts},
         )
-
-
-def _first_token(tokens: NDArray[np.int32]) -> int:
-    """Where the separators at the beginning end."""
-    is_token = tokens != SEPARATOR
-    return int(np.argmax(is_token)) if is_token.any() else len(tokens)

@@ -9,10 +9,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.checksum import check_contents, check_size
+from sssd_plugin.datastore.disk.checksum import check_contents, check_size
+from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, Role, SubIndexEntry, file_name, read_manifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
-from sssd_plugin.datastore.format import MANIFEST, Manifest, Role, SubIndexEntry, file_name, read_manifest
-from sssd_plugin.datastore.sub_index import Snapshot, SubIndex
+from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
 
 
 class Datastore:

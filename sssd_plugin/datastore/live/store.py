@@ -1,22 +1,19 @@
 """`LiveDatastore`: what finished requests wrote becomes datastore, searchable at the next step (papers/sssd.txt 3.1.3).
 
-A log-structured merge: a finished document is merged at once into the tenant's small newest run; full runs are merged
-into larger ones by one background thread, in compiled code that leaves the GIL alone. Runs are immutable, a step's
-`View` is a table of their addresses, and a change is a new view, so a step sees one state for its whole batch.
+A log-structured merge: a finished document is merged at once into the tenant's memtable, a small newest run; full runs
+are merged into larger ones by one background thread. Runs are immutable, a step's `View` is a table of their addresses,
+and a change is a new view, so a step sees one state for its whole batch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import heapq
 import logging
-import os
-import queue
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,9 +21,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.runs import Run, let_go, merged, sorted_run, with_document
-from sssd_plugin.datastore.segments import Record, SegmentLog
-from sssd_plugin.datastore.sub_index import Snapshot
+from sssd_plugin.datastore.index.runs import Run, sorted_run, warm_up, with_document
+from sssd_plugin.datastore.index.sub_index import Snapshot
+from sssd_plugin.datastore.index.view import View
+from sssd_plugin.datastore.live.merging import Merge, MergeThread
+from sssd_plugin.datastore.live.records import Record, in_parts
+from sssd_plugin.datastore.live.segments import SegmentLog
+from sssd_plugin.datastore.live.tenants import Tenant, tenant_digest
 
 logger = logging.getLogger("freedraft.datastore")
 
@@ -36,113 +37,32 @@ SEARCHED = 8
 """Sub-indices that are searched at most, static ones included (papers/sssd.txt 3.1.3)."""
 MAX_TOKENS = 16 << 20
 MIN_TOKENS = 1 << 14
-HOT_TOKENS = 1 << 12
-"""Size at which the newest run is left as it is: merging a document into it costs a pass over it."""
-NICE = 10
+MEMTABLE_TOKENS = 1 << 12
+"""Size at which the memtable is left as it is: merging a document into it costs a pass over it."""
 _MANY_TENANTS = 4096
 _TENANT_SECONDS = 3600.0
-_RETIRE_SECONDS = 1.0
-_RETIRED_TOKENS = 1 << 16  # smaller runs are unmapped in no time
-FACTOR = 4
-"""An older run is merged with newer ones that are together more than a FACTOR-th of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What the requests of one batch draft from.
-
-    Attributes:
-        table: int64 [R, 7], rows as in `Snapshot.table`, group after group.
-        bounds: int64 [G + 1], where each group's rows start.
-        sizes: int64 [G], tokens that each group sees.
-        static_rows: int64 [G], how many of each group's rows, the first ones, are of the store that was built.
-        keeps: what keeps the addresses valid.
-        widest: most sub-indices of a group.
-    """
-
-    table: NDArray[np.int64]
-    bounds: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    static_rows: NDArray[np.int64]
-    keeps: tuple[object, ...]
-    widest: int
-
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> View:
-        """One group that sees `snapshot`."""
-        return cls.single(snapshot.table, snapshot.n_tokens, len(snapshot.table), (snapshot,))
-
-    @classmethod
-    def single(cls, table: NDArray[np.int64], size: int, n_static: int, keeps: tuple[object, ...]) -> View:
-        """One group that sees all of `table`, of which the first `n_static` rows are static."""
-        n = len(table)
-        bounds, sizes, static = (np.array(values, np.int64) for values in ([0, n], [size], [n_static]))
-        return cls(table, bounds, sizes, static, keeps, n)
-
-    @classmethod
-    def join(cls, views: Sequence[View]) -> View:
-        """A group for each of these views of one group."""
-        bounds = np.zeros(len(views) + 1, np.int64)
-        np.cumsum([len(view.table) for view in views], out=bounds[1:])
-        table, sizes, static = (
-            np.concatenate([getattr(view, name) for view in views]) for name in ("table", "sizes", "static_rows")
-        )
-        return cls(table, bounds, sizes, static, tuple(views), max(view.widest for view in views))
 
 
 @dataclass(frozen=True, slots=True)
 class LiveStats:
-    """The state of a live datastore.
+    """The state of a live datastore."""
 
-    Attributes:
-        tokens: held, separators included; delta_tokens: of these, in runs that are not merged yet.
-        sub_indices: runs, of all tenants; most: of one tenant.
-        nbytes: memory of all runs.
-        documents, inserted: documents and tokens taken since the start.
-        insert_seconds: spent on taking them, in the callers' threads.
-        tenants: known, requests of none included.
-        merges, merge_seconds: in the background; longest_merge: seconds.
-    """
-
-    tokens: int
-    delta_tokens: int
-    sub_indices: int
-    most: int
-    nbytes: int
-    tenants: int
-    documents: int
-    inserted: int
-    insert_seconds: float
-    merges: int
+    tokens: int  # held, separators included
+    delta_tokens: int  # of these, in memtables
+    sub_indices: int  # runs of all tenants
+    max_sub_indices: int  # runs of one tenant
+    nbytes: int  # memory of all runs
+    tenants: int  # known, requests of none included
+    documents: int  # taken since the start
+    inserted: int  # their tokens
+    insert_seconds: float  # spent on taking them, in the callers' threads
+    merges: int  # in the background
     merge_seconds: float
-    longest_merge: float
-
-
-class _Tenant:
-    __slots__ = ("asked_for", "busy", "digest", "hot", "runs", "view")
-
-    def __init__(self, digest: bytes, view: View) -> None:
-        self.digest = digest
-        self.runs: list[Run] = []  # oldest first
-        self.hot: Run | None = None
-        self.busy = False  # some of its runs are being merged
-        self.asked_for = time.monotonic()
-        self.view = view
+    longest_merge: float  # seconds
 
     @property
-    def all_runs(self) -> list[Run]:
-        return [*self.runs, self.hot] if self.hot else self.runs
-
-
-class _Job:
-    """Runs to replace by one, without their first `cut` tokens."""
-
-    __slots__ = ("cut", "done", "due", "inputs", "result", "tenant")
-
-    def __init__(self, tenant: _Tenant, inputs: list[Run], cut: int, due: int) -> None:
-        self.tenant, self.inputs, self.cut, self.due = tenant, inputs, cut, due
-        self.done = threading.Event()
-        self.result: Run | None = None
+    def named_tenants(self) -> int:
+        return self.tenants - 1
 
 
 class LiveDatastore:
@@ -180,19 +100,17 @@ class LiveDatastore:
         self._log, self._lockstep = log, lockstep
         self._key = log.key if log else secrets.token_bytes(16)
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | list[Run] | None] = queue.SimpleQueue()
-        self._waiting: list[_Job] = []  # lockstep: in order, until they are due
-        self._worker: threading.Thread | None = None
+        self._merger = MergeThread(vocab_size, None if lockstep else self._on_merged)
+        self._waiting: list[Merge] = []  # lockstep: in order, until they are due
         self._tokens = self._clock = self._documents = 0
-        self._insert_seconds = self._merge_seconds = self._longest_merge = 0.0
-        self._merges = self._inserted = self._taken = 0
-        self._failed = False
+        self._inserted = self._taken = 0
+        self._insert_seconds = 0.0
         self._set_static(static or Snapshot.empty())
-        self._tenants = {0: _Tenant(b"", self._static_view)}
+        self._tenants = {0: Tenant(b"", self._static_view)}
         self._next_tenant = 1
         self._numbers: dict[bytes, int] = {b"": 0}
         self._joined: tuple[tuple[View, ...], View] | None = None
-        self._warm_up()
+        warm_up()
         if log is not None:
             self._load(log.take_recovered())
 
@@ -217,7 +135,7 @@ class LiveDatastore:
             or there is no room yet because older ones are still being dropped.
         """
         n = len(tokens)
-        if not 0 < n < self.max_tokens // 16 or self._failed:
+        if not 0 < n < self.max_tokens // 16 or self._merger.failed:
             return False
         if int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size:
             return False
@@ -231,15 +149,15 @@ class LiveDatastore:
             self._settle()
             if self._tokens + n + 1 > self.max_tokens:
                 return False
-            owner.hot = with_document(owner.hot, tokens, self.vocab_size, self._documents)
+            owner.memtable = with_document(owner.memtable, tokens, self.vocab_size, self._documents)
             self._documents += 1
             self._tokens += n + 1
             self._inserted += n
             self._taken += 1
             # At most as many runs as may be searched, however slowly the background merges them.
-            if owner.hot.n >= HOT_TOKENS and len(owner.runs) + 1 < self._room:
-                owner.runs.append(owner.hot)
-                owner.hot = None
+            if owner.memtable.n >= MEMTABLE_TOKENS and len(owner.runs) + 1 < self._max_runs:
+                owner.runs.append(owner.memtable)
+                owner.memtable = None
                 self._plan(owner)
             self._drop()
             owner.view = self._view_of(owner)
@@ -263,9 +181,7 @@ class LiveDatastore:
             return self._view_for(int(tenants[0])), None
         numbers, groups = np.unique(tenants, return_inverse=True)
         views = tuple(map(self._view_for, numbers.tolist()))
-        if self._joined is None or len(self._joined[0]) != len(views) or any(
-            a is not b for a, b in zip(self._joined[0], views, strict=True)
-        ):  # fmt: skip
+        if self._joined is None or self._joined[0] != views:
             self._joined = views, View.join(views)
         return self._joined[1], groups.astype(np.int64)
 
@@ -282,17 +198,17 @@ class LiveDatastore:
             runs = [run for tenant in tenants for run in tenant.all_runs]
             return LiveStats(
                 tokens=self._tokens,
-                delta_tokens=sum(tenant.hot.n for tenant in tenants if tenant.hot),
+                delta_tokens=sum(tenant.memtable.n for tenant in tenants if tenant.memtable),
                 sub_indices=len(runs),
-                most=max(len(tenant.all_runs) for tenant in tenants),
-                nbytes=sum(run.nbytes for run in runs),
+                max_sub_indices=max(len(tenant.all_runs) for tenant in tenants),
+                nbytes=sum(run.sub.nbytes for run in runs),
                 tenants=len(self._tenants),
                 documents=self._taken,
                 inserted=self._inserted,
                 insert_seconds=self._insert_seconds,
-                merges=self._merges,
-                merge_seconds=self._merge_seconds,
-                longest_merge=self._longest_merge,
+                merges=self._merger.merges,
+                merge_seconds=self._merger.seconds,
+                longest_merge=self._merger.longest,
             )
 
     def settle(self, timeout: float = 60.0) -> bool:
@@ -312,32 +228,29 @@ class LiveDatastore:
 
     def close(self) -> None:
         """Stop the background thread and close the log; may be called twice."""
-        if self._worker is not None:
-            self._jobs.put(None)
-            self._worker.join()
-            self._worker = None
+        self._merger.close()
         if self._log is not None:
             self._log.close()
 
-    # Below: with the lock held, except `_work`.
+    # Below: with the lock held, except `_on_merged`.
 
     @property
-    def _room(self) -> int:
+    def _max_runs(self) -> int:
         """Runs that a tenant may have."""
         return max(2, SEARCHED - len(self._static.table))
 
     def _set_static(self, static: Snapshot) -> None:
         subs = static.sub_indices
-        most = SEARCHED - 2
-        if len(subs) > most:
+        max_static = SEARCHED - 2
+        if len(subs) > max_static:
             logger.warning(
                 "freedraft: the datastore has %d sub-indices; with what is learnt, at most %d are searched, so the "
                 "smallest %d are left out: make fewer of them with `freedraft datastore merge`",
                 len(subs),
                 SEARCHED,
-                len(subs) - most,
+                len(subs) - max_static,
             )
-            largest = sorted(sorted(range(len(subs)), key=lambda i: -subs[i].n)[:most])
+            largest = sorted(sorted(range(len(subs)), key=lambda i: -subs[i].n)[:max_static])
             static = Snapshot.of([subs[i] for i in largest])
         self._static = static
         self._static_view = View.of(static)
@@ -347,7 +260,7 @@ class LiveDatastore:
         if number is None:
             number = self._numbers[digest] = self._next_tenant
             self._next_tenant += 1
-            self._tenants[number] = _Tenant(digest, self._static_view)
+            self._tenants[number] = Tenant(digest, self._static_view)
         self._tenants[number].asked_for = time.monotonic()
         return number
 
@@ -355,36 +268,20 @@ class LiveDatastore:
         tenant = self._tenants.get(number)
         return self._static_view if tenant is None else tenant.view
 
-    def _view_of(self, tenant: _Tenant) -> View:
-        runs = tenant.all_runs
-        if not runs:
-            return self._static_view
-        table = np.concatenate([self._static.table, *(run.row for run in runs)])
-        size = self._static.n_tokens + sum(run.n for run in runs)
-        return View.single(table, size, len(self._static.table), (self._static, *runs))
+    def _view_of(self, tenant: Tenant) -> View:
+        return View.of(self._static, tenant.all_runs) if tenant.all_runs else self._static_view
 
-    def _plan(self, tenant: _Tenant) -> None:
+    def _plan(self, tenant: Tenant) -> None:
         """Start a merge if the tenant's runs want one."""
-        runs = tenant.runs
-        if tenant.busy or len(runs) < 2:
-            return
-        begin, total = len(runs) - 1, runs[-1].n
-        while begin > 0 and runs[begin - 1].n < FACTOR * total and total + runs[begin - 1].n <= self.max_tokens // 2:
-            begin -= 1
-            total += runs[begin].n
-        inputs = runs[begin:]
-        if len(inputs) < 2:
-            if len(runs) + 1 < self._room:
-                return
-            pair = min(range(len(runs) - 1), key=lambda i: runs[i].n + runs[i + 1].n)
-            inputs = runs[pair : pair + 2]
-        self._start(tenant, inputs, 0)
+        inputs = tenant.runs_to_merge(self._max_runs, self.max_tokens // 2)
+        if inputs:
+            self._start(tenant, inputs, 0)
 
     def _drop(self) -> None:
-        """Let go of the oldest documents beyond the bound: whole runs at once, part of a run in the background."""
+        """Drop the oldest documents beyond the bound: whole runs at once, part of a run in the background."""
         if self._tokens <= self.max_tokens - self.max_tokens // 16:
             return
-        owners = [tenant for tenant in self._tenants.values() if tenant.runs or tenant.hot]
+        owners = [tenant for tenant in self._tenants.values() if tenant.runs or tenant.memtable]
         oldest_of = [(tenant.all_runs[0].first, number) for number, tenant in enumerate(owners)]
         heapq.heapify(oldest_of)
         while oldest_of and self._tokens > self.max_tokens - self.max_tokens // 8:
@@ -392,15 +289,15 @@ class LiveDatastore:
             tenant = owners[number]
             if tenant.busy:
                 break
-            if tenant.hot and not tenant.runs:
-                tenant.runs, tenant.hot = [tenant.hot], None
+            if tenant.memtable and not tenant.runs:
+                tenant.runs, tenant.memtable = [tenant.memtable], None
             oldest = tenant.runs[0]
             excess = self._tokens - (self.max_tokens - self.max_tokens // 8)
             if oldest.n > excess:
                 self._start(tenant, [oldest], excess)
                 break
             tenant.runs.pop(0)
-            self._retire([oldest])
+            self._merger.release([oldest])
             self._tokens -= oldest.n
             tenant.view = self._view_of(tenant)
             if tenant.all_runs:
@@ -416,98 +313,40 @@ class LiveDatastore:
             if number and not tenant.busy and not tenant.all_runs and now - tenant.asked_for > _TENANT_SECONDS:
                 del self._tenants[number], self._numbers[tenant.digest]
 
-    def _start(self, tenant: _Tenant, inputs: list[Run], cut: int) -> None:
-        self._have_worker()
+    def _start(self, tenant: Tenant, inputs: list[Run], cut: int) -> None:
         tenant.busy = True
-        lag = self.max_tokens // 64 if cut else max(HOT_TOKENS, sum(run.n for run in inputs) // 8)
-        job = _Job(tenant, inputs, cut, self._clock + lag)
+        lag = self.max_tokens // 64 if cut else max(MEMTABLE_TOKENS, sum(run.n for run in inputs) // 8)
+        merge = Merge(tenant, inputs, cut, self._clock + lag)
         if self._lockstep:
-            self._waiting.append(job)
-        self._jobs.put(job)
+            self._waiting.append(merge)
+        self._merger.submit(merge)
 
-    def _have_worker(self) -> None:
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="freedraft-live", daemon=True)
-            self._worker.start()
+    def _on_merged(self, merge: Merge) -> None:
+        with self._lock:
+            self._take_over(merge)
 
     def _settle(self) -> None:
         """In lockstep: take over the merges that are due, waiting for them if need be."""
         while self._waiting and self._waiting[0].due <= self._clock:
-            job = self._waiting.pop(0)
-            job.done.wait()
-            self._take_over(job)
+            merge = self._waiting.pop(0)
+            merge.done.wait()
+            self._take_over(merge)
 
-    def _take_over(self, job: _Job) -> None:
-        tenant = job.tenant
-        at = next(i for i, run in enumerate(tenant.runs) if run is job.inputs[0])
-        tenant.runs[at : at + len(job.inputs)] = [job.result] if job.result else []
-        self._tokens += (job.result.n if job.result else 0) - sum(run.n for run in job.inputs)
+    def _take_over(self, merge: Merge) -> None:
+        tenant, result = merge.owner, merge.result
+        at = next(i for i, run in enumerate(tenant.runs) if run is merge.inputs[0])
+        tenant.runs[at : at + len(merge.inputs)] = [result] if result else []
+        self._tokens += (result.n if result else 0) - sum(run.n for run in merge.inputs)
         tenant.busy = False
         self._plan(tenant)
         self._drop()
         tenant.view = self._view_of(tenant)
-        self._retire(job.inputs)
-
-    def _retire(self, runs: list[Run]) -> None:
-        """Nobody will see these runs any more; who sees them still may go on."""
-        large = [run for run in runs if run.n >= _RETIRED_TOKENS]
-        if large:
-            self._have_worker()
-            self._jobs.put(large)
-
-    def _work(self) -> None:
-        """The background thread."""
-        with contextlib.suppress(OSError, AttributeError):  # where the system can: the engine's threads go first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        retired: list[Run] = []
-        while True:
-            try:
-                job = self._jobs.get(timeout=_RETIRE_SECONDS if retired else None)
-            except queue.Empty:
-                job = []
-            if job is None:
-                return
-            if isinstance(job, list):
-                retired.extend(job)
-                job.clear()
-                retired = let_go(retired)
-            elif not self._done(job):
-                return
-            del job
-
-    def _done(self, job: _Job) -> bool:
-        """Merge; whether that went well."""
-        started = time.perf_counter()
-        try:
-            job.result = self._merge(job)
-        except Exception:  # out of memory: keep what there is
-            self._failed = True
-            logger.exception("freedraft: merging live sub-indices failed; nothing more is learnt until a restart")
-            job.done.set()
-            return False
-        seconds = time.perf_counter() - started
-        self._merges += 1
-        self._merge_seconds += seconds
-        self._longest_merge = max(self._longest_merge, seconds)
-        job.done.set()
-        if not self._lockstep:
-            with self._lock:
-                self._take_over(job)
-        return True
-
-    def _merge(self, job: _Job) -> Run | None:
-        *older, run = job.inputs
-        result: Run | None = run
-        if not older:
-            return merged(run, None, self.vocab_size, job.cut)
-        for run in reversed(older):
-            result = merged(run, result, self.vocab_size)
-        return result
+        self._merger.release(merge.inputs)
 
     def _load(self, records: Iterable[Record]) -> None:
         """Take over what was on disk."""
         started = time.perf_counter()
-        of: dict[bytes, list[NDArray[np.int32]]] = {}
+        owned: dict[bytes, list[Record]] = {}
         first: dict[bytes, int] = {}
         total = skipped = 0
         for record in records:
@@ -516,15 +355,15 @@ class LiveDatastore:
                 continue
             owner = record.tenant if self.isolated else b""
             first.setdefault(owner, self._documents)
-            of.setdefault(owner, []).append(record.tokens)
+            owned.setdefault(owner, []).append(record)
             self._documents += 1
-            total += len(record.tokens) + 1
+            total += record.size
         with self._lock:
-            for digest, documents in of.items():
+            for digest, documents in owned.items():
                 tenant = self._tenants[self._number(digest)]
                 number = first[digest]
-                for part in _parts(documents, self.max_tokens // 2):
-                    tenant.runs.append(sorted_run(part, self.vocab_size, number))
+                for part in in_parts(documents, self.max_tokens // 2):
+                    tenant.runs.append(sorted_run([record.tokens for record in part], self.vocab_size, number))
                     number += len(part)
                 tenant.view = self._view_of(tenant)
             self._tokens += total
@@ -533,33 +372,7 @@ class LiveDatastore:
             logger.warning("freedraft: %d documents on disk hold ids beyond the vocabulary; left out", skipped)
         if total:
             seconds = time.perf_counter() - started
-            logger.info("freedraft: %d live tokens of %d tenants ready in %.2f s", total, len(of), seconds)
-
-    def _warm_up(self) -> None:
-        """Compile, or load from the cache, what inserting and merging call."""
-        document = np.zeros(4, np.int32)
-        run = with_document(with_document(None, document, 8, 0), document, 8, 1)
-        merged(run, run, 8)
-        merged(run, None, 8, 1)
-
-
-def tenant_digest(key: bytes, name: str) -> bytes:
-    """What stands for a tenant's name in memory and on disk: 16 bytes that do not tell the name without the key."""
-    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
-
-
-def _parts(documents: list[NDArray[np.int32]], size: int) -> Iterable[list[NDArray[np.int32]]]:
-    """Consecutive documents, at most `size` tokens together unless one alone is larger."""
-    part: list[NDArray[np.int32]] = []
-    total = 0
-    for document in documents:
-        if part and total + len(document) + 1 > size:
-            yield part
-            part, total = [], 0
-        part.append(document)
-        total += len(document) + 1
-    if part:
-        yield part
+            logger.info("freedraft: %d live tokens of %d tenants ready in %.2f s", total, len(owned), seconds)
 
 
 def open_live(

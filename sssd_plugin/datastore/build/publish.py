@@ -1,26 +1,28 @@
-"""`Staging`: a directory that appears under its name only when it is whole."""
+"""`AtomicPublish`: a directory that appears under its name only when it is whole."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import fcntl
+import glob
 import os
 import secrets
 import shutil
 from pathlib import Path
 
+from freedraft.files import FileLock, fsync_folder
+from sssd_plugin.datastore.disk.format import LIVE, MANIFEST
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.format import LIVE, MANIFEST
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
 
-class Staging:
+class AtomicPublish:
     """A temporary sibling of `target`, locked while its builder lives, renamed to `target` at the end.
 
     Whenever the builder stops, even by SIGKILL, `target` is absent (or what it was) or whole. What a killed builder
-    leaves is a hidden sibling; the next `Staging` of the same target removes it.
+    leaves is a hidden sibling; the next build of the same target removes it.
 
     Args:
         target: the directory to publish; its parents are made.
@@ -45,19 +47,19 @@ class Staging:
         self._check_target()
         with reporting("write", self.target):
             for directory in [*(p for p in self.path.iterdir() if p.is_dir()), self.path]:
-                _fsync(directory)
+                fsync_folder(directory)
             if self.target.exists() and any(self.target.iterdir()):
                 _exchange(self.path, self.target)
                 shutil.rmtree(self.path, ignore_errors=True)
             else:
                 self.path.rename(self.target)
-            _fsync(self.target.parent)
-        os.close(self._lock)
+            fsync_folder(self.target.parent)
+        self._lock.release()
 
     def discard(self) -> None:
         """Remove the temporary directory."""
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        self._lock.release()
 
     @property
     def _prefix(self) -> str:
@@ -85,44 +87,24 @@ class Staging:
                     f"choose another path, or move {self.target / LIVE} away"
                 )
 
-    def _create(self) -> tuple[Path, int]:
+    def _create(self) -> tuple[Path, FileLock]:
         while True:
             path = self.target.parent / f"{self._prefix}{secrets.token_hex(4)}"
             path.mkdir(mode=0o700)
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            except OSError:  # a file system without locks: then nobody takes us for dead either
-                return path, lock
-            if path.exists():
-                return path, lock
-            os.close(lock)  # another builder took the new directory for a dead builder's
+            # Another builder may take the new directory for a dead builder's until it is locked.
+            with contextlib.suppress(FileNotFoundError):
+                lock = FileLock(path, wait=True)
+                if path.exists():
+                    return path, lock
+                lock.release()
 
     def _remove_stale(self) -> None:
-        for path in self.target.parent.glob(f"{_escape(self._prefix)}*"):
-            try:
-                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except OSError:
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            except OSError:
-                pass  # its builder lives
-            finally:
-                os.close(lock)
-
-
-def _escape(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-
-def _fsync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        for path in self.target.parent.glob(f"{glob.escape(self._prefix)}*"):
+            with contextlib.suppress(OSError):  # its builder lives
+                lock = FileLock(path)
+                if lock.enforced:  # else nobody can tell who is dead
+                    shutil.rmtree(path, ignore_errors=True)
+                lock.release()
 
 
 def _exchange(new: Path, old: Path) -> None:
