@@ -69,10 +69,12 @@ def replay_row(
     """Steps and tokens of one row."""
     prompt, output = row
     tokens = np.concatenate([prompt, output]).astype(np.int32)
-    position, steps, index = len(prompt), 0, np.zeros(1, np.int32)
+    position, known, steps = len(prompt), 0, 0
+    drafter.replace(name, tokens[:0])
     while position < len(tokens):
         started = time.perf_counter()
-        drafter.extend([name], tokens[None], index, np.array([position], np.int32))
+        drafter.update([name], tokens, np.array([known]), np.array([position]), np.array([position], np.int32))
+        known = position
         batch = drafter.draft([name], max_nodes=budget)
         if seconds is not None:
             seconds.append(time.perf_counter() - started)

@@ -115,7 +115,8 @@ class Drafter:
             Rows left untouched, because their request would not hold `contexts[b]` tokens (it is unknown, was rolled
             back, or missed tokens). The caller gives `replace` all tokens of these.
         """
-        self._await_prompts(request_ids)  # a prompt that is indexed after this would take back what is added here
+        if self._prompts:  # a prompt that is indexed after this would take back what is added here
+            self._await_prompts(request_ids)
         with self._lock:
             return self._index.update(self._index.slot_ids(request_ids), tokens, starts, ends, contexts)
 

@@ -101,21 +101,25 @@ def ingest(slots, s, new, shift, target):
 
 @njit(nogil=True, cache=True)
 def _update(slots, slot_ids, tokens, starts, ends, contexts, stale, resumed):
-    """Append as `RequestIndex.update` does, and mark the rows in `stale` (bool [B]) that are left untouched.
+    """Append as `RequestIndex.update` does.
 
     Args:
+        stale: int64 [> B], out: the number of rows left untouched, then these rows.
         resumed: the row whose slot has grown since the last call, where this one goes on; -1 in the first call.
 
     Returns:
-        The row whose slot must grow before the call is repeated, or B.
+        The row whose slot must grow before the call is repeated. At the end: -1, or -2 if rows were left untouched.
     """
+    if resumed < 0:
+        stale[0] = 0
     for b in range(max(resumed, 0), len(slot_ids)):
         s = slot_ids[b]
-        if b != resumed:
-            stale[b] = s < 0 or slots[s, LENGTH] + ends[b] - starts[b] != contexts[b]
-        if not stale[b] and not ingest(slots, s, tokens, ends[b] - contexts[b], np.int64(contexts[b])):
+        if b != resumed and (s < 0 or slots[s, LENGTH] + ends[b] - starts[b] != contexts[b]):
+            stale[0] += 1
+            stale[stale[0]] = b
+        elif not ingest(slots, s, tokens, ends[b] - contexts[b], np.int64(contexts[b])):
             return b
-    return len(slot_ids)
+    return -1 if stale[0] == 0 else -2
 
 
 @njit(nogil=True, cache=True)
@@ -139,6 +143,7 @@ class RequestIndex:
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(self.slots) - 1, -1, -1))
         self._arrays: list[Request | None] = [None] * len(self.slots)  # they keep the addresses in `slots` valid
+        self._stale = np.zeros(len(self.slots) + 1, np.int64)
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -148,8 +153,11 @@ class RequestIndex:
 
     def slot_ids(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
         """Return the slot of each request: int64 [B], -1 where it is unknown."""
-        slot_of = self._slot_of.get
-        return np.array([slot_of(request_id, -1) for request_id in request_ids], np.int64)
+        slot_of = self._slot_of
+        try:
+            return np.array([slot_of[request_id] for request_id in request_ids], np.int64)
+        except KeyError:
+            return np.array([slot_of.get(request_id, -1) for request_id in request_ids], np.int64)
 
     def update(
         self,
@@ -168,12 +176,13 @@ class RequestIndex:
         Returns:
             The rows left untouched, because the request would not hold `contexts[b]` tokens or is unknown.
         """
-        stale = np.zeros(len(slot_ids), np.bool_)
-        b = _update(self.slots, slot_ids, tokens, starts, ends, contexts, stale, -1)
-        while b < len(slot_ids):
+        if len(slot_ids) >= len(self._stale):
+            self._stale = np.zeros(2 * len(slot_ids), np.int64)
+        b = _update(self.slots, slot_ids, tokens, starts, ends, contexts, self._stale, -1)
+        while b >= 0:
             self._grow(int(slot_ids[b]), int(contexts[b]))
-            b = _update(self.slots, slot_ids, tokens, starts, ends, contexts, stale, b)
-        return stale.nonzero()[0].tolist()
+            b = _update(self.slots, slot_ids, tokens, starts, ends, contexts, self._stale, b)
+        return [] if b == -1 else self._stale[1 : self._stale[0] + 1].tolist()
 
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         """Make the request, known or not, hold exactly `tokens` (int32 [n])."""

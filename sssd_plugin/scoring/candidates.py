@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sssd_plugin.datastore.search import bucket, narrow, narrow_bucket, narrow_within
 from sssd_plugin.request_index import find
-from sssd_plugin.scoring.views import suffixes_of
+from sssd_plugin.scoring.views import record, suffixes_of
 from sssd_plugin.scoring.weights import FEATURES
 
 ORDERS = 6  # longest context looked up in the request, in tokens
@@ -28,9 +28,9 @@ COLUMNS = 15
 _ROW = 32  # bytes of a row of counts; every count is at most 64
 
 _HASH = np.dtype([("stamp", "i8"), ("token", "i4"), ("row", "i4")], align=True)
-_CANDIDATE = np.dtype([("share", "f8"), ("store", "f8"), ("input", "f8"), ("promise", "f8"), ("token", "i4")], align=True)
-_COLUMN = np.dtype([("scale", "f8"), ("back_off", "f8"), ("total", "i4"), ("kinds", "i4")], align=True)
-_LEAF = np.dtype([("score", "f8"), ("parent", "i4"), ("token", "i4"), ("kind", "i4")], align=True)
+_CANDIDATE = record("share store input promise", "token")
+_COLUMN = record("scale back_off", "total kinds")
+_LEAF = record("score", "parent token kind")
 
 
 class Scratch(NamedTuple):
@@ -143,9 +143,8 @@ def advance(table, ranges, samples, source, target, token):
 
 
 @njit(nogil=True, cache=True)
-def _row(token, may_add, scratch, n):
+def _row(token, may_add, stamp, entries, candidates, counts, n):
     """Return the row of `token` among the n candidates, -1 if it has none and gets none, and their number then."""
-    stamp, entries = scratch.clock[0], scratch.hash
     h = np.int64(((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - _HASH_BITS))
     while entries[h].stamp == stamp:
         if entries[h].token == token:
@@ -156,8 +155,8 @@ def _row(token, may_add, scratch, n):
     entries[h].stamp = stamp
     entries[h].token = token
     entries[h].row = n
-    scratch.candidates[n].token = token
-    scratch.counts[n, :] = 0
+    candidates[n].token = token
+    counts[n, :] = 0
     return np.int64(n), n + 1
 
 
@@ -223,6 +222,7 @@ def _count_orders(samples, first_column, min_adding, scratch, n):
     Returns:
         Number of candidates.
     """
+    stamp, entries, candidates = scratch.clock[0], scratch.hash, scratch.candidates
     counts, columns = scratch.counts, scratch.columns
     for k in range(len(samples) - 1, -1, -1):
         column = first_column + k
@@ -241,7 +241,7 @@ def _count_orders(samples, first_column, min_adding, scratch, n):
                 continue
             if token != last:
                 last = token
-                row, n = _row(token, k >= min_adding, scratch, n)
+                row, n = _row(token, k >= min_adding, stamp, entries, candidates, counts, n)
             if row >= 0:
                 if counts[row, column] == 0:
                     kinds += 1
@@ -264,6 +264,7 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
         Number of candidates.
     """
     scratch.clock[0] += 1
+    stamp, entries, candidates = scratch.clock[0], scratch.hash, scratch.candidates
     counts, columns, context = scratch.counts, scratch.columns, scratch.context
     tokens, previous = request.tokens, request.previous
     length = len(tokens)
@@ -284,7 +285,7 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
             match = 1
             while match < ORDERS and match < context_length and i >= match and tokens[i - match] == context[match]:
                 match += 1
-            row, n = _row(tokens[i + 1], True, scratch, n)
+            row, n = _row(tokens[i + 1], True, stamp, entries, candidates, counts, n)
             if row >= 0:
                 for k in range(match):
                     if counts[row, INPUT + k] == 0:
@@ -304,7 +305,7 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
                 seen += 1
                 two = i >= 1 and tokens[i - 1] == context[2]
                 columns[SKIP_INPUT].total += 1
-                row, n = _row(tokens[i + 2], two, scratch, n)
+                row, n = _row(tokens[i + 2], two, stamp, entries, candidates, counts, n)
                 if two:
                     columns[SKIP_INPUT + 1].total += 1
                 if row >= 0:

@@ -39,6 +39,9 @@ EXPAND_MARGIN = 0.7  # the best child a node can hope for, as a share of its own
 _LOG_COUNT = np.log(np.arange(512) + 0.1)
 _LOG_TOTAL = np.log(np.arange(512) + 1.0)
 
+_COUNT_FEATURES = ((5, STORE + 1, STORE_ORDERS - 1), (8, INPUT, 4), (12, SKIP_STORE, 5))
+"""(first feature, first column, number of both) of the features ln(count + 0.1) - ln(total + 1); 0 without counts."""
+
 
 class Recorded(NamedTuple):
     """What was seen at each expanded node of a tree, for training.
@@ -125,14 +128,6 @@ def _choose(store, scratch, n):
 
 
 @njit(nogil=True, cache=True)
-def _log_ratios(counts, columns, first, x):
-    """Write ln(count + 0.1) - ln(total + 1) for the columns from `first` on, 0 for those without observations."""
-    for k in range(len(x)):
-        total = columns[first + k].total
-        x[k] = _LOG_COUNT[counts[first + k]] - _LOG_TOTAL[total] if total > 0 else 0.0
-
-
-@njit(nogil=True, cache=True)
 def score(store, request, scratch, n, weights):
     """Score the most promising of the n candidates that `gather` has counted.
 
@@ -144,21 +139,23 @@ def score(store, request, scratch, n, weights):
     """
     m, store_order, input_order = _choose(store, scratch, n)
     weight_set = store_order * 6 + (input_order if input_order < 4 else (4 if input_order < 6 else 5))
-    probabilities = scratch.probabilities
+    probabilities, columns, counts = scratch.probabilities, scratch.columns, scratch.counts
+    heads, tokens, occurrences_of = request.heads, request.tokens, request.counts
     top = 0.0
     for i in range(m):
         c = scratch.shortlist[i]
-        candidate, counts, x = scratch.candidates[c], scratch.counts[c], scratch.features[i]
-        occurrences = np.int64(request.counts[find(request.heads, request.tokens, candidate.token)])
+        candidate, x = scratch.candidates[c], scratch.features[i]
+        occurrences = np.int64(occurrences_of[find(heads, tokens, candidate.token)])
         x[0] = 1.0
         x[1] = math.log(max(candidate.store, 1e-7))
         x[2] = math.log(max(candidate.input, 1e-6))
         x[3] = _LOG_COUNT[occurrences] if occurrences < 512 else math.log(occurrences + 0.1)
-        x[3] -= math.log(len(request.tokens) * candidate.share + 0.5)
+        x[3] -= math.log(len(tokens) * candidate.share + 0.5)
         x[4] = 1.0 if occurrences > 0 else 0.0
-        _log_ratios(counts, scratch.columns, STORE + 1, x[5:8])
-        _log_ratios(counts, scratch.columns, INPUT, x[8:12])
-        _log_ratios(counts, scratch.columns, SKIP_STORE, x[12:17])
+        for first, column, number in _COUNT_FEATURES:
+            for k in range(number):
+                total = columns[column + k].total
+                x[first + k] = _LOG_COUNT[counts[c, column + k]] - _LOG_TOTAL[total] if total > 0 else 0.0
         z = 0.0
         for f in range(FEATURES):
             z += x[f] * weights[weight_set, f]

@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from sssd_plugin.request_index import find
-from sssd_plugin.scoring.views import add_node, find_ngram, suffixes_of
+from sssd_plugin.scoring.views import add_node, find_ngram, record, suffixes_of
 
 PREFIX = 4  # P: the longest context looked up
 OCCURRENCES = 128  # newest occurrences in the request
@@ -27,10 +27,10 @@ INPUT_DISCOUNT = 0.6
 _MAX_STORE = 4096
 _MAX_INPUT = OCCURRENCES * GRAM
 
-_TRIE = np.dtype([(name, "i4") for name in ("token", "count", "first", "next")])
-_GROUP = np.dtype([(name, "i4") for name in ("token", "depth", "begin", "end", "first", "children")])
-_MEMBER = np.dtype([("position", "i4"), ("match", "i4")])
-_ENTRY = np.dtype([("score", "f8")] + [(name, "i4") for name in ("order", "node", "match", "parent")], align=True)
+_TRIE = record("", "token count first next")
+_GROUP = record("", "token depth begin end first children")
+_MEMBER = record("", "position match")
+_ENTRY = record("score", "order node match parent")
 
 
 class Scratch(NamedTuple):

@@ -35,6 +35,11 @@ class Tree(NamedTuple):
     kinds: NDArray[np.uint8]
 
 
+def record(floats: str, ints: str) -> np.dtype:
+    """Return a record of float64 and int32 fields with these names."""
+    return np.dtype([(name, "f8") for name in floats.split()] + [(name, "i4") for name in ints.split()], align=True)
+
+
 @njit(nogil=True, cache=True)
 def add_node(tree, i, token, parent, score, kind):
     """Write node i; the root's parent is -1."""
