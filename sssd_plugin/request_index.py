@@ -70,10 +70,9 @@ def find(heads, tokens, token):
 
 @njit(nogil=True, cache=True)
 def ingest(slots, s, new, shift, target):
-    """Append tokens until the request holds `target`, position i being `new[i + shift]`.
+    """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow.
 
-    Returns:
-        False if the slot must grow first. What was appended before that stays, so the call is then repeated.
+    What was appended before that stays, so after growing the call is simply repeated.
     """
     if target > slots[s, CAPACITY]:
         return False

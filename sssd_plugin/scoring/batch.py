@@ -36,8 +36,10 @@ def draft_batch(
         store = Store(table[bounds[group] : bounds[group + 1]], sizes[group])
         tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
         if learned_scratch is not None:
-            scratch = candidates.Scratch(*learned_scratch)
-            counts[b] = learned.draft_tree(request, store, weights, max_nodes, chain, min_score, tree, scratch, None)
+            counts[b] = learned.draft_tree(
+                request, store, weights, max_nodes, chain, min_score, tree, candidates.Scratch(*learned_scratch), None
+            )
         if paper_scratch is not None:
-            scratch = paper.Scratch(*paper_scratch)
-            counts[b] = paper.draft_tree(request, store.table, max_nodes, chain, min_score, tree, scratch)
+            counts[b] = paper.draft_tree(
+                request, store.table, max_nodes, chain, min_score, tree, paper.Scratch(*paper_scratch)
+            )

@@ -217,10 +217,9 @@ def _sample_orders(table, ranges, node, orders, skip, max_samples, out):
 
 @njit(nogil=True, cache=True)
 def _count_orders(samples, first_column, min_adding, scratch, n):
-    """Count the samples of each order in its column, longest first; orders from `min_adding` on add candidates.
+    """Count the samples of each order in its column, longest first; the number of candidates.
 
-    Returns:
-        Number of candidates.
+    Orders of at least `min_adding` add candidates.
     """
     stamp, entries, candidates = scratch.clock[0], scratch.hash, scratch.candidates
     counts, columns = scratch.counts, scratch.columns
@@ -252,16 +251,13 @@ def _count_orders(samples, first_column, min_adding, scratch, n):
 
 @njit(nogil=True, cache=True)
 def gather(store, request, scratch, node, parent, max_samples, context_length):
-    """Count the candidates at one node, by source and context length.
+    """Count the candidates at one node, by source and context length, and return their number.
 
     Args:
         scratch: the node's ranges and the first `context_length` tokens of the context are read; its samples, the
             candidates' tokens and counts, and the columns' totals and kinds are written.
         node, parent: nodes with the ranges of this context, and of it without its last token (-1: there is none).
         max_samples: suffixes sampled per range.
-
-    Returns:
-        Number of candidates.
     """
     scratch.clock[0] += 1
     stamp, entries, candidates = scratch.clock[0], scratch.hash, scratch.candidates

@@ -263,7 +263,7 @@ def draft_tree(request, store, weights, max_nodes, chain, min_score, tree, scrat
                     recorded.features[current, i] = scratch.features[i]
             first = 0
             if chain and m > 0:
-                first = np.argmax(scratch.probabilities[:m])
+                first = int(np.argmax(scratch.probabilities[:m]))
                 m = first + 1
             for i in range(first, m):
                 value = path_scores[current] * scratch.probabilities[i]

@@ -132,7 +132,7 @@ def _store_trie(table, tokens, trie, path):
 
 @njit(nogil=True, cache=True)
 def _push(heap, size, order, score, node, match, parent):
-    """Add an entry to the heap, highest score on top, then lowest order."""
+    """Add an entry to the heap, highest score on top, then lowest order; the next size and order."""
     i = size
     while i > 0:
         up = (i - 1) >> 1
@@ -142,6 +142,7 @@ def _push(heap, size, order, score, node, match, parent):
         i = up
     entry = heap[i]
     entry.score, entry.order, entry.node, entry.match, entry.parent = score, order, node, match, parent
+    return size + 1, order + 1
 
 
 @njit(nogil=True, cache=True)
@@ -167,11 +168,7 @@ def _pop(heap, size):
 
 @njit(nogil=True, cache=True)
 def _occurrences(request, members):
-    """Write the newest occurrences of the request's last token and how far the tokens before them match (Algorithm 1).
-
-    Returns:
-        Their number.
-    """
+    """Write the newest occurrences of the last token and how far they match (Algorithm 1); their number."""
     tokens = request.tokens
     length, filled = len(tokens), 0
     i = request.heads[find(request.heads, tokens, tokens[length - 1])]
@@ -250,9 +247,7 @@ def draft_tree(request, table, max_nodes, chain, min_score, tree, scratch):
             child = trie[child].next
         child = trie[0].first
         while child >= 0:
-            _push(heap, size, pushed, trie[child].count / total, child, 0, 0)
-            size += 1
-            pushed += 1
+            size, pushed = _push(heap, size, pushed, trie[child].count / total, child, 0, 0)
             child = trie[child].next
 
     root = groups[0]
@@ -264,9 +259,8 @@ def draft_tree(request, table, max_nodes, chain, min_score, tree, scratch):
             total += counts[child, m]
         for child in range(root.first, root.first + root.children):
             if counts[child, m] > 0:
-                _push(heap, size, pushed, counts[child, m] / total * INPUT_DISCOUNT, child, m + 1, 0)
-                size += 1
-                pushed += 1
+                score = counts[child, m] / total * INPUT_DISCOUNT
+                size, pushed = _push(heap, size, pushed, score, child, m + 1, 0)
 
     while size > 0 and n < max_nodes:
         score, node, match, parent = heap[0].score, heap[0].node, heap[0].match, heap[0].parent
@@ -287,9 +281,8 @@ def draft_tree(request, table, max_nodes, chain, min_score, tree, scratch):
         if match == 0:
             child = trie[node].first
             while child >= 0:
-                _push(heap, size, pushed, trie[child].count / trie[node].count * score, child, 0, here)
-                size += 1
-                pushed += 1
+                p = trie[child].count / trie[node].count * score
+                size, pushed = _push(heap, size, pushed, p, child, 0, here)
                 child = trie[child].next
         else:
             if groups[node].children < 0:
@@ -298,7 +291,5 @@ def draft_tree(request, table, max_nodes, chain, min_score, tree, scratch):
             for child in range(groups[node].first, groups[node].first + groups[node].children):
                 if counts[child, match - 1] > 0:
                     p = counts[child, match - 1] / counts[node, match - 1] * score * discount
-                    _push(heap, size, pushed, p, child, match, here)
-                    size += 1
-                    pushed += 1
+                    size, pushed = _push(heap, size, pushed, p, child, match, here)
     return n

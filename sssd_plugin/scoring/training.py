@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
@@ -56,11 +57,7 @@ def _learn(model, seen, node, token, rate):
 
 @njit(nogil=True, cache=True)
 def _replay(slots, s, truth, position, store, max_nodes, rate, model, tree, scratch, seen):
-    """Replay one request as far as its slot has capacity; learn at every expanded node on the true path.
-
-    Returns:
-        The position reached: the caller grows the slot and calls again.
-    """
+    """Replay one request and learn at every expanded node on the true path; return where its slot has to grow."""
     while position < len(truth) and ingest(slots, s, truth, 0, position):
         request = request_at(slots, s)
         n = draft_tree(request, store, model.weights, max_nodes, False, 0.0, tree, scratch, seen)
@@ -88,7 +85,8 @@ def replay(
 ) -> None:
     """Learn from one answer; with `max_nodes` 1 at the root of every position, else along accepted tree paths."""
     n = max_nodes + 1
-    tree = Tree(*np.zeros((3, n), np.int32), np.zeros(n, np.float32), np.zeros(n, np.uint8))
+    out = DraftBatch.empty(1, n)
+    tree = Tree(out.tokens[0], out.parents[0], out.depths[0], out.scores[0], out.kinds[0])
     seen = Recorded(
         np.full(n, -1, np.int32),
         np.zeros(n, np.int32),
