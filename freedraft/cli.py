@@ -149,7 +149,7 @@ def profile(
     """Measure this machine (matrix products and copies, a few seconds) and write its hardware profile."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from freedraft.profiling import measure, write
+    from freedraft.cost.profiling import measure, write
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, transient=True) as bar:
@@ -180,10 +180,10 @@ def explain(
     from rich.console import Console
     from rich.table import Table
 
-    from freedraft import explain as explanation
-    from freedraft.hardware import choose_profile
-    from freedraft.model_shape import ModelShape
-    from freedraft.roofline import Roofline
+    from freedraft.cost import explain as explanation
+    from freedraft.cost.hardware import choose_profile
+    from freedraft.cost.model_shape import ModelShape
+    from freedraft.cost.roofline import Roofline
 
     roofline = Roofline(ModelShape.load(model, dtype), choose_profile(hardware), tensor_parallel)
     curve = explanation.parse_curve(tokens_per_step) if tokens_per_step else None

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from freedraft import __version__
 from freedraft.config import ConfigError
+from freedraft.cost.hardware import HardwareProfile, device_name
 from freedraft.engines.hooks import Hook, check
-from freedraft.hardware import HardwareProfile, device_name
 
 ENGINES = ("vllm", "sglang")
 

@@ -1,4 +1,4 @@
-"""`DraftModel`: the target model as a drafter of itself, run with some of its sublayers skipped, as an engine offers it."""
+"""`DraftModel`: the target model as a drafter of itself, with some sublayers skipped, as an engine offers it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class DraftModel(ABC):
 
 
 class MatchnessScorer(ABC):
-    """The share of a window's tokens after which a recipe's most likely token is the one that came (SWIFT's matchness)."""
+    """SWIFT's matchness: the share of a window's tokens after which a recipe's most likely token is what came."""
 
     @abstractmethod
     def observe(self, step: Step) -> bool:

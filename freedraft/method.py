@@ -1,9 +1,9 @@
-"""`Method`: what an engine asks of a drafter. `Step`: what it tells of a decoding step. `MethodSpec`: how it is found."""
+"""`Method`: what an engine asks of a drafter; `Step`: what it tells of a step; `MethodSpec`: how a method is found."""
 
 from __future__ import annotations
 
 import importlib
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,8 +16,9 @@ from freedraft.draft import DraftBatch
 from freedraft.metrics import Metrics
 
 if TYPE_CHECKING:
-    from freedraft.cost.controller import Controller
+    from freedraft.cost.policies import Controller
     from freedraft.draft_model import DraftModel
+    from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +107,12 @@ class EngineContext:
     tokenizer_fingerprint: Callable[[], str | None] = lambda: None
 
 
-class Method(ABC):
+class Method:
     """A drafter in an engine. It is called from one thread (corpora from another one), and keeps state by request id.
 
-    A request begins, gains tokens by steps, and finishes; it may finish at any time, begin anew under the same id (after
-    a preemption, with its output so far as part of its tokens), or never take part in a step. What a method raises costs
-    drafts, never tokens: see `GuardedMethod`.
+    A request begins, gains tokens by steps, and finishes; it may finish at any time, begin anew under the same id
+    (after a preemption, with its output so far as part of its tokens), or never take part in a step. What a method
+    raises costs drafts, never tokens: see `GuardedMethod`.
 
     A drafter that only proposes implements `propose`; `draft` then lets the controller decide how much is verified.
 
@@ -129,7 +130,7 @@ class Method(ABC):
         self.options, self.context, self.controller = options, context, controller
         self.metrics = Metrics(name)
 
-    def begin(  # noqa: B027
+    def begin(
         self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]
     ) -> None:
         """A request's prompt is known. Called while its prefill runs, so it must return at once.
@@ -140,13 +141,13 @@ class Method(ABC):
             extra: what the client sent for the drafter (vLLM's extra_args, SGLang's custom_params).
         """
 
-    def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:  # noqa: B027
+    def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
         """float32 [H], the normed last hidden state behind a prompt; before the first step of the request."""
 
-    def prepare(self, model: DraftModel) -> None:  # noqa: B027
+    def prepare(self, model: DraftModel) -> None:
         """The target's weights and KV cache are there. Only methods that run the model are called."""
 
-    def capture_graphs(self) -> None:  # noqa: B027
+    def capture_graphs(self) -> None:
         """The engine has captured its own CUDA graphs; requests come next."""
 
     def draft(self, step: Step) -> DraftBatch:
@@ -165,7 +166,7 @@ class Method(ABC):
         controller.end(step)
         return draft
 
-    def update(self, step: Step) -> None:  # noqa: B027
+    def update(self, step: Step) -> None:
         """Take what requests gained. Called at every step, also at those without drafts."""
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
@@ -178,7 +179,7 @@ class Method(ABC):
         self.metrics.drafted.inc(int(step.drafted.sum()))
         self.metrics.accepted.inc(int(step.accepted.sum()))
 
-    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:  # noqa: B027
+    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         """A request has ended; ids that never began are possible.
 
         Args:
@@ -214,13 +215,44 @@ class Method(ABC):
         return {}
 
 
+class ModelMethod(Method, ABC):
+    """A method that runs the target model to draft, for some of the requests or for all."""
+
+    @abstractmethod
+    def capacities(self, step: Step) -> NDArray[np.int32]:
+        """int32 [B]: how many tokens may be drafted for each request; never more than `step.capacities`."""
+
+    @abstractmethod
+    def estimate(
+        self, step: Step, rows: NDArray[np.intp], sizes: NDArray[np.int64], max_draft_len: int
+    ) -> DraftPassEstimate:
+        """What draft passes would bring and take, for the first `sizes[k]` of the requests at `rows` of the step.
+
+        Args:
+            rows: intp [R]; sizes: int64 [K], ascending, at most R.
+            max_draft_len: M, the longest draft considered.
+        """
+
+    @abstractmethod
+    def propose_for(
+        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
+    ) -> DraftBatch:
+        """Draft for the requests at `rows` of the step, after `update`; the others get their roots.
+
+        Args:
+            rows: intp [R]; limits: int32 [R], most tokens of each, none above its capacity.
+            rest: the other requests of the step.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
     """A speculative method, for all engines.
 
     Attributes:
         name: what the user writes as method or algorithm.
-        factory: "module:class" of its `Method`, called with (options, context).
+        factory: "module:class" of its `Method`, called with (options, context, controller), where controller is None
+            unless the method is a part of the hybrid one and shares it.
         options: the type of its options, or what gives it when it is needed.
         check: called with (options, context) before the engine starts; raises ValueError with one clear line for what
             would fail later.
@@ -241,10 +273,10 @@ class MethodSpec:
     def option_type(self) -> type[PluginOptions]:
         return self.options if isinstance(self.options, type) else self.options()
 
-    def make(self, options: PluginOptions, context: EngineContext) -> Method:
-        """Build the method. Raises ValueError where it cannot work."""
+    def make(self, options: PluginOptions, context: EngineContext, controller: Controller | None = None) -> Any:
+        """Build the `Method`. Raises ValueError where it cannot work."""
         module, _, name = self.factory.partition(":")
-        return getattr(importlib.import_module(module), name)(options, context)
+        return getattr(importlib.import_module(module), name)(options, context, controller)
 
 
 METHODS: dict[str, MethodSpec] = {}

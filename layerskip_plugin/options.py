@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from freedraft.config import PluginOptions
-from layerskip_plugin.lookahead import Lookahead, Prices, make_lookahead
+from freedraft.method import EngineContext
+from layerskip_plugin.lookahead import Lookahead, make_lookahead
+from layerskip_plugin.lookahead.cost import Costs
 from layerskip_plugin.selection import Evaluate, make_selection
 from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
@@ -53,6 +56,10 @@ class LayerSkipOptions(PluginOptions):
         threshold: top-1 probability of policy "confidence", the first one of "adaptive" and "roc"; None takes theirs.
         disco: file of the classifier of policy "disco", made by `freedraft calibrate disco`.
         record: file for verifications of the first skip set's drafts, from which `freedraft calibrate disco` learns.
+        tree: where the engine verifies trees (SGLang), verify the draft's other candidates beside its chain (SWIFT's
+            dynamic verification).
+        length: tokens that lookahead "fixed" drafts. None: 5 where the engine verifies trees, else
+            num_speculative_tokens.
         metrics_port: serve Prometheus metrics of the engine process on 127.0.0.1 at this port (0 picks a free one).
     """
 
@@ -66,6 +73,8 @@ class LayerSkipOptions(PluginOptions):
     threshold: float | None = Field(default=None, ge=0.0, le=1.0)
     disco: Annotated[Path | None, BeforeValidator(_expand)] = None
     record: Annotated[Path | None, BeforeValidator(_expand)] = None
+    tree: bool = True
+    length: int | None = Field(default=None, ge=1, le=255)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
 
     @field_validator("skip_set")
@@ -150,26 +159,23 @@ class LayerSkipOptions(PluginOptions):
         )
         return Selector(selection, self.search_share)
 
-    def make_lookahead(
-        self, max_draft_tokens: int, prices: Prices, model: str = "", *, record: bool = False
-    ) -> Lookahead:
+    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs) -> Lookahead:
         """The lookahead policy that these options describe.
 
         Args:
-            max_draft_tokens: what "fixed" always drafts.
-            prices: what "cost" goes by.
-            model: fingerprint of the model; the classifier of another one is refused.
-            record: whether it is the one whose verifications option `record` keeps.
+            recipes: the skip sets, in the order of their places.
+            costs: what "cost" goes by.
 
         Raises:
             ValueError: one line: the classifier is missing, damaged or of another model.
         """
         return make_lookahead(
             self.lookahead,
-            length=max_draft_tokens,
+            length=self.length or (context.max_draft_tokens if context.widths is None else 5),
             threshold=self.threshold,
             classifier=self.disco,
-            prices=prices,
-            model=model or None,
-            record=self.record if record else None,
+            costs=costs,
+            recipes=recipes,
+            model=model_fingerprint(context.hf_config),
+            record=self.record,
         )

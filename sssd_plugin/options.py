@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from freedraft.config import PluginOptions
-from freedraft.cost_model import CostModel, Policy
-from freedraft.hardware import choose_profile
+from freedraft.cost.policies import Controller, Policy
+from freedraft.method import EngineContext
 
 Scoring = Literal["learned", "paper"]
 
@@ -101,11 +101,9 @@ class SssdOptions(PluginOptions):
 
         return None if self.datastore is None or is_copy(self.datastore) else self.datastore
 
-    def cost_model(self, max_draft_tokens: int) -> CostModel:
-        """The cost model that these options describe, for at most `max_draft_tokens` per request (roots not counted).
+    def make_controller(self, context: EngineContext) -> Controller:
+        """The controller that these options describe. Raises ConfigError where `hardware` names no usable profile."""
+        from freedraft.cost.controller import make_controller
 
-        Raises:
-            ConfigError: option `hardware` names no usable profile.
-        """
         policy = self.policy or ("auto" if self.knee is None else "knee")
-        return CostModel(choose_profile(self.hardware), max_draft_tokens, policy=policy, knee=self.knee)
+        return make_controller(context, policy, hardware=self.hardware, knee=self.knee, step_times=self.step_times)

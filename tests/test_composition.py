@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from freedraft.composition import Outlook, choose, sizes
 from freedraft.pace import STEPS, Pace
-from freedraft.step_times import CENTRES
+from freedraft.cost.step_times import CENTRES
 
 TABLE = 0.010 + 0.0004 * CENTRES
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freedraft.acceptance import SIZE, Acceptance
-from freedraft.controller import PROBE_EVERY, Controller, share_tokens, share_width
+from freedraft.cost.acceptance import SIZE, Acceptance
+from freedraft.cost.controller import PROBE_EVERY, Controller, share_tokens, share_width
 from freedraft.cost_model import CostModel
 from freedraft.draft import DraftBatch
-from freedraft.hardware import HardwareProfile
-from freedraft.model_shape import ModelShape
-from freedraft.roofline import Roofline
-from freedraft.step_times import BUCKET_OF, BUCKETS, CENTRES
+from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.roofline import Roofline
+from freedraft.cost.step_times import BUCKET_OF, BUCKETS, CENTRES
 
 SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
 PROFILE = HardwareProfile(name="x", peak_flops=9.2e11, bandwidth=5.1e10, source="measured")

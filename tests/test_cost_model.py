@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from freedraft import hardware
 from freedraft.config import ConfigError
 from freedraft.cost_model import CostModel
-from freedraft.hardware import HardwareProfile, choose_profile
+from freedraft.cost.hardware import HardwareProfile, choose_profile
 
 
 def profile(**values: object) -> HardwareProfile:

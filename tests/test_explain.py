@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from freedraft.cli import app
 from freedraft.config import ConfigError
-from freedraft.explain import expected_tokens, explain, parse_curve
-from freedraft.hardware import HardwareProfile
-from freedraft.model_shape import ModelShape
-from freedraft.profiling import write
-from freedraft.roofline import Roofline
+from freedraft.cost.explain import expected_tokens, explain, parse_curve
+from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.profiling import write
+from freedraft.cost.roofline import Roofline
 
 LLAMA3_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from freedraft.config import ConfigError
-from freedraft.hardware import HardwareProfile
-from freedraft.model_shape import ModelShape
-from freedraft.roofline import Roofline, operations
+from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.roofline import Roofline, operations
 
 LLAMA3_8B = {
     "model_type": "llama",

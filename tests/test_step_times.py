@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from freedraft.hardware import HardwareProfile
-from freedraft.model_shape import ModelShape
-from freedraft.roofline import Roofline
-from freedraft.step_times import BUCKET_OF, CENTRES, MAX_QUERY_TOKENS, StepTimes, batch_bucket, context_bucket
+from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.roofline import Roofline
+from freedraft.cost.step_times import BUCKET_OF, CENTRES, MAX_QUERY_TOKENS, StepTimes, batch_bucket, context_bucket
 
 SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
 PROFILE = HardwareProfile(name="x", peak_flops=9.2e11, bandwidth=5.1e10, source="measured")

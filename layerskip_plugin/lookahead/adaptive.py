@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, RequestTable, RoundLog, unit
+from freedraft.hybrid.choice import RestOfBatch
+from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, Places, RequestTable, RoundLog, unit
 
 
 class DraftVerify(Lookahead):
@@ -37,17 +38,19 @@ class DraftVerify(Lookahead):
         self.step = step
         self.table = RequestTable((unit("threshold", threshold), self.target))
 
-    def begin(self, request_ids: Sequence[str], max_draft_tokens: int) -> None:
-        super().begin(request_ids, max_draft_tokens)
+    def begin(
+        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
+    ) -> None:
+        super().begin(request_ids, sets, max_draft_tokens, rest)
         rows = self.table.rows(request_ids)  # first: it may put a larger array in the place of `values`
         self.thresholds = self.table.values[rows, 0]
 
-    def go_on(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         if position + 1 >= self.max_draft_tokens:
             return np.zeros(len(rows), np.bool_)
         return top[:, 0] >= self.thresholds[rows]
 
-    def observe(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints) -> None:
+    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
         drafted, accepted = np.asarray(drafted), np.asarray(accepted)
         some = np.flatnonzero(drafted > 0)
         if not len(some):
@@ -85,17 +88,19 @@ class RocThreshold(Lookahead):
         self.probability, self.good = np.zeros(window, np.float32), np.zeros(window, np.bool_)
         self.seen = self.fitted = 0
 
-    def begin(self, request_ids: Sequence[str], max_draft_tokens: int) -> None:
-        super().begin(request_ids, max_draft_tokens)
+    def begin(
+        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
+    ) -> None:
+        super().begin(request_ids, sets, max_draft_tokens, rest)
         self.log.begin(request_ids, max_draft_tokens)
 
-    def go_on(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         self.log.put(position, rows, top[:, :1])
         if position + 1 >= self.max_draft_tokens:
             return np.zeros(len(rows), np.bool_)
         return top[:, 0] >= self.threshold
 
-    def observe(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints) -> None:
+    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
         features, _, good, _ = self.log.judged(request_ids, drafted, accepted)
         window = len(self.good)
         features, good = features[-window:, 0], good[-window:]

@@ -8,44 +8,57 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.draft_model import Recipe
+from freedraft.hybrid.choice import RestOfBatch
+
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
+Places = NDArray[np.intp]
 
 
 class Lookahead(ABC):
-    """How far to draft, decided for a whole batch after every draft pass.
+    """How far to draft, decided for a whole batch after every position of a round of draft passes.
 
-    A round: `affordable(batch)`; if so `begin`, then one draft pass at a time, each followed by `go_on` for the
-    requests that took part in it (also after the last one allowed: policies learn from it); after verification
-    `observe`. `finish` when requests end. A policy belongs to one drafting thread.
+    A round: `should_draft`; `begin` with the requests that do; then the draft passes of one position at a time, each
+    followed by `should_continue` for the requests that took part (also after the last one allowed: policies learn from
+    it); after verification `record_acceptance`. `finish` when requests end. A policy belongs to one drafting thread.
 
     The token just drafted is always kept and verified, however unlikely it looks: dropping it after it was sampled
     would change the distribution of what is accepted. A policy therefore only says whether another one follows.
 
     Attributes:
-        needs_top: how many of the largest probabilities of a drafted token's distribution `go_on` wants (0, 1 or 10).
+        needs_top: how many of the largest probabilities of a drafted token's distribution `should_continue`
+            wants (0, 1 or 10).
         needs_entropy: whether it wants the distribution's entropy, in nats.
     """
 
     needs_top: int = 0
     needs_entropy: bool = False
 
-    def affordable(self, batch: int) -> bool:
-        """Whether a step of `batch` requests is worth drafting for at all. To be asked once per step."""
-        return batch > 0
+    def should_draft(self, sets: Places) -> Flags:
+        """bool [B]: which requests of a step are worth drafting for at all; intp [B], the place of each one's skip set.
+        To be asked once per step."""
+        return np.ones(len(sets), np.bool_)
 
-    def begin(self, request_ids: Sequence[str], max_draft_tokens: int) -> None:
+    def begin(
+        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
+    ) -> None:
         """A round begins.
 
         Args:
-            request_ids: those that draft; `rows` in `go_on` are places in it.
+            request_ids: those that draft; `rows` in `should_continue` are places in it.
+            sets: intp [R], the place of each one's skip set.
             max_draft_tokens: the most that may be drafted for one of them.
+            rest: the other requests of the step; None for none.
         """
         self.max_draft_tokens = max_draft_tokens
 
+    def replace_recipe(self, place: int, recipe: Recipe) -> None:  # noqa: B027
+        """The skip set at this place is another one from the next round on."""
+
     @abstractmethod
-    def go_on(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         """Which requests draft one more token.
 
         Args:
@@ -58,13 +71,16 @@ class Lookahead(ABC):
             bool[R]; False everywhere once `position` is the last that is allowed.
         """
 
-    def observe(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints) -> None:  # noqa: B027
+    def record_acceptance(  # noqa: B027
+        self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints
+    ) -> None:
         """What verification said of the round.
 
         Args:
             request_ids: of length B, in any order; those that were not in the round are ignored.
             drafted: int32[B], tokens drafted.
             accepted: int32[B], how many of them were accepted; the bonus token does not count.
+            path: int32[B], the same with a token beside the chain that was accepted behind them.
         """
 
     def finish(self, request_ids: Sequence[str]) -> None:  # noqa: B027

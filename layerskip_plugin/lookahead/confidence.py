@@ -18,7 +18,7 @@ class Confidence(Lookahead):
     def __init__(self, threshold: float = 0.7) -> None:
         self.threshold = unit("threshold", threshold)
 
-    def go_on(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         if position + 1 >= self.max_draft_tokens:
             return np.zeros(len(rows), np.bool_)
         return top[:, 0] >= self.threshold

@@ -3,168 +3,228 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from freedraft.composition import Outlook
-from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, RoundLog
-from layerskip_plugin.lookahead.prices import Prices
+from freedraft.cost.acceptance import PASS_KINDS, Acceptance
+from freedraft.cost.probes import ProbeSchedule
+from freedraft.draft_model import Recipe
+from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
+from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, Places, RoundLog
 from layerskip_plugin.lookahead.rates import BinnedRate
 
 BINS = 16
-LONGEST = 64
+MAX_DRAFT_LEN = 64
+MAX_KINDS = 16
 MEMORY = 64.0
 """Rounds of a request after which an old one counts 1/e."""
 PRIOR_WEIGHT = 6.0
-PROBE_EVERY, PROBE_RARELY = 128, 512
+FIRST_PROBE, RAREST_PROBE = 128, 512
+"""Steps after which drafting is tried although no length seems to pay, at first and at most."""
 ON_MARGIN = 1.02
-"""How much better than plain decoding drafting must look to be switched on again."""
+"""How much better than no drafting it must look to be switched on again."""
+
+
+class Costs(Protocol):
+    """What steps and draft passes take at present, and what is accepted: `Auto` measures both."""
+
+    acceptance: Acceptance
+
+    def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of a step of the whole model, by query tokens over the batch."""
+
+    def pass_seconds(self, recipe: Recipe, batch: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of a draft pass, by number of requests."""
+
+
+def kinds_of(sets: Places) -> NDArray[np.uint8]:
+    """uint8 [R]: what `DraftBatch.kinds` says of nodes that these skip sets drafted."""
+    return (PASS_KINDS + np.minimum(sets, MAX_KINDS - 1)).astype(np.uint8)
+
+
+class _Record:
+    """What the rounds of one skip set brought.
+
+    Attributes:
+        reached, held: float64 [MAX_DRAFT_LEN], per place in the draft the share of rounds in which a token was drafted
+            there, and in which one was accepted there.
+        next_given: the chance that a further token is accepted, by the confidence in the one before it.
+    """
+
+    def __init__(self, prior: float) -> None:
+        places = np.arange(MAX_DRAFT_LEN)
+        self.reached, self.held = prior**places, prior ** (places + 1)
+        self.weight = PRIOR_WEIGHT
+        # Pooled: bins behind which nothing was drafted yet count as like the others. At a fixed prior that does not pay
+        # for a pass nothing would ever be drafted behind them.
+        self.next_given = BinnedRate(np.full(BINS, prior), PRIOR_WEIGHT, pooled=True)
+
+    def update(self, drafted: Ints, accepted: Ints) -> None:
+        """int32 [R] tokens drafted and accepted, of R rounds."""
+        places, new = np.arange(MAX_DRAFT_LEN), len(drafted)
+        self.weight = min(self.weight * np.exp(-new / MEMORY), MEMORY) + new
+        self.reached += ((drafted[:, None] > places).mean(0) - self.reached) * (new / self.weight)
+        self.held += ((accepted[:, None] > places).mean(0) - self.held) * (new / self.weight)
 
 
 class Cost(Lookahead):
-    """Maximises tokens per second under measured prices.
+    """Maximises tokens per second under measured costs, over all requests of a step and all their skip sets together.
 
-    A step of B requests brings N = B + (accepted tokens) in D = (draft passes) + (verify pass) seconds. The best
-    long-run ratio N / D is reached by going on exactly while the expected gain of more tokens exceeds `rate` times
-    their price, where `rate` is that best ratio (Dinkelbach). It is estimated from what rounds brought so far, and is
-    never below that of plain decoding.
+    A step of B requests brings N = B + (accepted tokens) in D = (draft passes of every set) + (verifying step) seconds.
+    The best long-run ratio N / D is reached by going on exactly while the expected gain of more tokens exceeds `rate`
+    times their price, where `rate` is that best ratio (Dinkelbach). It is estimated from what rounds brought so far,
+    and is never below that of no drafting.
 
-    After each token: the chance s that a request's draft is right so far is the product of P(accepted | top-1
-    probability), the chance of the next one is P(next accepted | top-1 probability); both are learned. For the k
-    requests with the best chances and m more tokens each, the gain is the sum over them of
-    s * next * (1 + a + ... + a^(m-1)), with a the mean chance; the price is m draft passes over k requests and k * m
-    more tokens in the verify pass. The k with the best surplus over all (k, m) go on, if it is positive.
+    After each token: the chance s that a request's draft is right so far is the product of P(accepted | confidence),
+    the chance of the next one is P(next accepted | confidence); both are learnt. For the k requests with the best
+    chances and m more tokens each, the gain is the sum over them of s * next * (1 + a + ... + a^(m-1)), with a the mean
+    chance of their set; the price is m draft passes of each set among them and k * m more query tokens in the step. The
+    k with the best surplus over all (k, m) go on, if it is positive.
 
     Args:
-        prices: of this skip set on this machine.
+        costs: of this model on this machine.
+        recipes: of the skip sets, in the order of their places.
         prior: rate of acceptance believed at first.
         horizon: the largest m.
     """
 
     needs_top = 1
 
-    def __init__(self, prices: Prices, prior: float = 0.8, horizon: int = 8) -> None:
+    def __init__(self, costs: Costs, recipes: Sequence[Recipe], prior: float = 0.8, horizon: int = 8) -> None:
         if not 0 < prior < 1:
             raise ValueError(f"lookahead: prior must lie between 0 and 1, not {prior}")
-        self.prices, self.horizon = prices, horizon
+        self.costs, self.recipes, self.prior, self.horizon = costs, list(recipes), prior, horizon
+        self.records = [_Record(prior) for _ in self.recipes]
         self.log = RoundLog(1)
-        middles = (np.arange(BINS) + 0.5) / BINS
-        self.accepted_given = BinnedRate(middles, PRIOR_WEIGHT)
-        # Pooled: bins behind which nothing was drafted yet count as like the others. At a fixed prior that does not pay
-        # for a pass nothing would ever be drafted behind them.
-        self.next_given = BinnedRate(np.full(BINS, prior), PRIOR_WEIGHT, pooled=True)
-        # Per place in the draft, shares of the rounds in which it was drafted, and in which it was accepted.
-        self.reached, self.held = prior ** np.arange(LONGEST), prior ** np.arange(1, LONGEST + 1)
-        self.weight = PRIOR_WEIGHT
         self.on = True
-        self.idle, self.probe_every = 0, PROBE_EVERY
-        self.others: tuple[int, int, float] | None = None
+        self.rate = 0.0
+        self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
 
-    def outlook(self, batches: NDArray[np.int64], most: int = LONGEST) -> Outlook:
-        """What a round over each number of requests is expected to bring, and to take.
+    def replace_recipe(self, place: int, recipe: Recipe) -> None:
+        self.recipes[place], self.records[place] = recipe, _Record(self.prior)
 
-        Args:
-            batches: int64 [K].
-            most: M, the most tokens a draft may have.
-        """
-        reached, held = self.reached[:most], self.held[:most]
-        some = 1 - (1 - np.minimum(reached, 1)) ** batches[:, None]
-        rows = batches[:, None] * reached / np.maximum(some, 1e-9)
-        passes = np.cumsum(some * self.prices.draft(np.maximum(rows, 1)), 1)
-        return Outlook(batches, np.cumsum(held), np.cumsum(reached), self.prices.per_round + passes)
+    # -- before a round ------------------------------------------------------------------------------------------------
 
-    def rates(self, batch: int) -> NDArray[np.float64]:
-        """float64[LONGEST + 1]: expected tokens per second of the whole batch by the most tokens a draft may have.
-
-        The first entry is plain decoding.
-        """
-        outlook = self.outlook(np.array([batch]))
-        seconds = outlook.seconds[0] + self.prices.verify(batch, batch * (1 + outlook.tokens))
-        return np.concatenate([batch / np.atleast_1d(self.prices.plain(batch)), batch * (1 + outlook.gain) / seconds])
-
-    def beside(self, requests: int, tokens: int, rate: float) -> None:
-        """The next round is of a part of the batch only.
+    def estimate(self, sets: Places, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
+        """What a round is expected to bring and to take; see `DraftPassEstimate`.
 
         Args:
-            requests, tokens: the others, and how many query tokens they have in the verify pass.
-            rate: expected tokens per second of the whole batch.
+            sets: intp [R], place of each request's skip set; sizes: int64 [K], numbers of first requests.
         """
-        self.others = requests, tokens, rate
+        numbers = np.arange(len(self.recipes))[:, None]
+        return self._expected(sizes, (sets == numbers).cumsum(1)[:, sizes - 1], max_draft_len)
 
-    def affordable(self, batch: int) -> bool:
-        """Whether some length beats plain decoding; where none does, still True for 1 % of the steps, to look again."""
-        if batch < 1:
-            return False
-        rates = self.rates(batch)
-        self.on = bool(rates[1:].max() > rates[0] * (1.0 if self.on else ON_MARGIN))
+    def rates(self, counts: NDArray[np.int64], batch: int, max_draft_len: int = MAX_DRAFT_LEN) -> NDArray[np.float64]:
+        """float64 [M + 1]: expected tokens per second of a step, by the most tokens a draft may have; first without
+        drafts.
+
+        Args:
+            counts: int64 [S], requests that draft, by skip set; batch: all requests of the step.
+        """
+        expected = self._expected(np.array([counts.sum()]), counts[:, None], max_draft_len)
+        seconds = expected.seconds[0] + self.costs.step_seconds(batch, batch + expected.tokens[0])
+        baseline = batch / float(self.costs.step_seconds(batch, batch))
+        return np.concatenate([[baseline], (batch + expected.gain[0]) / seconds])
+
+    def _expected(self, sizes: NDArray[np.int64], counts: NDArray[np.int64], max_len: int) -> DraftPassEstimate:
+        """counts: int64 [S, K], requests of each set that take part."""
+        max_len = min(max_len, MAX_DRAFT_LEN)
+        gain, tokens, seconds = np.zeros((3, len(sizes), max_len))
+        for recipe, record, n in zip(self.recipes, self.records, counts[:, :, None], strict=True):
+            if n.any():
+                reached = record.reached[:max_len]
+                any_left = 1 - (1 - np.minimum(reached, 1)) ** n
+                rows = n * reached / np.maximum(any_left, 1e-9)
+                seconds += np.cumsum(any_left * self.costs.pass_seconds(recipe, np.maximum(rows, 1)), 1)
+                gain += n * np.cumsum(record.held[:max_len])
+                tokens += n * np.cumsum(reached)
+        return DraftPassEstimate(sizes, gain, tokens, seconds)
+
+    def should_draft(self, sets: Places) -> Flags:
+        """The requests of the skip sets that together beat no drafting by most; of none where none do, but for rare
+        probes of all."""
+        batch = len(sets)
+        if not batch:
+            return np.zeros(0, np.bool_)
+        counts = np.bincount(sets, minlength=len(self.recipes))
+        baseline = float(self.rates(np.zeros_like(counts), batch)[0])
+        alone = {s: float(self.rates(np.where(np.arange(len(counts)) == s, counts, 0), batch)[1:].max())
+                 for s in np.flatnonzero(counts).tolist()}  # fmt: skip
+        chosen, best = np.zeros(len(counts), np.bool_), baseline * (1.0 if self.on else ON_MARGIN)
+        tried = np.zeros(len(counts), np.bool_)
+        for s in sorted(alone, key=lambda s: -alone[s]):
+            tried[s] = True
+            rate = alone[s] if tried.sum() == 1 else float(self.rates(np.where(tried, counts, 0), batch)[1:].max())
+            if rate > best:
+                chosen, best = tried.copy(), rate
+        self.on = bool(chosen.any())
         if self.on:
-            self.idle, self.probe_every = 0, PROBE_EVERY
-            return True
-        self.idle += 1
-        if self.idle < self.probe_every:
-            return False
-        self.idle, self.probe_every = 0, min(2 * self.probe_every, PROBE_RARELY)
-        return True
+            self._probes.reset()
+            return chosen[sets]
+        return np.full(batch, self._probes.due())
 
-    def begin(self, request_ids: Sequence[str], max_draft_tokens: int) -> None:
-        super().begin(request_ids, min(max_draft_tokens, LONGEST))
+    # -- a round -------------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
+    ) -> None:
+        super().begin(request_ids, sets, min(max_draft_tokens, MAX_DRAFT_LEN), rest)
         self.log.begin(request_ids, self.max_draft_tokens)
         batch = len(request_ids)
-        others, self.others = self.others, None
         if not batch:
             return
-        requests, tokens, rate = others or (0, 0, float(self.rates(batch).max()))
-        self.rate = rate
+        others, beside, rate = rest or RestOfBatch(0, 0, None)
+        counts = np.bincount(sets, minlength=len(self.recipes))
+        self.rate = float(self.rates(counts, batch + others).max()) if rate is None else rate
+        self.sets, self.kinds = np.asarray(sets), kinds_of(sets)
         self.survival = np.ones(batch)
         self.tokens = batch
         # What the decisions of this round look up: prices by number of requests and by number of query tokens.
-        self.draft_price = self.prices.draft(np.arange(1, batch + 1))
+        self.pass_price = {s: np.concatenate([[0.0], self.costs.pass_seconds(self.recipes[s], np.arange(1, n + 1))])
+                           for s, n in enumerate(counts.tolist()) if n}  # fmt: skip
         query_tokens = np.maximum(np.arange(batch * (self.max_draft_tokens + 1) + 1), batch)
-        self.verify_price = self.prices.verify(requests + batch, tokens + query_tokens)
-        self.right, self.next = self.accepted_given.rates, self.next_given.rates
-        chain = self.next_given.successes.sum() + self.next_given.weight * self.next_given.prior[0]
-        chain /= self.next_given.trials.sum() + self.next_given.weight
-        self.series = np.cumsum(chain ** np.arange(self.horizon))
+        self.step_price = self.costs.step_seconds(batch + others, beside + query_tokens)
+        self.next = np.stack([record.next_given.rates for record in self.records])
+        chances = np.array([record.next_given.mean for record in self.records])
+        self.series = np.cumsum(chances[:, None] ** np.arange(self.horizon), 1)
 
-    def go_on(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         more = np.zeros(len(rows), np.bool_)
         if position < self.max_draft_tokens:
             self.log.put(position, rows, top[:, :1])
         left = self.max_draft_tokens - position - 1
         if left < 1 or not len(rows):
             return more
-        bins = to_bins(top[:, 0])
+        confidence, sets = top[:, 0], self.sets[rows]
         self.tokens += len(rows)
-        self.survival[rows] *= self.right[bins]
-        chance = self.survival[rows] * self.next[bins]
+        self.survival[rows] *= self.costs.acceptance.given_parent(confidence, self.kinds[rows], position + 1)
+        chance = self.survival[rows] * self.next[sets, to_bins(confidence)]
         order = np.argsort(-chance, kind="stable")
+        passes = sum(price[np.cumsum(sets[order] == s)] for s, price in self.pass_price.items())
         k = np.arange(1, len(rows) + 1)[:, None]
         m = np.arange(1, min(left, self.horizon) + 1)
-        gain = np.cumsum(chance[order])[:, None] * self.series[m - 1]
-        price = m * self.draft_price[k - 1] + self.verify_price[self.tokens + k * m] - self.verify_price[self.tokens]
+        gain = np.cumsum(chance[order, None] * self.series[sets[order]][:, m - 1], 0)
+        price = m * np.asarray(passes)[:, None] + self.step_price[self.tokens + k * m] - self.step_price[self.tokens]
         surplus = (gain - self.rate * price).max(1)
         best = int(np.argmax(surplus))
         if surplus[best] > 0:
             more[order[: best + 1]] = True
         return more
 
-    def observe(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints) -> None:
+    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
         features, position, good, place = self.log.judged(request_ids, drafted, accepted)
         bins = to_bins(features[:, 0])
-        self.accepted_given.add(bins, good)
         pairs = np.flatnonzero((place[1:] == place[:-1]) & (position[1:] == position[:-1] + 1))
-        self.next_given.add(bins[pairs], good[pairs + 1])
-        drafted, accepted = np.asarray(drafted), np.asarray(accepted)
-        some = drafted > 0
-        new = int(some.sum())
-        if not new:
-            return
-        places = np.arange(LONGEST)
-        old = min(self.weight * np.exp(-new / MEMORY), MEMORY)
-        self.weight = old + new
-        self.reached += ((drafted[some, None] > places).mean(0) - self.reached) * (new / self.weight)
-        self.held += ((accepted[some, None] > places).mean(0) - self.held) * (new / self.weight)
+        known = np.array([self.log.row.get(request, -1) for request in request_ids], np.intp)
+        sets = np.where(known >= 0, self.sets[known], -1) if len(self.log.row) else np.full(len(known), -1)
+        for number, record in enumerate(self.records):
+            mine = pairs[sets[place[pairs]] == number]
+            record.next_given.add(bins[mine], good[mine + 1])
+            rounds = (sets == number) & (drafted > 0)
+            if rounds.any():
+                record.update(drafted[rounds], path[rounds])
 
 
 def to_bins(probability: Floats) -> NDArray[np.intp]:

@@ -98,7 +98,7 @@ class Disco(Lookahead):
     def __init__(self, classifier: Classifier) -> None:
         self.classifier = classifier
 
-    def go_on(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         if position + 1 >= self.max_draft_tokens:
             return np.zeros(len(rows), np.bool_)
         assert entropy is not None

@@ -15,5 +15,5 @@ class Fixed(Lookahead):
             raise ValueError(f"lookahead: length must be at least 1, not {length}")
         self.length = length
 
-    def go_on(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         return np.full(len(rows), position + 1 < min(self.length, self.max_draft_tokens))

@@ -32,6 +32,11 @@ class BinnedRate:
         self.successes = self.successes * fade + np.bincount(bins, weights=success, minlength=size)
 
     @property
+    def mean(self) -> float:
+        """The rate of all bins together, drawn to the first one's prior."""
+        return float((self.successes.sum() + self.weight * self.prior[0]) / (self.trials.sum() + self.weight))
+
+    @property
     def rates(self) -> NDArray[np.float64]:
         """float64[bins]."""
         prior = self.prior

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, RoundLog
+from freedraft.draft_model import Recipe
+from freedraft.hybrid.choice import RestOfBatch
+from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, Places, RoundLog
 
 TOP = 10
 FORMAT = "freedraft verifications 1"
@@ -79,44 +81,51 @@ class Verifications:
 
 
 class Recording(Lookahead):
-    """Any policy, with its verifications kept for `freedraft calibrate disco`.
+    """Any policy, with the verifications of the first skip set's drafts kept for `freedraft calibrate disco`.
 
     Args:
         inner: the policy that decides.
         path: where `save` writes.
         model: fingerprint of the model.
-        most: tokens kept; later ones are not recorded.
+        max_tokens: tokens kept; later ones are not recorded.
     """
 
     needs_top = TOP
     needs_entropy = True
 
-    def __init__(self, inner: Lookahead, path: Path, model: str = "", most: int = 200_000) -> None:
-        self.inner, self.path, self.model, self.most = inner, path, model, most
+    def __init__(self, inner: Lookahead, path: Path, model: str = "", max_tokens: int = 200_000) -> None:
+        self.inner, self.path, self.model, self.max_tokens = inner, path, model, max_tokens
         self.log = RoundLog(TOP + 1)
         self.parts: list[tuple[NDArray[Any], ...]] = []
         self.kept = 0
         self.numbers: dict[str, list[int]] = {}
         self.requests = 0
 
-    def affordable(self, batch: int) -> bool:
-        return self.inner.affordable(batch)
+    def should_draft(self, sets: Places) -> Flags:
+        return self.inner.should_draft(sets)
 
-    def begin(self, request_ids: Sequence[str], max_draft_tokens: int) -> None:
-        super().begin(request_ids, max_draft_tokens)
+    def replace_recipe(self, place: int, recipe: Recipe) -> None:
+        self.inner.replace_recipe(place, recipe)
+
+    def begin(
+        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
+    ) -> None:
+        super().begin(request_ids, sets, max_draft_tokens, rest)
         self.log.begin(request_ids, max_draft_tokens)
-        self.inner.begin(request_ids, max_draft_tokens)
+        self.sets = np.asarray(sets)
+        self.inner.begin(request_ids, sets, max_draft_tokens, rest)
 
-    def go_on(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         assert entropy is not None
-        self.log.put(position, rows, np.concatenate([top, entropy[:, None]], 1))
+        first = self.sets[rows] == 0
+        self.log.put(position, rows[first], np.concatenate([top, entropy[:, None]], 1)[first])
         wanted = entropy if self.inner.needs_entropy else None
-        return self.inner.go_on(position, rows, top[:, : self.inner.needs_top], wanted)
+        return self.inner.should_continue(position, rows, top[:, : self.inner.needs_top], wanted)
 
-    def observe(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints) -> None:
-        self.inner.observe(request_ids, drafted, accepted)
+    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
+        self.inner.record_acceptance(request_ids, drafted, accepted, path)
         features, position, good, place = self.log.judged(request_ids, drafted, accepted)
-        if not len(good) or self.kept >= self.most:
+        if not len(good) or self.kept >= self.max_tokens:
             return
         numbers = np.zeros((len(request_ids), 2), np.int32)
         for i in np.unique(place):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from freedraft.composer import DRAFT, NAME, Composer, check_options, merged_options, part_options, roots_only
 from freedraft.composition import Outlook
 from freedraft.config import PluginOptions
-from freedraft.controller import Controller
+from freedraft.cost.controller import Controller
 from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.registration import PARTS, install
 from freedraft.engines.sglang.source import DraftSource, DraftStep, SourceContext

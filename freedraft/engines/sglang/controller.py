@@ -9,11 +9,11 @@ from freedraft.cost_model import CostModel
 from freedraft.engines.sglang.source import SourceContext
 
 if TYPE_CHECKING:
-    from freedraft.controller import Controller
+    from freedraft.cost.controller import Controller
 
 
 def make_controller(context: SourceContext, caps: CostModel, step_times: Path | None) -> Controller | None:
-    """See `freedraft.controller.make_controller`; None under policies other than "auto"."""
+    """See `freedraft.cost.controller.make_controller`; None under policies other than "auto"."""
     if caps.policy != "auto":
         return None
     from freedraft import controller

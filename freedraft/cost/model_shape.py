@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from freedraft.config import ConfigError
-from freedraft.hardware import DTYPE_BYTES
+from freedraft.cost.hardware import DTYPE_BYTES
 
 # Names of one thing in different families; the first that is given counts.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from freedraft.config import ConfigError
-from freedraft.cost_model import CostModel
-from freedraft.roofline import Roofline, operations
+from freedraft.cost.policies import Knee
+from freedraft.cost.roofline import Roofline, operations
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENS_PER_STEP = {1: 1.0, 4: 1.536, 8: 1.696, 16: 1.815, 32: 1.904}
@@ -52,21 +52,23 @@ class Row:
     speedup: float
 
 
-def explain(roofline: Roofline, context: int, *, most: int = 64, curve: dict[int, float] | None = None) -> list[Row]:
+def explain(
+    roofline: Roofline, context: int, *, max_nodes: int = 64, curve: dict[int, float] | None = None
+) -> list[Row]:
     """Step time and speculation length by batch size.
 
     Args:
-        context: tokens per request. most: longest length considered.
+        context: tokens per request. max_nodes: longest length considered.
         curve: tokens per step by nodes; between them it is taken as linear in the logarithm of the nodes.
     """
     rows = []
-    lengths = np.arange(1, most + 1)
+    lengths = np.arange(1, max_nodes + 1)
     tokens = expected_tokens(lengths, curve or TOKENS_PER_STEP)
-    rule = CostModel(roofline.profile, most - 1)
+    rule = Knee(roofline.profile, max_nodes - 1)
     for batch in BATCHES:
         seconds = np.asarray(roofline.seconds(batch, batch * lengths.astype(np.float64), context))
         best = int((tokens / seconds).argmax())
-        chosen = min(rule.speculation_length(batch), rule.per_request(batch) + 1)
+        chosen = min(rule.speculation_length(batch), rule.max_tokens_per_request(batch) + 1)
         rows.append(
             Row(batch, float(seconds[0]), chosen, float(seconds[chosen - 1]), best + 1, float(seconds[best]),
                 float(tokens[best] / seconds[best] * seconds[0]))
@@ -79,7 +81,7 @@ def expected_tokens(lengths: np.ndarray, curve: dict[int, float]) -> np.ndarray:
     return np.interp(np.log2(lengths), np.log2(list(curve)), list(curve.values()))
 
 
-def plot(roofline: Roofline, context: int, rows: list[Row], path: Path, *, most: int = 64) -> None:
+def plot(roofline: Roofline, context: int, rows: list[Row], path: Path, *, max_nodes: int = 64) -> None:
     """Draw step time by speculation length (figure 3 of papers/sssd.txt for this model) and the lengths by batch size.
 
     Raises:
@@ -92,23 +94,22 @@ def plot(roofline: Roofline, context: int, rows: list[Row], path: Path, *, most:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lengths = np.arange(1, most + 1, dtype=np.float64)
+    lengths = np.arange(1, max_nodes + 1, dtype=np.float64)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     batch = 8
     peak, bandwidth = roofline.profile.flops(roofline.shape.dtype), roofline.profile.bandwidth
-    parts = {"linear layers": np.zeros(most), "attention": np.zeros(most)}
+    parts = {"linear layers": np.zeros(max_nodes), "attention": np.zeros(max_nodes)}
     for operation in operations(
         roofline.shape, batch, lengths, context, tensor_parallel=roofline.tensor_parallel, mask=roofline.mask
     ):
         part = "attention" if operation.name == "attention" else "linear layers"
         parts[part] = parts[part] + np.asarray(operation.seconds(peak, bandwidth)) * 1e3
     left.stackplot(lengths, list(parts.values()), labels=list(parts), colors=["#e8a33d", "#4878a8"], alpha=0.85)
-    left.axvline(
-        min(most, max(1, round(roofline.profile.ridge / batch))), color="black", ls="--", lw=1, label="$I_{knee} / b$"
-    )
+    knee = min(max_nodes, max(1, round(roofline.profile.ridge / batch)))
+    left.axvline(knee, color="black", ls="--", lw=1, label="$I_{knee} / b$")
     left.set(
         title=f"Step time, batch {batch}, context {context:,}",
-        xlabel="nodes per request $s_q$ (root included)", ylabel="ms", xlim=(1, most),
+        xlabel="nodes per request $s_q$ (root included)", ylabel="ms", xlim=(1, max_nodes),
     )  # fmt: skip
     left.legend(loc="upper left")
     batches = [row.batch for row in rows]

@@ -1,4 +1,4 @@
-"""`StepTimes`: how long a step takes here, learnt while serving: the roofline, corrected by what was measured."""
+"""`StepTimes`: how long steps and draft passes take here: the roofline, corrected by what is measured while serving."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import logging
 import math
 import os
+from collections.abc import Hashable
 from pathlib import Path
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from freedraft.roofline import Roofline
+from freedraft.cost.roofline import Roofline
+from freedraft.draft_model import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +77,8 @@ def at(table, query_tokens):
 
 
 @njit(cache=True)
-def _learn(delta, count, row, i, error):
-    """One time of bucket i of a row: `error` is ln(measured / predicted), already without the common level."""
+def _correct(delta, count, row, i, error):
+    """Learn one time of bucket i of a row: `error` is ln(measured / predicted), already without the common level."""
     seen = count[row, i]
     if seen == 0.0:
         delta[row, i] = error
@@ -90,8 +92,8 @@ def _learn(delta, count, row, i, error):
 
 @njit(cache=True)
 def _fill(delta, count, row, out):
-    """The corrections of a row for every bucket: what was seen there, drawn towards its neighbours while seen rarely;
-    unseen ones from the nearest that were."""
+    """Write the corrections of a row for every bucket into `out`: a bucket that was seen rarely is drawn towards its
+    neighbours, an unseen one takes theirs. False where the row has none."""
     n = delta.shape[1]
     last = -1
     for i in range(n):
@@ -133,12 +135,44 @@ def _fill(delta, count, row, out):
     return True
 
 
-class StepTimes:
-    """Seconds of a step by batch size, query tokens and context: roofline * exp(level + correction).
+def _typical(context_bucket: int) -> float:
+    """Tokens per request that stand for a bucket of contexts."""
+    return 256.0 * 4**context_bucket
 
-    The level follows the machine (its clock, its other load); the corrections, by buckets of batch size, query tokens
-    and context, say how this kind of step differs from what the roofline predicts. Only ratios decide how much to
-    draft, and a change of the level leaves them alone. Outliers are clipped, absurd times dropped.
+
+class _Corrections:
+    """ln(measured / predicted) by row (batch size, context) and bucket of query tokens, and how often each was seen."""
+
+    def __init__(self, rows: int) -> None:
+        self.delta = np.zeros((rows, BUCKETS))
+        self.count = np.zeros((rows, BUCKETS))
+        self.stale = np.ones(rows, np.bool_)
+        self._filled = np.zeros((rows, BUCKETS))
+
+    def learn(self, row: int, bucket: int, error: float) -> None:
+        _correct(self.delta, self.count, row, bucket, error)
+        self.stale[:] = True
+
+    def row(self, row: int) -> NDArray[np.float64]:
+        """float64 [BUCKETS]: the corrections of a row; of the nearest one that has any where it has none."""
+        out = self._filled[row]
+        if self.stale[row]:
+            self.stale[row] = False
+            if not _fill(self.delta, self.count, row, out):
+                known = np.flatnonzero(self.count.any(axis=1))
+                if len(known):
+                    distance = abs(known // CONTEXTS - row // CONTEXTS) + 0.6 * abs(known % CONTEXTS - row % CONTEXTS)
+                    _fill(self.delta, self.count, known[distance.argmin()], out)
+        return out
+
+
+class StepTimes:
+    """Seconds of a step of the model by batch size, query tokens and context, and of a draft pass by recipe, batch size
+    and context: roofline * exp(level + correction).
+
+    The level follows the machine (its clock, its other load); the corrections, by buckets, say how this kind of step
+    differs from what the roofline predicts. Only ratios decide how much to draft, and a change of the level leaves them
+    alone. Outliers are clipped, absurd times dropped.
 
     Args:
         roofline: the prediction to start from.
@@ -146,15 +180,13 @@ class StepTimes:
 
     def __init__(self, roofline: Roofline) -> None:
         self.roofline = roofline
-        self._delta = np.zeros((ROWS, BUCKETS))
-        self._count = np.zeros((ROWS, BUCKETS))
+        self._steps = _Corrections(ROWS)
+        self._passes: dict[Recipe, _Corrections] = {}
         self._level = 0.0
         self._seen = 0
         self._absurd = 0
-        self._logs: dict[tuple[int, int], NDArray[np.float64]] = {}
-        self._tables: dict[tuple[int, int], NDArray[np.float64]] = {}
-        self._stale = np.ones(ROWS, np.bool_)
-        self._filled = np.zeros((ROWS, BUCKETS))
+        self._warm: set[tuple[Recipe, int]] = set()
+        self._priors: dict[tuple[Hashable, int], NDArray[np.float64]] = {}
 
     @property
     def seen(self) -> int:
@@ -163,25 +195,40 @@ class StepTimes:
 
     def count(self, batch: int, query_tokens: int, context: float) -> float:
         """How often steps of this bucket were timed."""
-        row = row_of(batch, context)
-        return float(self._count[row, BUCKET_OF[min(query_tokens, MAX_QUERY_TOKENS)]])
+        return float(self._steps.count[row_of(batch, context), BUCKET_OF[min(query_tokens, MAX_QUERY_TOKENS)]])
 
-    def observe(self, batch: int, query_tokens: int, context: float, seconds: float) -> bool:
+    def update(self, batch: int, query_tokens: int, context: float, seconds: float) -> bool:
         """Learn from one step.
 
         Returns:
             False where the time cannot be one of a step (not positive, not finite, absurdly far off) and was dropped.
         """
-        if not (seconds > 0.0 and math.isfinite(seconds)) or not 1 <= batch <= query_tokens <= MAX_QUERY_TOKENS:
+        if not 1 <= batch <= query_tokens <= MAX_QUERY_TOKENS:
             return False
-        row = row_of(batch, context)
-        i = int(BUCKET_OF[query_tokens])
-        logs = self._log_roofline(batch, context)
-        error = math.log(seconds) - float(np.interp(query_tokens, CENTRES, logs)) - self._level
+        prior = float(np.interp(query_tokens, CENTRES, self._log_steps(batch, context)))
+        return self._learn(self._steps, row_of(batch, context), int(BUCKET_OF[query_tokens]), prior, seconds)
+
+    def update_pass(self, recipe: Recipe, batch: int, context: float, seconds: float) -> bool:
+        """Learn from one draft pass over `batch` requests. The first one of its kind compiles and warms up, so that its
+        time is dropped."""
+        if not 1 <= batch <= MAX_QUERY_TOKENS:
+            return False
+        corrections = self._corrections(recipe)
+        row, bucket = context_bucket(context), int(BUCKET_OF[batch])
+        if (recipe, bucket) not in self._warm:
+            self._warm.add((recipe, bucket))
+            return False
+        prior = float(np.interp(batch, CENTRES, self._log_passes(recipe, context)))
+        return self._learn(corrections, row, bucket, prior, seconds)
+
+    def _learn(self, corrections: _Corrections, row: int, bucket: int, prior: float, seconds: float) -> bool:
+        if not (seconds > 0.0 and math.isfinite(seconds)):
+            return False
+        error = math.log(seconds) - prior - self._level
         if self._seen == 0:
             self._level += error
             error = 0.0
-        known = self._row(row)[i]
+        known = corrections.row(row)[bucket]
         if abs(error - known) > _ABSURD:
             self._absurd += 1
             if self._absurd < _PATIENCE:
@@ -189,56 +236,55 @@ class StepTimes:
             self._level += error - known  # a different machine, or a clock that was wrong before
             error = known
         self._absurd = 0
-        if self._count[row, i] >= 3:  # before, the roofline's shape is what is wrong
+        if corrections.count[row, bucket] >= 3:  # before, the roofline's shape is what is wrong
             self._level += _LEVEL_RATE * min(max(error - known, -_CLIP), _CLIP)
-        _learn(self._delta, self._count, row, i, error)
+        corrections.learn(row, bucket, error)
         self._seen += 1
-        self._stale[:] = True
         return True
 
     def table(self, batch: int, context: float) -> NDArray[np.float64]:
         """float64 [BUCKETS]: seconds of a step of `batch` requests at each number of query tokens in `CENTRES`."""
-        row = row_of(batch, context)
-        return np.exp(self._log_roofline(batch, context) + self._row(row) + self._level)
+        return np.exp(self._log_steps(batch, context) + self._steps.row(row_of(batch, context)) + self._level)
 
-    def seconds(self, batch: int, query_tokens: float, context: float) -> float:
-        """Seconds of one step."""
-        return float(np.interp(query_tokens, CENTRES, self.table(batch, context)))
+    def seconds(self, batch: int, query_tokens: ArrayLike, context: float) -> NDArray[np.float64]:
+        """Seconds of one step, by query tokens."""
+        return np.interp(query_tokens, CENTRES, self.table(batch, context))
 
-    def _log_roofline(self, batch: int, context: float) -> NDArray[np.float64]:
+    def pass_seconds(self, recipe: Recipe, batch: ArrayLike, context: float) -> NDArray[np.float64]:
+        """Seconds of one draft pass, by batch size."""
+        corrections = self._corrections(recipe).row(context_bucket(context))
+        return np.interp(batch, CENTRES, np.exp(self._log_passes(recipe, context) + corrections + self._level))
+
+    def _corrections(self, recipe: Recipe) -> _Corrections:
+        found = self._passes.get(recipe)
+        if found is None:
+            found = self._passes[recipe] = _Corrections(CONTEXTS)
+        return found
+
+    def _log_steps(self, batch: int, context: float) -> NDArray[np.float64]:
         key = batch, context_bucket(context)
-        logs = self._logs.get(key)
+        logs = self._priors.get(key)
         if logs is None:
-            typical = 256 * 4 ** key[1]
-            query_tokens = np.maximum(CENTRES, batch)
-            logs = self._logs[key] = np.log(np.asarray(self.roofline.seconds(batch, query_tokens, typical)))
+            seconds = self.roofline.seconds(batch, np.maximum(CENTRES, batch), _typical(key[1]))
+            logs = self._priors[key] = np.log(np.asarray(seconds))
         return logs
 
-    def _row(self, row: int) -> NDArray[np.float64]:
-        """Corrections of a row; of the nearest one that has any where it has none."""
-        out = self._filled[row]
-        if self._stale[row]:
-            self._stale[row] = False
-            if not _fill(self._delta, self._count, row, out):
-                known = np.flatnonzero(self._count.any(axis=1))
-                if len(known):
-                    distance = abs(known // CONTEXTS - row // CONTEXTS) + 0.6 * abs(known % CONTEXTS - row % CONTEXTS)
-                    _fill(self._delta, self._count, known[distance.argmin()], out)
-        return out
+    def _log_passes(self, recipe: Recipe, context: float) -> NDArray[np.float64]:
+        key = recipe, context_bucket(context)
+        logs = self._priors.get(key)
+        if logs is None:
+            seconds = self.roofline.pass_seconds(recipe, CENTRES, _typical(key[1]))
+            logs = self._priors[key] = np.log(np.asarray(seconds))
+        return logs
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write what was learnt, replacing the file in one go."""
+        """Write what was learnt of steps, replacing the file in one go."""
+        delta, count = self._steps.delta, self._steps.count
         cells = [
-            [
-                int(row // CONTEXTS),
-                int(row % CONTEXTS),
-                int(i),
-                round(float(self._delta[row, i]), 5),
-                int(self._count[row, i]),
-            ]
-            for row, i in zip(*np.nonzero(self._count), strict=True)
+            [int(row // CONTEXTS), int(row % CONTEXTS), int(i), round(float(delta[row, i]), 5), int(count[row, i])]
+            for row, i in zip(*np.nonzero(count), strict=True)
         ]
         data = {"format": FORMAT, "for": self._identity(), "level": self._level, "cells": cells}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -255,18 +301,18 @@ class StepTimes:
             level, cells = float(data["level"]), data["cells"]
             if not math.isfinite(level):
                 raise ValueError("its level is no number")
-            delta, count = np.zeros_like(self._delta), np.zeros_like(self._count)
+            steps = _Corrections(ROWS)
             for batch, context, i, value, seen in cells:
                 if not (0 <= batch < BATCHES and 0 <= context < CONTEXTS and 0 <= i < BUCKETS and abs(value) < 20):
                     raise ValueError("a cell is out of range")
-                delta[batch * CONTEXTS + context, i], count[batch * CONTEXTS + context, i] = value, min(seen, 30)
+                row = batch * CONTEXTS + context
+                steps.delta[row, i], steps.count[row, i] = value, min(seen, 30)
         except FileNotFoundError:
             return False
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("freedraft: step times in %s are not used (%s); they are learnt anew", path, error)
             return False
-        self._delta, self._count, self._level, self._seen = delta, count, level, 1
-        self._stale[:] = True
+        self._steps, self._level, self._seen = steps, level, 1
         return True
 
     def _identity(self) -> list[object]:

@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from freedraft.draft import DraftBatch
 
 KINDS = 64
+PASS_KINDS = 48
+"""`DraftBatch.kinds` of nodes that draft passes made begin here, one for each recipe; n-gram drafters stay below."""
 _BINS = 12
 _DEPTHS = 8
 _RATE = 0.03
-_MOST = 4.0  # no correction goes further than this
+_MAX_CORRECTION = 4.0
 _BINS_AT, _KINDS_AT, _DEPTHS_AT = 0, _BINS, _BINS + KINDS
 SIZE = _BINS + KINDS + _DEPTHS
 _GRID = 512
@@ -62,6 +64,12 @@ def calibrate(odds, bin_of, parents, depths, scores, kinds, counts, out):
 
 
 @njit(cache=True, nogil=True)
+def _estimate(odds, bin_of, ratios, kinds, depth, out):
+    for i in range(len(ratios)):
+        out[i], _, _, _ = _given_parent(odds, bin_of, ratios[i], 1.0, kinds[i], depth)
+
+
+@njit(cache=True, nogil=True)
 def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, rows, source, starts, ends):
     """Move the corrections by what became of a draft: at each node of the true path, which child came next.
 
@@ -89,7 +97,7 @@ def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, ro
                 hit = 1.0 if tokens[b, i] == token else 0.0
                 step = _RATE * (hit - p)
                 for k in (x, y, d):
-                    bias[k] = min(max(bias[k] + step, -_MOST), _MOST)
+                    bias[k] = min(max(bias[k] + step, -_MAX_CORRECTION), _MAX_CORRECTION)
                     odds[k] = np.exp(bias[k])
                 seen += 1
                 if hit > 0.0:
@@ -117,6 +125,20 @@ class Acceptance:
     def calibrate(self, draft: DraftBatch, out: NDArray[np.float64]) -> None:
         """`probabilities` into `out`, float64 [B, N]."""
         calibrate(self.odds, BIN_OF, draft.parents, draft.depths, draft.scores, draft.kinds, draft.counts, out)
+
+    def given_parent(
+        self, confidences: NDArray[np.float32], kinds: NDArray[np.uint8], depth: int
+    ) -> NDArray[np.float64]:
+        """float64 [R]: the chance that nodes are accepted if their parents are.
+
+        Args:
+            confidences: float32 [R], the drafter's own probability of each node given its parent.
+            kinds: uint8 [R], see `DraftBatch`.
+            depth: of the nodes, at least 1.
+        """
+        out = np.empty(len(confidences))
+        _estimate(self.odds, BIN_OF, confidences, kinds, depth, out)
+        return out
 
     def observe(self, draft: DraftBatch, continuations: Sequence[NDArray[np.int32]]) -> int:
         """Learn from the tokens that followed each root of `draft`.

@@ -1,4 +1,4 @@
-"""`Pace`: tokens per second that each request has gained of late."""
+"""`Throughput`: tokens per second that each request has gained of late."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 STEPS = 12
 """Steps after which an old one counts 1/e."""
-_KEPT = float(np.exp(-1 / STEPS))
+_FADE = float(np.exp(-1 / STEPS))
 
 
-class Pace:
+class Throughput:
     """Running sums of tokens and seconds by request, older steps counting ever less."""
 
     def __init__(self) -> None:
@@ -21,16 +21,11 @@ class Pace:
     def __len__(self) -> int:
         return len(self._sums)
 
-    def note(self, request_ids: Sequence[str], tokens: NDArray[np.integer], seconds: float) -> None:
-        """One step.
-
-        Args:
-            tokens: int [B], gained by each request.
-            seconds: that the step took.
-        """
+    def update(self, request_ids: Sequence[str], tokens: NDArray[np.integer], seconds: float) -> None:
+        """Each of these requests gained `tokens` (int [B]) by a step of so many seconds."""
         for request_id, gained in zip(request_ids, tokens.tolist(), strict=True):
             before, passed = self._sums.get(request_id, (0.0, 0.0))
-            self._sums[request_id] = _KEPT * before + gained, _KEPT * passed + seconds
+            self._sums[request_id] = _FADE * before + gained, _FADE * passed + seconds
 
     def of(self, request_ids: Iterable[str]) -> float:
         """Tokens per second of these requests together; those that are new count as 0."""
@@ -38,7 +33,6 @@ class Pace:
         known = (sums[request_id] for request_id in request_ids if request_id in sums)
         return sum(tokens / seconds for tokens, seconds in known)
 
-    def finish(self, request_ids: Iterable[str]) -> None:
-        """Forget requests."""
-        for request_id in request_ids:
-            self._sums.pop(request_id, None)
+    def finish(self, request_id: str) -> None:
+        """Forget a request."""
+        self._sums.pop(request_id, None)

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from freedraft.config import ConfigError, configs_dir
-from freedraft.hardware import HardwareProfile
+from freedraft.cost.hardware import HardwareProfile
 
 _SECONDS = 1.5  # per measurement
 _DTYPES = ("bfloat16", "float16", "float32")

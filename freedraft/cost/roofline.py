@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.hardware import HardwareProfile
-from freedraft.model_shape import ModelShape
+from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.model_shape import ModelShape
+from freedraft.draft_model import Recipe
 
 Number = float | NDArray[np.float64]
 
@@ -29,11 +30,6 @@ class Operation:
     write: Number
     count: Number
 
-    @property
-    def intensity(self) -> Number:
-        """FLOPs per byte."""
-        return self.flops / (self.read + self.write)
-
     def seconds(self, peak_flops: float, bandwidth: float) -> Number:
         """Time of all its runs: the slower of computing and moving."""
         return self.count * np.maximum(self.flops / peak_flops, (self.read + self.write) / bandwidth)
@@ -46,7 +42,15 @@ def product(name: str, shape: ModelShape, n: Number, rows: float, columns: float
 
 
 def operations(
-    shape: ModelShape, batch: int, s_q: Number, s_kv: float, *, tensor_parallel: int = 1, mask: bool = True
+    shape: ModelShape,
+    batch: Number,
+    s_q: Number,
+    s_kv: float,
+    *,
+    tensor_parallel: int = 1,
+    mask: bool = True,
+    attention: float = 1.0,
+    mlp: float = 1.0,
 ) -> list[Operation]:
     """The rows of Table 2 for a batch of b requests with s_q query tokens each, over contexts of s_kv tokens.
 
@@ -56,28 +60,33 @@ def operations(
 
     Args:
         tensor_parallel: p. mask: whether a mask of one byte per element is read, as for trees.
+        attention, mlp: shares of these sublayers that run; a draft pass skips the others.
     """
     b, p = batch, tensor_parallel
     n = b * s_q
     h = shape.hidden
-    rows = _latent(shape, b, s_q, s_kv, p, mask) if shape.latent else _attention(shape, b, s_q, s_kv, p, mask)
+    attend = _latent if shape.latent else _attention
+    rows = attend(shape, b, s_q, s_kv, p, mask, shape.layers * attention)
     experts = shape.experts
-    dense = shape.layers - (experts.layers if experts else 0)
+    sparse = experts.layers * mlp if experts else 0
+    dense = shape.layers * mlp - sparse
     if dense:
         rows += _mlp("", shape, n, shape.intermediate / p, dense)
-    if experts and experts.layers:
+    if experts and sparse:
         touched = experts.total * (1 - (1 - experts.active / experts.total) ** n)
         per_expert = n * experts.active / touched
-        rows += [product("router", shape, n, h, experts.total, experts.layers)]
-        rows += _mlp("experts: ", shape, per_expert, experts.intermediate / p, experts.layers * touched)
+        rows += [product("router", shape, n, h, experts.total, sparse)]
+        rows += _mlp("experts: ", shape, per_expert, experts.intermediate / p, sparse * touched)
         if experts.shared:
-            rows += _mlp("shared expert: ", shape, n, experts.shared / p, experts.layers)
+            rows += _mlp("shared expert: ", shape, n, experts.shared / p, sparse)
     rows.append(product("logits", shape, n, h, shape.vocab / p, 1))
     return rows
 
 
-def _attention(shape: ModelShape, b: int, s_q: Number, s_kv: float, p: int, mask: bool) -> list[Operation]:
-    n, h, layers = b * s_q, shape.hidden, shape.layers
+def _attention(
+    shape: ModelShape, b: Number, s_q: Number, s_kv: float, p: int, mask: bool, layers: float
+) -> list[Operation]:
+    n, h = b * s_q, shape.hidden
     q, kv = shape.heads * shape.head_dim / p, shape.kv_heads * shape.head_dim / p
     total = s_kv + s_q
     read = shape.kv_bytes * b * 2 * total * kv + shape.activation_bytes * n * q + (n * total if mask else 0)
@@ -90,10 +99,12 @@ def _attention(shape: ModelShape, b: int, s_q: Number, s_kv: float, p: int, mask
     ]
 
 
-def _latent(shape: ModelShape, b: int, s_q: Number, s_kv: float, p: int, mask: bool) -> list[Operation]:
+def _latent(
+    shape: ModelShape, b: Number, s_q: Number, s_kv: float, p: int, mask: bool, layers: float
+) -> list[Operation]:
     latent = shape.latent
     assert latent is not None
-    n, h, layers, heads = b * s_q, shape.hidden, shape.layers, shape.heads / p
+    n, h, heads = b * s_q, shape.hidden, shape.heads / p
     total, entry = s_kv + s_q, latent.kv_rank + latent.rope_dim
     q = heads * (latent.nope_dim + latent.rope_dim)
     if latent.q_rank:
@@ -146,21 +157,23 @@ class Roofline:
             query_tokens: over the whole batch, b * s_q; requests are taken to have equal shares.
             context: tokens in the cache per request, s_kv.
         """
-        s_q = query_tokens / batch
-        rows = operations(self.shape, batch, s_q, context, tensor_parallel=self.tensor_parallel, mask=self.mask)
+        return self._seconds(
+            operations(
+                self.shape, batch, query_tokens / batch, context, tensor_parallel=self.tensor_parallel, mask=self.mask
+            )
+        )
+
+    def pass_seconds(self, recipe: Recipe, batch: Number, context: float) -> Number:
+        """Time of one draft pass: one token per request through the sublayers that `recipe` keeps, and the head."""
+        layers = recipe.n_layers
+        attention, mlp = 1 - len(recipe.attention) / layers, 1 - len(recipe.mlp) / layers
+        return self._seconds(
+            operations(
+                self.shape, batch, 1, context, tensor_parallel=self.tensor_parallel, mask=False,
+                attention=attention, mlp=mlp,
+            )
+        )  # fmt: skip
+
+    def _seconds(self, rows: list[Operation]) -> Number:
         peak = self.profile.flops(self.shape.dtype)
         return sum((row.seconds(peak, self.profile.bandwidth) for row in rows), start=np.float64(0.0))
-
-    def knee(self, batch: int, context: float) -> int:
-        """Query tokens per step from which one more costs at least half of its full computing time.
-
-        The measure of the whole forward pass that I_knee approximates for one matrix product.
-        """
-        peak = self.profile.flops(self.shape.dtype)
-        full = sum(row.count * row.flops for row in operations(self.shape, 1, 1, 0)) / peak / self.tensor_parallel
-        low, high = batch, 1 << 20
-        while low < high:
-            middle = (low + high) // 2
-            slope = self.seconds(batch, middle + 1, context) - self.seconds(batch, middle, context)
-            low, high = (low, middle) if slope >= full / 2 else (middle + 1, high)
-        return low

@@ -1,0 +1,289 @@
+"""`Auto`: the draft tokens that maximise expected tokens per second over the batch, step by step.
+
+For every node that the drafter offers, `Acceptance` says how likely it is to be accepted; for every number of query
+tokens, `StepTimes` says how long the step would take. Taking the n likeliest nodes of the batch, a step yields
+b + p_1 + ... + p_n tokens in t(b + n) seconds; the n of the best ratio is verified, and 0 is one of them (the tokens
+per time of papers/knapspec_summary.txt, over a batch).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from freedraft.config import ConfigError
+from freedraft.cost.acceptance import Acceptance
+from freedraft.cost.allocation import FREE, allocate_best, allocate_width
+from freedraft.cost.hardware import choose_profile
+from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.policies import Controller, Fixed, Knee, Policy
+from freedraft.cost.probes import ProbeSchedule
+from freedraft.cost.roofline import Roofline
+from freedraft.cost.step_times import CENTRES, MAX_QUERY_TOKENS, StepTimes, row_of
+from freedraft.draft import DraftBatch
+from freedraft.draft_model import Recipe
+
+if TYPE_CHECKING:
+    from freedraft.method import EngineContext, Step
+
+logger = logging.getLogger(__name__)
+
+PROBE_EVERY = 100
+"""One step in so many verifies another number of tokens than the best known, to keep step times fresh."""
+_PROBE_FIRST, _PROBE_GROWTH = 8, 1.125  # at a batch size that is new, unless nothing seems to pay there
+_PROBE_COST = 1.5  # steps without drafts, at most, as far as is known
+_IDLE_SHARE = 0.005  # of time, for drafting while nothing is verified
+_MAX_IDLE = 256
+_GAIN_RATE = 0.1
+_SAVE_SECONDS = 60.0
+_ENOUGH = 3  # times of steps without drafts, from which on drafting can be compared with them
+
+
+class Auto(Controller):
+    """Policy "auto".
+
+    Args:
+        roofline: where step times start from; the other arguments: see `Controller`.
+        path: file to keep the step times in.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        roofline: Roofline,
+        max_draft_tokens: int,
+        widths: Sequence[int] | None = None,
+        *,
+        path: Path | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(roofline.profile, max_draft_tokens, widths)
+        self.times = StepTimes(roofline)
+        self.acceptance = Acceptance()
+        self.gain = 0.0
+        self.drafting_seconds = 0.0
+        self._path = path
+        self._clock = clock
+        self._drafts: list[DraftBatch] = []
+        self._ids: list[str] = []
+        self._ended: float | None = None
+        self._began = 0.0
+        self._context = 1.0
+        self._probes = ProbeSchedule(_PROBE_FIRST, PROBE_EVERY, _PROBE_GROWTH)
+        self._idle_left = 0
+        self._longest = float(max_draft_tokens)
+        self._random = np.random.default_rng(0)
+        self._p, self._order = np.zeros((0, 0)), np.zeros(0)
+        self._saved = clock()
+        self._drafts_pay = False
+        if path is not None:
+            self.times.load(path)
+        self._warm_up()
+
+    @property
+    def min_score(self) -> float:
+        return 0.0
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def update(self, step: Step) -> None:
+        now = self._began = self._clock()
+        if step.previous is not None and self._ended is not None:
+            self.times.update(*step.previous, self._context, now - self._ended)
+        if step.batch_size:
+            self._context = float(step.contexts.mean())
+        if self._drafts:
+            if step.request_ids == self._ids:
+                rows = np.arange(len(self._ids), dtype=np.int32)
+            else:
+                at = {request_id: i for i, request_id in enumerate(step.request_ids)}
+                rows = np.array([at.get(request_id, -1) for request_id in self._ids], np.int32)
+            for draft in self._drafts:
+                self.acceptance.learn(draft, rows, step.tokens, step.starts, step.ends)
+            self._drafts = []
+
+    def max_draft_len(self, step: Step) -> int:
+        batch = step.batch_size
+        self.budget = 0
+        if batch == 0:
+            return 0
+        if self._idle_left > 0:
+            self._idle_left -= 1
+            return 0
+        draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), int(2.0 * self._longest) + 2)
+        return self._fitting(min(draft_len, MAX_QUERY_TOKENS // batch - 1))
+
+    def truncate(self, draft: DraftBatch, *unverified: DraftBatch) -> int:
+        """See `Controller`. The arrays of `draft` and `unverified` must stay as they are until the next `update`.
+
+        Args:
+            unverified: drafts of the same requests that are not verified, and still say something of acceptance.
+        """
+        batch = draft.batch_size
+        if self._p.shape[0] < batch or self._p.shape[1] < draft.max_nodes:
+            self._p = np.empty((max(batch, 2 * self._p.shape[0]), draft.max_nodes))
+            self._order = np.empty(self._p.size)
+        p = self._p[:batch, : draft.max_nodes]
+        self.acceptance.calibrate(draft, p)
+        self.follow(draft, *unverified)
+        table = self.table(batch)
+        forced = self._probe(batch, draft.max_nodes - 1, table)
+        if self.widths is None:
+            chosen, gain, longest = allocate_best(p, draft.counts, table, self.drafting_seconds, forced, self._order)
+            self.budget = chosen
+        else:
+            chosen, gain, longest = allocate_width(p, draft.counts, table, self.drafting_seconds, self.widths, forced)
+            self.budget = batch * (max(chosen, 1) - 1)
+        if forced == FREE:
+            self.gain += _GAIN_RATE * (gain - self.gain)
+        self._drafts_pay = self.budget > 0
+        self._longest = max(longest - 1.0, 0.97 * self._longest)
+        return chosen
+
+    def follow(self, *drafts: DraftBatch) -> None:
+        """Learn from what becomes of these drafts, whether they are verified or not."""
+        self._drafts = [
+            DraftBatch(draft.tokens, draft.parents, draft.depths, draft.scores, draft.counts.copy(), draft.kinds)
+            for draft in drafts
+        ]
+
+    def end(self, step: Step) -> None:
+        now, batch = self._clock(), step.batch_size
+        self._ids = list(step.request_ids)
+        if self._drafts:
+            spent = now - self._began
+            if 0.0 < spent < 1.0:
+                rate = 0.5 if self.drafting_seconds == 0.0 else 0.05
+                self.drafting_seconds += rate * (min(spent, 4 * self.drafting_seconds or spent) - self.drafting_seconds)
+            if self.gain < 0.0:
+                idle = self.drafting_seconds / (_IDLE_SHARE * max(float(self.step_seconds(batch, batch)), 1e-6))
+                self._idle_left = min(int(idle), _MAX_IDLE)
+        self._ended = now
+        if self._path is not None and now - self._saved > _SAVE_SECONDS:
+            self._saved = now
+            self.save()
+
+    def interrupt(self) -> None:
+        self._ended, self._drafts = None, []
+
+    def exclude(self, seconds: float) -> None:
+        """Time since `update` that is not the drafter's own, and was decided upon by itself."""
+        self._began += seconds
+
+    def save(self) -> None:
+        if self._path is not None:
+            try:
+                self.times.save(self._path)
+            except OSError as error:
+                logger.warning("freedraft: cannot write step times to %s (%s); they are not kept", self._path, error)
+                self._path = None
+
+    # -- what steps and draft passes take, at the context of the present step ------------------------------------------
+
+    def baseline_known(self, batch: int) -> bool:
+        """Whether steps without drafts were timed often enough to compare anything with them."""
+        return self.times.count(batch, batch, self._context) >= _ENOUGH
+
+    def table(self, batch: int) -> NDArray[np.float64]:
+        """float64 [BUCKETS]: seconds of a step of `batch` requests at each number of query tokens in `CENTRES`."""
+        return self.times.table(batch, self._context)
+
+    def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of a step of the whole model, by query tokens over the batch."""
+        return self.times.seconds(batch, query_tokens, self._context)
+
+    def pass_seconds(self, recipe: Recipe, batch: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of a draft pass, by number of requests."""
+        return self.times.pass_seconds(recipe, batch, self._context)
+
+    def record_pass(self, recipe: Recipe, batch: int, seconds: float) -> None:
+        """A draft pass over `batch` requests has taken so long."""
+        self.times.update_pass(recipe, batch, self._context, seconds)
+
+    def worth(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+        """What `truncate` would make of a draft, which stays as it is.
+
+        Returns:
+            float64 [B, N], the estimated probability of each draft node, 0 for everything else; int32 [B], nodes that
+            would be kept, roots included.
+        """
+        p = self.acceptance.probabilities(draft)
+        counts = draft.counts.copy()
+        table = self.table(draft.batch_size)
+        if self.widths is None:
+            allocate_best(p, counts, table, 0.0, FREE, np.empty(p.size))
+        else:
+            allocate_width(p, counts, table, 0.0, self.widths, FREE)
+        nodes = np.arange(draft.max_nodes)
+        return np.where((nodes > 0) & (nodes < draft.counts[:, None]), p, 0.0), counts
+
+    def _probe(self, batch: int, longest: int, table: NDArray[np.float64]) -> int:
+        """Now and then, a number of tokens (an index of widths) at random: what is never tried is never known. None
+        that is known to take much longer than a step without drafts."""
+        if longest < 1 or not self._probes.due(row_of(batch, self._context), eager=self._drafts_pay):
+            return FREE
+        baseline = np.interp(batch, CENTRES, table)
+        affordable = int(CENTRES[table <= _PROBE_COST * baseline].max(initial=batch))
+        if self.widths is not None:
+            widths = int(np.searchsorted(self.widths, affordable // batch, side="right"))
+            return int(self._random.integers(max(1, widths)))
+        octaves = math.log2(max(1, min(affordable - batch, batch * longest)))
+        return int(2 ** (self._random.random() * (octaves + 1)) - 1)
+
+    def _warm_up(self) -> None:
+        """Compile, or load from the cache, everything that a step calls."""
+        draft = DraftBatch.empty(1, 2)
+        draft.counts[:] = 2
+        draft.depths[:, 1] = 1
+        draft.scores[:] = 1.0, 0.5
+        other = StepTimes(self.times.roofline)
+        other.update(1, 1, 1.0, 1.0)
+        none = np.zeros(1, np.int64)
+        Acceptance().learn(draft, np.full(1, -1, np.int32), np.zeros(1, np.int32), none, none)
+        p = np.ones((1, 2))
+        self.acceptance.calibrate(draft, p)
+        self.acceptance.given_parent(draft.scores[0], draft.kinds[0], 1)
+        if self.widths is None:
+            allocate_best(p, draft.counts, other.table(1, 1.0), 0.0, FREE, np.zeros(2))
+        else:
+            allocate_width(p, draft.counts, other.table(1, 1.0), 0.0, self.widths, FREE)
+
+
+def make_controller(
+    context: EngineContext,
+    policy: Policy = "auto",
+    *,
+    hardware: str = "auto",
+    knee: int | None = None,
+    step_times: Path | None = None,
+) -> Controller:
+    """The controller of a policy, for an engine. Where the model's configuration cannot be read, "knee" decides instead
+    of "auto", with one warning.
+
+    Args:
+        hardware: name or file of a profile, or "auto".
+        knee: of policy "knee"; replaces the profile's ridge.
+        step_times: of policy "auto": file to keep the step times in.
+
+    Raises:
+        ConfigError: `hardware` names no usable profile.
+    """
+    profile, max_draft_tokens, widths = choose_profile(hardware), context.max_draft_tokens, context.widths
+    if policy == "fixed":
+        return Fixed(profile, max_draft_tokens, widths)
+    if policy == "auto":
+        try:
+            shape = ModelShape.from_config(context.hf_config.to_dict(), dtype=context.dtype)
+        except ConfigError as error:
+            logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
+        else:
+            roofline = Roofline(shape, profile, context.tensor_parallel, mask=widths is not None)
+            return Auto(roofline, max_draft_tokens, widths, path=step_times)
+    return Knee(profile, max_draft_tokens, widths, knee)

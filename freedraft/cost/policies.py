@@ -1,0 +1,146 @@
+"""`Controller`: decides how much a step drafts. Here: the rules, `Knee` (the SSSD paper's, section 3.2) and `Fixed`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from freedraft.cost.hardware import HardwareProfile
+from freedraft.draft import DraftBatch
+
+if TYPE_CHECKING:
+    from freedraft.method import Step
+
+Policy = Literal["auto", "knee", "fixed"]
+
+
+class Controller(ABC):
+    """How much is drafted; zero is a normal answer. One step: `update`, `max_draft_len`, the draft, `truncate`, `end`.
+
+    Args:
+        profile: of the hardware.
+        max_draft_tokens: most draft tokens per request, roots not counted.
+        widths: ascending numbers of nodes per request, root included, that the engine can verify, if they must be the
+            same for all requests; None where every request may have its own.
+
+    Attributes:
+        budget: draft tokens that the last step was allowed, over the whole batch.
+    """
+
+    def __init__(self, profile: HardwareProfile, max_draft_tokens: int, widths: Sequence[int] | None = None) -> None:
+        if max_draft_tokens < 0:
+            raise ValueError(f"max_draft_tokens must be at least 0, not {max_draft_tokens}")
+        self.profile, self.max_draft_tokens = profile, max_draft_tokens
+        self.widths = None if widths is None else np.array(widths, np.int32)
+        self.budget = 0
+
+    @property
+    def min_score(self) -> float:
+        """Probability of acceptance below which a draft token is not worth verifying, where the user names none: what
+        a token costs by the profile, as far as lengths may differ by request."""
+        return self.profile.token_cost if self.widths is None else 0.0
+
+    def max_tokens_per_request(self, batch_size: int) -> int:
+        """Most draft tokens of any one request by the profile's caps, root not counted."""
+        cap = self.profile.max_nodes(batch_size)
+        return self.max_draft_tokens if cap is None else min(self.max_draft_tokens, cap - 1)
+
+    def update(self, step: Step) -> None:  # noqa: B027
+        """Learn from the step that has just ended: what it took, and what it accepted."""
+
+    @abstractmethod
+    def max_draft_len(self, step: Step) -> int:
+        """Draft tokens per request that are worth asking the drafter for; 0: do not draft."""
+
+    @abstractmethod
+    def truncate(self, draft: DraftBatch) -> int:
+        """Shorten `draft` (its counts, in place) to what should be verified.
+
+        Returns:
+            draft tokens over the batch; with widths, the width.
+        """
+
+    def end(self, step: Step) -> None:  # noqa: B027
+        """All is decided for the step that these requests begin now."""
+
+    def interrupt(self) -> None:  # noqa: B027
+        """Steps pass that this controller does not hear of."""
+
+    def save(self) -> None:  # noqa: B027
+        """Keep what was learnt, where a file is named for it."""
+
+    def _fitting(self, draft_len: int) -> int:
+        """The longest draft that fits a width and is not longer than `draft_len`."""
+        if self.widths is None:
+            return max(0, draft_len)
+        return max((int(width) for width in self.widths if width <= draft_len + 1), default=1) - 1
+
+
+class Fixed(Controller):
+    """Every request always drafts `max_draft_tokens`, or as many as it may."""
+
+    def max_tokens_per_request(self, batch_size: int) -> int:
+        return self.max_draft_tokens
+
+    def max_draft_len(self, step: Step) -> int:
+        batch = step.batch_size
+        draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max(initial=0)))
+        draft_len = self._fitting(min(draft_len, self._max_len(batch)))
+        self.budget = max(0, min(self._free_tokens(batch), batch * draft_len))
+        return draft_len if self.budget else 0
+
+    def truncate(self, draft: DraftBatch) -> int:
+        if self.widths is not None:
+            return int(draft.counts.max(initial=1))
+        tokens = int(np.maximum(draft.counts - 1, 0).sum())
+        if tokens > self.budget:
+            from freedraft.cost.allocation import allocate
+
+            tokens = allocate(draft.scores, draft.counts, self.budget, np.empty(draft.scores.size))
+        return tokens
+
+    def _max_len(self, batch_size: int) -> int:
+        return self.max_draft_tokens
+
+    def _free_tokens(self, batch_size: int) -> int:
+        """Draft tokens over the batch, as many as there may be."""
+        return batch_size * self.max_draft_tokens
+
+
+class Knee(Fixed):
+    """The query tokens of a step, over the whole batch, stay at the ridge of the roofline, where they cost about as
+    much as one: b * s_q = I_knee (paper, section 3.2), with caps for small batches.
+
+    Args:
+        knee: replaces the profile's ridge.
+    """
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        max_draft_tokens: int,
+        widths: Sequence[int] | None = None,
+        knee: int | None = None,
+    ) -> None:
+        super().__init__(profile, max_draft_tokens, widths)
+        if knee is not None and knee < 1:
+            raise ValueError(f"knee must be at least 1, not {knee}")
+        self.knee = profile.ridge if knee is None else knee
+
+    def max_tokens_per_request(self, batch_size: int) -> int:
+        return Controller.max_tokens_per_request(self, batch_size)
+
+    def speculation_length(self, batch_size: int) -> int:
+        """s_q of the paper: nodes per request, root included, I_knee / b; at least 1."""
+        return max(1, round(self.knee / max(1, batch_size)))
+
+    def _max_len(self, batch_size: int) -> int:
+        # Where requests may differ, the budget over the batch says it.
+        return self.max_draft_tokens if self.widths is None else self.speculation_length(batch_size) - 1
+
+    def _free_tokens(self, batch_size: int) -> int:
+        # One width for all is rounded to the knee, above it or below.
+        return self.knee - batch_size if self.widths is None else batch_size * self.max_draft_tokens

@@ -1,0 +1,41 @@
+"""`ProbeSchedule`: when to try what the estimates advise against, since what is never tried is never known."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+
+class ProbeSchedule:
+    """Intervals between probes that grow from the first to the longest, each kind of step by itself.
+
+    Args:
+        first: steps before the first probe.
+        longest: steps between probes at most.
+        growth: factor from one interval to the next.
+    """
+
+    def __init__(self, first: int, longest: int, growth: float = 2.0) -> None:
+        self.first, self.longest, self.growth = first, longest, growth
+        self._intervals: dict[Hashable, float] = {}
+        self._waited: dict[Hashable, int] = {}
+
+    def due(self, key: Hashable = None, *, eager: bool = True) -> bool:
+        """Whether the present step is to be a probe. To be asked once for each step that could be one.
+
+        Args:
+            key: the kind of step.
+            eager: whether early probes are worth their time; otherwise only the longest interval counts.
+        """
+        waited = self._waited.get(key, 0) + 1
+        interval = self._intervals.get(key, float(self.first))
+        if waited < (interval if eager else self.longest):
+            self._waited[key] = waited
+            return False
+        self._waited[key] = 0
+        self._intervals[key] = min(self.growth * interval, float(self.longest))
+        return True
+
+    def reset(self, key: Hashable = None) -> None:
+        """Begin again with the first interval."""
+        self._waited.pop(key, None)
+        self._intervals.pop(key, None)

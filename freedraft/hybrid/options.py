@@ -1,0 +1,52 @@
+"""The options of the hybrid method: those of its two parts, which it knows by their roles only."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pydantic import create_model
+
+from freedraft.config import ConfigError, PluginOptions
+from freedraft.method import EngineContext, MethodSpec, spec_of_role
+
+NAME = "freedraft"
+ROLES = ("host", "model")
+"""The first part drafts on the host, at no pass of the model; the second runs the model."""
+
+
+@functools.cache
+def option_type() -> type[PluginOptions]:
+    """The options of both parts. Raises ConfigError when one of them is not registered."""
+    bases = tuple(spec_of_role(role).option_type for role in ROLES)
+    merged: type[PluginOptions] = create_model("HybridOptions", __base__=bases)
+    merged.source_name = NAME
+    return merged
+
+
+def part_options(options: PluginOptions, role: str) -> PluginOptions:
+    """What the user set of the options of one part. Metrics are served once for both."""
+    part = spec_of_role(role).option_type
+    values = options.model_dump(exclude_unset=True)
+    return part.parse(
+        {
+            name: value
+            for name, value in values.items()
+            if name in part.model_fields and (name != "metrics_port" or role == ROLES[0])
+        }
+    )
+
+
+def check(options: Any, context: EngineContext) -> None:
+    """Raises ValueError for what one of the parts refuses, or what does not go together."""
+    if options.policy not in (None, "auto") or (options.policy is None and options.knee is not None):
+        raise ConfigError("option 'policy' must be auto, without a knee: it weighs both drafters by what steps take")
+    if options.lookahead != "cost":
+        raise ConfigError("option 'lookahead' must be cost: it weighs both drafters by what draft passes take")
+    for role in ROLES:
+        part = spec_of_role(role)
+        if part.check is not None:
+            part.check(part_options(options, role), context)
+
+
+SPEC = MethodSpec(NAME, "freedraft.hybrid.method:HybridMethod", option_type, check, runs_model=True, takes_corpora=True)

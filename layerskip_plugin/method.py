@@ -1,0 +1,311 @@
+"""`LayerSkipMethod`: the target drafts for itself, with some of its sublayers skipped, in any engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.config import ConfigError
+from freedraft.cost.controller import Auto, make_controller
+from freedraft.cost.policies import Controller
+from freedraft.cost.probes import ProbeSchedule
+from freedraft.draft import DraftBatch
+from freedraft.draft_model import DraftModel, MatchnessScorer
+from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
+from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
+from freedraft.metrics import check_port, serve
+from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree
+from layerskip_plugin.lookahead import Cost, Recording
+from layerskip_plugin.lookahead.cost import kinds_of
+from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.selection.swift import WINDOW
+from layerskip_plugin.skip_set import SkipSet
+
+logger = logging.getLogger("freedraft.layerskip")
+
+NAME = "layerskip"
+REQUESTED = "skip_set"
+"""Where a request says which of several skip sets it wants: in vLLM's `extra_args` (OpenAI server: "vllm_xargs"), in
+SGLang's `custom_params`. The name is that of the file without its ending."""
+FIRST_BASELINE, RAREST_BASELINE = 4, 256
+"""Steps with drafts before the first one without between them, and before each later one at most."""
+SAVE_SECONDS = 10.0
+"""Recorded verifications are written when the last request ends, and while others run, this often at most."""
+
+
+def check(options: LayerSkipOptions, context: EngineContext) -> None:
+    """Refuse, before the engine starts, what would stop it later: skip sets, plans, classifiers, the port.
+
+    Raises:
+        ValueError: one clear line that names the option or file and the remedy.
+    """
+    selector = options.make_selector(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
+    options.make_lookahead(context, list(selector.sets.values()), _NoCosts())
+    if options.metrics_port is not None:
+        check_port(options.metrics_port)
+
+
+SPEC = MethodSpec(
+    NAME, "layerskip_plugin.method:LayerSkipMethod", LayerSkipOptions, check, runs_model=True, role="model"
+)
+
+
+class LayerSkipMethod(ModelMethod):
+    """Draft chains, or trees, from passes of the target over its own KV cache, without the sublayers of a skip set.
+
+    Each pass drafts one more token for the requests that the lookahead policy lets go on; requests of different skip
+    sets run in passes of their own. Prefill and verification always run the whole model.
+
+    Raises:
+        ConfigError: steps of this model cannot be priced.
+    """
+
+    def __init__(self, options: LayerSkipOptions, context: EngineContext, controller: Controller | None = None) -> None:
+        controller = controller or make_controller(context)
+        if not isinstance(controller, Auto):
+            raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
+        super().__init__(options, context, controller, NAME)
+        self.auto = controller
+        self.selector = options.make_selector(context.hf_config, self._matchness, context.hardware)
+        self.needs_prompt_states = self.selector.needs_hidden
+        self.recipes: list[SkipSet] = list(self.selector.sets.values())
+        self.lookahead = options.make_lookahead(context, self.recipes, controller)
+        self.trees = options.tree and context.widths is not None
+        self.top_k = max(self.lookahead.needs_top, MAX_CANDIDATES if self.trees else 1)
+        self.draft_passes: list[Any] = []
+        self._model: DraftModel | None = None
+        self._scorer: MatchnessScorer | None = None
+        self._running: set[str] = set()
+        self._requested: dict[str, Any] = {}
+        self._prompt_states: dict[str, NDArray[np.float32]] = {}
+        self._last: _Round | None = None
+        self._sets = np.zeros(0, np.intp)
+        self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
+        self._saved = 0.0
+        if options.metrics_port is not None:
+            serve(options.metrics_port + context.rank if options.metrics_port else 0)
+
+    def prepare(self, model: DraftModel) -> None:
+        """Build the draft passes of every skip set, before the first request."""
+        self._model = model
+        for place, (name, recipe) in enumerate(self.selector.sets.items()):
+            started = time.perf_counter()
+            recipe.require(model.n_layers)
+            self.draft_passes.append(self._build(recipe, optimize=place < self.selector.compiled))
+            logger.info(
+                "freedraft: skip set '%s' leaves out %d of %d sublayers (built in %.0f s); lookahead '%s', %s",
+                name, len(recipe), len(recipe.bits), time.perf_counter() - started, self.options.lookahead,
+                "trees" if self.trees else "chains",
+            )  # fmt: skip
+        if self.selector.selection.searches:
+            self._scorer = model.scorer(WINDOW)
+
+    def _build(self, recipe: SkipSet, *, optimize: bool) -> Any:
+        assert self._model is not None
+        needs_entropy = self.lookahead.needs_entropy
+        return self._model.build(recipe, top_k=self.top_k, entropy=needs_entropy, optimize=optimize)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
+        self._running.add(request_id)
+        self._requested[request_id] = extra.get(REQUESTED) or None
+
+    def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
+        self._prompt_states[request_id] = state
+
+    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
+        self._running.discard(request_id)
+        self._requested.pop(request_id, None)
+        self._prompt_states.pop(request_id, None)
+        self.selector.finish([request_id])
+        self.lookahead.finish([request_id])
+        if not self._running or time.monotonic() > self._saved + SAVE_SECONDS:
+            self._save_records()
+
+    def close(self) -> None:
+        super().close()
+        self._save_records()
+
+    def _save_records(self) -> None:
+        if isinstance(self.lookahead, Recording):
+            self.lookahead.save()
+            self._saved = time.monotonic()
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def draft(self, step: Step) -> DraftBatch:
+        controller = self.auto
+        controller.update(step)
+        self.update(step)
+        rows = self._rows_to_draft(step)
+        if len(rows):
+            rest = step.batch_size - len(rows)
+            limits = self.capacities(step)[rows]
+            draft = self.propose_for(step, rows, limits, RestOfBatch(rest, rest, None))
+            controller.follow(draft)
+        else:
+            draft = DraftBatch.roots(step.roots)
+        controller.budget = int(np.maximum(draft.counts - 1, 0).sum())
+        controller.end(step)
+        return draft
+
+    def update(self, step: Step) -> None:
+        """Learn what became of the last round, meet new requests, and let a selection that searches go on."""
+        self._judge(step)
+        for i in self.selector.unknown(step.request_ids):
+            request_id = step.request_ids[i]
+            state = self._prompt_states.pop(request_id, None)
+            hidden = None if state is None else state[None]
+            self.selector.begin([request_id], [self._requested.get(request_id)], hidden)
+        self._sets = self.selector.choose(step.request_ids, step.contexts)
+        scorer = self._scorer
+        if scorer is not None:
+            recipe = self.selector.search(lambda: scorer.observe(step))
+            if recipe is not None:  # it drafts from the next step on, unoptimized: it may soon be replaced
+                self.recipes[0], self.draft_passes[0] = recipe, self._build(recipe, optimize=False)
+                self.lookahead.replace_recipe(0, recipe)
+
+    def capacities(self, step: Step) -> NDArray[np.int32]:
+        assert self._model is not None
+        capacities = self._model.capacities(step)
+        lengths = self.selector.max_lengths(step.contexts)
+        return capacities if lengths is None else np.minimum(capacities, lengths)
+
+    def estimate(
+        self, step: Step, rows: NDArray[np.intp], sizes: NDArray[np.int64], max_draft_len: int
+    ) -> DraftPassEstimate:
+        assert isinstance(self.lookahead, Cost)
+        return self.lookahead.estimate(self._sets[rows], sizes, max_draft_len)
+
+    def _rows_to_draft(self, step: Step) -> NDArray[np.intp]:
+        """The requests that draft in this step. Where costs decide, some steps go without drafts, so that what drafting
+        has to beat stays known."""
+        rows = np.flatnonzero(self.capacities(step) > 0) if step.batch_size else np.zeros(0, np.intp)
+        if not len(rows):
+            return rows
+        if self.options.lookahead == "cost":
+            batch = step.batch_size
+            if not self.auto.baseline_known(batch) or self._baseline.due(batch):
+                return rows[:0]
+        return rows[self.lookahead.should_draft(self._sets[rows])]
+
+    def propose_for(
+        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
+    ) -> DraftBatch:
+        round_ = self._last = self._run(step, rows, limits, rest)
+        max_nodes = int(limits.max(initial=0)) + 1
+        tree = candidate_tree(
+            step.roots, round_.tokens, round_.probabilities, round_.drafted, max_nodes, self._min_sibling_score(round_)
+        )
+        tree.kinds[:, 1:] = kinds_of(self._sets)[:, None]
+        return tree
+
+    def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch) -> _Round:
+        """Passes for the requests at `rows` until none of them goes on."""
+        assert self._model is not None
+        started = time.perf_counter()
+        batch, depth, sets, lookahead = step.batch_size, int(limits.max(initial=0)), self._sets, self.lookahead
+        result = _Round(step.request_ids, batch, depth, self.top_k)
+        allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
+        allowed[rows], place[rows] = limits, np.arange(len(rows))
+        entropy = np.zeros(batch, np.float32)
+        lookahead.begin([step.request_ids[i] for i in rows.tolist()], sets[rows], depth, rest)
+        draft_round = self._model.start(step, rows, depth)
+        active = rows[limits > 0]
+        for position in range(depth if len(active) else 0):
+            for number in np.unique(sets[active]).tolist():
+                part = active[sets[active] == number]
+                drafted = draft_round.run(self.draft_passes[number], part, latest[part], position)
+                result.tokens[part, position] = drafted.tokens
+                result.probabilities[part, position] = drafted.probabilities
+                if drafted.entropy is not None:
+                    entropy[part] = drafted.entropy
+                # With what a round costs besides: setting up, deciding.
+                now = time.perf_counter()
+                self.auto.record_pass(self.recipes[number], len(part), now - started)
+                started = now
+            result.drafted[active] += 1
+            latest[active] = result.tokens[active, position, 0]
+            top = result.probabilities[active, position, : lookahead.needs_top]
+            needed = entropy[active] if lookahead.needs_entropy else None
+            more = lookahead.should_continue(position, place[active], top, needed)
+            active = active[more & (allowed[active] > position + 1)]
+            if not len(active):
+                break
+        return result
+
+    def _min_sibling_score(self, round_: _Round) -> float:
+        """The chance of acceptance from which a sibling pays: what one more query token costs, in tokens. Policies that
+        know no costs leave it to the confidence."""
+        if not self.trees:
+            return 1.0
+        if not isinstance(self.lookahead, Cost):
+            return 0.0
+        batch = len(round_.drafted)
+        tokens = batch * (1 + int(round_.drafted.max()))
+        one, more = self.auto.step_seconds(batch, np.array([tokens, tokens + batch]))
+        return float(self.lookahead.rate * (more - one) / batch)
+
+    def _judge(self, step: Step) -> None:
+        """Tell the policy and the selection how much of the last round's chains was accepted: as far as the tokens that
+        each request gained agree with its chain. A sibling that was accepted ends the chain before it."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        row_of = {request_id: row for row, request_id in enumerate(step.request_ids)}
+        pairs = [(i, row_of[r]) for i, r in enumerate(last.request_ids) if r in row_of]
+        before, now = np.array(pairs, np.intp).reshape(-1, 2).T
+        # The chain comes first in a tree, so that what the engine or a controller cut off is its end.
+        verified = np.minimum(last.drafted[before], step.drafted[now])
+        some = np.flatnonzero(verified > 0)
+        if not len(some):
+            return
+        before, now, verified = before[some], now[some], verified[some]
+        chain = last.tokens[before, :, 0]
+        positions = np.arange(chain.shape[1])
+        place = step.starts[now][:, None] + positions
+        # The last token gained is the bonus, which no draft token stands for.
+        inside = (place < step.ends[now][:, None] - 1) & (positions < verified[:, None])
+        same = inside & (step.tokens[np.minimum(place, len(step.tokens) - 1)] == chain)
+        accepted = np.cumprod(same, 1).sum(1).astype(np.int32)
+        request_ids = [last.request_ids[i] for i in before.tolist()]
+        self.selector.record_acceptance(request_ids, verified, accepted)
+        self.lookahead.record_acceptance(request_ids, verified, accepted, step.accepted[now])
+
+    def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
+        assert self._scorer is not None
+        return self._scorer(recipes)
+
+
+class _Round:
+    """What one round drafted.
+
+    Attributes:
+        tokens: int32 [B, D, K], the draft's best tokens at each position, best first.
+        probabilities: float32 [B, D, K].
+        drafted: int32 [B], positions drafted.
+    """
+
+    def __init__(self, request_ids: Sequence[str], batch: int, depth: int, top_k: int) -> None:
+        self.request_ids = request_ids
+        self.tokens = np.zeros((batch, depth, top_k), np.int32)
+        self.probabilities = np.zeros((batch, depth, top_k), np.float32)
+        self.drafted = np.zeros(batch, np.int32)
+
+
+class _NoCosts:
+    """Stands for costs where options are only checked."""
+
+    acceptance: Any = None
+
+    def step_seconds(self, batch: int, query_tokens: Any) -> NDArray[np.float64]:
+        raise NotImplementedError
+
+    def pass_seconds(self, recipe: Any, batch: Any) -> NDArray[np.float64]:
+        raise NotImplementedError

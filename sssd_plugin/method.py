@@ -1,0 +1,225 @@
+"""`SssdMethod`: drafts from n-grams, in any engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.cost.hardware import choose_profile
+from freedraft.cost.policies import Controller
+from freedraft.draft import DraftBatch
+from freedraft.method import EngineContext, Method, MethodSpec, Step
+from freedraft.metrics import check_port, serve
+from sssd_plugin.options import SssdOptions
+
+if TYPE_CHECKING:
+    from sssd_plugin.datastore.disk.store import Datastore
+    from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
+    from sssd_plugin.datastore.live.store import LiveDatastore
+
+logger = logging.getLogger("freedraft.sssd")
+
+NAME = "sssd"
+
+
+def check(options: SssdOptions, context: EngineContext) -> None:
+    """Refuse, before the engine starts, what would stop it later: profile, port, weights or store.
+
+    Raises:
+        ValueError: one clear line that names the option or file and the remedy.
+    """
+    choose_profile(options.hardware)
+    if options.metrics_port is not None:
+        check_port(options.metrics_port)
+    if options.scoring == "learned":
+        from sssd_plugin.scoring.weights import Weights
+
+        Weights.load(options.weights)
+    if options.static_store is not None:
+        _open_store(options, context, verify=True).close()
+    if options.live and options.live_store is not None:
+        from sssd_plugin.datastore.disk.format import MAX_VOCAB_SIZE
+        from sssd_plugin.datastore.live.segments import check_live
+
+        check_live(
+            options.live_store,
+            vocab_size=context.vocab_size or MAX_VOCAB_SIZE,
+            fingerprint=context.tokenizer_fingerprint(),
+            second_writer=options.live_second_writer,
+        )
+
+
+SPEC = MethodSpec(NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, role="host")
+
+
+def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:
+    """The datastore that was built, if it fits the model's vocabulary and tokenizer.
+
+    Raises:
+        DatastoreError: the store is missing, damaged, of another tokenizer or of a newer format.
+    """
+    from sssd_plugin.datastore.disk.store import Datastore
+
+    assert options.static_store is not None
+    return Datastore.open(
+        options.static_store,
+        vocab_size=context.vocab_size,
+        tokenizer_fingerprint=context.tokenizer_fingerprint(),
+        verify=verify,
+    )
+
+
+class SssdMethod(Method):
+    """n-gram drafts from each request's own tokens, the datastore, what was learnt from others, and corpora added over
+    HTTP."""
+
+    def __init__(self, options: SssdOptions, context: EngineContext, controller: Controller | None = None) -> None:
+        from sssd_plugin.datastore.live.metrics import LiveMetrics
+        from sssd_plugin.drafter import Drafter
+        from sssd_plugin.metrics import SourceMetrics
+
+        super().__init__(options, context, controller or options.make_controller(context), NAME)
+        assert context.vocab_size is not None
+        self.min_score = self.controller.min_score if options.min_score is None else options.min_score
+        self._corpora: dict[str, SubIndex] = {}
+        self._indexed: dict[str, SubIndex] = {}
+        self._lock = threading.Lock()
+        self.store: Datastore | None = None
+        if options.static_store is not None:
+            # The front-end process has verified every byte already.
+            self.store = _open_store(options, context, verify=False)
+        self.live = self._open_live() if options.live else None
+        self.live_metrics = LiveMetrics() if self.live else None
+        self._prompt_lengths: dict[str, int] = {}  # of requests to learn from
+        self.drafter = Drafter(
+            vocab_size=context.vocab_size,
+            max_nodes=context.max_draft_tokens + 1,
+            scoring=options.scoring,
+            weights=options.weights,
+            snapshot=self._snapshot() if self.live is None else None,
+            live=self.live,
+        )
+        self.source_metrics = SourceMetrics(self._snapshot())
+        if options.metrics_port is not None:
+            serve(options.metrics_port + context.rank if options.metrics_port else 0)
+        profile = self.controller.profile
+        logger.info(
+            "freedraft: sssd drafts %s of up to %d tokens per request, %d query tokens per step are about free (%s)",
+            "chains" if context.widths is None else "trees",
+            context.max_draft_tokens,
+            options.knee or profile.ridge,
+            profile.name,
+        )
+
+    def _open_live(self) -> LiveDatastore:
+        """The store that grows, over the static one. Of all processes that learn in its folder, one writes."""
+        from sssd_plugin.datastore.live.store import open_live
+
+        options, context = self.options, self.context
+        return open_live(
+            options.live_store,
+            context.vocab_size,
+            static=self.store.snapshot if self.store else None,
+            fingerprint=context.tokenizer_fingerprint(),
+            isolation=options.isolation,
+            max_tokens=options.live_tokens,
+            writer=context.writes_store,
+            # Whether another server writes, `check` has asked; of data-parallel replicas one does.
+            second_writer="read",
+            lockstep=context.lockstep,
+        )
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
+        if self.live is not None:
+            # A request that was preempted begins anew, with what it wrote behind its prompt.
+            self._prompt_lengths.setdefault(request_id, len(tokens))
+            if tenant:
+                self.drafter.set_tenant(request_id, self.live.tenant(tenant))
+        self.drafter.begin(request_id, tokens)
+
+    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
+        prompt_length = self._prompt_lengths.pop(request_id, None)
+        if self.live is not None and self.live_metrics is not None and prompt_length is not None:
+            if output is None or self.options.live_prompts:
+                tokens = self.drafter.tokens(request_id)
+                output = tokens[prompt_length:] if output is None else output
+                if self.options.live_prompts:
+                    output = np.concatenate([tokens[:prompt_length], output])
+            self.live.insert(output, self.drafter.tenant_of(request_id))
+            self.live_metrics.show(self.live)
+        self.drafter.finish([request_id])
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def update(self, step: Step) -> None:
+        drafter, request_ids = self.drafter, step.request_ids
+        for row in drafter.update(request_ids, step.tokens, step.starts, step.ends, step.contexts):
+            drafter.replace(request_ids[row], step.history(row))
+        self.source_metrics.update(drafter, request_ids, step.gained)
+
+    def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
+        return self.drafter.draft(
+            step.request_ids,
+            max_nodes=max_draft_len + 1,
+            shape="chain" if step.widths is None else "tree",
+            min_score=self.min_score,
+        )
+
+    def close(self) -> None:
+        super().close()
+        self.drafter.close()
+        if self.store is not None:
+            self.store.close()
+
+    # -- corpora -------------------------------------------------------------------------------------------------------
+
+    def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
+        from sssd_plugin.datastore.index.sub_index import SEPARATOR, SubIndex
+
+        with self._lock:
+            if corpus_id in self._corpora or corpus_id in self._indexed:
+                raise ValueError(f"there is a corpus '{corpus_id}' already: remove it first, or choose another id")
+        if not documents:
+            raise ValueError("the corpus holds no token: give documents with text")
+        vocab_size = self.drafter.vocab_size
+        largest = max(int(document.max()) for document in documents)
+        if largest >= vocab_size:
+            raise ValueError(f"the corpus holds token {largest}, the model's vocabulary only {vocab_size}")
+        parts = [part for document in documents for part in (document, [SEPARATOR])]
+        index = SubIndex.build(np.concatenate(parts).astype(np.int32), vocab_size)
+        with self._lock:
+            self._indexed[corpus_id] = index
+        return sum(len(document) for document in documents)
+
+    def commit_corpus(self, corpus_id: str) -> None:
+        with self._lock:
+            self._corpora[corpus_id] = self._indexed.pop(corpus_id)
+        self._use_corpora()
+
+    def remove_corpus(self, corpus_id: str) -> None:
+        with self._lock:
+            if self._corpora.pop(corpus_id, None) is None:
+                raise ValueError(f"there is no corpus '{corpus_id}'")
+        self._use_corpora()
+
+    def corpora(self) -> dict[str, int]:
+        with self._lock:
+            return {name: int((index.tokens[: index.n] >= 0).sum()) for name, index in self._corpora.items()}
+
+    def _use_corpora(self) -> None:
+        snapshot = self._snapshot()
+        self.drafter.use(snapshot)
+        self.source_metrics.show_static(snapshot)
+
+    def _snapshot(self) -> Snapshot:
+        from sssd_plugin.datastore.index.sub_index import Snapshot
+
+        stored = self.store.snapshot.sub_indices if self.store is not None else ()
+        return Snapshot.of([*stored, *self._corpora.values()])
