@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import edit_manifest, leftovers
 from typer.testing import CliRunner, Result
 
 from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.store import Datastore
 from sssd_plugin.datastore.tokenizer import fingerprint, load
+from tests.support.stores import edit_manifest, leftovers
 
 
 def run(*args: object) -> Result:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_tools import build_store, edit_manifest, replace_array
 
 from sssd_plugin.datastore.audit import audit
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.format import Manifest, TokenizerEntry, read_manifest, write_manifest
 from sssd_plugin.datastore.store import Datastore
+from tests.support.stores import build_store, edit_manifest, replace_array
 
 FINGERPRINT = "ab" * 32
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import build_store, documents_of, leftovers, read_only_folder
 
 from sssd_plugin.datastore.builder import StoreBuilder
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.store import Datastore
+from tests.support.stores import build_store, documents_of, leftovers, read_only_folder
 
 BUILD_FOREVER = """
 import sys

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import build_store, documents_of
 from typer.testing import CliRunner, Result
 
 from sssd_plugin.datastore.cli import app
@@ -15,6 +14,7 @@ from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.format import TokenizerEntry
 from sssd_plugin.datastore.live import open_live
 from sssd_plugin.datastore.store import Datastore
+from tests.support.stores import build_store, documents_of
 
 VOCAB = 100
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_tools import brute_force, documents_of, look_up
 
 from sssd_plugin.datastore.memory import resident_bytes
 from sssd_plugin.datastore.runs import DEPTH, Run, let_go, merged, sorted_run, with_document
 from sssd_plugin.datastore.sub_index import FENCE
+from tests.support.stores import brute_force, documents_of, look_up
 
 Documents = list[list[int]]
 documents = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=6)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from store_tools import build_store, documents_of
 from typer.testing import CliRunner
 
 from freedraft.config import ConfigError
@@ -14,6 +13,7 @@ from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.remote import local_copy
 from sssd_plugin.datastore.store import Datastore
 from sssd_plugin.options import SssdOptions
+from tests.support.stores import build_store, documents_of
 
 fsspec = pytest.importorskip("fsspec")
 TEXTS = [[1, 2, 3], [4, 5]]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import documents_of, leftovers
 from typer.testing import CliRunner, Result
 
 from sssd_plugin.datastore.cli import app
@@ -19,6 +18,7 @@ from sssd_plugin.datastore.sources import Piece, find_inputs
 from sssd_plugin.datastore.spool import Spool
 from sssd_plugin.datastore.store import Datastore
 from sssd_plugin.datastore.tokenizer import load
+from tests.support.stores import documents_of, leftovers
 
 STOPPING = """
 import sys, time

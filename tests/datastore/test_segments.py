@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import read_only_folder
 
 from sssd_plugin.datastore import segments
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import open_live, tenant_digest
 from sssd_plugin.datastore.segments import Record, SegmentLog, check_live, forget, live_key, scan_segment
+from tests.support.stores import read_only_folder
 
 VOCAB = 1000
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import leftovers
 from typer.testing import CliRunner, Result
 
 from sssd_plugin.datastore.cli import app
@@ -22,6 +21,7 @@ from sssd_plugin.datastore.memory import SubIndexLimit, parse_size
 from sssd_plugin.datastore.ray_sorting import RaySorter
 from sssd_plugin.datastore.sorting import ProcessSorter
 from sssd_plugin.datastore.store import Datastore
+from tests.support.stores import leftovers
 
 VOCAB = 5000
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from drafting import Pair, int32, python_sources, rows_of, snapshot_of
+from drafting import Pair, python_sources, rows_of
 
 from sssd_plugin.drafter import Drafter
+from tests.support.stores import int32, snapshot_of
 
 SCORINGS = ("learned", "paper")
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from drafting import Documents, int32, python_sources, rows_of, snapshot_of
+from drafting import python_sources, rows_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.sub_index import SEPARATOR
 from sssd_plugin.drafter import Drafter
+from tests.support.stores import Documents, int32, snapshot_of
 
 SCORINGS = ("learned", "paper")
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from drafting import int32, python_sources
+from drafting import python_sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +18,7 @@ from sssd_plugin.request_index import (
     RequestIndex,
     find,
 )
+from tests.support.stores import int32
 
 # Ids that land on the same entry of a table of 64: entries fill up and probing wraps around its end.
 COLLIDING = [t for t in range(200_000) if (t * 2654435761 % 2**32) * 64 >> 32 in (0, 62, 63)][:60]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import WORDS, save_folder
 from typer.testing import CliRunner
 
 from freedraft.cli import app
@@ -18,18 +17,24 @@ from layerskip_plugin.selection import host_model, texts
 from layerskip_plugin.selection.knn import Domains
 from layerskip_plugin.selection.plan import Plan
 from layerskip_plugin.skip_set import SkipSet
+from tests.support.models import VOCAB_SIZE, rough_model, save, save_word_tokenizer, weaken
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_folder(tmp_path_factory.mktemp("model"))
+    """Layer 1 hardly does anything, so that it can be skipped."""
+    made = rough_model()
+    weaken(made, [1], 0.01)
+    folder = save(made, tmp_path_factory.mktemp("model"))
+    save_word_tokenizer(folder, VOCAB_SIZE)
+    return folder
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Callable[..., Path]:
     def write(name: str, prompts: int = 4, words: int = 8, seed: int = 0) -> Path:
         rng = np.random.default_rng(seed)
-        rows = [{"prompt": " ".join(f"w{i}" for i in rng.integers(0, WORDS, words))} for _ in range(prompts)]
+        rows = [{"prompt": " ".join(f"w{i}" for i in rng.integers(0, VOCAB_SIZE, words))} for _ in range(prompts)]
         path = tmp_path / f"{name}.jsonl"
         path.write_text("\n".join(map(json.dumps, rows)))
         return path

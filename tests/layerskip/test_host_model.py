@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import WORDS, tiny
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from layerskip_plugin.selection.host_model import HostModel, Sample
 from layerskip_plugin.skip_set import SkipSet
+from tests.support.models import VOCAB_SIZE, rough_model
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
 
@@ -59,13 +59,13 @@ def random_sets(host: HostModel, count: int, seed: int) -> list[SkipSet]:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def host(request: pytest.FixtureRequest) -> HostModel:
-    return HostModel(tiny(request.param))
+    return HostModel(rough_model(request.param))
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
     rng = np.random.default_rng(0)
-    return [rng.integers(0, WORDS, n).tolist() for n in (9, 1, 17)]
+    return [rng.integers(0, VOCAB_SIZE, n).tolist() for n in (9, 1, 17)]
 
 
 def test_drafted_states_are_those_of_the_engine_way(host: HostModel, texts: list[list[int]]) -> None:
@@ -100,7 +100,7 @@ def test_chains_are_the_drafts_of_rounds_from_every_place(host: HostModel, texts
     for place in (4, 9, 16):
         assert drafts[place - 4].tolist() == drafted(host.model, texts[2][: place + 1], 3, skip)[0]
     assert (np.diff(top, axis=-1) <= 0).all() and (top.sum(-1) <= 1 + 1e-5).all()
-    assert (entropy >= 0).all() and (entropy <= np.log(WORDS) + 1e-4).all()
+    assert (entropy >= 0).all() and (entropy <= np.log(VOCAB_SIZE) + 1e-4).all()
 
 
 def test_batching_changes_nothing(host: HostModel, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_batching_changes_nothing(host: HostModel, texts: list[list[int]], monke
 def test_other_architectures_are_refused() -> None:
     with pytest.raises(ValueError, match="not a decoder built like Llama"):
         HostModel(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=32)))
-    model = tiny()
+    model = rough_model()
     model.model.layers[1].post_feedforward_layernorm = torch.nn.Identity()
     with pytest.raises(ValueError, match="post_feedforward_layernorm"):
         HostModel(model)
@@ -123,14 +123,14 @@ def test_other_architectures_are_refused() -> None:
 
 def test_layers_that_compute_something_else_are_noticed() -> None:
     """Built like Llama by name, but with a scaled residual: the numbers are compared, not only the names."""
-    model = tiny()
+    model = rough_model()
     model.model.layers[0].self_attn.register_forward_hook(lambda m, a, out: (out[0] * 0.5, *out[1:]))
     with pytest.raises(ValueError, match="compute something else"):
         HostModel(model)
 
 
 def test_too_little_text_and_too_long_text() -> None:
-    host = HostModel(tiny("Mistral"))
+    host = HostModel(rough_model("Mistral"))
     host.config.sliding_window = 8
     with pytest.raises(ValueError, match="between 1 and 8 tokens, not 9"):
         host.read(list(range(9)))

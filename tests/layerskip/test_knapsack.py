@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import WORDS, tiny
 
 from layerskip_plugin.selection import knapsack
 from layerskip_plugin.selection.host_model import HostModel, Sample
@@ -17,17 +16,18 @@ from layerskip_plugin.selection.knapsack import Candidate, PassTimes
 from layerskip_plugin.selection.latency import measure
 from layerskip_plugin.selection.plan import Knapsack, Plan
 from layerskip_plugin.skip_set import SkipSet
+from tests.support.models import VOCAB_SIZE, rough_model
 
 
 @pytest.fixture(scope="module")
 def host() -> HostModel:
-    return HostModel(tiny())
+    return HostModel(rough_model())
 
 
 @pytest.fixture(scope="module")
 def sample(host: HostModel) -> Sample:
     rng = np.random.default_rng(0)
-    return Sample.spread(host, [rng.integers(0, WORDS, 20).tolist() for _ in range(3)], 30)
+    return Sample.spread(host, [rng.integers(0, VOCAB_SIZE, 20).tolist() for _ in range(3)], 30)
 
 
 def weight_of(skip: SkipSet, weights: tuple[int, int]) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.support.models import save, tiny_model
 
 HERE = Path(__file__).parent
 HAVE_SGLANG = importlib.util.find_spec("sglang") is not None
@@ -37,50 +38,25 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="sglang is not installed"))
 
 
-def demo_model() -> Path | None:
-    path = Path(os.environ.get("FREEDRAFT_TEST_MODEL", HERE.parents[1] / "build" / "model"))
-    return path if (path / "config.json").is_file() else None
-
-
 def make_tiny(folder: Path, *, vocab_size: int, tokenizer: Path | None) -> Path:
     """A random Llama of two layers in Hugging Face layout."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
-    if tokenizer is not None:
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            if (tokenizer / name).is_file():
-                shutil.copy(tokenizer / name, folder)
-    return folder
+    model = tiny_model(seed=3, vocab_size=vocab_size, max_position_embeddings=2048)
+    return save(model, folder, tokenizer)
 
 
 @pytest.fixture(scope="session")
-def demo() -> Path:
-    path = demo_model()
-    if path is None:
-        pytest.skip("the demo model is not there: make model, or set FREEDRAFT_TEST_MODEL")
-    return path
-
-
-@pytest.fixture(scope="session")
-def tiny(demo, tmp_path_factory) -> Path:
+def tiny(demo_model, tmp_path_factory) -> Path:
     """The tiny model with the demo model's vocabulary and tokenizer."""
-    return make_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=49152, tokenizer=demo)
+    return make_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=49152, tokenizer=demo_model)
+
+
+SIX_TOKENS = 6
+
+
+@pytest.fixture(scope="session")
+def six(tmp_path_factory) -> Path:
+    """The tiny model with a vocabulary of six, no tokenizer."""
+    return make_tiny(tmp_path_factory.mktemp("six"), vocab_size=SIX_TOKENS, tokenizer=None)
 
 
 @contextmanager

@@ -1,17 +1,14 @@
-"""Small models for the tests of layer skip, what they go on with, and how engines with checks are asked.
-
-What is expected comes from transformers, so that no second engine has to start.
-"""
+"""Small models with skip sets, and how engines with checks are asked."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import numpy as np
-
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.sglang.conftest import read_counts
+from tests.support.models import save, tiny_model, weaken
+from tests.support.prompts import random_ids
 
 LAYERS, VOCAB = 4, 512
 GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
@@ -25,59 +22,17 @@ SETS = {
 
 
 def prompts(lengths=(3, 5, 8, 13, 15, 16, 17, 31, 32, 33, 40, 64)):
-    rng = np.random.default_rng(5)
-    return [rng.integers(3, VOCAB, length).tolist() for length in lengths]
+    return random_ids(lengths, VOCAB)
 
 
 def make_model(folder: Path, kind: str, vocab_size: int = VOCAB, context: int = 512) -> Path:
     """A random model of this family, its upper half scaled down, and the skip sets beside it."""
-    import torch
-    import transformers
-
-    torch.manual_seed(11)
-    shape = {
-        "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": context,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "initializer_range": 0.3,
-    }
-    config = getattr(transformers, f"{kind}Config")(**shape)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.float32)
-    with torch.no_grad():
-        for layer in model.model.layers[LAYERS // 2 :]:
-            layer.self_attn.o_proj.weight.mul_(0.03)
-            layer.mlp.down_proj.weight.mul_(0.03)
-    model.save_pretrained(folder)
+    model = tiny_model(kind, seed=11, vocab_size=vocab_size, num_hidden_layers=LAYERS, max_position_embeddings=context)
+    weaken(model, range(LAYERS // 2, LAYERS), 0.03)
+    save(model, folder)
     for name, skip_set in SETS.items():
-        bits = SkipSet.of_bits(skip_set.bits, model_fingerprint(config))
-        bits.save(folder / f"{name}.json")
+        SkipSet.of_bits(skip_set.bits, model_fingerprint(model.config)).save(folder / f"{name}.json")
     return folder
-
-
-def continuations(folder: Path, given: list[list[int]], tokens: int) -> list[list[int]]:
-    """What the model itself goes on with, greedily."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    out = []
-    for prompt in given:
-        ids, past, new = torch.tensor([prompt]), None, []
-        for _ in range(tokens):
-            with torch.no_grad():
-                answer = model(ids, past_key_values=past, use_cache=True)
-            past, ids = answer.past_key_values, answer.logits[:, -1].argmax(-1, keepdim=True)
-            new.append(int(ids))
-        out.append(new)
-    return out
 
 
 def options(folder: Path, log: Path, sets: str = "empty weak mixed first", **more: str) -> dict[str, str]:

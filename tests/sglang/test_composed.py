@@ -7,7 +7,8 @@ import json
 import pytest
 
 from tests.sglang.conftest import read_counts, sglang_engine
-from tests.sglang.layerskip_tools import GREEDY, continuations, ids, make_model, options, prompts
+from tests.sglang.layerskip_tools import GREEDY, ids, make_model, options, prompts
+from tests.support.models import continuations
 
 
 @pytest.fixture(scope="module")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
 from tests.sglang.conftest import read_counts, sglang_engine
+from tests.support.prompts import LONG
+from tests.support.prompts import REPETITIVE as PROMPTS
 
 GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
-WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu"]
-PROMPTS = [f"{word}: " + " ".join(WORDS[i : i + 4] * 3) for i, word in enumerate(WORDS[:12])]
-LONG = " ".join(WORDS * 12)
 SCHEMA = json.dumps(
     {
         "type": "object",
@@ -69,7 +69,7 @@ def stock(tiny):
         return {**answers(engine), "penalties": penalised(engine), "longer": longer}
 
 
-def abort_some(engine, counts):
+def abort_some(engine):
     """Start requests, abort half of them in the middle, and serve another one."""
 
     async def run():
@@ -87,56 +87,113 @@ def abort_some(engine, counts):
     return engine.loop.run_until_complete(run())["output_ids"]
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
-@pytest.mark.parametrize(
-    "algorithm, page", [("sssd_cycle", 1), ("sssd", 16)], ids=["cycling width", "fixed width, pages"]
-)
-def test_same_answers(tiny, stock, tmp_path, overlap, algorithm, page):
-    counts = tmp_path / "counts.json"
-    with sglang_engine(
-        tiny,
-        counts,
-        speculative_algorithm=algorithm,
-        speculative_num_draft_tokens=16,
-        disable_overlap_schedule=not overlap,
-        page_size=page,
-        **CHUNKS,
-    ) as engine:
-        expected = dict(stock)
-        got = answers(engine)
-        if not overlap:
-            got["penalties"] = penalised(engine)
-        for name, value in got.items():
-            assert value == expected[name], name
-        assert abort_some(engine, counts) == stock["batch 4"][0]
-    done = read_counts(counts)
+# Settings of the engines with us. The last one's KV pool is too small for four requests.
+FIXED = {"speculative_algorithm": "sssd", "page_size": 16, "disable_overlap_schedule": False, **CHUNKS}
+CYCLING = {"speculative_algorithm": "sssd_cycle", "page_size": 1, "disable_overlap_schedule": False, **CHUNKS}
+SYNC = {"disable_overlap_schedule": True}
+ENGINES = [FIXED, FIXED | SYNC, CYCLING, CYCLING | SYNC]
+NAMES = ["fixed width, pages", "fixed width, pages, sync", "cycling width", "cycling width, sync"]
+SMALL_POOL = {"speculative_algorithm": "sssd_cycle", "max_total_tokens": 512}
+
+
+@pytest.fixture(scope="module")
+def drafting(request, tiny, stock, tmp_path_factory):
+    """An engine with us, of these settings."""
+    counts = tmp_path_factory.mktemp("engine") / "counts.json"
+    env = {"SGLANG_INIT_NEW_TOKEN_RATIO": "0.01"} if request.param is SMALL_POOL else {}
+    with sglang_engine(tiny, counts, env, speculative_num_draft_tokens=16, **request.param) as engine:
+        engine.counts, engine.settings = counts, request.param
+        yield engine
+
+
+def settled(engine):
+    """What the worker has done, once it has heard of every request's end."""
+    for _ in range(50):
+        if read_counts(engine.counts)["held"] == 0:
+            break
+        time.sleep(0.1)
+    return read_counts(engine.counts)
+
+
+@pytest.mark.parametrize("drafting", ENGINES, indirect=True, ids=NAMES)
+def test_same_answers(drafting, stock):
+    got = answers(drafting)
+    if drafting.settings["disable_overlap_schedule"]:
+        got["penalties"] = penalised(drafting)
+    for name, value in got.items():
+        assert value == stock[name], name
+    assert abort_some(drafting) == stock["batch 4"][0]
+    done = settled(drafting)
     assert done["held"] == 0, "a request's n-grams outlive it"
     assert done["tokens"] > done["request_steps"], "nothing was accepted"
     assert done["rebuilt"] == 0, "a request's tokens had to be read again although nothing was retracted"
     assert done["batch 4"] > 0
-    if algorithm == "sssd_cycle":
+    if drafting.settings["speculative_algorithm"] == "sssd_cycle":
         assert done["compacted"] >= 50
         assert sum(name.startswith("width") for name in done) >= 4, "the width did not change"
 
 
-def test_retraction(tiny, stock, tmp_path):
-    """A KV pool too small for the batch: requests are thrown out, prefilled again, and end with the same tokens."""
-    counts = tmp_path / "counts.json"
-    with sglang_engine(
-        tiny,
-        counts,
-        env={"SGLANG_INIT_NEW_TOKEN_RATIO": "0.01"},
-        speculative_algorithm="sssd_cycle",
-        speculative_num_draft_tokens=16,
-        max_total_tokens=512,
-    ) as engine:
-        got = engine.generate(PROMPTS[:4], LONGER)
-        assert ids(got) == stock["longer"]
-        assert any(o["meta_info"].get("num_retractions", 0) for o in got), "the pool was not small enough to retract"
-    assert read_counts(counts)["held"] == 0
+WORDS = [" the", " of", " and", " a", " to", " in", " is", " was", " for", " on", " with", " as", " by", " at"]
 
 
-def test_failing_source(tiny, stock):
-    """Drafting that raises costs speed, not answers."""
-    with sglang_engine(tiny, speculative_algorithm="broken", speculative_num_draft_tokens=4) as engine:
-        assert ids(engine.generate(PROMPTS[:4], GREEDY)) == stock["batch 4"][:4]
+@pytest.fixture(scope="module")
+def words(demo_model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    ids = [tokenizer.encode(word, add_special_tokens=False) for word in WORDS]
+    assert all(len(i) == 1 for i in ids)
+    return [i[0] for i in ids]
+
+
+def call(engine, coroutine):
+    return engine.loop.run_until_complete(coroutine)
+
+
+@pytest.mark.parametrize("drafting", [FIXED], indirect=True, ids=NAMES[:1])
+def test_corpora(drafting, words):
+    """Added over SGLang's own call, a corpus is drafted from; removed, it is not."""
+    from sglang.srt.managers.io_struct import AddExternalCorpusReqInput
+
+    # Only words that tokenise back to themselves, so that the answer can be given as a document.
+    sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True, "logit_bias": {str(t): 1e4 for t in words}}
+    manager = drafting.tokenizer_manager
+
+    def answer():
+        output = drafting.generate("one two three four", sampling)
+        return output["output_ids"], output["text"], output["meta_info"]["spec_accept_length"]
+
+    tokens, text, before = answer()
+    added = call(drafting, manager.add_external_corpus(AddExternalCorpusReqInput(corpus_id="c", documents=[text])))
+    assert added.success, added.message
+    assert added.loaded_token_count == 60
+    again = call(drafting, manager.add_external_corpus(AddExternalCorpusReqInput(corpus_id="c", documents=["x"])))
+    assert not again.success and "already" in again.message
+    empty = call(drafting, manager.add_external_corpus(AddExternalCorpusReqInput(corpus_id="e", documents=[])))
+    assert not empty.success and "no token" in empty.message
+    assert call(drafting, manager.list_external_corpora()).corpus_token_counts == {"c": 60}
+    same, _, during = answer()
+    assert same == tokens
+    assert during > before + 0.5, "the corpus is not drafted from"
+    assert call(drafting, manager.remove_external_corpus("c")).success
+    missing = call(drafting, manager.remove_external_corpus("c"))
+    assert not missing.success and "no corpus 'c'" in missing.message
+    same, _, after = answer()
+    assert same == tokens and after == before
+
+
+@pytest.mark.parametrize("drafting", [SMALL_POOL], indirect=True, ids=["small pool"])
+def test_retraction(drafting, stock):
+    """Requests are thrown out, prefilled again, and end with the same tokens."""
+    got = drafting.generate(PROMPTS[:4], LONGER)
+    assert ids(got) == stock["longer"]
+    assert any(o["meta_info"].get("num_retractions", 0) for o in got), "the pool was not small enough to retract"
+    assert settled(drafting)["held"] == 0
+
+
+@pytest.mark.parametrize("drafting", [SMALL_POOL], indirect=True, ids=["small pool"])
+def test_failing_source(drafting, stock):
+    """Drafting that raises costs speed, not answers. The last test of this engine: it drafts no more."""
+    names = [f"broken-{i}" for i in range(4)]
+    assert ids(drafting.generate(PROMPTS[:4], GREEDY, rid=names)) == stock["batch 4"][:4]
+    assert json.loads(drafting.counts.read_text())["failures"] == 1

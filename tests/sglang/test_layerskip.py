@@ -12,13 +12,13 @@ from tests.sglang.layerskip_tools import (
     LAYERS,
     SETS,
     ask,
-    continuations,
     ids,
     logged,
     make_model,
     options,
     prompts,
 )
+from tests.support.models import continuations
 
 
 @pytest.fixture(scope="module")

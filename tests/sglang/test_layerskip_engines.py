@@ -7,8 +7,10 @@ import json
 import pytest
 
 from layerskip_plugin.skip_set import SkipSet
-from tests.sglang.conftest import make_tiny, read_counts, sglang_engine
-from tests.sglang.layerskip_tools import GREEDY, LAYERS, ask, continuations, ids, logged, make_model, options, prompts
+from tests.sglang.conftest import SIX_TOKENS, read_counts, sglang_engine
+from tests.sglang.layerskip_tools import GREEDY, LAYERS, ask, ids, logged, make_model, options, prompts
+from tests.support.distributions import assert_distribution, enumerate_outputs
+from tests.support.models import continuations
 
 
 @pytest.mark.parametrize(
@@ -86,16 +88,10 @@ def test_stops_by_itself_where_it_cannot_pay(tmp_path):
     assert done["rounds"] - learnt["rounds"] <= 0.03 * steps
 
 
-def test_sampled_distribution(tmp_path):
+def test_sampled_distribution(six, tmp_path):
     """Trees and chains, sampled: exactly the target's distribution."""
-    import collections
-    import math
+    from tests.sglang.test_sampled import PROMPT, SAMPLES, TOKENS
 
-    from scipy.stats import chi2
-
-    from tests.sglang.test_sampled import PROMPT, SAMPLES, TOKENS, VOCAB, exact
-
-    folder = make_tiny(tmp_path / "six", vocab_size=VOCAB, tokenizer=None)
     SkipSet(2, frozenset({1}), frozenset({0})).save(tmp_path / "s.json")
     env = {
         "FREEDRAFT_SKIP_SET": str(tmp_path / "s.json"),
@@ -105,7 +101,7 @@ def test_sampled_distribution(tmp_path):
     }
     env["LAYERSKIP_TEST_LOG"] = str(tmp_path / "log.json")
     with sglang_engine(
-        folder,
+        six,
         env=env,
         speculative_algorithm="layerskip_checked",
         speculative_num_draft_tokens=8,
@@ -117,20 +113,8 @@ def test_sampled_distribution(tmp_path):
             sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": TOKENS, "ignore_eos": True}
             names = [f"{shape}-{i}" for i in range(SAMPLES)]
             outputs = engine.generate(input_ids=[PROMPT] * SAMPLES, sampling_params=sampling, rid=names)
-            counts = collections.Counter(tuple(output["output_ids"]) for output in outputs)
-            expected = exact(folder, temperature, VOCAB, top_p)
-            assert math.isclose(sum(expected.values()), 1.0, rel_tol=1e-9)
-            assert set(counts) <= set(expected), "a token was sampled that has probability 0"
-            rare = [path for path, p in expected.items() if p * SAMPLES < 5]
-            bins = [(p * SAMPLES, counts[path]) for path, p in expected.items() if p * SAMPLES >= 5]
-            if rare:
-                bins.append((SAMPLES * sum(expected[p] for p in rare), sum(counts[p] for p in rare)))
-            statistic = sum((seen - due) ** 2 / due for due, seen in bins if due > 0)
-            limit = chi2.isf(1e-4, len(bins) - 1)
-            assert len(bins) > 10, "too few outcomes to tell distributions apart"
-            assert statistic < limit, (
-                f"{shape}: chi-square {statistic:.1f} over {len(bins)} outcomes, limit {limit:.1f}"
-            )
+            expected = enumerate_outputs(six, PROMPT, TOKENS, temperature=temperature, top_k=SIX_TOKENS, top_p=top_p)
+            assert_distribution([tuple(output["output_ids"]) for output in outputs], expected)
         log = json.loads((tmp_path / "log.json").read_text())
         assert log["branches"] > 0 and log["drafted"] > SAMPLES // 2
         assert log["written outside the window"] == 0

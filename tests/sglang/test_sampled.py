@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-import collections
-import math
-
 import pytest
 
-from tests.sglang.conftest import make_tiny, sglang_engine
+from tests.sglang.conftest import SIX_TOKENS as VOCAB
+from tests.sglang.conftest import sglang_engine
+from tests.support.distributions import assert_distribution, enumerate_outputs
 
-VOCAB, TOKENS, SAMPLES = 6, 3, 3000
+TOKENS, SAMPLES = 3, 3000
 PROMPT = [1, 3, 5, 4]
 
 
-def exact(folder, temperature, top_k, top_p):
-    """Probability of every continuation of TOKENS tokens, by enumeration with the model itself."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    paths = {(): 1.0}
-    for _ in range(TOKENS):
-        prefixes = list(paths)
-        with torch.no_grad():
-            logits = model(torch.tensor([PROMPT + list(p) for p in prefixes])).logits[:, -1]
-        probs = torch.softmax(logits.double() / temperature, -1)
-        grown = {}
-        for prefix, row in zip(prefixes, probs, strict=True):
-            ranked = sorted(range(VOCAB), key=lambda t: -row[t])
-            kept, mass = [], 0.0
-            for rank, token in enumerate(ranked):
-                if rank < top_k and mass < top_p:
-                    kept.append(token)
-                mass += float(row[token])
-            total = sum(float(row[t]) for t in kept)
-            for token in kept:
-                grown[(*prefix, token)] = paths[prefix] * float(row[token]) / total
-        paths = grown
-    return paths
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("six"), vocab_size=VOCAB, tokenizer=None)
-
-
-@pytest.fixture(scope="module")
-def engine(model):
+def engine(six):
     with sglang_engine(
-        model,
+        six,
         speculative_algorithm="wild",
         speculative_num_draft_tokens=12,
         skip_tokenizer_init=True,
@@ -61,8 +28,7 @@ def engine(model):
 @pytest.mark.parametrize(
     "temperature, top_k, top_p", [(1.0, VOCAB, 1.0), (2.5, 4, 1.0), (1.5, VOCAB, 0.8)], ids=["plain", "top-k", "top-p"]
 )
-def test_distribution(model, engine, temperature, top_k, top_p):
-    from scipy.stats import chi2
+def test_distribution(six, engine, temperature, top_k, top_p):
 
     options = {
         "temperature": temperature,
@@ -72,19 +38,8 @@ def test_distribution(model, engine, temperature, top_k, top_p):
         "ignore_eos": True,
     }
     outputs = engine.generate(input_ids=[PROMPT] * SAMPLES, sampling_params=options)
-    counts = collections.Counter(tuple(output["output_ids"]) for output in outputs)
-    expected = exact(model, temperature, top_k, top_p)
-    assert math.isclose(sum(expected.values()), 1.0, rel_tol=1e-9)
-    assert set(counts) <= set(expected), "a token was sampled that has probability 0"
-    # Continuations that are expected fewer than 5 times count as one.
-    rare = [path for path, p in expected.items() if p * SAMPLES < 5]
-    bins = [(p * SAMPLES, counts[path]) for path, p in expected.items() if p * SAMPLES >= 5]
-    if rare:
-        bins.append((SAMPLES * sum(expected[p] for p in rare), sum(counts[p] for p in rare)))
-    statistic = sum((seen - due) ** 2 / due for due, seen in bins if due > 0)
-    limit = chi2.isf(1e-4, len(bins) - 1)
-    assert len(bins) > 10, "too few outcomes to tell distributions apart"
-    assert statistic < limit, f"chi-square {statistic:.1f} over {len(bins)} outcomes, limit {limit:.1f}"
+    expected = enumerate_outputs(six, PROMPT, TOKENS, temperature=temperature, top_k=top_k, top_p=top_p)
+    assert_distribution([tuple(output["output_ids"]) for output in outputs], expected)
 
 
 def test_drafts_were_accepted(engine):

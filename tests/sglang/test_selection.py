@@ -13,7 +13,8 @@ from layerskip_plugin.selection.knn import fit
 from layerskip_plugin.selection.plan import Plan
 from layerskip_plugin.skip_set import SkipSet
 from tests.sglang.conftest import read_counts, sglang_engine
-from tests.sglang.layerskip_tools import GREEDY, LAYERS, SETS, continuations, ids, make_model, prompts
+from tests.sglang.layerskip_tools import GREEDY, LAYERS, SETS, ids, make_model, prompts
+from tests.support.models import continuations
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,37 @@
-"""Models for the tests: the demo model, and a random one with a tiny vocabulary."""
+"""Models for vLLM's tests, and what plain engines answer: one engine per model records it, once for all tests.
+
+A test that compares with `plain_demo` or `plain_tiny` asks for it before it starts an engine of its own: two do not go
+together in one process.
+"""
 
 from __future__ import annotations
 
-import os
+import json
 from pathlib import Path
 
 import pytest
+from vllm_cases import (
+    MAX_MODEL_LEN,
+    MIXED,
+    SAMPLING_ENGINE,
+    SETTINGS,
+    STRUCTURED_PROMPTS,
+    TINY,
+    TOKENS,
+    PlainTiny,
+    Prompts,
+    parameters,
+    penalised,
+    sample,
+    structured,
+    token_prompts,
+    tokens_of,
+)
+from vllm_engines import engine, runner_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-DEMO_MODEL = Path(os.environ.get("FREEDRAFT_TEST_MODEL", REPOSITORY / "build" / "model"))
-TINY_VOCABULARY = 24
+from tests.support import prompts
+from tests.support.models import save
+from tests.support.models import tiny_model as make_tiny
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,35 +46,60 @@ def vllm_installed() -> None:
 
 
 @pytest.fixture(scope="session")
-def demo_model() -> Path:
-    if not (DEMO_MODEL / "config.json").is_file():
-        pytest.skip(f"no demo model at {DEMO_MODEL}: make it, or set FREEDRAFT_TEST_MODEL")
-    return DEMO_MODEL
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose next-token probabilities are uneven, with a vocabulary of 24 and no tokenizer."""
+    model = make_tiny(seed=7, **TINY)
+    model.lm_head.weight.data.mul_(0.5)
+    return save(model, tmp_path_factory.mktemp("tiny_model"))
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose next-token probabilities are uneven, with a vocabulary of 24 and no tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def demo_prompts(demo_model: Path) -> Prompts:
+    """15 prompts as token ids; the last three are longer than one chunk of a cramped engine."""
+    ids = prompts.chat_and_raw_ids(demo_model)
+    assert all(len(tokens) + TOKENS < MAX_MODEL_LEN for tokens in ids)
+    return token_prompts(ids)
 
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=TINY_VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    folder = tmp_path_factory.mktemp("tiny_model")
-    model = LlamaForCausalLM(config)
-    model.lm_head.weight.data.mul_(0.5)
-    model.save_pretrained(folder)
-    return folder
+
+@pytest.fixture(scope="session")
+def long_prompts(demo_prompts: Prompts) -> Prompts:
+    """Prompts that leave 3, 9 and 30 tokens up to MAX_MODEL_LEN."""
+    tokens = (demo_prompts[12]["prompt_token_ids"] + demo_prompts[0]["prompt_token_ids"]) * 6
+    return token_prompts([tokens[: MAX_MODEL_LEN - room] for room in (3, 9, 30)])
+
+
+@pytest.fixture(scope="session")
+def plain_demo(demo_model: Path, demo_prompts: Prompts, long_prompts: Prompts) -> dict[str, list[list[int]]]:
+    """What the engine says without us, with room for everything; of greedy answers a beginning is compared."""
+    asked = {
+        "prompts": (demo_prompts, parameters(TOKENS)),
+        "long": (long_prompts, parameters(TOKENS)),
+        "mixed": (MIXED, parameters(TOKENS)),
+        "structured": (demo_prompts[STRUCTURED_PROMPTS], structured()),
+        "penalised": (demo_prompts[:4], penalised()),
+    }
+    with engine(demo_model, max_model_len=MAX_MODEL_LEN, max_num_seqs=8) as llm:
+        return {name: tokens_of(llm.generate(*given, use_tqdm=False)) for name, given in asked.items()}
+
+
+@pytest.fixture(scope="session")
+def live_prompts() -> Prompts:
+    return token_prompts(prompts.random_ids([12] * 6, 24, first=2, seed=3))
+
+
+@pytest.fixture(scope="session")
+def plain_tiny(tiny_model: Path, live_prompts: Prompts) -> PlainTiny:
+    with engine(tiny_model, **SAMPLING_ENGINE) as llm:
+        return PlainTiny(
+            {setting: sample(llm, setting) for setting in SETTINGS},
+            sample(llm, (0.0, 1.0, 0, False), 1)[0],
+            tokens_of(llm.generate(live_prompts, parameters(30, ignore_eos=True, detokenize=False), use_tqdm=False)),
+            runner_of(llm).model,
+        )
+
+
+@pytest.fixture(scope="session")
+def demo_fingerprint(demo_model: Path) -> str:
+    from layerskip_plugin.skip_set import model_fingerprint
+
+    return model_fingerprint(json.loads((demo_model / "config.json").read_text()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,24 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_vllm_greedy import CHAT, RAW, metric, parameters, tokens_of
 from test_vllm_start import refusal
+from vllm_cases import MIXED as PROMPTS
+from vllm_cases import metric, parameters, tokens_of
 from vllm_engines import engine, runner_of, settle
 
 from freedraft import composer as composing
 from freedraft.composition import Choice
-from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+from layerskip_plugin.skip_set import SkipSet
 
 TOKENS = 32
 K = 5
-ECHO = "one two three four five six seven eight nine ten " * 6
 
 
 @pytest.fixture(scope="module")
-def skip_set(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    fingerprint = model_fingerprint(json.loads((demo_model / "config.json").read_text()))
+def skip_set(demo_fingerprint: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sets") / "some.json"
-    SkipSet(30, frozenset({7, 12, 20, 29}), frozenset({5, 12, 24}), fingerprint).save(path)
+    SkipSet(30, frozenset({7, 12, 20, 29}), frozenset({5, 12, 24}), demo_fingerprint).save(path)
     return path
 
 
@@ -44,9 +42,8 @@ def config(skip_set: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def plain(demo_model: Path) -> list[list[int]]:
-    with engine(demo_model, max_model_len=512, max_num_seqs=8) as llm:
-        return generate(llm, PROMPTS)
+def plain(plain_demo: dict[str, list[list[int]]]) -> list[list[int]]:
+    return [tokens[:TOKENS] for tokens in plain_demo["mixed"]]
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +61,6 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
         proposer = runner_of(made).drafter
         assert not proposer.failed
         assert not proposer.by_model and not len(proposer.host.drafter) and not proposer.model.running
-
-
-PROMPTS = [*CHAT[:9], *RAW[:2], ECHO]
 
 
 def generate(llm: Any, prompts: list[str]) -> list[list[int]]:

@@ -7,112 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_cases import MAX_MODEL_LEN, STRUCTURED_PROMPTS, metric, parameters, penalised, structured, tokens_of
 from vllm_engines import engine, runner_of, settle, spied
 
-MAX_MODEL_LEN = 512
 TOKENS = 40
 K = 8
 
-TEXT = (
-    "The harbour master wrote in his log that three ships had arrived before noon: the Alder with timber, the Brook "
-    "with salt and the Cedar with wool. The Alder left again the same evening, the Brook stayed for two days, and the "
-    "Cedar waited for a new mast until the end of the week."
-)
-CODE = '''class Stack:
-    """A last-in, first-out container."""
 
-    def __init__(self):
-        self.items = []
-
-    def push(self, item):
-        self.items.append(item)
-
-    def pop(self):
-        if not self.items:
-            raise IndexError("pop from an empty stack")
-        return self.items.pop()
-
-    def peek(self):
-        if not self.items:
-            raise IndexError("peek at an empty stack")
-        return self.items[-1]
-'''
-CHAT = [
-    f"Repeat this text word for word:\n{TEXT}",
-    f"Rewrite this text with 'ships' replaced by 'boats':\n{TEXT}",
-    f"Add a method `size` to this class and print the whole class:\n{CODE}",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "Write a Python class for a queue with push, pop and peek.",
-    "What is the capital of France, and what is it known for?",
-    "Give me five tips for learning a new language.",
-    "Explain to a child why the sky is blue.",
-    "Tell me a story about a fox who wanted to fly.",
-    "Write the first lines of a story set in a lighthouse.",
-    "List the numbers from one to thirty, separated by commas.",
-    "Translate 'good morning, my friend' into Spanish, French and German.",
-]
-RAW = [TEXT + " " + TEXT[:120], CODE + "\n\nclass Queue:\n", "1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2,"]
+@pytest.fixture(scope="module")
+def prompts(demo_prompts: list) -> list[dict[str, list[int]]]:
+    return demo_prompts
 
 
 @pytest.fixture(scope="module")
-def prompts(demo_model: Path) -> list[dict[str, list[int]]]:
-    """15 prompts as token ids; the last three are longer than one chunk of the engine under test."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(demo_model)
-    chats = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
-        for text in CHAT
-    ]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in [*chats, *RAW]]
-    assert all(len(tokens) + TOKENS < MAX_MODEL_LEN for tokens in ids)
-    return [{"prompt_token_ids": tokens} for tokens in ids]
-
-
-@pytest.fixture(scope="module")
-def long_prompts(prompts: list[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
-    """Prompts that leave 3, 9 and 30 tokens up to max_model_len."""
-    tokens = (prompts[12]["prompt_token_ids"] + prompts[0]["prompt_token_ids"]) * 6
-    return [{"prompt_token_ids": tokens[: MAX_MODEL_LEN - room]} for room in (3, 9, 30)]
-
-
-def parameters(max_tokens: int = TOKENS, **arguments: Any) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **arguments)
-
-
-def structured(max_tokens: int = 60) -> Any:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-    return parameters(max_tokens, structured_outputs=StructuredOutputsParams(json=schema))
-
-
-def tokens_of(outputs: list[Any]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-STRUCTURED_PROMPTS = slice(3, 7)
-
-
-@pytest.fixture(scope="module")
-def plain(demo_model: Path, prompts: list, long_prompts: list) -> dict[str, list[list[int]]]:
-    """What the engine says without us, with room for everything."""
-    with engine(demo_model, max_model_len=MAX_MODEL_LEN, max_num_seqs=8) as llm:
-        return {
-            "prompts": tokens_of(llm.generate(prompts, parameters(), use_tqdm=False)),
-            "long": tokens_of(llm.generate(long_prompts, parameters(), use_tqdm=False)),
-            "structured": tokens_of(llm.generate(prompts[STRUCTURED_PROMPTS], structured(), use_tqdm=False)),
-            "penalised": tokens_of(
-                llm.generate(prompts[:4], parameters(repetition_penalty=1.3, logprobs=2), use_tqdm=False)
-            ),
-        }
+def plain(plain_demo: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    return plain_demo | {"prompts": [tokens[:TOKENS] for tokens in plain_demo["prompts"]]}
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +54,11 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
         assert len(proposer.drafter) == 0
 
 
-def metric(llm: Any, name: str) -> float:
-    return sum(m.value for m in llm.get_metrics() if m.name == name)
-
-
 def test_one_at_a_time(sssd: Any, prompts: list, plain: dict) -> None:
     for index in (0, 3, 8, 14):
-        assert tokens_of(sssd.generate([prompts[index]], parameters(), use_tqdm=False)) == [plain["prompts"][index]]
+        assert tokens_of(sssd.generate([prompts[index]], parameters(TOKENS), use_tqdm=False)) == [
+            plain["prompts"][index]
+        ]
     assert metric(sssd, "vllm:spec_decode_num_accepted_tokens") > 0
 
 
@@ -159,7 +66,7 @@ def test_a_batch_with_chunked_prefill_and_preemption(sssd: Any, prompts: list, p
     partial = []
     before = metric(sssd, "vllm:num_preemptions")
     with spied(runner_of(sssd).drafter, lambda step, drafts: partial.append(len(step.rows) < step.batch_size)):
-        assert tokens_of(sssd.generate(prompts, parameters(), use_tqdm=False)) == plain["prompts"]
+        assert tokens_of(sssd.generate(prompts, parameters(TOKENS), use_tqdm=False)) == plain["prompts"]
     assert any(partial), "no prompt was read in chunks beside others: the test does not test that"
     assert metric(sssd, "vllm:num_preemptions") > before, "nobody was preempted: the test does not test that"
 
@@ -167,7 +74,7 @@ def test_a_batch_with_chunked_prefill_and_preemption(sssd: Any, prompts: list, p
 def test_again_from_the_prefix_cache(sssd: Any, prompts: list, plain: dict) -> None:
     sssd.reset_prefix_cache()
     some = prompts[:3]
-    assert tokens_of(sssd.generate(some, parameters(), use_tqdm=False)) == plain["prompts"][:3]
+    assert tokens_of(sssd.generate(some, parameters(TOKENS), use_tqdm=False)) == plain["prompts"][:3]
     before = metric(sssd, "vllm:prefix_cache_hits")
     held: list[bool] = []
 
@@ -177,7 +84,7 @@ def test_again_from_the_prefix_cache(sssd: Any, prompts: list, plain: dict) -> N
         held.extend(drafter.length(i) == n for i, n in zip(step.request_ids, lengths, strict=True))
 
     with spied(runner_of(sssd).drafter, whole_prompts_are_known):
-        assert tokens_of(sssd.generate(some, parameters(), use_tqdm=False)) == plain["prompts"][:3]
+        assert tokens_of(sssd.generate(some, parameters(TOKENS), use_tqdm=False)) == plain["prompts"][:3]
     assert metric(sssd, "vllm:prefix_cache_hits") > before
     assert held and all(held)
 
@@ -194,7 +101,7 @@ def test_near_max_model_len_others_still_draft(sssd: Any, prompts: list, long_pr
 
     with spied(runner_of(sssd).drafter, record):
         for index, long in enumerate(long_prompts):
-            outputs = sssd.generate([long, prompts[0]], parameters(), use_tqdm=False)
+            outputs = sssd.generate([long, prompts[0]], parameters(TOKENS), use_tqdm=False)
             assert tokens_of(outputs) == [plain["long"][index], plain["prompts"][0]]
     assert max(ends) == MAX_MODEL_LEN, "no draft reached the end: the test does not test that"
     # vLLM itself drafts for nobody while any request is within K of max_model_len.
@@ -211,7 +118,7 @@ def test_structured_output(sssd: Any, prompts: list, plain: dict) -> None:
 
 
 def test_penalties_and_logprobs(sssd: Any, prompts: list, plain: dict) -> None:
-    outputs = sssd.generate(prompts[:4], parameters(repetition_penalty=1.3, logprobs=2), use_tqdm=False)
+    outputs = sssd.generate(prompts[:4], penalised(), use_tqdm=False)
     assert tokens_of(outputs) == plain["penalised"]
     assert all(len(o.outputs[0].logprobs) == len(o.outputs[0].token_ids) for o in outputs)
 
@@ -220,7 +127,7 @@ def test_requests_that_are_aborted_are_forgotten(sssd: Any, prompts: list, plain
     llm_engine = sssd.llm_engine
     drafter = runner_of(sssd).drafter.drafter
     for index in range(4):
-        llm_engine.add_request(f"job-{index}", prompts[index], parameters())
+        llm_engine.add_request(f"job-{index}", prompts[index], parameters(TOKENS))
     finished: dict[str, list[int]] = {}
     for step in range(10_000):
         if not llm_engine.has_unfinished_requests():
@@ -233,7 +140,7 @@ def test_requests_that_are_aborted_are_forgotten(sssd: Any, prompts: list, plain
                 finished[output.request_id] = list(output.outputs[0].token_ids)
     assert finished["job-0"] == plain["prompts"][0] and finished["job-3"] == plain["prompts"][3]
     # The same id again, at once, with another prompt.
-    llm_engine.add_request("job-1", prompts[5], parameters())
+    llm_engine.add_request("job-1", prompts[5], parameters(TOKENS))
     outputs = []
     while llm_engine.has_unfinished_requests():
         outputs += [output for output in llm_engine.step() if output.finished]
@@ -246,7 +153,7 @@ def test_scheduled_draft_length_is_honoured(sssd: Any, prompts: list, plain: dic
     scheduler.dynamic_sd_lookup = [3] * 9
     try:
         with spied(runner_of(sssd).drafter, lambda step, drafts: longest.append(max(map(len, drafts)))):
-            outputs = sssd.generate(prompts[:2], parameters(), use_tqdm=False)
+            outputs = sssd.generate(prompts[:2], parameters(TOKENS), use_tqdm=False)
     finally:
         scheduler.dynamic_sd_lookup = None
     assert tokens_of(outputs) == plain["prompts"][:2]
@@ -265,7 +172,7 @@ def test_lengths_that_the_controller_chooses(sssd: Any, prompts: list, plain: di
     try:
         with spied(proposer, lambda step, drafts: chosen.append(sum(map(len, drafts)))):
             for batch in (prompts, prompts[:2], [prompts[0]]):
-                outputs = sssd.generate(batch, parameters(), use_tqdm=False)
+                outputs = sssd.generate(batch, parameters(TOKENS), use_tqdm=False)
                 assert tokens_of(outputs) == plain["prompts"][: len(batch)]
     finally:
         proposer.controller = None
@@ -279,7 +186,7 @@ def test_a_drafter_that_fails_costs_drafts_and_nothing_else(
     proposer = runner_of(sssd).drafter
     monkeypatch.setattr(proposer.drafter, "draft", None)
     monkeypatch.setattr("freedraft.engines.vllm.runner.logger.parent.propagate", True, raising=False)
-    outputs = sssd.generate(prompts[:2], parameters(), use_tqdm=False)
+    outputs = sssd.generate(prompts[:2], parameters(TOKENS), use_tqdm=False)
     assert tokens_of(outputs) == plain["prompts"][:2]
     assert proposer.failed
     monkeypatch.undo()

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_vllm_greedy import CHAT, RAW, metric, parameters, tokens_of
+from vllm_cases import MAX_MODEL_LEN, metric, parameters, tokens_of
 from vllm_engines import engine, runner_of, settle, spied
 
 from layerskip_plugin.lookahead import Cost, Prices
-from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+from layerskip_plugin.skip_set import SkipSet
 
-MAX_MODEL_LEN = 384
 BLOCK = 32
 TOKENS = 32
 K = 5
@@ -25,46 +24,23 @@ SOME = SkipSet(30, frozenset({7, 12, 20, 29}), frozenset({5, 12, 24}))
 
 
 @pytest.fixture(scope="module")
-def prompts(demo_model: Path) -> list[dict[str, list[int]]]:
-    """15 prompts as token ids; the last three are longer than one chunk of the engine under test."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(demo_model)
-    chats = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
-        for text in CHAT
-    ]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in [*chats, *RAW]]
-    assert all(len(tokens) + TOKENS < MAX_MODEL_LEN for tokens in ids)
-    return [{"prompt_token_ids": tokens} for tokens in ids]
+def prompts(demo_prompts: list) -> list[dict[str, list[int]]]:
+    return demo_prompts
 
 
 @pytest.fixture(scope="module")
-def long_prompts(prompts: list) -> list[dict[str, list[int]]]:
-    """Prompts that leave 3, 9 and 30 tokens up to max_model_len."""
-    tokens = (prompts[12]["prompt_token_ids"] + prompts[0]["prompt_token_ids"]) * 6
-    return [{"prompt_token_ids": tokens[: MAX_MODEL_LEN - room]} for room in (3, 9, 30)]
+def plain(plain_demo: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    return plain_demo | {"prompts": [tokens[:TOKENS] for tokens in plain_demo["prompts"]]}
 
 
 @pytest.fixture(scope="module")
-def plain(demo_model: Path, prompts: list, long_prompts: list) -> dict[str, list[list[int]]]:
-    """What the engine says without us."""
-    with engine(demo_model, max_model_len=MAX_MODEL_LEN, max_num_seqs=8) as llm:
-        return {
-            "prompts": tokens_of(llm.generate(prompts, parameters(TOKENS), use_tqdm=False)),
-            "long": tokens_of(llm.generate(long_prompts, parameters(TOKENS), use_tqdm=False)),
-        }
-
-
-@pytest.fixture(scope="module")
-def layerskip(plain: dict, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def layerskip(
+    plain: dict, demo_model: Path, demo_fingerprint: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """The engine under test, cramped, with two skip sets, the empty one first. It always drafts K tokens."""
     folder = tmp_path_factory.mktemp("skip_sets")
-    import json
-
-    fingerprint = model_fingerprint(json.loads((demo_model / "config.json").read_text()))
-    SkipSet.empty(30, fingerprint).save(folder / "empty.json")
-    SkipSet(30, SOME.attention, SOME.mlp, fingerprint).save(folder / "some.json")
+    SkipSet.empty(30, demo_fingerprint).save(folder / "empty.json")
+    SkipSet(30, SOME.attention, SOME.mlp, demo_fingerprint).save(folder / "some.json")
     with engine(
         demo_model,
         max_model_len=MAX_MODEL_LEN,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from test_vllm_start import config_of, refusal
+from vllm_cases import PlainTiny, save_tiny
 from vllm_engines import engine, runner_of, settle, spied
 
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
@@ -20,32 +21,6 @@ from layerskip_plugin.vllm import check_start
 GOOD = {"method": "layerskip", "num_speculative_tokens": 3}
 FAMILIES = ("Qwen2", "Qwen3", "Mistral")
 PROMPTS = [[5, 9, 17, 5, 9, 3], [7, 7, 2, 20, 11], [13, 4, 4, 4, 19, 8, 2], [21]]
-
-
-def save_tiny(family: str, folder: Path, layers: int = 2) -> Path:
-    """A random model of that family with a vocabulary of 24 and no tokenizer."""
-    import torch
-    import transformers
-
-    torch.manual_seed(11)
-    sizes = {
-        "vocab_size": 24,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "tie_word_embeddings": False,
-        "dtype": "float32",
-    }
-    config = getattr(transformers, f"{family}Config")(**sizes)
-    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
-    return folder
 
 
 def skip_set_of(model: Path, folder: Path, attention: set[int], mlp: set[int], name: str = "set") -> str:
@@ -190,8 +165,8 @@ class TestStructure:
     """`Backbone.of` on targets that are built otherwise than their name says."""
 
     @pytest.fixture
-    def target(self, tiny_target: Any) -> Any:
-        return tiny_target
+    def target(self, plain_tiny: PlainTiny) -> Any:
+        return plain_tiny.target
 
     def test_the_real_one_passes(self, target: Any) -> None:
         assert len(Backbone.of(target).layers) == 2
@@ -223,9 +198,3 @@ class TestStructure:
 
         with pytest.raises(UnsupportedModel, match="no plain decoder"):
             Backbone.of(nn.Linear(2, 2))
-
-
-@pytest.fixture(scope="module")
-def tiny_target(tiny_model: Path) -> Any:
-    with engine(tiny_model, skip_tokenizer_init=True, max_model_len=64, max_num_seqs=2) as llm:
-        yield runner_of(llm).model

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_vllm_sampling import PROMPT, SAMPLES, SETTINGS, arguments, p_value, sample
+from vllm_cases import SAMPLED_PROMPT, SAMPLES, SAMPLING_ENGINE, SETTINGS, PlainTiny, p_value, sample
 from vllm_engines import engine, runner_of, settle, spied
 
 from layerskip_plugin.skip_set import SkipSet
@@ -16,11 +16,8 @@ CHOSEN = [SETTINGS[0], SETTINGS[1], SETTINGS[3]]
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_model: Path) -> dict[Any, list[tuple]]:
-    with engine(tiny_model, **arguments()) as llm:
-        result: dict[Any, list[tuple]] = {setting: sample(llm, setting) for setting in CHOSEN}
-        result["greedy"] = sample(llm, (0.0, 1.0, 0, False), 1)
-        return result
+def plain(plain_tiny: PlainTiny) -> dict[tuple, list[tuple]]:
+    return plain_tiny.sampled
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +26,7 @@ def layerskip(plain: dict, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
     path = tmp_path_factory.mktemp("skip_sets") / "half.json"
     SkipSet(2, frozenset({1}), frozenset({0})).save(path)
     config = {"method": "layerskip", "num_speculative_tokens": 3, "skip_set": str(path), "lookahead": "fixed"}
-    with engine(tiny_model, speculative_config=config, **arguments()) as llm:
+    with engine(tiny_model, speculative_config=config, **SAMPLING_ENGINE) as llm:
         yield llm
 
 
@@ -50,14 +47,14 @@ def test_sampled_output_has_the_engines_distribution(layerskip: Any, plain: dict
     assert not runner_of(layerskip).drafter.failed
 
 
-def test_greedy_and_sampled_requests_in_one_batch(layerskip: Any, plain: dict) -> None:
+def test_greedy_and_sampled_requests_in_one_batch(layerskip: Any, plain: dict, plain_tiny: PlainTiny) -> None:
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     warm = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, detokenize=False)
     count = SAMPLES // 2
     requests = [greedy, warm] * (count // 2)
-    outputs = layerskip.generate([{"prompt_token_ids": PROMPT}] * count, requests, use_tqdm=False)
+    outputs = layerskip.generate([{"prompt_token_ids": SAMPLED_PROMPT}] * count, requests, use_tqdm=False)
     tokens = [tuple(output.outputs[0].token_ids) for output in outputs]
-    assert set(tokens[::2]) == set(plain["greedy"])
+    assert set(tokens[::2]) == {plain_tiny.greedy}
     assert p_value(tokens[1::2], plain[SETTINGS[0]]) > 1e-3

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
+from vllm_cases import PlainTiny, Prompts, parameters, tokens_of
 from vllm_engines import engine, runner_of, settle, spied
 
 from sssd_plugin import source_metrics
@@ -16,17 +17,14 @@ from sssd_plugin.provenance import SOURCES
 TOKENS = 30
 
 
-def generate(llm: Any, prompts: list[list[int]], salt: str | None = None) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
-    given = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
-    outputs = llm.generate(given, parameters, use_tqdm=False)
+def generate(llm: Any, prompts: Prompts, salt: str | None = None) -> list[list[int]]:
+    given = [prompt | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
+    outputs = llm.generate(given, parameters(TOKENS, ignore_eos=True, detokenize=False), use_tqdm=False)
     settle(llm)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens_of(outputs)
 
 
-def accepted(llm: Any, prompts: list[list[int]], salt: str | None = None) -> tuple[int, list[list[int]]]:
+def accepted(llm: Any, prompts: Prompts, salt: str | None = None) -> tuple[int, list[list[int]]]:
     """Draft tokens accepted while these are answered, and the answers."""
     total = 0
 
@@ -37,12 +35,6 @@ def accepted(llm: Any, prompts: list[list[int]], salt: str | None = None) -> tup
     with spied(runner_of(llm).drafter, record):
         answers = generate(llm, prompts, salt)
     return total, answers
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(3)
-    return [rng.integers(2, 24, 12).tolist() for _ in range(6)]
 
 
 def value(name: str, **labels: str) -> float:
@@ -71,12 +63,11 @@ def gained(before: dict[str, float]) -> dict[str, float]:
 
 
 def test_learns_from_what_it_said(
-    tiny_model: Path, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    prompts, plain = live_prompts, plain_tiny.answers
     monkeypatch.setattr(source_metrics, "EVERY", 1)
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4}
-    with engine(tiny_model, **settings) as llm:
-        plain = generate(llm, prompts)
     method = {
         "method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "live": True, "datastore": str(tmp_path)
     }  # fmt: skip

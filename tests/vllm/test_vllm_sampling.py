@@ -5,84 +5,44 @@ The model is random with a vocabulary of 24, so that an output of three tokens f
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from vllm_cases import SAMPLED_PROMPT, SAMPLES, SAMPLING_ENGINE, SETTINGS, PlainTiny, p_value, sample
 from vllm_engines import engine, runner_of, settle, spied
 
-SAMPLES = 3000
-PROMPT = [5, 9, 17, 5, 9, 3, 5, 9, 17, 22, 5, 9]
+from tests.support.stores import build_store
+
 K = 3
 
-# temperature, top_p, top_k, one seed per request
-SETTINGS = [(1.0, 1.0, 0, False), (0.6, 0.8, 0, False), (1.4, 1.0, 5, False), (0.9, 0.9, 8, True)]
 
-
-def arguments() -> dict[str, Any]:
-    return {
-        "skip_tokenizer_init": True,
-        "max_model_len": 64,
-        "max_num_seqs": 128,
-        "enable_prefix_caching": False,
-        # Of several tokens that are as probable as the k-th, top-k keeps all; fp32 keeps ties out.
-    }
-
-
-def sample(llm: Any, setting: tuple[float, float, int, bool], samples: int = SAMPLES, seed: int = 0) -> list[tuple]:
-    """Outputs of three tokens, without detokenising; each request has its own seed where the setting says so."""
-    from vllm import SamplingParams
-
-    temperature, top_p, top_k, seeded = setting
-    requests = [
-        SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed + i if seeded else None,
-            max_tokens=4,
-            ignore_eos=True,
-            detokenize=False,
-        )
-        for i in range(samples)
-    ]
-    outputs = llm.generate([{"prompt_token_ids": PROMPT}] * samples, requests, use_tqdm=False)
-    return [tuple(output.outputs[0].token_ids) for output in outputs]
-
-
-def p_value(a: list[tuple], b: list[tuple]) -> float:
-    """That two samples come from one distribution: chi-square over outputs, the rare ones taken together."""
-    from scipy.stats import chi2_contingency
-
-    p = 1.0
-    # Whole outputs are many; their beginnings are few and show a small shift better.
-    for length in (2, 3, 4):
-        ours, theirs = (Counter(output[:length] for output in sample) for sample in (a, b))
-        common = [key for key in ours | theirs if ours[key] + theirs[key] >= 12]
-        table = [[count[key] for key in common] for count in (ours, theirs)]
-        for row, sample in zip(table, (a, b), strict=True):
-            row.append(len(sample) - sum(row))
-        columns = [column for column in zip(*table, strict=True) if sum(column)]
-        if len(columns) > 1:
-            p = min(p, chi2_contingency(list(zip(*columns, strict=True)), correction=False)[1])
-    return p
+@pytest.fixture(scope="module")
+def plain(plain_tiny: PlainTiny) -> dict[tuple, list[tuple]]:
+    return plain_tiny.sampled
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_model: Path) -> dict[tuple, list[tuple]]:
-    with engine(tiny_model, **arguments()) as llm:
-        result = {setting: sample(llm, setting) for setting in SETTINGS}
-        result["greedy"] = sample(llm, (0.0, 1.0, 0, False), 1)
-        return result
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Counting from 0 to 19, over and over."""
+    path = tmp_path_factory.mktemp("datastore") / "store"
+    build_store(path, [np.arange(3000) % 20], 24)
+    return path
 
 
 @pytest.fixture(scope="module")
-def sssd(plain: dict, tiny_model: Path) -> Iterator[Any]:
+def sssd(plain: dict, tiny_model: Path, store: Path) -> Iterator[Any]:
     """Depends on `plain` so that the engines do not exist at the same time."""
-    config = {"method": "sssd", "num_speculative_tokens": K, "scoring": "paper", "policy": "fixed"}
-    with engine(tiny_model, speculative_config=config, **arguments()) as llm:
+    config = {
+        "method": "sssd",
+        "num_speculative_tokens": K,
+        "scoring": "paper",
+        "policy": "fixed",
+        "datastore": str(store),
+    }
+    with engine(tiny_model, speculative_config=config, **SAMPLING_ENGINE) as llm:
         yield llm
 
 
@@ -104,18 +64,36 @@ def test_sampled_output_has_the_engines_distribution(sssd: Any, plain: dict, set
     assert len(runner_of(sssd).drafter.drafter) == 0
 
 
+def test_the_engine_drafts_from_the_store(sssd: Any) -> None:
+    from vllm import SamplingParams
+
+    proposer = runner_of(sssd).drafter
+    assert proposer.store.n_tokens == 3000
+    seen: list[list[int]] = []
+    # No n-gram of the prompt comes again, so the draft can only be the store's.
+    with spied(proposer, lambda step, drafts: seen.extend(drafts)):
+        sssd.generate(
+            [{"prompt_token_ids": [7, 2, 4]}],
+            SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=[5], detokenize=False),
+            use_tqdm=False,
+        )
+    assert seen and seen[0] == [6, 7, 8]
+
+
 def test_a_seed_gives_the_same_output_again(sssd: Any) -> None:
     assert sample(sssd, SETTINGS[3], 128, seed=5) == sample(sssd, SETTINGS[3], 128, seed=5)
 
 
-def test_greedy_and_sampled_requests_in_one_batch(sssd: Any, plain: dict) -> None:
+def test_greedy_and_sampled_requests_in_one_batch(sssd: Any, plain: dict, plain_tiny: PlainTiny) -> None:
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     warm = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True, detokenize=False)
-    outputs = sssd.generate([{"prompt_token_ids": PROMPT}] * SAMPLES, [greedy, warm] * (SAMPLES // 2), use_tqdm=False)
+    outputs = sssd.generate(
+        [{"prompt_token_ids": SAMPLED_PROMPT}] * SAMPLES, [greedy, warm] * (SAMPLES // 2), use_tqdm=False
+    )
     tokens = [tuple(output.outputs[0].token_ids) for output in outputs]
-    assert set(tokens[::2]) == set(plain["greedy"])
+    assert set(tokens[::2]) == {plain_tiny.greedy}
     assert p_value(tokens[1::2], plain[SETTINGS[0]]) > 1e-3
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_vllm_greedy import CHAT, RAW, parameters, tokens_of
+from vllm_cases import TOKENS, parameters, tokens_of
 from vllm_engines import engine, runner_of, settle, spied
 
 from freedraft.config import ConfigError
@@ -23,34 +22,21 @@ from layerskip_plugin.selection.knn import Domains, Knn, fit
 from layerskip_plugin.selection.plan import Knapsack, Plan
 from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.selection.swift import Swift
-from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+from layerskip_plugin.skip_set import SkipSet
 
-LAYERS, HIDDEN, TOKENS, K = 30, 576, 48, 4
+LAYERS, HIDDEN, K = 30, 576, 4
 MAX_MODEL_LEN = 384
 
 
 @pytest.fixture(scope="module")
-def fingerprint(demo_model: Path) -> str:
-    return model_fingerprint(json.loads((demo_model / "config.json").read_text()))
+def prompts(demo_prompts: list) -> list[dict[str, list[int]]]:
+    return [*demo_prompts[:5], *demo_prompts[12:]]
 
 
 @pytest.fixture(scope="module")
-def prompts(demo_model: Path) -> list[dict[str, list[int]]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(demo_model)
-    chats = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
-        for text in CHAT
-    ]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in [*chats[:5], *RAW]]
-    return [{"prompt_token_ids": tokens} for tokens in ids]
-
-
-@pytest.fixture(scope="module")
-def plain(demo_model: Path, prompts: list) -> list[list[int]]:
-    with engine(demo_model, max_model_len=MAX_MODEL_LEN, max_num_seqs=4) as llm:
-        return generate(llm, prompts)
+def plain(plain_demo: dict[str, list[list[int]]]) -> list[list[int]]:
+    answers = plain_demo["prompts"]
+    return [*answers[:5], *answers[12:]]
 
 
 def generate(llm: Any, prompts: list) -> list[list[int]]:
@@ -238,10 +224,12 @@ def test_knapsack_changes_set_and_length_as_context_grows(swift_engine: Any, pro
     assert max(drafted[0]) == 2 and max(drafted[2]) == 3
 
 
-def test_files_of_another_model_or_machine_stop_the_start(fingerprint: str, demo_model: Path, tmp_path: Path) -> None:
+def test_files_of_another_model_or_machine_stop_the_start(
+    demo_fingerprint: str, demo_model: Path, tmp_path: Path
+) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    skip = SkipSet.of_sublayers([6], LAYERS, fingerprint)
+    skip = SkipSet.of_sublayers([6], LAYERS, demo_fingerprint)
     other = SkipSet.of_sublayers([6], LAYERS, "0123456789abcdef")
     for name, chosen, where in (("good", skip, hardware()), ("model", other, hardware()), ("machine", skip, "a Cray")):
         Plan((64,), (Choice(chosen, 2, 1.0),), where).save(tmp_path / f"{name}.json", {})

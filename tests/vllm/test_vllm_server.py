@@ -18,15 +18,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support.prompts import SHORT
+
 CLIENTS = 8
 ROUNDS = 3
 TOKENS = 24
-PROMPTS = [
-    "one two three four one two three four one two",
-    "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n",
-    "The cat sat on the mat. The dog sat on the log. The cat sat",
-    "Question: what is a lighthouse for?\nAnswer:",
-]
+PROMPTS = SHORT[:4]
 
 
 def free_port() -> int:
@@ -38,7 +35,8 @@ def free_port() -> int:
 def command(model: Path, port: int, speculative: dict[str, Any], *arguments: str) -> tuple[list[str], dict[str, str]]:
     """The command and environment of a server of its own processes."""
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment["VLLM_LOGGING_LEVEL"] = "INFO"
+    # The prefix becomes a part of the log's format: each line begins with the name of its logger.
+    environment |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_PREFIX": "%(name)s "}
     return [
         sys.executable,
         *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m"),
@@ -165,7 +163,7 @@ def test_eight_clients_with_aborts_lose_nothing_and_leak_nothing(server: Server)
 
 
 def test_the_log_says_so_once_and_nothing_per_step(server: Server) -> None:
-    lines = [line for line in server.log.read_text().splitlines() if "freedraft" in line]
+    lines = [line for line in server.log.read_text().splitlines() if re.match(r"freedraft[\w.]* ", line)]
     assert sum("sssd drafts up to 8 tokens per request" in line for line in lines) == 1
     assert len(lines) < 8, lines
 

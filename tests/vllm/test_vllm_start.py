@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import engine, runner_of
+from vllm_engines import engine
 
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import check
@@ -191,26 +191,6 @@ def test_a_store_of_another_tokenizer(demo_model: Path, tmp_path: Path) -> None:
     assert "foreign" in message and "tokenizer" in message
     config = config_of(demo_model, GOOD | {"datastore": str(tmp_path / "mine")}, skip_tokenizer_init=False)
     assert config.speculative_config is not None
-
-
-def test_the_engine_drafts_from_the_store(tiny_model: Path, store: Path) -> None:
-    from vllm import SamplingParams
-
-    speculative = GOOD | {"datastore": str(store), "policy": "fixed", "metrics_port": 0}
-    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4}
-    with engine(tiny_model, speculative_config=speculative, **arguments) as llm:
-        proposer = runner_of(llm).drafter
-        assert proposer.store.n_tokens == 3000
-        drafts: list[list[int]] = []
-        original = proposer.draft
-        proposer.draft = lambda step: drafts.extend(original(step)) or step.no_drafts()
-        # No n-gram of the prompt comes again, so the draft can only be the store's.
-        llm.generate(
-            [{"prompt_token_ids": [7, 2, 4]}],
-            SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=[5], detokenize=False),
-            use_tqdm=False,
-        )
-        assert drafts and drafts[0][:3] == [6, 7, 8]
 
 
 @pytest.mark.parametrize("name", ["propose_draft_token_ids", "_update_states"])

@@ -2,8 +2,8 @@
 work.
 
 `sssd_cycle` drafts with SSSD, puts a wrong sibling before every draft token, so that every accepted one has to be
-moved, and changes the width at every step. `sssd_chain` is SSSD without branches. `wild` drafts random trees over a
-tiny vocabulary. `broken` fails at its third draft.
+moved, and changes the width at every step; requests whose id begins with `broken` make it fail at their third draft.
+`sssd_chain` is SSSD without branches. `wild` drafts random trees over a tiny vocabulary.
 """
 
 import collections
@@ -21,7 +21,6 @@ def register():
     install("sssd_cycle", make_cycle, corpora=True)
     install("sssd_chain", make_chain)
     install("wild", make_wild)
-    install("broken", make_broken)
     if os.environ.get("TREE_TEST_COUNTS"):
         count_work(Path(os.environ["TREE_TEST_COUNTS"]))
 
@@ -56,7 +55,7 @@ def count_work(path):
                 continue
             past = int(batch.seq_lens_cpu[row]) + 1 - int(lengths[row])  # the root is not in the KV cache
             totals["rebuilt"] += before.get(request.rid, -1) != past
-            if drafter is not None:
+            if drafter is not None and not self._draft_failed:
                 drafter._await_prompts([request.rid])
                 assert drafter.length(request.rid) == past, "the index does not hold the text so far"
         return made
@@ -83,6 +82,7 @@ def make_cycle(context):
 
     class Cycle(SssdSource):
         cycle = itertools.cycle((16, 4, 1, 8, 2))
+        broken = 0
 
         def width(self, batch_size):
             return next(w for w in self.cycle if w in self.widths)
@@ -90,6 +90,9 @@ def make_cycle(context):
         def draft(self, step, width):
             from freedraft.draft import DraftBatch
 
+            self.broken += any(name.startswith("broken") for name in step.request_ids)
+            if self.broken > 2:
+                raise RuntimeError("no more drafts")
             tree = super().draft(step, max(1, (width + 1) // 2))
             out = DraftBatch.empty(tree.batch_size, width)
             for b in range(tree.batch_size):
@@ -179,20 +182,3 @@ def make_wild(context):
             return out
 
     return Wild(context)
-
-
-def make_broken(context):
-    from freedraft.draft import DraftBatch
-
-    class Broken(Simple):
-        drafts = 0
-
-        def draft(self, step, width):
-            self.drafts += 1
-            if self.drafts > 2:
-                raise RuntimeError("no more drafts")
-            out = DraftBatch.empty(len(step.request_ids), width)
-            out.counts[:] = 1
-            return out
-
-    return Broken(context)

@@ -1,4 +1,4 @@
-"""What the tests of the datastore share: building, damaging, looking up by brute force."""
+"""Stores from documents: building, damaging, looking up by brute force."""
 
 from __future__ import annotations
 
@@ -16,7 +16,22 @@ from numpy.typing import NDArray
 from sssd_plugin.datastore.builder import StoreBuilder
 from sssd_plugin.datastore.checksum import ChecksummedFile
 from sssd_plugin.datastore.format import Manifest, _checksum, file_name, read_manifest
-from sssd_plugin.datastore.sub_index import SEPARATOR, SubIndex
+from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+
+Documents = Sequence[Sequence[int]]
+
+
+def int32(tokens: Sequence[int]) -> NDArray[np.int32]:
+    return np.array(tokens, np.int32)
+
+
+def joined(documents: Documents) -> list[int]:
+    """Tokens of a sub-index: a separator after each document."""
+    return [token for document in documents for token in [*map(int, document), SEPARATOR]]
+
+
+def snapshot_of(sub_indices: Sequence[Documents], vocab_size: int) -> Snapshot:
+    return Snapshot.of([SubIndex.build(int32(joined(documents)), vocab_size) for documents in sub_indices])
 
 
 def build_store(target: Path, documents: Iterable[Sequence[int]], vocab_size: int, **settings: Any) -> Manifest:

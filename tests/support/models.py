@@ -1,0 +1,102 @@
+"""The demo model, very small random models, and what a model goes on with by itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEMO_MODEL = Path(os.environ.get("FREEDRAFT_TEST_MODEL", REPOSITORY / "build" / "model"))
+
+VOCAB_SIZE = 96
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,
+}
+
+
+def tiny_model(family: str = "Llama", *, seed: int, **changes: Any) -> Any:
+    """A random causal language model of this family, float32, of SHAPE but for the changes.
+
+    The wide initial range makes its next-token probabilities uneven.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(**SHAPE | changes)
+    config.dtype = torch.float32
+    return getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+
+
+def weaken(model: Any, layers: Sequence[int], factor: float) -> None:
+    """Scale what these layers add to the stream, so that most drafts without them are right."""
+    for index in layers:
+        layer = model.model.layers[index]
+        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            part.weight.data *= factor
+
+
+def save(model: Any, folder: Path, tokenizer: Path | None = None) -> Path:
+    """The model in Hugging Face layout, with the tokenizer of the model in `tokenizer`."""
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (tokenizer / name).is_file():
+                shutil.copy(tokenizer / name, folder)
+    return folder
+
+
+def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A word-level tokenizer for the words w0, w1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w1").save_pretrained(folder)
+
+
+def continuations(model: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """What the model itself goes on with, greedily and past any end of text: no engine has to start."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    out = []
+    for prompt in prompts:
+        ids, past, new = torch.tensor([list(prompt)]), None, []
+        for _ in range(tokens):
+            with torch.no_grad():
+                answer = whole(ids, past_key_values=past, use_cache=True)
+            past, ids = answer.past_key_values, answer.logits[:, -1].argmax(-1, keepdim=True)
+            new.append(int(ids))
+        out.append(new)
+    return out
+
+
+def rough_model(family: str = "Llama", seed: int = 0) -> Any:
+    """A tiny model of three layers whose sublayers matter about as much as each other, norms included."""
+    import torch
+
+    model = tiny_model(family, seed=seed, num_hidden_layers=3)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.25)
+        else:
+            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
+    model.generation_config.eos_token_id = None
+    return model

@@ -1,0 +1,122 @@
+"""Models and requests that vLLM's tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.support import distributions, prompts
+from tests.support.models import save, tiny_model
+
+TINY = {
+    "vocab_size": 24,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+MAX_MODEL_LEN = 512
+TOKENS = 48
+
+
+def save_tiny(family: str, folder: Path, layers: int = 2) -> Path:
+    """A random model of that family with a vocabulary of 24 and no tokenizer."""
+    return save(tiny_model(family, seed=11, num_hidden_layers=layers, **TINY), folder)
+
+
+Prompts = list[dict[str, list[int]]]
+
+
+def token_prompts(ids: list[list[int]]) -> Prompts:
+    return [{"prompt_token_ids": tokens} for tokens in ids]
+
+
+def parameters(max_tokens: int, **arguments: Any) -> Any:
+    """Greedy."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=max_tokens, **arguments)
+
+
+def tokens_of(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def metric(llm: Any, name: str) -> float:
+    return sum(m.value for m in llm.get_metrics() if m.name == name)
+
+
+# Prompts of one drafter or another, as text.
+MIXED = [*prompts.CHAT[:9], *prompts.RAW[:2], prompts.ECHO]
+STRUCTURED_PROMPTS = slice(3, 7)
+
+
+def structured(max_tokens: int = 60) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    return parameters(max_tokens, structured_outputs=StructuredOutputsParams(json=schema))
+
+
+def penalised(max_tokens: int = 40) -> Any:
+    return parameters(max_tokens, repetition_penalty=1.3, logprobs=2)
+
+
+# Sampling: short outputs over a vocabulary of 24, so that each is seen often enough.
+SAMPLES = 3000
+SAMPLED_PROMPT = [5, 9, 17, 5, 9, 3, 5, 9, 17, 22, 5, 9]
+Setting = tuple[float, float, int, bool]
+# temperature, top_p, top_k, one seed per request
+SETTINGS: list[Setting] = [(1.0, 1.0, 0, False), (0.6, 0.8, 0, False), (1.4, 1.0, 5, False), (0.9, 0.9, 8, True)]
+# Of several tokens that are as probable as the k-th, top-k keeps all; fp32 keeps ties out.
+SAMPLING_ENGINE = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 128,
+                   "enable_prefix_caching": False}  # fmt: skip
+
+
+def sample(llm: Any, setting: Setting, samples: int = SAMPLES, seed: int = 0) -> list[tuple[int, ...]]:
+    """Outputs of four tokens, without detokenising; each request has its own seed where the setting says so."""
+    from vllm import SamplingParams
+
+    temperature, top_p, top_k, seeded = setting
+    requests = [
+        SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed + i if seeded else None,
+            max_tokens=4,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for i in range(samples)
+    ]
+    outputs = llm.generate([{"prompt_token_ids": SAMPLED_PROMPT}] * samples, requests, use_tqdm=False)
+    return [tuple(tokens) for tokens in tokens_of(outputs)]
+
+
+def p_value(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
+    """That two samples of outputs come from one distribution."""
+    return distributions.same_distribution(a, b, lengths=(2, 3, 4))
+
+
+class PlainTiny(NamedTuple):
+    """What the tiny model says without us, and the target that vLLM makes of it.
+
+    Attributes:
+        sampled: outputs by setting.
+        greedy: the greedy output of the same prompt.
+        answers: greedy answers of 30 tokens to `live_prompts`.
+    """
+
+    sampled: dict[tuple, list[tuple[int, ...]]]
+    greedy: tuple[int, ...]
+    answers: list[list[int]]
+    target: Any
