@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.config import PluginOptions
-from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.policies import Fixed
+from freedraft.cost.hardware import choose_profile
+from freedraft.cost.policies import Controller, Fixed
 from freedraft.draft import DraftBatch
 from freedraft.method import EngineContext, Method, MethodSpec, Step
 
@@ -21,8 +21,8 @@ class RepeatOptions(PluginOptions):
 
 
 class RepeatMethod(Method):
-    def __init__(self, options: RepeatOptions, context: EngineContext) -> None:
-        controller = Fixed(HardwareProfile.named("cpu"), context.max_draft_tokens, context.widths)
+    def __init__(self, options: RepeatOptions, context: EngineContext, controller: Controller | None = None) -> None:
+        controller = controller or Fixed(choose_profile("cpu"), context.max_draft_tokens, context.widths)
         super().__init__(options, context, controller, SPEC.name)
         self.tokens: dict[str, list[int]] = {}
         self.calls = 0

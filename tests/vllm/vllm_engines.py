@@ -52,24 +52,38 @@ def settle(llm: Any) -> None:
         core.step()
 
 
+def failures(llm: Any) -> float:
+    """What the drafters of this name have raised in this process, since it was last reset."""
+    return float(runner_of(llm).drafter.guarded.metrics.failures._value.get())
+
+
 @contextmanager
-def spied(proposer: Any, record: Callable[[Any, list[list[int]]], None]) -> Iterator[None]:
-    """Call `record(step, drafts)` at each step of the proposer; what it raises is raised here, at the end."""
-    original = proposer.draft
+def spied(llm: Any, record: Callable[[Any, list[list[int]]], None]) -> Iterator[None]:
+    """Call `record(step, drafts)` at each step, drafts by request of the step; what it raises is raised at the end."""
+    from freedraft.engines.vllm.v1.runner import draft_lists
+
+    guarded = runner_of(llm).drafter.guarded
+    original = guarded.draft
     errors: list[Exception] = []
 
-    def draft(step: Any) -> list[list[int]]:
+    def draft(step: Any) -> Any:
         drafts = original(step)
+        rows = draft_lists(drafts, step, batch_rows(step))
         try:
-            record(step, drafts)
+            record(step, [rows[row] for row in step.engine.rows.tolist()])
         except Exception as error:  # the engine would take it for a mistake of the drafter
             errors.append(error)
         return drafts
 
-    proposer.draft = draft
+    guarded.draft = draft
     try:
         yield
     finally:
-        del proposer.draft
+        del guarded.draft
     if errors:
         raise errors[0]
+
+
+def batch_rows(step: Any) -> int:
+    """Requests in vLLM's batch, those in the midst of their prompt included."""
+    return len(step.engine.arguments["sampled_token_ids"])
