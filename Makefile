@@ -1,5 +1,5 @@
 # Everything is set up by the target that needs it, and only once. Needed: Python >= 3.11 with venv, make, a package index.
-#   make demo     the measured table on vLLM's CPU build          make test   lint, types, tests on both engines
+#   make demo     the measured table on vLLM's CPU build          make check  lint, types, tests without an engine
 #   make serve    an OpenAI-compatible server with SSSD           make help   the rest
 
 SHELL := bash
@@ -46,13 +46,14 @@ endef
 pip_torch = { $(1)/bin/pip install -q --retries 1 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCH) \
 	|| $(1)/bin/pip install -q $(TORCH); }
 
-.PHONY: help demo demo-sglang serve stop report wheel test lint test-vllm test-sglang setup-vllm setup-sglang model clean \
+.PHONY: help demo demo-sglang serve stop report wheel check test lint test-vllm test-sglang setup-vllm setup-sglang model clean \
 	distclean
 
 help:
 	@echo 'make demo         measure plain and SSSD on vLLM (CPU, embedded model), side by side'
 	@echo 'make demo-sglang  the same on SGLang'
-	@echo 'make test         lint, types, unit tests, tests on both engines'
+	@echo 'make check        lint, types, tests without an engine (3 minutes on two cores)'
+	@echo 'make test         lint, types, all tests, on both engines (about 20 minutes)'
 	@echo 'make serve        start an OpenAI-compatible vLLM server with SSSD on 127.0.0.1:$(PORT); make stop ends it'
 	@echo 'make report       the page and plots of the measured results, build/report.html'
 	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'
@@ -134,6 +135,17 @@ wheel: $(VLLM)/python.done
 
 export FREEDRAFT_TEST_MODEL := $(CURDIR)/$(MODEL)
 
+# Everything that needs no engine: one half on each of two cores, whatever fails in between.
+check: $(VLLM)/project.done $(MODEL)/config.json
+	@mkdir -p $(LOGS); \
+	half() { failed=0; $(MAKE) --no-print-directory lint || failed=1; \
+		$(VLLM)/bin/python -m pytest tests/datastore $(PYTEST_FLAGS) || failed=1; return $$failed; }; \
+	half > $(LOGS)/check.log 2>&1 & \
+	failed=0; $(VLLM)/bin/python -m pytest --ignore tests/datastore --ignore tests/vllm --ignore tests/sglang \
+		$(PYTEST_FLAGS) || failed=1; \
+	wait $$! || failed=1; cat $(LOGS)/check.log; \
+	if [ $$failed = 1 ]; then echo 'FAIL'; exit 1; fi; echo 'PASS: lint, tests without an engine'
+
 # Every part runs, whatever the one before it said.
 test: $(VLLM)/project.done $(SGLANG)/project.done $(MODEL)/config.json
 	@failed=''; \
@@ -148,10 +160,10 @@ lint: $(VLLM)/project.done
 	@$(VLLM)/bin/hadolint -c docker/.hadolint.yaml docker/*.Dockerfile
 
 test-vllm: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/python -m pytest -m 'not sglang' --ignore tests/sglang $(PYTEST_FLAGS)
+	@$(VLLM)/bin/python -m pytest -m 'not sglang' --ignore tests/sglang --durations=30 $(PYTEST_FLAGS)
 
 test-sglang: $(SGLANG)/project.done $(MODEL)/config.json
-	@$(SGLANG)/bin/python -m pytest tests/sglang $(PYTEST_FLAGS)
+	@$(SGLANG)/bin/python -m pytest tests/sglang --durations=30 $(PYTEST_FLAGS)
 
 clean: stop
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from draft_chains import draft_chains
 from selection import weight_share
 
+from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, Prices, RocThreshold
 from layerskip_plugin.lookahead.disco import Comparison, train
 from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.selection.hardware import hardware
-from layerskip_plugin.selection.host_model import HostModel
-from layerskip_plugin.selection.texts import Answered, Prompts, answer, load_tokenizer
 from layerskip_plugin.skip_set import SkipSet
 
 
@@ -41,7 +42,7 @@ class Recorded:
 
     def __init__(self, host: HostModel, skip: SkipSet, one: Answered, longest: int) -> None:
         text = host.read(one.tokens)
-        drafts, self.top, self.entropy = host.chains(skip, text, one.prompt, longest)
+        drafts, self.top, self.entropy = draft_chains(host, skip, text, one.prompt, longest)
         # What the whole model says next: the answer, and its choice behind the last token.
         truth = np.append(text.tokens.numpy()[one.prompt + 1 :], int(text.best[-1]))
         places = len(truth) - longest + 1
@@ -127,7 +128,9 @@ def main() -> None:
     for path in options.data:
         prompts = Prompts.load(path)
         if len(known.get(prompts.name, [])) < options.prompts:
-            made = answer(host, tokenizer, prompts.slice(0, options.prompts).texts, options.answer, 256, batch=12)
+            if len(prompts.texts) < options.prompts:
+                raise ValueError(f"{prompts.name} holds {len(prompts.texts)} prompts; {options.prompts} are needed")
+            made = answer(host, tokenizer, prompts.texts[: options.prompts], options.answer, 256, batch=12)
             known[prompts.name] = [[a.prompt, a.tokens] for a in made]
         answers = [Answered(t, p) for p, t in known[prompts.name][: options.prompts] if len(t) - p > options.longest]
         recorded = [Recorded(host, skip, one, options.longest) for one in answers]

@@ -27,17 +27,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from draft_chains import draft_chains
 
-from layerskip_plugin.selection import bayesian, knapsack
+from layerskip_plugin.calibrate import bayesian, knapsack
+from layerskip_plugin.calibrate.checkpoint import Checkpoint
+from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.knapsack import Candidate
+from layerskip_plugin.calibrate.knn import fit
+from layerskip_plugin.calibrate.pass_times import VERIFIED, PassTimes, blank, measure, seconds, tokens_per_time
+from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, encode, load_tokenizer
+from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.hardware import hardware
-from layerskip_plugin.selection.host_model import HostModel, Sample, Text
-from layerskip_plugin.selection.knapsack import Candidate, PassTimes, tokens_per_time
-from layerskip_plugin.selection.knn import Domains, fit
-from layerskip_plugin.selection.latency import VERIFIED, blank, measure, seconds
-from layerskip_plugin.selection.resume import Resumable
+from layerskip_plugin.selection.knn import Domains
 from layerskip_plugin.selection.swift import WINDOW, Swift
-from layerskip_plugin.selection.texts import Answered, Prompts, answer, encode, load_tokenizer
 from layerskip_plugin.skip_set import SkipSet
 
 SHARES = (0.1, 0.2, 0.3)
@@ -99,7 +102,7 @@ def agreement(
     learn: list[Answered],
     held: dict[str, list[Answered]],
     options: argparse.Namespace,
-    steps: Resumable,
+    steps: Checkpoint,
 ) -> dict[str, Any]:
     """One row per search: held-out agreement, over all domains and in each, cosine and search seconds at each share;
     how cosine and agreement of all these sets go together."""
@@ -114,7 +117,7 @@ def agreement(
 
     def dynamic(survivors: int) -> list[list[int]]:
         # One search gives the sets of every size.
-        found = knapsack.search(host, sample, most=max(sizes), kept=kept, survivors=survivors)
+        found = knapsack.search(host, sample, max_weight=max(sizes), protected=kept, survivors=survivors)
         by: dict[int, Candidate] = {c.weight: c for c in found}
         return [list(by[n].skip.sublayers) for n in sizes]
 
@@ -177,7 +180,7 @@ def timed(work: Callable[[], Any]) -> list[Any]:
 class Drafts:
     """Acceptance of fixed-length drafts on held-out answers, measured once per (answer, set, length)."""
 
-    def __init__(self, host: HostModel, most: int, steps: Resumable) -> None:
+    def __init__(self, host: HostModel, most: int, steps: Checkpoint) -> None:
         self.host, self.most, self.steps = host, most, steps
         self.texts: dict[int, Text] = {}
 
@@ -190,7 +193,7 @@ class Drafts:
         tokens = one.tokens[: one.prompt + self.most]
         if number not in self.texts:
             self.texts[number] = self.host.read(tokens)
-        drafts, _, _ = self.host.chains(skip, self.texts[number], one.prompt, length)
+        drafts, _, _ = draft_chains(self.host, skip, self.texts[number], one.prompt, length)
         answer = np.array(tokens[one.prompt :])
         rounds = judged = accepted = place = 0
         while place + 1 < len(answer):
@@ -208,17 +211,17 @@ def stream(
     learn: dict[str, list[Answered]],
     held: dict[str, list[Answered]],
     options: argparse.Namespace,
-    steps: Resumable,
+    steps: Checkpoint,
 ) -> dict[str, Any]:
     """Table 2 of KNN-SSD on this model, and the accuracy of routing."""
     seed, size, names = options.seed, round(options.share * host.sublayers), list(domains)
     everything = [a for part in learn.values() for a in part]
     sample = sample_of(host, everything, options.tokens, seed)
-    kept = steps.step("protected", lambda: sorted(knapsack.protected(host, sample)))
+    kept = steps.step("protected", lambda: sorted(knapsack.protected_sublayers(host, sample)))
 
     def searched(answers: Sequence[Answered]) -> list[list[Any]]:
-        part = sample_of(host, answers, max(knapsack.FEWEST_TOKENS, options.tokens), seed)
-        found = knapsack.search(host, part, most=size, kept=kept, survivors=options.stream_survivors)
+        part = sample_of(host, answers, max(knapsack.MIN_TOKENS, options.tokens), seed)
+        found = knapsack.search(host, part, max_weight=size, protected=kept, survivors=options.stream_survivors)
         return [[list(c.skip.sublayers), c.agreement] for c in found]
 
     def set_of(name: str, answers: Sequence[Answered]) -> list[list[Any]]:
@@ -286,7 +289,7 @@ def stream(
                 one = held[names[d]][p]
                 used.append(list(swift.incumbent.sublayers))
                 window[:] = [Sample.newest(host, one.tokens[: one.prompt + options.answer], WINDOW)]
-                swift.step(1e9, batches=1)
+                swift.step(1e9, max_batches=1)
             return used
 
         by_swift = steps.step(f"swift {ratio}", searching)
@@ -314,7 +317,7 @@ def stream(
 
 
 def context(
-    host: HostModel, learn: list[Answered], options: argparse.Namespace, steps: Resumable, part: str
+    host: HostModel, learn: list[Answered], options: argparse.Namespace, steps: Checkpoint, part: str
 ) -> dict[str, Any]:
     """Sets by context length: predicted and measured tokens per time, and their correlation."""
     sample = sample_of(host, learn, options.tokens, options.seed + 1)
@@ -324,12 +327,12 @@ def context(
         times = pass_times(steps.step(f"times at {length}", lambda n=length: as_list(measure(host, n))))
         if part == "times":
             continue
-        kept = steps.step("kept", lambda: sorted(knapsack.protected(host, sample)))
+        kept = steps.step("kept", lambda: sorted(knapsack.protected_sublayers(host, sample)))
         weights = knapsack.integer_weights(times.attention, times.mlp)
         candidates = steps.step(
             f"sets of weights {weights}",
             lambda w=weights, k=kept: [
-                [list(c.skip.sublayers), c.agreement] for c in knapsack.search(host, sample, w, kept=k)
+                [list(c.skip.sublayers), c.agreement] for c in knapsack.search(host, sample, w, protected=k)
             ],
         )
         tried = [(host.skip(skip), agreement) for skip, agreement in candidates if skip]
@@ -388,13 +391,13 @@ def context(
 
 
 def as_list(times: PassTimes) -> list[Any]:
-    return [times.attention, times.mlp, times.head, times.fixed, [times.verify(n) for n in VERIFIED]]
+    return [times.attention, times.mlp, times.head, 0.0, [times.verify(n) for n in VERIFIED]]
 
 
 def pass_times(values: Sequence[Any]) -> PassTimes:
     """The inverse of `as_list`."""
-    attention, mlp, head, fixed, verify = values
-    return PassTimes(attention, mlp, head, fixed, lambda n: float(np.interp(n, VERIFIED, verify)))
+    attention, mlp, head, _, verify = values
+    return PassTimes(attention, mlp, head, lambda n: float(np.interp(n, VERIFIED, verify)))
 
 
 def measured_rate(host: HostModel, context: int, skip: SkipSet, length: int, acceptance: float) -> float:
@@ -463,7 +466,7 @@ def main() -> None:
     }
     # Runs with other settings, perhaps at the same time, keep their steps elsewhere.
     mark = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:6]
-    steps = Resumable(options.json.with_name(f"{options.json.name}.{name_of_model}.{mark}"), settings)
+    steps = Checkpoint(options.json.with_name(f"{options.json.name}.{name_of_model}.{mark}"), settings)
     parts = {
         "agreement": lambda: agreement(host, everything, held, options, steps),
         "stream": lambda: stream(host, tokenizer, domains, learn, held, options, steps),

@@ -17,7 +17,8 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.registration import install
 from freedraft.engines.sglang.source import DraftStep, SourceContext
 from freedraft.metrics import Metrics, check_port, serve
-from layerskip_plugin.caterpillar import MOST, caterpillar
+from layerskip_plugin.candidate_tree import MAX_CANDIDATES as MOST
+from layerskip_plugin.candidate_tree import candidate_tree as caterpillar
 from layerskip_plugin.lookahead import Cost, Lookahead, Prices, make_lookahead
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.hardware import hardware

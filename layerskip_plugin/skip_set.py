@@ -1,4 +1,4 @@
-"""Which of a model's attention and MLP sublayers a draft pass skips."""
+"""A skip set: which of a model's attention and MLP sublayers a draft pass skips."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SHAPE_FIELDS = (
 def model_fingerprint(config: Mapping[str, Any] | object) -> str:
     """16 hex digits over the fields of a Hugging Face config that give the model its shape.
 
-    The same for a model whatever its name, folder, dtype or serving engine. Fine-tunes of one model share it: a skip
-    set of one is valid for the other, if not the best.
+    The fingerprint of a model does not depend on its name, folder, dtype or serving engine. Fine-tunes of one model
+    share it: a skip set of one is valid for the other, if not the best.
 
     Raises:
         ValueError: the config lacks one of the fields that every decoder has.
@@ -37,7 +37,7 @@ def model_fingerprint(config: Mapping[str, Any] | object) -> str:
         config = inner() if callable(inner) else config
     get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
     shape = {name: get(name) for name in SHAPE_FIELDS}
-    # Left out by some exporters where they equal the usual value; an engine fills them in.
+    # Some exporters leave these out where they have the usual value; an engine fills them in.
     shape["num_key_value_heads"] = shape["num_key_value_heads"] or shape["num_attention_heads"]
     if not shape["head_dim"] and shape["hidden_size"] and shape["num_attention_heads"]:
         shape["head_dim"] = shape["hidden_size"] // shape["num_attention_heads"]
@@ -49,13 +49,13 @@ def model_fingerprint(config: Mapping[str, Any] | object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SkipSet:
-    """An immutable set of skipped sublayers; a key of compiled draft modules.
+    """An immutable set of skipped sublayers, and the key of compiled draft modules.
 
     Attributes:
         n_layers: decoder layers of the model, L.
         attention: layers whose attention is skipped.
         mlp: layers whose MLP is skipped.
-        model: `model_fingerprint` of the model that it was made for; "" when it is not known.
+        model: `model_fingerprint` of the model that the set was made for; "" when it is not known.
     """
 
     n_layers: int
@@ -77,12 +77,12 @@ class SkipSet:
 
     @classmethod
     def empty(cls, n_layers: int, model: str = "") -> SkipSet:
-        """Skip nothing: the draft model is the model itself."""
+        """The set that skips nothing: the draft model is the model itself."""
         return cls(n_layers, frozenset(), frozenset(), model)
 
     @classmethod
     def of_bits(cls, bits: Sequence[bool], model: str = "") -> SkipSet:
-        """From 2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ...
+        """The set of 2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ...
 
         Raises:
             ValueError: an odd number of flags, or none.
@@ -94,10 +94,10 @@ class SkipSet:
 
     @classmethod
     def of_sublayers(cls, sublayers: Iterable[int], n_layers: int, model: str = "") -> SkipSet:
-        """From numbers of sublayers: 2i is the attention of layer i, 2i + 1 its MLP."""
-        chosen = [int(s) for s in sublayers]
-        attention = frozenset(s // 2 for s in chosen if s % 2 == 0)
-        return cls(n_layers, attention, frozenset(s // 2 for s in chosen if s % 2), model)
+        """The set of these sublayers: 2i is the attention of layer i, 2i + 1 its MLP."""
+        skipped = [int(s) for s in sublayers]
+        attention, mlp = (frozenset(s // 2 for s in skipped if s % 2 == kind) for kind in (0, 1))
+        return cls(n_layers, attention, mlp, model)
 
     @property
     def bits(self) -> tuple[bool, ...]:
@@ -112,24 +112,24 @@ class SkipSet:
 
     @property
     def share(self) -> float:
-        """Skipped sublayers / 2L."""
+        """Share of the 2L sublayers that is skipped."""
         return len(self) / (2 * self.n_layers)
 
     def __len__(self) -> int:
-        """How many sublayers are skipped. The empty set is false."""
+        """Number of skipped sublayers; the empty set is false."""
         return len(self.attention) + len(self.mlp)
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON holds of it."""
+        """The fields that a JSON file holds."""
         fields = {"model": self.model, "n_layers": self.n_layers}
         return fields | {"attention": sorted(self.attention), "mlp": sorted(self.mlp)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "skip set") -> SkipSet:
-        """The inverse of `to_dict`; other keys are left alone.
+        """The inverse of `to_dict`; other keys are ignored.
 
         Raises:
-            ValueError: naming `source`, a key that is missing or wrong.
+            ValueError: a key is missing or wrong; the message names `source`.
         """
         try:
             n_layers, model = values["n_layers"], values.get("model", "")
@@ -149,7 +149,7 @@ class SkipSet:
 
     @classmethod
     def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> SkipSet:
-        """Read what `save` wrote; with `n_layers` and `model` (fingerprint), for that model only.
+        """Read what `save` wrote; `n_layers` and `model` (fingerprint) must match where they are given.
 
         Raises:
             ValueError: one line: the file cannot be read, is no skip set, or is one of another model.
@@ -158,10 +158,10 @@ class SkipSet:
         return cls.from_dict(values, str(path)).require(n_layers, model, str(path))
 
     def require(self, n_layers: int | None = None, model: str | None = None, source: str = "skip set") -> SkipSet:
-        """Itself, if it is one for this model.
+        """Return the set itself if it is one for this model.
 
         Raises:
-            ValueError: it was made for another one.
+            ValueError: the set was made for another model.
         """
         remedy = "make one with: freedraft calibrate skip-set"
         if n_layers is not None and n_layers != self.n_layers:
@@ -172,7 +172,11 @@ class SkipSet:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file whole or not at all.
+
+    Raises:
+        ValueError: one line that names the file.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -183,7 +187,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, form: str, what: str) -> dict[str, Any]:
-    """The object in a JSON file whose "format" is `form`.
+    """Read the object in a JSON file whose "format" is `form`; messages begin with `what`.
 
     Raises:
         ValueError: one line that names the file.
@@ -194,7 +198,7 @@ def read_json(path: Path, form: str, what: str) -> dict[str, Any]:
         raise ValueError(f"{what}: cannot read {path}: {error.strerror or error}") from None
     except ValueError:
         raise ValueError(f"{what}: {path} is not JSON") from None
-    found = values.get("format") if isinstance(values, dict) else None
-    if found != form:
-        raise ValueError(f"{what}: {path} has the format {found!r}, not {form!r}")
+    actual = values.get("format") if isinstance(values, dict) else None
+    if actual != form:
+        raise ValueError(f"{what}: {path} has the format {actual!r}, not {form!r}")
     return values

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from freedraft.config import ConfigError
 from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.allocation import FREE, allocate_best, allocate_width
-from freedraft.cost.hardware import choose_profile
+from freedraft.cost.hardware import HardwareProfile, choose_profile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.policies import Controller, Fixed, Knee, Policy
 from freedraft.cost.probes import ProbeSchedule
@@ -85,7 +85,6 @@ class Auto(Controller):
         self._drafts_pay = False
         if path is not None:
             self.times.load(path)
-        self._warm_up()
 
     @property
     def min_score(self) -> float:
@@ -237,8 +236,7 @@ class Auto(Controller):
         octaves = math.log2(max(1, min(affordable - batch, batch * longest)))
         return int(2 ** (self._random.random() * (octaves + 1)) - 1)
 
-    def _warm_up(self) -> None:
-        """Compile, or load from the cache, everything that a step calls."""
+    def warm_up(self) -> None:
         draft = DraftBatch.empty(1, 2)
         draft.counts[:] = 2
         draft.depths[:, 1] = 1
@@ -275,7 +273,15 @@ def make_controller(
     Raises:
         ConfigError: `hardware` names no usable profile.
     """
-    profile, max_draft_tokens, widths = choose_profile(hardware), context.max_draft_tokens, context.widths
+    controller = _controller(context, policy, choose_profile(hardware), knee, step_times)
+    controller.warm_up()
+    return controller
+
+
+def _controller(
+    context: EngineContext, policy: Policy, profile: HardwareProfile, knee: int | None, step_times: Path | None
+) -> Controller:
+    max_draft_tokens, widths = context.max_draft_tokens, context.widths
     if policy == "fixed":
         return Fixed(profile, max_draft_tokens, widths)
     if policy == "auto":

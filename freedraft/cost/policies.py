@@ -48,7 +48,7 @@ class Controller(ABC):
         cap = self.profile.max_nodes(batch_size)
         return self.max_draft_tokens if cap is None else min(self.max_draft_tokens, cap - 1)
 
-    def update(self, step: Step) -> None:  # noqa: B027
+    def update(self, step: Step) -> None:
         """Learn from the step that has just ended: what it took, and what it accepted."""
 
     @abstractmethod
@@ -63,13 +63,16 @@ class Controller(ABC):
             draft tokens over the batch; with widths, the width.
         """
 
-    def end(self, step: Step) -> None:  # noqa: B027
+    def end(self, step: Step) -> None:
         """All is decided for the step that these requests begin now."""
 
-    def interrupt(self) -> None:  # noqa: B027
+    def warm_up(self) -> None:
+        """Compile, or load from the cache, everything that a step calls."""
+
+    def interrupt(self) -> None:
         """Steps pass that this controller does not hear of."""
 
-    def save(self) -> None:  # noqa: B027
+    def save(self) -> None:
         """Keep what was learnt, where a file is named for it."""
 
     def _fitting(self, draft_len: int) -> int:
@@ -97,10 +100,19 @@ class Fixed(Controller):
             return int(draft.counts.max(initial=1))
         tokens = int(np.maximum(draft.counts - 1, 0).sum())
         if tokens > self.budget:
-            from freedraft.cost.allocation import allocate
-
-            tokens = allocate(draft.scores, draft.counts, self.budget, np.empty(draft.scores.size))
+            tokens = self._allocate(draft, self.budget)
         return tokens
+
+    def warm_up(self) -> None:
+        draft = DraftBatch.empty(1, 1)
+        draft.counts[:] = 1
+        self._allocate(draft, 0)
+
+    @staticmethod
+    def _allocate(draft: DraftBatch, tokens: int) -> int:
+        from freedraft.cost.allocation import allocate
+
+        return allocate(draft.scores, draft.counts, tokens, np.empty(draft.scores.size))
 
     def _max_len(self, batch_size: int) -> int:
         return self.max_draft_tokens

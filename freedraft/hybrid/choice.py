@@ -99,7 +99,7 @@ def choose(
     Args:
         p: float64 [B, N], the chance that each node of the n-gram draft is accepted; 0 for what is none.
         kept: int32 [B], nodes of it that are worth verifying, roots included.
-        order: intp [R], the requests that may get passes (`poorest_first`), at least one.
+        order: intp [R], the requests that may get passes (`poorest_first`).
         estimate: of passes over the first ones of `order`.
         table: seconds of the step by query tokens, at `CENTRES`.
         widths: see `Controller`: verification costs as many tokens for every request; None: as many as each has.
@@ -118,7 +118,7 @@ def choose(
     for gains, width, longest in ways:
         query_tokens = batch * width if width else batch + nodes.sum()
         alone.append((float(batch + gains.sum()), float(np.interp(query_tokens, CENTRES, table))))
-        if longest < 1:
+        if longest < 1 or not len(order):
             continue
         left = gains.sum() - gains[order].cumsum()[estimate.sizes - 1][:, None]
         tokens = batch + left + estimate.gain[:, :longest]

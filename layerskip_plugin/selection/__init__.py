@@ -1,4 +1,4 @@
-"""Which sublayers to skip: static, SWIFT, Self-SD, KNN-SSD and KnapSpec."""
+"""Selections decide which sublayers to skip while serving: static, SWIFT, KNN-SSD and KnapSpec."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def make_selection(
     evaluate: Evaluate | None = None,
     hardware: str | None = None,
 ) -> Selection:
-    """The selection of that name for a model.
+    """Build the selection of that name for a model.
 
     Args:
         name: one of `SELECTIONS`.
-        n_layers: of the model that is served.
+        n_layers: decoder layers of the model that is served.
         model: its fingerprint.
-        sets: of static, by name; none: skip nothing.
+        sets: the sets of static, by name; without any, nothing is skipped.
         file: what `freedraft calibrate` wrote: anchors for knn, a plan for knapsack.
-        evaluate: of swift.
+        evaluate: scores sets for swift.
         hardware: in words; a plan with times of other hardware is refused.
 
     Raises:
@@ -44,13 +44,13 @@ def make_selection(
         if evaluate is None:
             raise ValueError("selection swift needs an engine that can score skip sets on its traffic")
         try:
-            # Now, since it takes seconds, and not in the midst of serving.
+            # They take seconds to import: now, not in the midst of serving.
             import bayes_opt.acquisition  # noqa: F401
             import sklearn.gaussian_process  # noqa: F401
         except ImportError as error:
             raise ValueError(f"selection swift needs {error.name}: pip install 'freedraft[calibrate]'") from None
         # The first and the last layer stay, as published: a start without them would be useless.
-        return Swift(n_layers, evaluate, model, kept=(0, 1, 2 * n_layers - 2, 2 * n_layers - 1))
+        return Swift(n_layers, evaluate, model, protected=(0, 1, 2 * n_layers - 2, 2 * n_layers - 1))
     if name not in SELECTIONS:
         raise ValueError(f"selection: there is none called {name!r}; choose from: {', '.join(SELECTIONS)}")
     if file is None:
@@ -61,6 +61,6 @@ def make_selection(
         from layerskip_plugin.selection.knn import Domains, Knn
 
         return Knn(Domains.load(file, n_layers, model))
-    from layerskip_plugin.selection.plan import Knapsack, Plan
+    from layerskip_plugin.selection.knapsack import Knapsack, Plan
 
     return Knapsack(Plan.load(file, n_layers, model, hardware))

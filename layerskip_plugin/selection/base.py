@@ -1,11 +1,10 @@
-"""What a selection is: it says which skip set each request drafts with."""
+"""A selection decides which skip set each request drafts with."""
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +19,13 @@ with the whole model's KV of the past; one batched forward."""
 
 
 class Selection(ABC):
-    """Which sublayers each running request's drafts skip.
+    """Decides which sublayers the drafts of each running request skip.
 
-    `begin` once per request behind its prefill, `choose` at every round, `observe` after its verification, `finish`
-    when it ends, `step` off the critical path.
+    The engine calls `begin` once per request behind its prefill, `choose` at every round, `record_acceptance` after
+    its verification, `finish` when the request ends, and `step` off the critical path.
 
     Attributes:
-        needs_hidden: whether `begin` wants the last hidden state of each prompt.
+        needs_hidden: whether `begin` needs the last hidden state of each prompt.
         searches: whether `step` searches, on the tokens of running requests.
     """
 
@@ -35,41 +34,45 @@ class Selection(ABC):
 
     @abstractmethod
     def sets(self) -> dict[str, SkipSet]:
-        """The sets that `choose` may name now, by name."""
+        """The sets that `choose` may return now, by name."""
 
     def begin(  # noqa: B027
-        self, request_ids: Sequence[str], hidden: NDArray[np.float32] | None = None, wanted: Sequence[Any] = ()
+        self,
+        request_ids: Sequence[str],
+        requested: Sequence[str | None] = (),
+        hidden: NDArray[np.float32] | None = None,
     ) -> None:
-        """Requests that are about to draft for the first time.
+        """Take in requests that are about to draft for the first time.
 
         Args:
+            request_ids: the B requests.
+            requested: the name of the set that each request asks for, or None; empty when no request asks.
             hidden: float32[B, hidden size], the normed last hidden state of each prompt's last token.
-            wanted: the name of the set that each request asks for, or None.
         """
 
     @abstractmethod
-    def choose(self, request_ids: Sequence[str], context: NDArray[np.int32]) -> NDArray[np.intp]:
-        """intp[B]: place in `sets` of each request's set; `context`: int32[B] tokens so far."""
+    def choose(self, request_ids: Sequence[str], contexts: NDArray[np.int32]) -> NDArray[np.intp]:
+        """intp[B]: index in `sets` of each request's set; `contexts`: int32[B], the tokens of each request so far."""
 
-    def lengths(self, context: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """int32[B]: most tokens to draft at each context length, or None where the selection does not say."""
+    def max_lengths(self, contexts: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """int32[B]: draft length limit at each context length; None leaves it to the lookahead policy."""
         return None
 
-    def observe(  # noqa: B027
+    def record_acceptance(  # noqa: B027
         self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
     ) -> None:
-        """int32[B] tokens drafted, and how many of them were accepted."""
+        """Learn from a verification: int32[B] tokens drafted, and how many of them were accepted."""
 
     def finish(self, request_ids: Sequence[str]) -> None:  # noqa: B027
-        """These requests ended."""
+        """Forget requests that have ended."""
 
     def step(self, seconds: float) -> bool:
-        """Search on for at most `seconds`; True when `sets` has changed."""
+        """Continue the search for at most `seconds`; True when `sets` has changed."""
         return False
 
 
 class Static(Selection):
-    """The sets that were given: each request has the one that it asks for by name, else the first."""
+    """Serves fixed sets: each request drafts with the one that it asks for by name, else with the first."""
 
     def __init__(self, sets: Mapping[str, SkipSet]) -> None:
         self._sets = dict(sets)
@@ -81,9 +84,12 @@ class Static(Selection):
         return self._sets
 
     def begin(
-        self, request_ids: Sequence[str], hidden: NDArray[np.float32] | None = None, wanted: Sequence[Any] = ()
+        self,
+        request_ids: Sequence[str],
+        requested: Sequence[str | None] = (),
+        hidden: NDArray[np.float32] | None = None,
     ) -> None:
-        for request, name in zip(request_ids, wanted, strict=False):
+        for request, name in zip(request_ids, requested, strict=False):
             if name in self._names:
                 self.asked[request] = self._names.index(name)
             elif name is not None and not self.warned:
@@ -91,7 +97,7 @@ class Static(Selection):
                 known = ", ".join(self._names)
                 logger.warning("freedraft: there is no skip set '%s', only %s: the first is used", name, known)
 
-    def choose(self, request_ids: Sequence[str], context: NDArray[np.int32]) -> NDArray[np.intp]:
+    def choose(self, request_ids: Sequence[str], contexts: NDArray[np.int32]) -> NDArray[np.intp]:
         return np.fromiter((self.asked.get(request, 0) for request in request_ids), np.intp, len(request_ids))
 
     def finish(self, request_ids: Sequence[str]) -> None:

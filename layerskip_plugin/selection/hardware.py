@@ -1,4 +1,4 @@
-"""What a machine is called, so that times measured on one are not believed on another."""
+"""The name of a machine, so that times measured on one are not believed on another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def hardware(device: str = "cpu") -> str:
-    """What `device` ("cpu", "cuda", "cuda:1") computes with, in words."""
+    """The processor behind `device` ("cpu", "cuda", "cuda:1"), in words."""
     if device.startswith("cuda"):
         import torch
 

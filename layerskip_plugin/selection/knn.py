@@ -1,4 +1,4 @@
-"""KNN-SSD: a skip set per domain, chosen once per request by the nearest anchor of its prompt."""
+"""KNN-SSD: each domain has a skip set, and the nearest anchor of its prompt decides a request's domain."""
 
 from __future__ import annotations
 
@@ -16,28 +16,25 @@ from layerskip_plugin.selection.base import Selection
 from layerskip_plugin.skip_set import SkipSet, read_json, write_json
 
 FORMAT = "freedraft knn 1"
-EVERYTHING = "all domains"
-ANCHORS = 10
-MARGIN = 0.05
-"""A prompt belongs to no domain when it is less similar to all anchors than 99 % of held-out prompts, by this much."""
-ENOUGH, WORSE = 200.0, 0.03
-"""Judged tokens after which an anchor whose acceptance is worse than the global set's by this loses its requests."""
-MOST_SETS = 4
+ALL_DOMAINS = "all domains"
+MIN_TRIALS, MAX_DEFICIT = 200.0, 0.03
+"""Verified tokens after which an anchor whose acceptance is this much below the global set's loses its requests."""
+MAX_SETS = 4
 """Sets that one batch may hold."""
 
 
 @dataclass(frozen=True)
 class Domains:
-    """Anchors in the space of last hidden states, and the sets behind them.
+    """Anchors in the space of last hidden states, each of one domain, and the skip sets of the domains.
 
     Attributes:
         names: of the domains.
-        sets: one per domain, and the global one behind them.
-        center: float32[hidden], mean of the calibration's states; it is taken off before cosines, because hidden states
-            of all prompts share a large part.
+        sets: one per domain, and the global one last.
+        center: float32[hidden], mean of the calibration's states; it is subtracted before cosines, because the hidden
+            states of all prompts share a large part.
         anchors: float32[A, hidden], unit vectors.
         domain: int32[A], of each anchor.
-        floor: least cosine at which a prompt belongs to a domain.
+        floor: minimum cosine at which a prompt belongs to a domain.
     """
 
     names: tuple[str, ...]
@@ -57,13 +54,13 @@ class Domains:
             raise ValueError("an anchor names a domain that there is not")
 
     def nearest(self, hidden: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
-        """Per prompt, equation 4: the anchor of the largest cosine, and that cosine. `hidden`: float32[B, hidden]."""
+        """The anchor of the largest cosine to each of float32[B, hidden] states (equation 4), and that cosine."""
         cosine = unit(hidden - self.center) @ self.anchors.T
         best = cosine.argmax(1)
         return best, cosine[np.arange(len(best)), best]
 
     def route(self, hidden: NDArray[np.float32]) -> NDArray[np.intp]:
-        """Per prompt, place of its set in `sets`; the last one below the floor."""
+        """intp[B]: index in `sets` of each prompt's set; the global one below the floor."""
         anchor, cosine = self.nearest(hidden)
         return np.where(cosine >= self.floor, self.domain[anchor], len(self.names))
 
@@ -83,7 +80,7 @@ class Domains:
 
     @classmethod
     def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> Domains:
-        """Read what `save` wrote; with `n_layers` and `model` (fingerprint), for that model only.
+        """Read what `save` wrote; `n_layers` and `model` (fingerprint) must match where they are given.
 
         Raises:
             ValueError: one line: the file is damaged or of another model.
@@ -94,127 +91,78 @@ class Domains:
             width = int(values["hidden"])
             domain = np.array(values["domain"], np.int32)
             center, anchors = _array(values["center"]), _array(values["anchors"]).reshape(-1, width)
-            loaded = cls(tuple(values["names"]), sets, center, unit(anchors), domain, float(values["floor"]))
+            domains = cls(tuple(values["names"]), sets, center, unit(anchors), domain, float(values["floor"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"knn: {path} is damaged: {error}; make it again with freedraft calibrate knn") from None
         for skip in sets:
             skip.require(n_layers, model, str(path))
-        return loaded
-
-
-def fit(
-    hidden: Sequence[NDArray[np.float32]],
-    names: Sequence[str],
-    sets: Sequence[SkipSet],
-    anchors: int = ANCHORS,
-    seed: int = 0,
-) -> Domains:
-    """Anchors from the last hidden states of each domain's prompts: centres of k-means in each domain.
-
-    Args:
-        hidden: per domain float32[n, hidden], n >= 2.
-        names: of the domains.
-        sets: one per domain, and the global one.
-        anchors: most anchors per domain.
-
-    Raises:
-        ValueError: fewer than two domains, or a domain of one prompt.
-    """
-    require_prompts({name: len(states) for name, states in zip(names, hidden, strict=True)})
-    center = np.concatenate(hidden).mean(0)
-    units = [unit(states - center) for states in hidden]
-    centres = [_centres(states, anchors, seed) for states in units]
-    domain = np.repeat(np.arange(len(names)), [len(c) for c in centres]).astype(np.int32)
-    # How similar prompts are to anchors that were made without them.
-    halves = [(states[::2], states[1::2]) for states in units]
-    similar = [
-        (seen @ _centres(other, anchors, seed).T).max(1) for pair in halves for seen, other in (pair, pair[::-1])
-    ]
-    floor = float(np.percentile(np.concatenate(similar), 1)) - MARGIN
-    return Domains(tuple(names), tuple(sets), center.astype(np.float32), np.concatenate(centres), domain, floor)
-
-
-def _centres(states: NDArray[np.float32], anchors: int, seed: int) -> NDArray[np.float32]:
-    """float32[k, hidden] unit vectors: k-means centres of unit vectors, at most one for two of them."""
-    from sklearn.cluster import KMeans
-
-    count = min(anchors, max(1, len(states) // 2), len(np.unique(states, axis=0)))
-    return unit(KMeans(count, n_init=4, random_state=seed).fit(states).cluster_centers_.astype(np.float32))
-
-
-def require_prompts(counts: Mapping[str, int]) -> None:
-    """Refuse domains that cannot be told apart.
-
-    Raises:
-        ValueError: fewer than two domains, or one with a single prompt.
-    """
-    if len(counts) < 2:
-        raise ValueError("knn: at least two domains are needed, one file of prompts each; for one, use static")
-    for name, count in counts.items():
-        if count < 2:
-            raise ValueError(f"knn: domain {name} has {count} prompt(s); give at least 2, better 20 or more")
+        return domains
 
 
 class Knn(Selection):
-    """Each request keeps the set of its domain; acceptance is followed per anchor.
+    """Each request keeps the set of its domain; acceptance is recorded per anchor.
 
-    An anchor on whose requests the domain's set is accepted less often than the global set is elsewhere sends further
-    requests to the global set. A batch never holds more than `MOST_SETS` sets: domains beyond the most used ones share
-    the global set.
+    An anchor whose requests accept the domain's set less often than other requests accept the global set sends further
+    requests to the global set. A batch never holds more than `MAX_SETS` sets: domains beyond the most frequent ones
+    share the global set.
     """
 
     needs_hidden = True
 
     def __init__(self, domains: Domains) -> None:
         self.domains = domains
-        # The global one first; domains that share a set share its place.
-        named = zip([EVERYTHING, *domains.names], [domains.sets[-1], *domains.sets[:-1]], strict=True)
+        # The global one first; domains that share a set share its index.
+        named = zip([ALL_DOMAINS, *domains.names], [domains.sets[-1], *domains.sets[:-1]], strict=True)
         self._sets: dict[str, SkipSet] = {}
         for name, skip in named:
             if skip not in self._sets.values():
                 self._sets[name] = skip
         built = list(self._sets.values())
-        self._place = np.array([built.index(skip) for skip in domains.sets], np.intp)
+        self._index = np.array([built.index(skip) for skip in domains.sets], np.intp)
+        self._nowhere = len(domains.names), len(domains.anchors)
+        # Domain and bin of acceptance by request: one bin per anchor, and one for requests of no domain.
         self.requests: dict[str, tuple[int, int]] = {}
-        # One bin per anchor, and one for requests of no domain.
         self.acceptance = BinnedRate(np.full(len(domains.anchors) + 1, 0.5), weight=1.0, memory=2000.0)
 
     def sets(self) -> dict[str, SkipSet]:
         return self._sets
 
     def begin(
-        self, request_ids: Sequence[str], hidden: NDArray[np.float32] | None = None, wanted: Sequence[Any] = ()
+        self,
+        request_ids: Sequence[str],
+        requested: Sequence[str | None] = (),
+        hidden: NDArray[np.float32] | None = None,
     ) -> None:
         """Route these requests; without `hidden` (a request resumed from elsewhere) they take the global set."""
-        nowhere, everyone = len(self.domains.anchors), len(self.domains.names)
         if hidden is None:
-            self.requests |= dict.fromkeys(request_ids, (everyone, nowhere))
+            self.requests |= dict.fromkeys(request_ids, self._nowhere)
             return
+        all_domains, no_anchor = self._nowhere
         anchor, cosine = self.domains.nearest(hidden)
         rates, trials = self.acceptance.rates, self.acceptance.trials
-        worse = (trials >= ENOUGH) & (rates < rates[nowhere] - WORSE) & (trials[nowhere] >= ENOUGH)
-        ours = (cosine >= self.domains.floor) & ~worse[anchor]
-        chosen = np.where(ours, self.domains.domain[anchor], everyone)
-        counted = np.where(ours, anchor, nowhere)
-        for request, one, bin_ in zip(request_ids, chosen.tolist(), counted.tolist(), strict=True):
-            self.requests[request] = (one, bin_)
+        worse = (trials >= MIN_TRIALS) & (rates < rates[no_anchor] - MAX_DEFICIT) & (trials[no_anchor] >= MIN_TRIALS)
+        routed = (cosine >= self.domains.floor) & ~worse[anchor]
+        domains = np.where(routed, self.domains.domain[anchor], all_domains)
+        bins = np.where(routed, anchor, no_anchor)
+        self.requests.update(zip(request_ids, zip(domains.tolist(), bins.tolist(), strict=True), strict=True))
 
-    def choose(self, request_ids: Sequence[str], context: NDArray[np.int32]) -> NDArray[np.intp]:
-        everyone = len(self.domains.names)
-        chosen = self._place[[self.requests.get(r, (everyone, 0))[0] for r in request_ids]]
+    def choose(self, request_ids: Sequence[str], contexts: NDArray[np.int32]) -> NDArray[np.intp]:
+        chosen = self._index[[self.requests.get(r, self._nowhere)[0] for r in request_ids]]
         counts = np.bincount(chosen, minlength=len(self._sets))
-        if np.count_nonzero(counts) > MOST_SETS:
+        if np.count_nonzero(counts) > MAX_SETS:
             counts[0] = 0
-            rare = np.argsort(-counts, kind="stable")[MOST_SETS - 1 :]
+            rare = np.argsort(-counts, kind="stable")[MAX_SETS - 1 :]
             chosen[np.isin(chosen, rare)] = 0
         return chosen
 
-    def observe(self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
-        bins = np.array([self.requests.get(r, (0, len(self.domains.anchors)))[1] for r in request_ids], np.intp)
+    def record_acceptance(
+        self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
+    ) -> None:
+        bins = np.array([self.requests.get(r, self._nowhere)[1] for r in request_ids], np.intp)
         accepted = np.asarray(accepted)
-        missed = np.minimum(np.asarray(drafted), accepted + 1) - accepted
-        everything = np.concatenate([np.repeat(bins, accepted), np.repeat(bins, missed)])
-        self.acceptance.add(everything, np.arange(len(everything)) < accepted.sum())
+        rejected = np.minimum(np.asarray(drafted), accepted + 1) - accepted
+        trials = np.concatenate([np.repeat(bins, accepted), np.repeat(bins, rejected)])
+        self.acceptance.add(trials, np.arange(len(trials)) < accepted.sum())
 
     def finish(self, request_ids: Sequence[str]) -> None:
         for request in request_ids:

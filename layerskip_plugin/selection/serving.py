@@ -1,4 +1,4 @@
-"""Between an engine and a selection: which of the sets that the engine has built each running request drafts with."""
+"""The engine's view of a selection: which of the sets that the engine has built each running request drafts with."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.selection.allowance import Allowance
 from layerskip_plugin.selection.base import Selection, Static
+from layerskip_plugin.selection.time_budget import TimeBudget
 from layerskip_plugin.skip_set import SkipSet
 
 logger = logging.getLogger("freedraft.layerskip")
@@ -20,10 +20,10 @@ COMPILED = 4
 
 
 class Selector:
-    """Keeps by request what a selection is asked for once, and what it answered last.
+    """Passes requests on to a selection, and remembers its last choice for each of them.
 
-    The engine builds `selection.sets()` when it starts, in this order; the places of its answers are places there. Only
-    a selection that searches changes them later, and says so by `search`.
+    The engine builds the modules of `sets` when it starts, in this order, and `choose` returns indices into them. Only
+    a selection that searches changes its sets later; `search` then returns the new one.
 
     Args:
         selection: decides.
@@ -32,19 +32,19 @@ class Selector:
 
     def __init__(self, selection: Selection, share: float = 0.01) -> None:
         self.selection = selection
-        self.allowance = Allowance(share)
-        # One set for all, for ever: nothing to ask or to keep.
+        self.budget = TimeBudget(share)
+        # One set for all requests, for ever: there is nothing to ask or to remember.
         self.fixed = isinstance(selection, Static) and len(selection.sets()) == 1
-        self._place: dict[str, int] = {}
+        self._last: dict[str, int] = {}
 
     @property
     def sets(self) -> dict[str, SkipSet]:
-        """By name, in the order of the places that `choose` names."""
+        """The sets by name, in the order of the indices that `choose` returns."""
         return self.selection.sets()
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether `begin` wants hidden states."""
+        """Whether `begin` needs hidden states."""
         return self.selection.needs_hidden
 
     @property
@@ -53,50 +53,55 @@ class Selector:
         return 0 if self.selection.searches else COMPILED
 
     def unknown(self, request_ids: Sequence[str]) -> list[int]:
-        """Places in `request_ids` of the requests that have not begun."""
-        if self.fixed or self._place.keys() >= set(request_ids):
+        """Indices in `request_ids` of the requests that have not begun."""
+        if self.fixed or self._last.keys() >= set(request_ids):
             return []
-        return [i for i, request in enumerate(request_ids) if request not in self._place]
+        return [i for i, request in enumerate(request_ids) if request not in self._last]
 
     def begin(
-        self, request_ids: Sequence[str], wanted: Sequence[Any] = (), hidden: NDArray[np.float32] | None = None
+        self,
+        request_ids: Sequence[str],
+        requested: Sequence[str | None] = (),
+        hidden: NDArray[np.float32] | None = None,
     ) -> None:
-        """Requests behind their prefill; `wanted` and `hidden` as in `Selection.begin`."""
-        self.selection.begin(request_ids, hidden, wanted)
-        self._place.update(dict.fromkeys(request_ids, 0))
+        """Take in requests behind their prefill; the arguments are those of `Selection.begin`."""
+        self.selection.begin(request_ids, requested, hidden)
+        self._last.update(dict.fromkeys(request_ids, 0))
 
-    def choose(self, request_ids: Sequence[str], context: NDArray[np.int32]) -> NDArray[np.intp]:
-        """intp[B]: place of each request's set; `context`: int32[B] tokens so far."""
+    def choose(self, request_ids: Sequence[str], contexts: NDArray[np.int32]) -> NDArray[np.intp]:
+        """intp[B]: index of each request's set; `contexts`: int32[B], the tokens of each request so far."""
         if self.fixed:
             return np.zeros(len(request_ids), np.intp)
-        places = self.selection.choose(request_ids, context)
-        self._place.update(zip(request_ids, places.tolist(), strict=True))
-        return places
+        choices = self.selection.choose(request_ids, contexts)
+        self._last.update(zip(request_ids, choices.tolist(), strict=True))
+        return choices
 
-    def last(self, request_ids: Sequence[str]) -> NDArray[np.intp]:
-        """intp[B]: what `choose` said of each request last; its verdicts are about the drafts of that set."""
-        return np.fromiter((self._place.get(request, 0) for request in request_ids), np.intp, len(request_ids))
+    def last_choices(self, request_ids: Sequence[str]) -> NDArray[np.intp]:
+        """intp[B]: what `choose` last returned for each request: the set that drafted what is verified now."""
+        return np.fromiter((self._last.get(request, 0) for request in request_ids), np.intp, len(request_ids))
 
-    def lengths(self, context: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """int32[B]: most tokens to draft, or None where the selection leaves it to the lookahead policy."""
-        return self.selection.lengths(context)
+    def max_lengths(self, contexts: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """int32[B]: draft length limit at each context length; None leaves it to the lookahead policy."""
+        return self.selection.max_lengths(contexts)
 
-    def observe(self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
-        """int32[B] tokens drafted, and how many of them were accepted."""
-        self.selection.observe(request_ids, drafted, accepted)
+    def record_acceptance(
+        self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
+    ) -> None:
+        """Learn from a verification: int32[B] tokens drafted, and how many of them were accepted."""
+        self.selection.record_acceptance(request_ids, drafted, accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
-        """These requests ended."""
+        """Forget requests that have ended."""
         self.selection.finish(request_ids)
         for request in request_ids:
-            self._place.pop(request, None)
+            self._last.pop(request, None)
 
     def __len__(self) -> int:
-        """Requests known."""
-        return len(self._place)
+        """Requests that have begun and not finished."""
+        return len(self._last)
 
     def search(self, ready: Callable[[], bool]) -> SkipSet | None:
-        """Search on if there is time and something to search on; the new first set when it has changed.
+        """Continue the search if there is time and text for it; return the new first set when it has changed.
 
         Args:
             ready: prepares what the selection's `evaluate` looks at; False when there is nothing to look at.
@@ -104,10 +109,10 @@ class Selector:
         swift: Any = self.selection
         if not swift.searches or not swift.searching:
             return None
-        if self.allowance.seconds < min(swift.batch_seconds, 0.9 * self.allowance.most) or not ready():
+        if self.budget.seconds < min(swift.batch_seconds, 0.9 * self.budget.max_saved) or not ready():
             return None
-        with self.allowance.spending() as seconds:
-            changed = swift.step(seconds, batches=1)
+        with self.budget.spending() as seconds:
+            changed = swift.step(seconds, max_batches=1)
         if not changed:
             return None
         logger.info(

@@ -142,10 +142,11 @@ def test_sampled_with_tokens_outside_the_vocabulary_and_rows_that_are_no_distrib
 
 @runs_triton
 def test_sampled_passes_a_chi_square() -> None:
+    """Few draws in the slow interpreter: test_sampled has the reference's outputs, and those are tested exactly."""
     rng = np.random.default_rng(100)
     drafts = random_batch(rng, 1, 6, 4, [6])
     probs = torch.softmax(torch.from_numpy(rng.normal(size=(1, 6, 4))), -1).float()
-    assert chi_square(drafts, probs, 100_000 if GPU else 300, "triton", DEVICE) > 1e-4
+    assert chi_square(drafts, probs, 100_000 if GPU else 100, "triton", DEVICE) > 1e-4
 
 
 @runs_triton

@@ -11,11 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from freedraft.cli import app
+from layerskip_plugin.calibrate import run as calibrate_run
+from layerskip_plugin.calibrate.checkpoint import Checkpoint
+from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.lookahead import Verifications
 from layerskip_plugin.lookahead.disco import Classifier
-from layerskip_plugin.selection import host_model, texts
+from layerskip_plugin.selection.knapsack import Plan
 from layerskip_plugin.selection.knn import Domains
-from layerskip_plugin.selection.plan import Plan
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.models import VOCAB_SIZE, rough_model, save, save_word_tokenizer, weaken
 
@@ -54,7 +56,7 @@ def run(model: Path) -> Callable[..., tuple[int, str]]:
 
 
 def fingerprint(model: Path) -> str:
-    return host_model.HostModel.load(model).fingerprint
+    return HostModel.load(model).fingerprint
 
 
 def test_skip_set(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_bayesian_can_be_interrupted_and_goes_on(
 ) -> None:
     out, calls = tmp_path / "b.json", {"answers": 0, "sets": 0}
     arguments = (data("one"), "--out", out, "--share", 0.34, "--tokens", 24, "--iterations", 14, "--prompts", 4)
-    answer, scores = texts.answer, host_model.HostModel.scores
+    answer, scores = calibrate_run.answer, HostModel.scores
 
     def counted_answer(*a: object, **k: object) -> object:
         calls["answers"] += 1
@@ -87,8 +89,8 @@ def test_bayesian_can_be_interrupted_and_goes_on(
             raise KeyboardInterrupt
         return scores(self, sets, sample)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(texts, "answer", counted_answer)
-    monkeypatch.setattr(host_model.HostModel, "scores", interrupted)
+    monkeypatch.setattr(calibrate_run, "answer", counted_answer)
+    monkeypatch.setattr(HostModel, "scores", interrupted)
     code, said = run("bayesian", *arguments)
     assert code == 130 and "run the same command again" in said and not out.exists()
     assert calls == {"answers": 1, "sets": 13}
@@ -99,14 +101,12 @@ def test_bayesian_can_be_interrupted_and_goes_on(
 
 
 def test_other_settings_begin_anew(run: Callable, data: Callable, tmp_path: Path) -> None:
-    from layerskip_plugin.selection.resume import Resumable
-
-    first = Resumable(tmp_path / "x.json", {"tokens": 24})
+    first = Checkpoint(tmp_path / "x.json", {"tokens": 24})
     assert first.step("a", lambda: [1]) == [1]
-    assert Resumable(tmp_path / "x.json", {"tokens": 24}).step("a", lambda: [2]) == [1]
-    assert Resumable(tmp_path / "x.json", {"tokens": 25}).step("a", lambda: [2]) == [2]
+    assert Checkpoint(tmp_path / "x.json", {"tokens": 24}).step("a", lambda: [2]) == [1]
+    assert Checkpoint(tmp_path / "x.json", {"tokens": 25}).step("a", lambda: [2]) == [2]
     with pytest.raises(ValueError, match="does not exist"):
-        Resumable(tmp_path / "missing" / "x.json", {})
+        Checkpoint(tmp_path / "missing" / "x.json", {})
 
 
 def test_knapsack(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from layerskip_plugin.selection.host_model import HostModel, Sample
+from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.models import VOCAB_SIZE, rough_model
 
@@ -71,7 +73,7 @@ def texts() -> list[list[int]]:
 def test_drafted_states_are_those_of_the_engine_way(host: HostModel, texts: list[list[int]]) -> None:
     sample = Sample.spread(host, texts, 12, seed=1)
     sets = [host.empty(), *random_sets(host, 6, 2)]
-    ours = host.finals(sets, sample)
+    ours = host.final_states(sets, sample)
     for j, skip in enumerate(sets):
         row = 0
         for text, positions in zip(sample.texts, sample.positions, strict=True):
@@ -87,15 +89,20 @@ def test_scores_are_agreement_and_cosine(host: HostModel, texts: list[list[int]]
     agreement, cosine = host.scores(sets, sample)
     assert agreement[0] == 1 and cosine[0] == pytest.approx(1, abs=1e-5)
     best, final = sample.gather(lambda t: t.best), sample.gather(lambda t: t.final)
-    for j, states in enumerate(host.finals(sets, sample)):
+    for j, states in enumerate(host.final_states(sets, sample)):
         assert agreement[j] == float((host.head(states).argmax(-1) == best).double().mean())
         assert cosine[j] == pytest.approx(float(torch.cosine_similarity(states, final, dim=-1).mean()), abs=1e-5)
 
 
-def test_chains_are_the_drafts_of_rounds_from_every_place(host: HostModel, texts: list[list[int]]) -> None:
+def test_chains_are_the_drafts_of_rounds_from_every_place(
+    host: HostModel, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
+    from draft_chains import draft_chains
+
     skip = random_sets(host, 1, 5)[0]
     text = host.read(texts[2])
-    drafts, top, entropy = host.chains(skip, text, 4, 3)
+    drafts, top, entropy = draft_chains(host, skip, text, 4, 3)
     assert drafts.shape == (13, 3) and top.shape == (13, 3, 10)
     for place in (4, 9, 16):
         assert drafts[place - 4].tolist() == drafted(host.model, texts[2][: place + 1], 3, skip)[0]
@@ -107,7 +114,7 @@ def test_batching_changes_nothing(host: HostModel, texts: list[list[int]], monke
     sample = Sample.spread(host, texts, 10, seed=1)
     sets = random_sets(host, 7, 6)
     whole = host.scores(sets, sample)
-    monkeypatch.setattr("layerskip_plugin.selection.host_model.ROWS", 20)
+    monkeypatch.setattr("layerskip_plugin.calibrate.host_model.ROWS", 20)
     split = host.scores(sets, sample)
     assert np.allclose(whole, split, atol=1e-5)
 

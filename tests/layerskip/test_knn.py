@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from layerskip_plugin.selection.knn import Domains, Knn, fit
+from layerskip_plugin.calibrate.knn import fit
+from layerskip_plugin.selection.knn import Domains, Knn
 from layerskip_plugin.skip_set import SkipSet
 
 WIDTH = 24
@@ -51,7 +52,7 @@ def test_requests_keep_their_set_in_a_mixed_batch() -> None:
     policy = Knn(fitted())
     ids = ["a", "b", "c", "far"]
     hidden = np.concatenate([states(c, 1, 50 + i) for i, c in enumerate([*centers(3), 2 * np.eye(WIDTH)[10]])])
-    policy.begin(ids, hidden)
+    policy.begin(ids, hidden=hidden)
     context = np.zeros(6, np.int32)
     assert policy.choose([*ids[::-1], "unknown", "a"], context).tolist() == [0, 3, 2, 1, 0, 1]
     policy.finish(ids)
@@ -64,7 +65,7 @@ def test_a_batch_never_holds_more_than_four_sets() -> None:
     policy = Knn(fitted(7))
     ids = [f"{d}.{i}" for d in range(7) for i in range(7 - d)]
     hidden = np.concatenate([states(c, 7 - d, 70 + d) for d, c in enumerate(centers(7))])
-    policy.begin(ids, hidden)
+    policy.begin(ids, hidden=hidden)
     chosen = policy.choose(ids, np.zeros(len(ids), np.int32))
     assert len(set(chosen.tolist())) == 4
     assert [set(chosen[[i.startswith(f"{d}.") for i in ids]].tolist()) for d in range(3)] == [{1}, {2}, {3}]
@@ -74,17 +75,17 @@ def test_an_anchor_that_does_worse_than_the_global_set_loses_its_requests() -> N
     policy, near = Knn(fitted()), states(centers(3)[0], 1, 3)
     far = states(2 * np.eye(WIDTH)[10], 1, 4)
     drafted = np.array([6, 6], np.int32)
-    policy.begin(["near", "far"], np.concatenate([near, far]))
+    policy.begin(["near", "far"], hidden=np.concatenate([near, far]))
     for _ in range(100):
-        policy.observe(["near", "far", "unknown"][:2], drafted, np.array([2, 5], np.int32))
-    policy.begin(["again", "other"], np.concatenate([near, states(centers(3)[1], 1, 5)]))
+        policy.record_acceptance(["near", "far", "unknown"][:2], drafted, np.array([2, 5], np.int32))
+    policy.begin(["again", "other"], hidden=np.concatenate([near, states(centers(3)[1], 1, 5)]))
     assert policy.choose(["again", "other"], np.zeros(2, np.int32)).tolist() == [0, 2]
 
 
 def test_live_acceptance_is_counted_per_anchor() -> None:
     policy = Knn(fitted())
-    policy.begin(["a", "b"], np.concatenate([states(centers(3)[i], 1, 9) for i in (0, 2)]))
-    policy.observe(["b", "a"], np.array([5, 3], np.int32), np.array([5, 1], np.int32))
+    policy.begin(["a", "b"], hidden=np.concatenate([states(centers(3)[i], 1, 9) for i in (0, 2)]))
+    policy.record_acceptance(["b", "a"], np.array([5, 3], np.int32), np.array([5, 1], np.int32))
     anchors = [policy.requests[r][1] for r in ("a", "b")]
     assert policy.acceptance.trials[anchors].round(3).tolist() == [2, 5]
     assert policy.acceptance.successes[anchors].round(3).tolist() == [1, 5]

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from layerskip_plugin.selection import bayesian
+from layerskip_plugin.calibrate import bayesian
+from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.bit_search import BitSearch
-from layerskip_plugin.selection.knapsack import PassTimes
 from layerskip_plugin.selection.swift import Swift
 from layerskip_plugin.skip_set import SkipSet
 
@@ -44,8 +44,8 @@ class Clock:
         return self.now
 
 
-def test_proposals_have_the_right_size_and_spare_what_is_kept() -> None:
-    space = BitSearch(LAYERS, "m", kept=[0, 1, 22], skipped=7, seed=0)
+def test_proposals_have_the_right_size_and_spare_protected_sublayers() -> None:
+    space = BitSearch(LAYERS, "m", protected=[0, 1, 22], size=7, seed=0)
     traffic = Traffic()
     uniform = space.uniform()
     space.register([uniform], [0.5])
@@ -62,7 +62,7 @@ def test_proposals_have_the_right_size_and_spare_what_is_kept() -> None:
 
 
 def test_points_are_learned_as_they_were_evaluated_and_restored() -> None:
-    space, again = BitSearch(LAYERS, skipped=5, seed=1), BitSearch(LAYERS, skipped=5, seed=1)
+    space, again = BitSearch(LAYERS, size=5, seed=1), BitSearch(LAYERS, size=5, seed=1)
     for _ in range(6):
         skip = space.random()
         space.register([skip], [0.1 * len(space.values)])
@@ -76,9 +76,9 @@ def test_self_sd_finds_better_sets_than_random_search() -> None:
     gains = []
     for seed in range(3):
         traffic = Traffic(seed=seed)
-        space = BitSearch(LAYERS, skipped=6, seed=seed)
+        space = BitSearch(LAYERS, size=6, seed=seed)
         found = bayesian.search(traffic, space, 60)
-        other = BitSearch(LAYERS, skipped=6, seed=seed + 100)
+        other = BitSearch(LAYERS, size=6, seed=seed + 100)
         by_chance = max((other.random() for _ in range(60)), key=traffic.true)
         gains.append(traffic.true(found) - traffic.true(by_chance))
         assert len(space.values) == sum(len(c) for c in traffic.calls) == 60
@@ -86,7 +86,7 @@ def test_self_sd_finds_better_sets_than_random_search() -> None:
 
 
 def test_self_sd_goes_on_from_what_was_evaluated() -> None:
-    traffic, space = Traffic(), BitSearch(LAYERS, skipped=6)
+    traffic, space = Traffic(), BitSearch(LAYERS, size=6)
     bayesian.search(traffic, space, 20)
     before = len(traffic.calls)
     bayesian.search(traffic, space, 20)
@@ -97,7 +97,7 @@ def test_self_sd_goes_on_from_what_was_evaluated() -> None:
 
 def test_self_sd_minimises_time_per_token() -> None:
     """Attention is dear here: the fastest set skips it rather than MLP."""
-    times = PassTimes(attention=3.0, mlp=1.0, head=20.0, fixed=0.0, verify=lambda n: 68.0 + 0.1 * n)
+    times = PassTimes(attention=3.0, mlp=1.0, head=20.0, verify=lambda n: 68.0 + 0.1 * n)
     traffic = Traffic()
     traffic.importance[:] = 0.04
     space = BitSearch(LAYERS, seed=0)
@@ -123,7 +123,7 @@ def test_swift_scores_its_uniform_start_before_anything_else() -> None:
     traffic = Traffic()
     policy = swift(traffic)
     start = policy.incumbent
-    assert start == BitSearch(LAYERS, "m", skipped=6).uniform()
+    assert start == BitSearch(LAYERS, "m", size=6).uniform()
     assert not policy.step(0.5) and traffic.calls == [[start]]
 
 
@@ -174,7 +174,7 @@ def test_swift_finds_the_best_of_few_sets() -> None:
     def evaluate(skips: Sequence[SkipSet]) -> np.ndarray:
         return np.array([float(np.prod(1 - importance[list(s.sublayers)])) for s in skips])
 
-    policy = Swift(4, evaluate, ratio=0.25, kept=(0, 1, 6, 7), beta=3, patience=40, seed=0, clock=Clock())
+    policy = Swift(4, evaluate, ratio=0.25, protected=(0, 1, 6, 7), beta=3, patience=40, seed=0, clock=Clock())
     seen = set()
     for _ in range(200):
         policy.step(1.0)
@@ -186,7 +186,7 @@ def test_swift_finds_the_best_of_few_sets() -> None:
 def test_swift_rests_and_begins_again_when_acceptance_falls() -> None:
     traffic = Traffic()
     policy = swift(traffic, patience=20)
-    policy.space.free = policy.space.free[:20]
+    policy.space.skippable = policy.space.skippable[:20]
     while policy.searching:
         policy.step(50.0)
     calls, settled = len(traffic.calls), policy.incumbent
@@ -194,10 +194,10 @@ def test_swift_rests_and_begins_again_when_acceptance_falls() -> None:
     assert len(traffic.calls) == calls
     good, bad = np.array([8], np.int32), np.array([1], np.int32)
     for _ in range(60):
-        policy.observe(["a"], good, good)
+        policy.record_acceptance(["a"], good, good)
     assert not policy.searching
     for _ in range(200):
-        policy.observe(["a"], good, bad)
+        policy.record_acceptance(["a"], good, bad)
     assert policy.searching
     policy.step(2.0)
     assert traffic.calls[calls][0] == settled

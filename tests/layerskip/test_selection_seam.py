@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from layerskip_plugin.selection import SELECTIONS, make_selection
-from layerskip_plugin.selection.allowance import Allowance
-from layerskip_plugin.selection.knapsack import Choice
+from layerskip_plugin.selection.knapsack import Choice, Plan
 from layerskip_plugin.selection.knn import Domains
-from layerskip_plugin.selection.plan import Plan
+from layerskip_plugin.selection.time_budget import TimeBudget
 from layerskip_plugin.skip_set import SkipSet
 
 
@@ -61,19 +60,19 @@ def test_files_of_another_model_are_refused(files: dict[str, Path], name: str) -
         make_selection(name, 5, "m", None, files[name])
 
 
-def test_allowance_is_a_share_of_the_time_whatever_a_search_takes() -> None:
+def test_time_budget_is_a_share_of_the_time_whatever_a_search_takes() -> None:
     now = [0.0]
     rng = np.random.default_rng(0)
-    allowance, spent = Allowance(0.01, most=0.5, clock=lambda: now[0]), 0.0
+    budget, spent = TimeBudget(0.01, max_saved=0.5, clock=lambda: now[0]), 0.0
     for _ in range(5000):
         now[0] += float(rng.uniform(0.01, 0.1))
-        if allowance.seconds > 0:
-            with allowance.spending() as seconds:
+        if budget.seconds > 0:
+            with budget.spending() as seconds:
                 took = seconds * float(rng.uniform(0.5, 3))
                 now[0] += took
                 spent += took
     assert 0.009 * now[0] < spent < 0.0105 * now[0]
     now[0] += 10_000
-    assert allowance.seconds == 0.5
+    assert budget.seconds == 0.5
     with pytest.raises(ValueError, match="share"):
-        Allowance(1.5)
+        TimeBudget(1.5)

@@ -15,9 +15,8 @@ from freedraft.config import ConfigError
 from freedraft.engines.many_sets import Sublayer, forward
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Selection, Static
-from layerskip_plugin.selection.knapsack import Choice
+from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
 from layerskip_plugin.selection.knn import Domains, Knn
-from layerskip_plugin.selection.plan import Knapsack, Plan
 from layerskip_plugin.selection.serving import COMPILED, Selector
 from layerskip_plugin.selection.swift import Swift
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
@@ -45,7 +44,7 @@ def test_requests_ask_for_a_set_by_name(caplog: pytest.LogCaptureFixture) -> Non
         selector.begin(list("abcd"), ["much", None, "no such", "much"])
     assert "no skip set 'no such', only little, much" in caplog.text
     assert selector.choose(list("dcba"), context).tolist() == [1, 0, 0, 1]
-    assert selector.last(["a", "b"]).tolist() == [1, 0] and selector.unknown(list("abcde")) == [4]
+    assert selector.last_choices(["a", "b"]).tolist() == [1, 0] and selector.unknown(list("abcde")) == [4]
     selector.finish(["a", "b", "z"])
     assert len(selector) == 2 and len(selector.selection.asked) == 1
 
@@ -53,7 +52,7 @@ def test_requests_ask_for_a_set_by_name(caplog: pytest.LogCaptureFixture) -> Non
 def test_one_set_for_all_keeps_nothing() -> None:
     selector = Selector(Static({"": SkipSet.empty(LAYERS)}))
     assert selector.unknown(["a"]) == [] and selector.choose(["a", "b"], np.zeros(2, np.int32)).tolist() == [0, 0]
-    assert not len(selector) and selector.lengths(np.zeros(2, np.int32)) is None
+    assert not len(selector) and selector.max_lengths(np.zeros(2, np.int32)) is None
 
 
 def test_verdicts_are_of_the_set_that_drafted() -> None:
@@ -62,9 +61,9 @@ def test_verdicts_are_of_the_set_that_drafted() -> None:
     selector.begin(["a", "b"])
     selector.choose(["a", "b"], np.array([20, 200], np.int32))
     # `a` has grown since, but what is verified now was drafted before.
-    assert selector.last(["a", "b"]).tolist() == [0, 1]
+    assert selector.last_choices(["a", "b"]).tolist() == [0, 1]
     assert selector.choose(["a", "b"], np.array([40, 200], np.int32)).tolist() == [1, 1]
-    assert selector.lengths(np.array([20, 40], np.int32)).tolist() == [2, 4]
+    assert selector.max_lengths(np.array([20, 40], np.int32)).tolist() == [2, 4]
 
 
 def test_domains_that_share_a_set_share_its_module() -> None:
@@ -73,7 +72,7 @@ def test_domains_that_share_a_set_share_its_module() -> None:
     domains = Domains(("a", "b", "c"), sets, np.zeros(5, np.float32), anchors, np.arange(3, dtype=np.int32), 0.5)
     policy = Knn(domains)
     assert policy.sets() == {"all domains": skip(4), "a": skip(2)}
-    policy.begin(["a", "b", "c", "far"], np.concatenate([anchors, -np.ones((1, 5), np.float32)]))
+    policy.begin(["a", "b", "c", "far"], hidden=np.concatenate([anchors, -np.ones((1, 5), np.float32)]))
     assert policy.choose(["a", "b", "c", "far"], np.zeros(4, np.int32)).tolist() == [1, 0, 1, 0]
     assert Selector(policy).needs_hidden and Selector(policy).compiled == COMPILED
 
@@ -99,8 +98,8 @@ def searching(share: float, cost: float) -> tuple[Selector, Clock, list[float]]:
         return np.array(true) + 0.01 * rng.standard_normal(len(skips))
 
     selector = Selector(Swift(LAYERS, evaluate, clock=clock, patience=10**6, beta=10**6), share)
-    selector.allowance.clock = clock
-    selector.allowance.seen = clock()
+    selector.budget.clock = clock
+    selector.budget.updated = clock()
     return selector, clock, spent
 
 
@@ -167,7 +166,7 @@ def test_options_of_each_selection(tmp_path: Path) -> None:
     assert selector(skip_set=one).sets == {"set": some}
     assert selector(selection="knapsack", selection_file=plan).sets == {"context 10": some}
     swift = selector(selection="swift", search_share=0.05)
-    assert swift.allowance.share == 0.05 and not {0, 1, 14, 15} & set(swift.sets["swift"].sublayers)
+    assert swift.budget.share == 0.05 and not {0, 1, 14, 15} & set(swift.sets["swift"].sublayers)
     for options, says in (
         ({"selection": "knapsack"}, "needs the option 'selection_file'.*calibrate knapsack"),
         ({"selection": "swift", "selection_file": plan}, "does not go with selection swift"),

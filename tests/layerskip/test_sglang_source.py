@@ -13,8 +13,7 @@ from freedraft.config import ConfigError
 from freedraft.engines.sglang.source import DraftStep, SourceContext
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Prices
 from layerskip_plugin.selection.base import Static
-from layerskip_plugin.selection.knapsack import Choice
-from layerskip_plugin.selection.plan import Knapsack, Plan
+from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
 from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.served_times import ServedTimes
 from layerskip_plugin.sglang import LayerSkipSource, check_arguments

@@ -7,10 +7,9 @@ import json
 import numpy as np
 import pytest
 
+from layerskip_plugin.calibrate.knn import fit
 from layerskip_plugin.selection.hardware import hardware
-from layerskip_plugin.selection.knapsack import Choice
-from layerskip_plugin.selection.knn import fit
-from layerskip_plugin.selection.plan import Plan
+from layerskip_plugin.selection.knapsack import Choice, Plan
 from layerskip_plugin.skip_set import SkipSet
 from tests.sglang.conftest import read_counts, sglang_engine
 from tests.sglang.layerskip_tools import GREEDY, LAYERS, SETS, ids, make_model, prompts

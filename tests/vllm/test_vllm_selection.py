@@ -13,13 +13,14 @@ from vllm_cases import TOKENS, parameters, tokens_of
 from vllm_engines import engine, runner_of, settle, spied
 
 from freedraft.config import ConfigError
+from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.knn import fit
+from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.hardware import hardware
-from layerskip_plugin.selection.host_model import HostModel, Sample
-from layerskip_plugin.selection.knapsack import Choice
-from layerskip_plugin.selection.knn import Domains, Knn, fit
-from layerskip_plugin.selection.plan import Knapsack, Plan
+from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
+from layerskip_plugin.selection.knn import Domains, Knn
 from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.selection.swift import Swift
 from layerskip_plugin.skip_set import SkipSet
@@ -113,9 +114,9 @@ def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain:
 class Reading(HostModel):
     """The model on the host, whose drafted tokens read the whole model's KV of themselves too, as `SetScores` do."""
 
-    def _attend(self, text: Any, layer: int, q: Any, past: Any, near_k: Any, near_v: Any) -> Any:
+    def attend(self, text: Any, layer: int, q: Any, past: Any, near_k: Any, near_v: Any) -> Any:
         own = [kv[layer][:, past].transpose(0, 1)[:, None] for kv in (text.keys, text.values)]
-        return super()._attend(text, layer, q, past, *own)
+        return super().attend(text, layer, q, past, *own)
 
 
 def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prompts: list, plain: list) -> None:
@@ -147,7 +148,7 @@ def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prom
     sets = [SkipSet.of_bits(row.tolist(), host.fingerprint) for row in bits]
     for text, measured in zip(texts, found, strict=True):
         sample = Sample.newest(host, text[:-1], 32)
-        drafted = host.best(host.finals(sets, sample)).numpy()
+        drafted = host.best(host.final_states(sets, sample)).numpy()
         expected = (drafted == np.array(text[-32:])).mean(1)
         assert measured == pytest.approx(expected, abs=1.01 / 32) and measured[0] == 1
     assert 0.1 < np.mean(found, 0)[1:].max() < 0.97

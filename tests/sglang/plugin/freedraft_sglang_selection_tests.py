@@ -18,8 +18,8 @@ def register():
 
 def make_selecting(context):
     from layerskip_plugin.selection.base import Static
+    from layerskip_plugin.selection.knapsack import Knapsack, Plan
     from layerskip_plugin.selection.knn import Domains, Knn
-    from layerskip_plugin.selection.plan import Knapsack, Plan
     from layerskip_plugin.selection.serving import Selector
     from layerskip_plugin.sglang import LayerSkipSource, make_source
     from layerskip_plugin.skip_set import SkipSet

@@ -1,4 +1,4 @@
-"""SWIFT's dynamic verification: the tree is the chain with the best of its other candidates beside it."""
+"""SWIFT's dynamic verification: the tree is the chain with its best other candidates as siblings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layerskip_plugin.caterpillar import candidates_at, caterpillar
+from layerskip_plugin.candidate_tree import candidate_tree, candidates_at
 
 
 def test_candidates_by_confidence():
@@ -25,19 +25,19 @@ def drafts(rng, batch, depth, candidates, vocab=50):
     return tokens.astype(np.int32), raw[:, :, :candidates].astype(np.float32)
 
 
-def slow(root, tokens, probabilities, drafted, most, least):
-    """Nodes of one tree as (path of tokens -> score): the chain, then the best allowed siblings while there is room."""
-    length = min(drafted, most - 1)
+def slow(root, tokens, probabilities, drafted, max_nodes, min_score):
+    """Nodes of one tree as (path of tokens -> score): the chain, then its best siblings while nodes are left."""
+    length = min(drafted, max_nodes - 1)
     chain = {tuple(tokens[: j + 1, 0].tolist()): float(np.prod(probabilities[: j + 1, 0])) for j in range(length)}
-    beside = []
+    siblings = []
     for j in range(length):
         before = float(np.prod(probabilities[:j, 0]))
         for r in range(1, min(int(candidates_at(probabilities[j, :1])[0]), tokens.shape[1])):
             score = before * float(probabilities[j, r])
-            if score >= least and least < 1 and probabilities[j, r] > 0:
-                beside.append(((*tokens[:j, 0].tolist(), int(tokens[j, r])), score))
-    beside.sort(key=lambda item: -item[1])
-    return chain, dict(beside[: most - 1 - length]), dict(beside)
+            if score >= min_score and min_score < 1 and probabilities[j, r] > 0:
+                siblings.append(((*tokens[:j, 0].tolist(), int(tokens[j, r])), score))
+    siblings.sort(key=lambda item: -item[1])
+    return chain, dict(siblings[: max_nodes - 1 - length]), dict(siblings)
 
 
 @settings(max_examples=150, deadline=None)
@@ -49,39 +49,41 @@ def slow(root, tokens, probabilities, drafted, most, least):
     st.integers(1, 20),
     st.sampled_from([0.0, 0.01, 0.2, 1.0]),
 )
-def test_equals_the_slow_version(seed, batch, depth, candidates, most, least):
+def test_equals_the_slow_version(seed, batch, depth, candidates, max_nodes, min_score):
     rng = np.random.default_rng(seed)
     tokens, probabilities = drafts(rng, batch, depth, candidates)
     if depth == 0:
         tokens, probabilities = tokens.reshape(batch, 0, 1), probabilities.reshape(batch, 0, 1)
     drafted = rng.integers(0, depth + 1, batch).astype(np.int32)
     roots = rng.integers(0, 50, batch).astype(np.int32)
-    tree = caterpillar(roots, tokens, probabilities, drafted, most, least)
+    tree = candidate_tree(roots, tokens, probabilities, drafted, max_nodes, min_score)
     tree.check()
     for b in range(batch):
         n = int(tree.counts[b])
-        assert 1 <= n <= most and tree.tokens[b, 0] == roots[b]
+        assert 1 <= n <= max_nodes and tree.tokens[b, 0] == roots[b]
         paths, of = {}, {0: ()}
         for i in range(1, n):
             of[i] = (*of[int(tree.parents[b, i])], int(tree.tokens[b, i]))
             paths[of[i]] = float(tree.scores[b, i])
-        chain, beside, candidates_of = slow(roots[b], tokens[b], probabilities[b], int(drafted[b]), most, least)
+        chain, siblings, candidates_of = slow(
+            roots[b], tokens[b], probabilities[b], int(drafted[b]), max_nodes, min_score
+        )
         length = len(chain)
         assert [of[i] for i in range(1, length + 1)] == list(chain), (
             "the chain stands in front: nothing has to be moved"
         )
         assert (tree.parents[b, 1 : length + 1] == np.arange(length)).all()
-        assert len(paths) == n - 1 == length + len(beside)
+        assert len(paths) == n - 1 == length + len(siblings)
         for path, score in paths.items():
             assert score == pytest.approx((chain | candidates_of)[path], rel=1e-5)
         # Of equal scores any may be taken.
-        assert sorted(paths.values()) == pytest.approx(sorted((chain | beside).values()), rel=1e-5)
+        assert sorted(paths.values()) == pytest.approx(sorted((chain | siblings).values()), rel=1e-5)
 
 
 def test_one_sibling_by_hand():
     tokens = np.array([[[7, 8, 9], [3, 4, 5]]], np.int32)
     probabilities = np.array([[[0.9, 0.06, 0.03], [0.6, 0.3, 0.05]]], np.float32)
-    tree = caterpillar(np.array([1], np.int32), tokens, probabilities, np.array([2], np.int32), 5)
+    tree = candidate_tree(np.array([1], np.int32), tokens, probabilities, np.array([2], np.int32), 5)
     assert tree.tokens[0].tolist() == [1, 7, 3, 4, 8]
     assert tree.parents[0].tolist() == [-1, 0, 1, 1, 0]
     assert tree.depths[0].tolist() == [0, 1, 2, 2, 1]

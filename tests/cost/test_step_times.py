@@ -12,6 +12,7 @@ from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import BUCKET_OF, CENTRES, MAX_QUERY_TOKENS, StepTimes, batch_bucket, context_bucket
+from layerskip_plugin.skip_set import SkipSet
 
 SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
 PROFILE = HardwareProfile(name="x", peak_flops=9.2e11, bandwidth=5.1e10, source="measured")
@@ -40,7 +41,7 @@ def test_the_machine_replaces_the_datasheet() -> None:
     rng = np.random.default_rng(0)
     for _ in range(400):
         q = int(rng.integers(1, 17))
-        learnt.observe(1, q, 300.0, machine(1, q) * rng.lognormal(0.0, 0.05))
+        learnt.update(1, q, 300.0, machine(1, q) * rng.lognormal(0.0, 0.05))
     for q in (1, 4, 6, 8, 12, 16):
         assert learnt.seconds(1, q, 300.0) == pytest.approx(machine(1, q), rel=0.06), q
 
@@ -49,7 +50,7 @@ def test_what_was_never_seen_is_taken_from_its_neighbours() -> None:
     learnt = times()
     for _ in range(20):
         for q in (1, 9):
-            learnt.observe(1, q, 300.0, 3 * learnt.roofline.seconds(1, q, 256.0))
+            learnt.update(1, q, 300.0, 3 * learnt.roofline.seconds(1, q, 256.0))
     for batch, q, context in ((1, 5, 300.0), (2, 5, 300.0), (4, 12, 5000.0)):
         predicted = learnt.roofline.seconds(batch, q, 256 * 4 ** context_bucket(context))
         assert learnt.seconds(batch, q, context) == pytest.approx(3 * predicted, rel=0.02)
@@ -61,21 +62,21 @@ def test_outliers_are_clipped_and_impossible_times_dropped() -> None:
     for i in range(600):
         q = 1 + i % 8
         slow = 8.0 if rng.random() < 0.04 else 1.0
-        learnt.observe(1, q, 300.0, machine(1, q) * slow)
+        learnt.update(1, q, 300.0, machine(1, q) * slow)
     for q in range(1, 9):
         assert learnt.seconds(1, q, 300.0) == pytest.approx(machine(1, q), rel=0.08), q
     before = learnt.seconds(1, 4, 300.0)
     for wrong in (0.0, -1.0, math.nan, math.inf, 1e9, 1e-9):
-        assert not learnt.observe(1, 4, 300.0, wrong)
-    assert not learnt.observe(0, 4, 300.0, 1.0) and not learnt.observe(5, 4, 300.0, 1.0)
+        assert not learnt.update(1, 4, 300.0, wrong)
+    assert not learnt.update(0, 4, 300.0, 1.0) and not learnt.update(5, 4, 300.0, 1.0)
     assert learnt.seconds(1, 4, 300.0) == before
 
 
 def test_a_clock_that_was_wrong_at_first_is_overcome() -> None:
     learnt = times()
-    learnt.observe(1, 1, 300.0, 500.0)
+    learnt.update(1, 1, 300.0, 500.0)
     for _ in range(60):
-        learnt.observe(1, 1, 300.0, 0.02)
+        learnt.update(1, 1, 300.0, 0.02)
     assert learnt.seconds(1, 1, 300.0) == pytest.approx(0.02, rel=0.1)
 
 
@@ -83,10 +84,10 @@ def test_a_slower_machine_leaves_the_ratios_alone() -> None:
     learnt = times()
     for _ in range(60):
         for q in range(1, 17):
-            learnt.observe(1, q, 300.0, machine(1, q))
+            learnt.update(1, q, 300.0, machine(1, q))
     ratio = learnt.seconds(1, 12, 300.0) / learnt.seconds(1, 1, 300.0)
     for _ in range(150):  # the machine halves its clock while only one length is used
-        learnt.observe(1, 4, 300.0, 2 * machine(1, 4))
+        learnt.update(1, 4, 300.0, 2 * machine(1, 4))
     assert learnt.seconds(1, 4, 300.0) == pytest.approx(2 * machine(1, 4), rel=0.1)
     assert learnt.seconds(1, 12, 300.0) / learnt.seconds(1, 1, 300.0) == pytest.approx(ratio, rel=1e-6)
 
@@ -95,7 +96,7 @@ def test_saved_and_reloaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     learnt, path = times(), tmp_path / "deep" / "times.json"
     for _ in range(30):
         for q in range(1, 9):
-            learnt.observe(1, q, 300.0, machine(1, q))
+            learnt.update(1, q, 300.0, machine(1, q))
     learnt.save(path)
     again = times()
     assert not again.load(tmp_path / "none.json") and again.load(path)
@@ -110,7 +111,7 @@ def test_saved_and_reloaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize("damage", ["", "{", "[]", "half", "nan", "cell"])
 def test_a_damaged_file_is_left_with_a_warning(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     learnt, path = times(), tmp_path / "times.json"
-    learnt.observe(1, 1, 300.0, 0.02)
+    learnt.update(1, 1, 300.0, 0.02)
     learnt.save(path)
     text = path.read_text()
     data = json.loads(text)
@@ -122,3 +123,65 @@ def test_a_damaged_file_is_left_with_a_warning(tmp_path: Path, damage: str, capl
     path.write_text(texts.get(damage, damage))
     assert not times().load(path)
     assert "learnt anew" in caplog.text
+
+
+RECIPE = SkipSet(30, frozenset(range(10, 20)), frozenset(range(10, 16)))
+
+
+def test_a_draft_pass_costs_its_share_until_it_is_timed() -> None:
+    learnt = times()
+    for _ in range(30):
+        learnt.update(1, 1, 300.0, 0.030)
+    prior = float(learnt.pass_seconds(RECIPE, 1, 300.0))
+    assert 0.4 * 0.030 < prior < 0.030, "16 of 60 sublayers are skipped, the head is not"
+    whole = SkipSet.empty(30)
+    assert float(learnt.pass_seconds(whole, 1, 300.0)) == pytest.approx(0.030, rel=0.02)
+    for _ in range(30):
+        learnt.update_pass(RECIPE, 1, 300.0, 0.040)
+    assert float(learnt.pass_seconds(RECIPE, 1, 300.0)) == pytest.approx(0.040, rel=0.03)
+    assert float(learnt.pass_seconds(whole, 1, 300.0)) == pytest.approx(0.030, rel=0.02), "another recipe's are its own"
+    assert float(learnt.seconds(1, 1, 300.0)) == pytest.approx(0.030, rel=0.02)
+
+
+def test_the_first_pass_of_a_kind_is_its_warm_up() -> None:
+    learnt = times()
+    for _ in range(10):
+        learnt.update(2, 2, 300.0, 0.030)
+    before = float(learnt.pass_seconds(RECIPE, 2, 300.0))
+    assert not learnt.update_pass(RECIPE, 2, 300.0, 5.0)
+    assert float(learnt.pass_seconds(RECIPE, 2, 300.0)) == before
+
+
+def test_passes_are_known_by_context() -> None:
+    learnt = times()
+    for _ in range(20):
+        learnt.update(1, 1, 300.0, 0.030)
+        learnt.update_pass(RECIPE, 1, 300.0, 0.015)
+        learnt.update_pass(RECIPE, 1, 20_000.0, 0.045)
+    assert float(learnt.pass_seconds(RECIPE, 1, 300.0)) == pytest.approx(0.015, rel=0.05)
+    assert float(learnt.pass_seconds(RECIPE, 1, 20_000.0)) == pytest.approx(0.045, rel=0.05)
+
+
+def test_one_slow_pass_changes_little_and_a_new_level_is_followed() -> None:
+    learnt = times()
+    for _ in range(60):
+        learnt.update(1, 1, 300.0, 0.030)
+        learnt.update_pass(RECIPE, 1, 300.0, 0.015)
+    learnt.update_pass(RECIPE, 1, 300.0, 0.3)
+    assert float(learnt.pass_seconds(RECIPE, 1, 300.0)) == pytest.approx(0.015, rel=0.1)
+    for _ in range(60):
+        learnt.update(1, 1, 300.0, 0.060)
+        learnt.update_pass(RECIPE, 1, 300.0, 0.030)
+    assert float(learnt.pass_seconds(RECIPE, 1, 300.0)) == pytest.approx(0.030, rel=0.1)
+
+
+def test_a_busy_moment_does_not_change_what_is_compared() -> None:
+    """Steps of a busy second must not make the passes of the quiet one before it look cheap."""
+    learnt = times()
+    for _ in range(60):
+        learnt.update(1, 1, 300.0, 0.010)
+        learnt.update_pass(RECIPE, 1, 300.0, 0.009)
+    for _ in range(24):
+        learnt.update(1, 1, 300.0, 0.030)
+    ratio = float(learnt.pass_seconds(RECIPE, 1, 300.0)) / float(learnt.seconds(1, 1, 300.0))
+    assert ratio == pytest.approx(0.9, rel=0.15)

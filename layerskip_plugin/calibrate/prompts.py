@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from layerskip_plugin.selection.host_model import HostModel
+from layerskip_plugin.calibrate.host_model import HostModel
 
 PROMPT_KEYS = ("prompt", "question", "turns", "text")
 
@@ -21,7 +21,7 @@ class Prompts:
     """Prompts of one file.
 
     Attributes:
-        texts: one each.
+        texts: one per prompt.
         name: of the file, without its folder and ending.
         sha256: of the file, 16 digits.
     """
@@ -53,16 +53,6 @@ class Prompts:
             texts.append(str(value[0] if isinstance(value, list) and value else value))
         return cls(texts, path.stem, hashlib.sha256(raw).hexdigest()[:16])
 
-    def slice(self, first: int, count: int) -> Prompts:
-        """`count` prompts from `first` on.
-
-        Raises:
-            ValueError: there are not so many.
-        """
-        if first + count > len(self.texts):
-            raise ValueError(f"data: {self.name} holds {len(self.texts)} prompts; {first + count} are needed")
-        return Prompts(self.texts[first : first + count], self.name, self.sha256)
-
 
 @dataclass(frozen=True)
 class Answered:
@@ -79,13 +69,13 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def encode(tokenizer: Any, text: str, longest: int) -> list[int]:
-    """A prompt's tokens as a chat server would send them, the last `longest` of them."""
-    if getattr(tokenizer, "chat_template", None):
+def encode(tokenizer: Any, text: str, max_tokens: int) -> list[int]:
+    """The tokens of a prompt as a chat server would send them, the last `max_tokens` of them."""
+    templated = bool(getattr(tokenizer, "chat_template", None))
+    if templated:
         message = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])[-longest:]
-    return list(tokenizer(text)["input_ids"])[-longest:]
+    return list(tokenizer(text, add_special_tokens=not templated)["input_ids"])[-max_tokens:]
 
 
 @torch.inference_mode()
@@ -93,8 +83,8 @@ def answer(
     host: HostModel,
     tokenizer: Any,
     prompts: Sequence[str],
-    new_tokens: int,
-    longest_prompt: int = 384,
+    max_new_tokens: int,
+    max_prompt_tokens: int = 384,
     batch: int = 8,
     progress: Callable[[], object] = lambda: None,
 ) -> list[Answered]:
@@ -103,11 +93,13 @@ def answer(
     Args:
         progress: called after each prompt.
     """
-    encoded = [encode(tokenizer, text, longest_prompt) for text in prompts]
-    # Similar lengths together, so that little is padded.
+    encoded = [encode(tokenizer, text, max_prompt_tokens) for text in prompts]
+    # Prompts of similar length share a batch, so that little is padded.
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
     answers: dict[int, Answered] = {}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    stops = host.model.generation_config.eos_token_id
+    stops = set(stops if isinstance(stops, list) else [stops])
     for start in range(0, len(order), batch):
         group = order[start : start + batch]
         width = max(len(encoded[i]) for i in group)
@@ -116,15 +108,16 @@ def answer(
         for row, i in enumerate(group):
             ids[row, width - len(encoded[i]) :] = torch.tensor(encoded[i])
             mask[row, width - len(encoded[i]) :] = 1
-        ids, mask = ids.to(host.device), mask.to(host.device)
         out = host.model.generate(
-            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad
+            ids.to(host.device),
+            attention_mask=mask.to(host.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=pad,
         )
-        stops = host.model.generation_config.eos_token_id
-        ends = set(stops if isinstance(stops, list) else [stops])
         for row, i in enumerate(group):
             new = out[row, width:].tolist()
-            length = next((k + 1 for k, token in enumerate(new) if token in ends), len(new))
+            length = next((k + 1 for k, token in enumerate(new) if token in stops), len(new))
             answers[i] = Answered(encoded[i] + new[:length], len(encoded[i]))
             progress()
     return [answers[i] for i in range(len(encoded))]

@@ -8,32 +8,43 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freedraft.composition import Outlook, choose, sizes
-from freedraft.pace import STEPS, Pace
 from freedraft.cost.step_times import CENTRES
+from freedraft.hybrid.choice import Choice, DraftPassEstimate, poorest_first, sizes_up_to
+from freedraft.hybrid.choice import choose as choose_in_order
+from freedraft.hybrid.throughput import STEPS, Throughput
 
 TABLE = 0.010 + 0.0004 * CENTRES
 
 
-def outlook(count: int, rate: float, seconds: float, most: int = 4) -> Outlook:
-    held = rate ** np.arange(1, most + 1)
-    passes = seconds * (1 + 0.02 * sizes(count)[:, None]) * np.arange(1, most + 1)
-    return Outlook(sizes(count), held.cumsum(), np.arange(1.0, most + 1), passes)
+def estimate(count: int, rate: float, seconds: float, longest: int = 4) -> DraftPassEstimate:
+    held = rate ** np.arange(1, longest + 1)
+    sizes = sizes_up_to(count)
+    passes = seconds * (1 + 0.02 * sizes[:, None]) * np.arange(1, longest + 1)
+    return DraftPassEstimate(
+        sizes, sizes[:, None] * held.cumsum(), sizes[:, None] * np.arange(1.0, longest + 1), passes
+    )
+
+
+def choose(p, kept, allowed, passes: DraftPassEstimate, table, widths=None, **rest) -> Choice:
+    order = poorest_first(p, kept, allowed)
+    return choose_in_order(p, kept, order, passes, table, None if widths is None else np.array(widths), **rest)
 
 
 Step = tuple[float, float]  # tokens, seconds
 
 
-def step_of(rows: tuple[int, ...], m: int, p: np.ndarray, kept: np.ndarray, passes: Outlook, width: int) -> Step:
+def step_of(
+    rows: tuple[int, ...], m: int, p: np.ndarray, kept: np.ndarray, passes: DraftPassEstimate, width: int
+) -> Step:
     """What a step brings and takes when these requests draft m tokens each with the model."""
     tokens, verified = 0.0, 0.0
     for b in range(len(p)):
         end = width if width else kept[b]
-        tokens += 1 + (passes.gain[m - 1] if b in rows else p[b, 1:end].sum())
-        verified += width or 1 + (passes.tokens[m - 1] if b in rows else kept[b] - 1)
+        tokens += 1 + (passes.gain[0, m - 1] if b in rows else p[b, 1:end].sum())
+        verified += width or 1 + (passes.tokens[0, m - 1] if b in rows else kept[b] - 1)
     seconds = float(np.interp(verified, CENTRES, TABLE))
     if rows:
-        seconds += passes.seconds[list(passes.batches).index(len(rows)), m - 1]
+        seconds += passes.seconds[list(passes.sizes).index(len(rows)), m - 1]
     return tokens, seconds
 
 
@@ -43,7 +54,7 @@ def all_steps(p, kept, allowed, passes, widths) -> list[Step]:
         steps.append(step_of((), 1, p, kept, passes, width))
         for k in range(1, int(allowed.sum()) + 1):
             for rows in combinations(np.flatnonzero(allowed).tolist(), k):
-                longest = min(len(passes.gain), width - 1) if width else len(passes.gain)
+                longest = min(passes.gain.shape[1], width - 1) if width else passes.gain.shape[1]
                 steps += [step_of(rows, m, p, kept, passes, width) for m in range(1, longest + 1)]
     return steps
 
@@ -60,7 +71,7 @@ def test_no_subset_is_better(first: list[float], rate: float, seconds: float, wi
     # Equal lengths: which requests are the best is then a matter of their gains alone.
     kept = np.full(batch, 4, np.int32)
     allowed = np.array([random.random() < 0.8 for _ in range(batch)])
-    passes = outlook(max(1, int(allowed.sum())), rate, seconds)
+    passes = estimate(max(1, int(allowed.sum())), rate, seconds)
     ways = (1, 3, 5) if widths else None
     choice = choose(p, kept, allowed, passes, TABLE, ways, margin=1.0)
     steps = all_steps(p, kept, allowed, passes, ways)
@@ -83,42 +94,43 @@ def test_the_request_without_n_grams_gets_the_passes() -> None:
     p = np.zeros((2, 5))
     p[0, 1:] = 0.97, 0.95, 0.93, 0.9
     kept = np.array([5, 1], np.int32)
-    passes = outlook(2, 0.9, 0.001)
+    passes = estimate(2, 0.9, 0.001)
     choice = choose(p, kept, np.ones(2, np.bool_), passes, TABLE)
     assert choice.rows.tolist() == [1]
-    assert choose(p, kept, np.array([True, False]), outlook(1, 0.9, 0.001), TABLE).rows.tolist() == []
+    assert choose(p, kept, np.array([True, False]), estimate(1, 0.9, 0.001), TABLE).rows.tolist() == []
 
 
 def test_passes_that_cost_what_they_bring_are_left_out() -> None:
     p, kept = np.zeros((3, 1)), np.ones(3, np.int32)
     everyone = np.ones(3, np.bool_)
-    assert len(choose(p, kept, everyone, outlook(3, 0.9, 0.001), TABLE).rows) == 3
-    assert len(choose(p, kept, everyone, outlook(3, 0.9, 0.02), TABLE).rows) == 0
-    assert len(choose(p, kept, everyone, outlook(3, 0.9, 0.001), TABLE, widths=(1,)).rows) == 0
+    assert len(choose(p, kept, everyone, estimate(3, 0.9, 0.001), TABLE).rows) == 3
+    assert len(choose(p, kept, everyone, estimate(3, 0.9, 0.02), TABLE).rows) == 0
+    assert len(choose(p, kept, everyone, estimate(3, 0.9, 0.001), TABLE, widths=(1,)).rows) == 0
 
 
 def test_passes_wait_where_n_grams_are_about_to_return() -> None:
     """In the midst of a copy a step without n-grams is followed by one with them, and passes would only delay it."""
     p, kept, everyone = np.zeros((1, 1)), np.ones(1, np.int32), np.ones(1, np.bool_)
-    passes, plain = outlook(1, 0.95, 0.005), 1 / float(np.interp(1, CENTRES, TABLE))
+    passes, plain = estimate(1, 0.95, 0.005), 1 / float(np.interp(1, CENTRES, TABLE))
     assert len(choose(p, kept, everyone, passes, TABLE, rate=plain).rows) == 1
     assert len(choose(p, kept, everyone, passes, TABLE, rate=3.5 * plain).rows) == 0
 
 
-def test_pace_follows_each_request() -> None:
-    pace = Pace()
+def test_throughput_follows_each_request() -> None:
+    pace = Throughput()
     for _ in range(100):
-        pace.note(["copies", "writes"], np.array([9, 1]), 0.01)
+        pace.update(["copies", "writes"], np.array([9, 1]), 0.01)
     assert abs(pace.of(["copies", "unknown"]) - 900) < 1e-6 and abs(pace.of(["copies", "writes"]) - 1000) < 1e-6
-    pace.note(["copies"], np.array([1]), 0.01)
+    pace.update(["copies"], np.array([1]), 0.01)
     assert 800 < pace.of(["copies"]) < 900
     for _ in range(3 * STEPS):
-        pace.note(["copies"], np.array([1]), 0.01)
+        pace.update(["copies"], np.array([1]), 0.01)
     assert 100 < pace.of(["copies"]) < 150
-    pace.finish(["copies", "unknown"])
+    for request_id in ("copies", "unknown"):
+        pace.finish(request_id)
     assert len(pace) == 1 and pace.of(["copies"]) == 0
 
 
 def test_sizes_cover_small_batches_and_thin_out() -> None:
-    assert sizes(7).tolist() == list(range(1, 8))
-    assert sizes(300)[0] == 1 and sizes(300)[-1] == 300 and len(sizes(300)) <= 32
+    assert sizes_up_to(7).tolist() == list(range(1, 8))
+    assert sizes_up_to(300)[0] == 1 and sizes_up_to(300)[-1] == 300 and len(sizes_up_to(300)) <= 32

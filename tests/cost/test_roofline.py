@@ -12,6 +12,7 @@ from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline, operations
+from layerskip_plugin.skip_set import SkipSet
 
 LLAMA3_8B = {
     "model_type": "llama",
@@ -31,7 +32,7 @@ def profile(**values: object) -> HardwareProfile:
 
 def rows(b: int, s: int, kv: int, p: int) -> dict[str, tuple[float, float, float, float]]:
     found = operations(ModelShape.from_config(LLAMA3_8B), b, s, kv, tensor_parallel=p)
-    return {row.name: (row.flops, row.read, row.write, row.intensity) for row in found}
+    return {row.name: (row.flops, row.read, row.write, row.flops / (row.read + row.write)) for row in found}
 
 
 @pytest.mark.parametrize(("b", "s", "kv", "p"), [(1, 1, 100, 1), (8, 22, 1000, 1), (8, 22, 1000, 2), (64, 4, 32000, 8)])
@@ -76,7 +77,6 @@ def test_the_slope_breaks_where_the_example_says() -> None:
     flat = roofline.seconds(8, 8 * 22, 100) / roofline.seconds(8, 8, 100)
     steep = roofline.seconds(8, 8 * 48, 100) / roofline.seconds(8, 8 * 24, 100)
     assert flat < 1.2 and steep > 1.8
-    assert 8 * 21 <= roofline.knee(8, 100) <= 8 * 26
 
 
 def test_several_lengths_at_once_are_each_alone() -> None:
@@ -176,3 +176,19 @@ def test_no_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
         ModelShape.load(tmp_path)
+
+
+def test_a_draft_pass_reads_what_it_keeps() -> None:
+    """Half of the layers and the head: the time of half of the model's own rows, and of all of the logits."""
+    shape = ModelShape.from_config(LLAMA3_8B)
+    roofline = Roofline(shape, profile())
+    half = SkipSet(shape.layers, frozenset(range(0, shape.layers, 2)), frozenset(range(1, shape.layers, 2)))
+    logits = next(row for row in operations(shape, 1, 1, 100, mask=False) if row.name == "logits")
+    head = float(logits.seconds(profile().flops(shape.dtype), profile().bandwidth))
+    whole = float(roofline.pass_seconds(SkipSet.empty(shape.layers), 1, 100))
+    assert whole == pytest.approx(float(roofline.seconds(1, 1, 100)))
+    assert float(roofline.pass_seconds(half, 1, 100)) == pytest.approx((whole - head) / 2 + head)
+    batches = np.array([1.0, 4.0, 64.0])
+    assert np.allclose(
+        roofline.pass_seconds(half, batches, 100), [roofline.pass_seconds(half, b, 100) for b in batches]
+    )

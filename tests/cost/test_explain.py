@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from freedraft.cli import app
 from freedraft.config import ConfigError
+from freedraft.cost import profiling
 from freedraft.cost.explain import expected_tokens, explain, parse_curve
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
@@ -39,7 +40,7 @@ def test_lengths_shrink_as_batches_grow_and_beat_plain() -> None:
 def test_the_best_length_is_the_best_of_all() -> None:
     roofline = Roofline(ModelShape.from_config(LLAMA3_8B), HardwareProfile.load("l40s"))
     curve = {1: 1.0, 2: 1.4, 8: 2.0}
-    for row in explain(roofline, 4096, most=12, curve=curve):
+    for row in explain(roofline, 4096, max_nodes=12, curve=curve):
         rates = [
             float(expected_tokens(np.array([n]), curve)[0]) / float(roofline.seconds(row.batch, row.batch * n, 4096))
             for n in range(1, 13)
@@ -77,8 +78,9 @@ def test_wrong_arguments_are_named(model: Path, arguments: list[str], word: str)
     assert result.exit_code == 2 and word in result.output and "Traceback" not in result.output
 
 
-def test_a_machine_is_measured_and_its_profile_loads(tmp_path: Path) -> None:
+def test_a_machine_is_measured_and_its_profile_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
+    monkeypatch.setattr(profiling, "_SECONDS", 0.3)  # as exact as the bounds below ask for
     out = tmp_path / "mine.yaml"
     result = CliRunner().invoke(app, ["profile", "--device", "cpu", "--name", "mine", "--out", str(out)])
     assert result.exit_code == 0, result.output

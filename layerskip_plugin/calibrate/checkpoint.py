@@ -1,4 +1,4 @@
-"""Long calibrations in steps that are kept: interrupted, the same command goes on where it was."""
+"""Checkpoints of long calibrations: the same command goes on where it was interrupted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from layerskip_plugin.skip_set import read_json, write_json
 FORMAT = "freedraft calibration in progress 1"
 
 
-class Resumable:
+class Checkpoint:
     """Results of finished steps, in a file beside the one that will be written.
 
     Args:
         out: what the calibration writes at the end.
-        settings: everything the steps depend on; results under other settings are thrown away.
+        settings: everything that the steps depend on; results under other settings are thrown away.
 
     Raises:
         ValueError: `out`'s folder does not exist.
@@ -32,23 +32,23 @@ class Resumable:
         self.steps: dict[str, Any] = {}
         if self.path.is_file():
             try:
-                held = read_json(self.path, FORMAT, "calibration")
+                saved = read_json(self.path, FORMAT, "calibration")
             except ValueError:
-                held = {}
-            if held.get("settings") == self.settings:
-                self.steps = held["steps"]
+                saved = {}
+            if saved.get("settings") == self.settings:
+                self.steps = saved["steps"]
 
     def step(self, name: str, compute: Callable[[], Any]) -> Any:
-        """The step's result, computed now if it is not there yet; it must be JSON."""
+        """The result of a step, computed now if it is not saved yet; it must be JSON."""
         if name not in self.steps:
             self.put(name, compute())
         return self.steps[name]
 
     def put(self, name: str, result: Any) -> None:
-        """Keep a result."""
+        """Save a result."""
         self.steps[name] = result
         write_json(self.path, {"format": FORMAT, "settings": self.settings, "steps": self.steps})
 
-    def done(self) -> None:
-        """All is written: the progress can go."""
+    def remove(self) -> None:
+        """Delete the file once the calibration's result is written."""
         self.path.unlink(missing_ok=True)

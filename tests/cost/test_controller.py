@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,20 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freedraft.cost.acceptance import SIZE, Acceptance
-from freedraft.cost.controller import PROBE_EVERY, Controller, share_tokens, share_width
-from freedraft.cost_model import CostModel
-from freedraft.draft import DraftBatch
+from freedraft.cost.allocation import allocate_best, allocate_width
+from freedraft.cost.controller import PROBE_EVERY, Auto, make_controller
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.policies import Fixed, Knee
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import BUCKET_OF, BUCKETS, CENTRES
+from freedraft.draft import DraftBatch
+from freedraft.method import EngineContext, Step
+from tests.support.steps import make_step
 
 SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
 PROFILE = HardwareProfile(name="x", peak_flops=9.2e11, bandwidth=5.1e10, source="measured")
 
 
-def controller(most: int = 8, **options: object) -> Controller:
-    return Controller(CostModel(PROFILE, most, policy="auto"), Roofline(SHAPE, PROFILE), **options)
+def controller(longest: int = 8, **options: object) -> Auto:
+    return Auto(Roofline(SHAPE, PROFILE), longest, **options)
 
 
 def chains(p: list[list[float]], kinds: int = 0) -> DraftBatch:
@@ -63,7 +65,7 @@ def test_shares_are_the_best_of_all(p: list[list[float]], growth: list[float], f
     cuts = list(itertools.product(*(range(len(row) + 1) for row in p)))
     counts = draft.counts.copy()
     order = np.empty(draft.tokens.size)
-    chosen, gain, longest = share_tokens(path, counts, table, 0.0, forced, order)
+    chosen, gain, longest = allocate_best(path, counts, table, 0.0, forced, order)
     cut = tuple(int(n) - 1 for n in counts)
     assert sum(cut) == chosen and longest == max(cut) + 1
     if forced >= 0:
@@ -86,7 +88,7 @@ def test_the_width_is_the_best_of_all(p: list[list[float]], growth: list[float])
     candidates = [w for i, w in enumerate(widths) if i == 0 or widths[i - 1] < most]
     rates = {w: path[:, :w].sum() / np.interp(batch * w, CENTRES, table) for w in candidates}
     counts = draft.counts.copy()
-    width, gain, longest = share_width(path, counts, table, 0.0, widths, -1)
+    width, gain, longest = allocate_width(path, counts, table, 0.0, widths, -1)
     assert rates[width] == pytest.approx(max(rates.values()))
     assert gain == pytest.approx(rates[width] / rates[1] - 1)
     assert np.array_equal(counts, np.minimum(draft.counts, width)) and longest == counts.max()
@@ -138,21 +140,22 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def run(self, control: Controller, steps: int, accept: float, scored: float = 0.5, length: int = 8) -> list[int]:
+    def run(self, control: Auto, steps: int, accept: float, scored: float = 0.5, length: int = 8) -> list[int]:
         """Draft tokens verified, by step."""
         chosen = []
         source = np.zeros(self.batch * 16, np.int32)
         gained = np.ones(self.batch, np.int64)
         query_tokens = self.batch
         for _ in range(steps):
-            starts = np.arange(self.batch, dtype=np.int64) * 16
-            control.observe(self.ids, source, starts, starts + gained, context=300.0, query_tokens=query_tokens)
+            texts = [source[b * 16 : b * 16 + gained[b]] for b in range(self.batch)]
+            step = make_step(self.ids, texts, previous=(self.batch, query_tokens))
+            control.update(step)
             n, counts = 0, np.ones(self.batch, np.int32)
-            if most := control.limit(self.batch):
-                draft = chains([[scored] * min(most, length)] * self.batch)
-                n = control.cut(draft)
+            if longest := control.max_draft_len(step):
+                draft = chains([[scored] * min(longest, length)] * self.batch)
+                n = control.truncate(draft)
                 counts = draft.counts
-            control.end(self.ids)
+            control.end(step)
             query_tokens = self.batch + n
             self.now += self.seconds(self.batch, query_tokens)
             for b in range(self.batch):
@@ -220,15 +223,15 @@ def test_drafting_that_costs_more_than_it_brings_stops_but_for_glances() -> None
     machine = Machine(flat)
     control = controller(clock=machine.clock)
     drafted = 0
-    original = control.cut
+    original = control.truncate
 
-    def slow_cut(draft: DraftBatch) -> int:
+    def slow_truncate(draft: DraftBatch) -> int:
         nonlocal drafted
         drafted += 1
         machine.now += 0.004  # a fifth of a step
         return original(draft)
 
-    control.cut = slow_cut  # type: ignore[method-assign]
+    control.truncate = slow_truncate  # type: ignore[method-assign]
     machine.run(control, 300, accept=0.05)
     drafted = 0
     machine.run(control, 1000, accept=0.05)
@@ -238,17 +241,17 @@ def test_drafting_that_costs_more_than_it_brings_stops_but_for_glances() -> None
 
 def test_widths_are_chosen_from_the_set() -> None:
     machine = Machine(flat, 2)
-    control = controller(most=15, widths=(1, 2, 4, 8, 16), clock=machine.clock)
-    source = np.zeros(32, np.int32)
-    starts = np.array([0, 16], np.int64)
+    control = controller(longest=15, widths=(1, 2, 4, 8, 16), clock=machine.clock)
+    width = 1
     for _ in range(300):
-        control.observe(machine.ids, source, starts, starts + 1, context=10.0, query_tokens=2)
+        step = make_step(machine.ids, [[1], [1]], previous=(2, 2 * width))
+        control.update(step)
+        assert control.max_draft_len(step) + 1 in (1, 2, 4, 8, 16)
         draft = chains([[0.9] * 15, [0.3] * 3])
-        width = control.cut(draft)
-        control.end(machine.ids)
+        width = control.truncate(draft)
+        control.end(step)
         machine.now += flat(2, 2 * width)
         assert width in (1, 2, 4, 8, 16) and draft.counts.max() <= width
-        source[:] = np.tile(np.arange(1, 17), 2)
     assert np.isfinite(control.acceptance.bias).all()
 
 
@@ -257,12 +260,11 @@ def test_requests_come_and_go() -> None:
     control = controller(clock=machine.clock)
     for ids in (["a", "b", "c"], ["c", "a"], [], ["d"], ["d", "e", "c"]):
         n = len(ids)
-        starts = np.arange(n, dtype=np.int64) * 4
-        source = np.tile(np.arange(1, 5, dtype=np.int32), max(n, 1))
-        control.observe(ids, source, starts, starts + 2, context=5.0, query_tokens=n or None)
-        if n and control.limit(n):
-            control.cut(chains([[0.8] * 3] * n))
-        control.end(ids)
+        step = make_step(ids, [[1, 2]] * n, previous=(n, n) if n else None)
+        control.update(step)
+        if n and control.max_draft_len(step):
+            control.truncate(chains([[0.8] * 3] * n))
+        control.end(step)
         machine.now += 0.02
 
 
@@ -288,6 +290,43 @@ def test_step_times_survive_a_restart(tmp_path) -> None:
     assert np.count_nonzero(machine.run(again, 90, accept=0.6)) <= 3
 
 
+def test_times_are_learnt_although_requests_come_and_go() -> None:
+    """At a large batch hardly a step has the same requests as the one before."""
+    machine = Machine(flat)
+    control = controller(clock=machine.clock)
+    for i in range(40):
+        step = make_step([f"r{i}", f"r{i + 1}"], [[1], [1]], previous=(2, 2))
+        control.update(step)
+        control.end(step)
+        machine.now += 0.05
+    assert control.times.seconds(2, 2, 300.0) == pytest.approx(0.05, rel=0.02)
+
+
+def test_a_step_that_did_other_work_teaches_no_time() -> None:
+    machine = Machine(flat)
+    control = controller(clock=machine.clock)
+    for previous in ((1, 1), None, None):
+        step = make_step(["a"], [[1]], previous=previous)
+        control.update(step)
+        control.end(step)
+        machine.now += 0.02
+    assert control.times.seen == 0
+    control.interrupt()
+    control.update(make_step(["a"], [[1]], previous=(1, 1)))
+    assert control.times.seen == 0, "what lies between is not known"
+
+
+def test_rest_of_a_draft_that_was_not_verified_is_learnt_from_too() -> None:
+    control = controller()
+    draft, other = chains([[0.5] * 3], kinds=2), chains([[0.5] * 3], kinds=3)
+    control.truncate(draft, other)
+    before = control.acceptance.outcomes
+    step = make_step(["a"], [[1, 2, 9]])
+    control.end(make_step(["a"], [[1]]))
+    control.update(step)
+    assert control.acceptance.outcomes - before == 6
+
+
 class _Config:
     def __init__(self, values: dict) -> None:
         self.values = values
@@ -298,35 +337,30 @@ class _Config:
 
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_model_that_cannot_be_read_is_left_to_the_rule(readable: bool, caplog: pytest.LogCaptureFixture) -> None:
-    from freedraft.engines.vllm.controller import make_controller
-
     config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
-    model = SimpleNamespace(hf_config=_Config(config if readable else {}), dtype="torch.float32")
-    served = SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=1))
-    caps = CostModel(PROFILE, 8, policy="auto")
-    made = make_controller(served, caps, None)
-    assert (made is not None) == readable
+    context = EngineContext(hf_config=_Config(config if readable else {}), max_draft_tokens=8, dtype="torch.float32")
+    control = make_controller(context)
+    assert type(control) is (Auto if readable else Knee)
     warnings = [record for record in caplog.records if "policy 'knee' decides" in record.message]
     assert len(warnings) == (not readable)
-    assert caps.budget(1) == 8, "and the rule still answers"
-    assert make_controller(served, CostModel(PROFILE, 8, policy="knee"), None) is None
+    assert control.max_draft_len(make_step(["a"], [[1]])) > 0, "and the rule still answers"
+    assert type(make_controller(context, "knee")) is Knee and type(make_controller(context, "fixed")) is Fixed
 
 
 def test_its_own_cost() -> None:
     """At most 20 us per step at batch 32; the bound here leaves room for a busy machine."""
     control = controller()
     ids = [f"r{i}" for i in range(32)]
-    source = np.zeros(32 * 16, np.int32)
-    starts = np.arange(32, dtype=np.int64) * 16
+    step: Step = make_step(ids, [[1]] * 32, previous=(32, 64))
     draft = chains([[0.7] * 8] * 32)
     counts = draft.counts.copy()
     best = math.inf
     for _ in range(300):
         started = time.perf_counter()
-        control.observe(ids, source, starts, starts + 1, context=300.0, query_tokens=64)
-        control.limit(32)
-        control.cut(draft)
-        control.end(ids)
+        control.update(step)
+        control.max_draft_len(step)
+        control.truncate(draft)
+        control.end(step)
         best = min(best, time.perf_counter() - started)
         draft.counts[:] = counts
     assert best < 100e-6

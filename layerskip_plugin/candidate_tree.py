@@ -1,4 +1,4 @@
-"""`caterpillar`: SWIFT's dynamic verification: a greedy chain with the draft model's other candidates beside it."""
+"""SWIFT's dynamic verification: a greedy chain with the draft model's other candidates as siblings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from freedraft.draft import DraftBatch
 # (SWIFT, section 3.3).
 CONFIDENCES = (0.5, 0.8, 0.95)
 CANDIDATES = (10, 5, 3, 1)
-MOST = CANDIDATES[0]
+MAX_CANDIDATES = CANDIDATES[0]
 
 
 def candidates_at(confidence: NDArray[np.float32]) -> NDArray[np.int64]:
@@ -19,7 +19,7 @@ def candidates_at(confidence: NDArray[np.float32]) -> NDArray[np.int64]:
     return np.asarray(CANDIDATES, np.int64)[np.searchsorted(CONFIDENCES, confidence, side="left")]
 
 
-def caterpillar(
+def candidate_tree(
     roots: NDArray[np.int32],
     tokens: NDArray[np.int32],
     probabilities: NDArray[np.float32],
@@ -36,42 +36,42 @@ def caterpillar(
     Args:
         roots: int32 [B], last accepted token of each request.
         tokens: int32 [B, D, K], the draft's best tokens at each position, best first.
-        probabilities: float32 [B, D, K], theirs.
-        drafted: int32 [B], positions that were drafted; the others hold anything.
-        max_nodes: most nodes per request, root included; chains are cut to it.
-        min_score: siblings below it are left out. 1: the chain alone.
+        probabilities: float32 [B, D, K] of these tokens.
+        drafted: int32 [B], positions that were drafted; entries beyond them are ignored.
+        max_nodes: limit of nodes per request, root included; longer chains are truncated.
+        min_score: siblings of a lower score are left out; 1 leaves the chain alone.
 
     Returns:
         B trees, as wide as the largest of them.
     """
     batch, depth, width = tokens.shape
     length = np.minimum(drafted, max_nodes - 1).astype(np.int64)
-    here = np.arange(depth) < length[:, None]  # [B, D]
-    best = np.where(here, probabilities[:, :, 0] if width else 0.0, 1.0).astype(np.float64)
+    in_chain = np.arange(depth) < length[:, None]  # [B, D]
+    best = np.where(in_chain, probabilities[:, :, 0] if width else 0.0, 1.0).astype(np.float64)
     chain = np.cumprod(best, 1)
     before = np.concatenate((np.ones((batch, 1)), chain[:, :-1]), 1)  # the chain is accepted up to position j
     scores = before[:, :, None] * probabilities[:, :, 1:]
-    allowed = here[:, :, None] & (np.arange(1, width) < candidates_at(probabilities[:, :, 0])[:, :, None])
+    allowed = in_chain[:, :, None] & (np.arange(1, width) < candidates_at(probabilities[:, :, 0])[:, :, None])
     allowed &= probabilities[:, :, 1:] > 0
     scores = np.where(allowed & (scores >= min_score) & (min_score < 1), scores, -1.0).reshape(batch, -1)
     order = np.argsort(-scores, 1, kind="stable")[:, : max_nodes - 1]
     scores = np.take_along_axis(scores, order, 1)
-    beside = np.minimum((scores >= 0).sum(1), max_nodes - 1 - length)
+    siblings = np.minimum((scores >= 0).sum(1), max_nodes - 1 - length)
 
-    counts = 1 + length + beside
-    out = DraftBatch.empty(batch, max(1, int(counts.max(initial=1))))
-    out.counts[:] = counts
-    out.tokens[:, 0], out.parents[:, 0], out.scores[:, 0] = roots, -1, 1.0
-    row, position = np.nonzero(here)
-    out.tokens[row, position + 1] = tokens[row, position, 0]
-    out.parents[row, position + 1] = position
-    out.depths[row, position + 1] = position + 1
-    out.scores[row, position + 1] = chain[row, position]
-    row, rank = np.nonzero(np.arange(order.shape[1]) < beside[:, None])
+    counts = 1 + length + siblings
+    trees = DraftBatch.empty(batch, max(1, int(counts.max(initial=1))))
+    trees.counts[:] = counts
+    trees.tokens[:, 0], trees.parents[:, 0], trees.scores[:, 0] = roots, -1, 1.0
+    row, position = np.nonzero(in_chain)
+    trees.tokens[row, position + 1] = tokens[row, position, 0]
+    trees.parents[row, position + 1] = position
+    trees.depths[row, position + 1] = position + 1
+    trees.scores[row, position + 1] = chain[row, position]
+    row, rank = np.nonzero(np.arange(order.shape[1]) < siblings[:, None])
     position, candidate = np.divmod(order[row, rank], max(1, width - 1))
     node = 1 + length[row] + rank
-    out.tokens[row, node] = tokens[row, position, candidate + 1]
-    out.parents[row, node] = position
-    out.depths[row, node] = position + 1
-    out.scores[row, node] = scores[row, rank]
-    return out
+    trees.tokens[row, node] = tokens[row, position, candidate + 1]
+    trees.parents[row, node] = position
+    trees.depths[row, node] = position + 1
+    trees.scores[row, node] = scores[row, rank]
+    return trees

@@ -1,0 +1,65 @@
+"""Drafts that a skip set makes from every position of a text, without an engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from layerskip_plugin.calibrate.host_model import HEAD_ROWS, HostModel
+from layerskip_plugin.calibrate.sample import Text
+from layerskip_plugin.skip_set import SkipSet
+
+
+@torch.inference_mode()
+def draft_chains(
+    host: HostModel, skip: SkipSet, text: Text, first: int, length: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+    """Greedy drafts of `length` tokens from every position of a text on, as rounds of an engine would make them.
+
+    A round at position t reads the whole model's KV before t, and its own of the tokens from t on.
+
+    Args:
+        host: the model.
+        skip: the sublayers that draft passes skip.
+        text: a text that was read.
+        first: the first position that a round starts from.
+        length: tokens per draft.
+
+    Returns:
+        int64[T - first, length] tokens, float32[..., length, 10] largest probabilities, float32[..., length] entropies.
+    """
+    past = torch.arange(first, len(text), device=text.tokens.device)
+    token = text.tokens[first:]
+    near: list[tuple[Tensor, Tensor] | None] = [None] * host.n_layers
+    steps = []
+    positions = torch.arange(len(text) + length, device=past.device)
+    cos, sin = (x[0] for x in host.rotary(text.final[:1], positions[None]))
+    for step in range(length):
+        h = host.embed(token)
+        for index, layer in enumerate(host.layers):
+            if index not in skip.attention:
+                q, k, v = host.project(layer, h, cos[past + step], sin[past + step])
+                k, v = k[:, None], v[:, None]
+                cache = near[index]
+                if cache is not None:
+                    k, v = torch.cat([cache[0], k], 1), torch.cat([cache[1], v], 1)
+                near[index] = k, v
+                h = h + layer.self_attn.o_proj(host.attend(text, index, q, past, k, v).flatten(1))
+            if index not in skip.mlp:
+                h = h + layer.mlp(layer.post_attention_layernorm(h))
+        steps.append(_top(host, host.norm(h)))
+        token = steps[-1][0]
+    tokens, top, entropy = (torch.stack(parts, 1).numpy(force=True) for parts in zip(*steps, strict=True))
+    return tokens, top, entropy
+
+
+def _top(host: HostModel, final: Tensor) -> list[Tensor]:
+    """Best token, ten largest probabilities and entropy for float32[N, hidden] normed last states."""
+    parts = []
+    for rows in final.split(HEAD_ROWS):
+        log_p = host.head(rows).log_softmax(-1)
+        values, indices = log_p.topk(10)
+        parts.append((indices[:, 0], values.exp(), -(log_p.exp() * log_p).sum(-1)))
+    return [torch.cat(part) for part in zip(*parts, strict=True)]

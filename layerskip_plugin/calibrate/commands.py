@@ -1,0 +1,273 @@
+"""`freedraft calibrate`: the offline searches of skip sets and of DISCO's classifier, and a look at their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from layerskip_plugin.skip_set import SkipSet
+
+if TYPE_CHECKING:
+    from layerskip_plugin.calibrate.prompts import Answered, Prompts
+
+ModelOption = Annotated[Path, typer.Option(help="Hugging Face folder of the model that will be served.")]
+OutOption = Annotated[Path, typer.Option(help="The file to write (JSON).")]
+DataArgument = Annotated[
+    list[Path], typer.Argument(help='JSONL files with "prompt", "question", "turns" or "text" in each line.')
+]
+TokensOption = Annotated[int, typer.Option(help="Calibration tokens, at least 24.")]
+PromptsOption = Annotated[int, typer.Option(help="Prompts of each file; the model answers them.")]
+ShareOption = Annotated[float, typer.Option(help="Share of the 2L sublayers to skip.")]
+SeedOption = Annotated[int, typer.Option(help="Of all randomness.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda; auto takes cuda where there is one.")]
+SurvivorsOption = Annotated[int, typer.Option(help="Partial sets kept per weight; 1 is the paper's.")]
+
+
+def skip_set(
+    data: DataArgument,
+    model: ModelOption,
+    out: OutOption,
+    share: ShareOption = 0.2,
+    tokens: TokensOption = 64,
+    prompts: PromptsOption = 8,
+    survivors: SurvivorsOption = 4,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+) -> None:
+    """Search one skip set of a given size, for the options "skip_set" of the engines' flags (knapsack search)."""
+    from layerskip_plugin.calibrate.knapsack import require_tokens, search
+    from layerskip_plugin.calibrate.run import calibration
+
+    require_tokens(tokens)
+    with calibration("skip-set", locals()) as run:
+        host, size = run.host, run.size(share)
+        sample = run.sample(tokens, prompts)
+        protected = run.protected(sample)
+        candidates = run.progress(
+            "searching",
+            host.sublayers,
+            lambda tick: search(host, sample, max_weight=size, protected=protected, survivors=survivors, progress=tick),
+        )
+        best = candidates[-1]
+        if best.weight < size:
+            raise ValueError(
+                f"only {best.weight} of the {size} sublayers wanted can be skipped without ruining the draft; "
+                "ask for a smaller --share"
+            )
+        about = run.about(agreement=round(best.agreement, 3), cosine=round(best.cosine, 4), protected=protected)
+        best.skip.save(out, about)
+        typer.echo(
+            f"wrote {out}: {len(best.skip)} of {host.sublayers} sublayers skipped, {best.agreement:.2f} agreement"
+        )
+
+
+def bayesian(
+    data: DataArgument,
+    model: ModelOption,
+    out: OutOption,
+    share: Annotated[float | None, typer.Option(help="Share to skip; without it, the fastest set of any size.")] = None,
+    iterations: Annotated[int, typer.Option(help="Sets to evaluate.")] = 200,
+    tokens: TokensOption = 64,
+    prompts: PromptsOption = 8,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+) -> None:
+    """Self-SD: offline Bayesian optimisation of measured seconds per token, or of acceptance at a given share."""
+    from layerskip_plugin.calibrate.bayesian import search
+    from layerskip_plugin.calibrate.knapsack import require_tokens
+    from layerskip_plugin.calibrate.pass_times import measure
+    from layerskip_plugin.calibrate.run import calibration
+    from layerskip_plugin.selection.bit_search import BitSearch
+
+    require_tokens(tokens)
+    with calibration("bayesian", locals()) as run:
+        host, size = run.host, None if share is None else run.size(share)
+        sample = run.sample(tokens, prompts)
+        space = BitSearch(host.n_layers, host.fingerprint, size=size, seed=seed)
+        space.restore(run.checkpoint.steps.get("evaluated", []))
+        times = measure(host, 512) if share is None else None
+
+        def evaluate(skips: Sequence[SkipSet]) -> Any:
+            return host.scores(skips, sample)[0]
+
+        def search_on(tick: Callable[[], object]) -> SkipSet:
+            for _ in space.values:
+                tick()
+
+            def evaluated() -> None:
+                tick()
+                if len(space.values) % 10 == 0:
+                    run.checkpoint.put("evaluated", space.state())
+
+            return search(evaluate, space, iterations, times, evaluated)
+
+        best = run.progress("evaluating", iterations, search_on)
+        run.checkpoint.put("evaluated", space.state())
+        agreement = float(evaluate([best])[0])
+        best.save(out, run.about(iterations=iterations, agreement=round(agreement, 3)))
+        typer.echo(f"wrote {out}: {len(best)} of {host.sublayers} sublayers skipped, {agreement:.2f} agreement")
+
+
+def knapsack(
+    data: DataArgument,
+    model: ModelOption,
+    out: OutOption,
+    contexts: Annotated[str, typer.Option(help="Context lengths, with commas.")] = "256,1024,4096",
+    tokens: TokensOption = 64,
+    prompts: PromptsOption = 8,
+    longest: Annotated[int, typer.Option(help="Largest draft length.")] = 10,
+    survivors: SurvivorsOption = 1,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+) -> None:
+    """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
+    from layerskip_plugin.calibrate.knapsack import best_choice, integer_weights, require_tokens, search
+    from layerskip_plugin.calibrate.pass_times import measure
+    from layerskip_plugin.calibrate.run import calibration
+    from layerskip_plugin.selection.hardware import hardware
+    from layerskip_plugin.selection.knapsack import Plan
+
+    require_tokens(tokens)
+    try:
+        lengths = sorted({int(c) for c in contexts.split(",")})
+    except ValueError:
+        raise ValueError(f"contexts: {contexts!r} is no list of numbers with commas") from None
+    with calibration("knapsack", locals()) as run:
+        host, sample = run.host, run.sample(tokens, prompts)
+        protected = run.protected(sample)
+        choices, details = [], []
+        for context in lengths:
+            times = measure(host, context)
+            weights = integer_weights(times.attention, times.mlp)
+            searched = partial(search, host, sample, weights, None, protected, survivors=survivors)
+            candidates = run.progress(
+                f"context {context}",
+                host.sublayers,
+                lambda tick, searched=searched: searched(progress=tick),  # type: ignore[misc]
+            )
+            choice = best_choice(candidates, times, longest, len(sample))
+            choices.append(choice)
+            baseline = 1 / times.verify(1)
+            rate = round(baseline, 2)
+            details.append({"context": context, "weights": list(weights), "plain_tokens_per_second": rate})
+            what = f"{len(choice.skip)} skipped, draft {choice.length}" if choice.length else "plain"
+            typer.echo(f"context {context}: {what}, {choice.rate / baseline:.2f} of plain expected")
+        plan = Plan(tuple(lengths), tuple(choices), hardware(host.device))
+        plan.save(out, run.about(times=details, protected=protected))
+        typer.echo(f"wrote {out}")
+
+
+def knn(
+    data: DataArgument,
+    model: ModelOption,
+    out: OutOption,
+    share: ShareOption = 0.2,
+    tokens: TokensOption = 48,
+    prompts: PromptsOption = 24,
+    answered: Annotated[int, typer.Option(help="Prompts of each domain that the model answers for its set.")] = 8,
+    survivors: SurvivorsOption = 2,
+    device: DeviceOption = "auto",
+    seed: SeedOption = 0,
+) -> None:
+    """KNN-SSD: one file of prompts per domain; anchors of their last hidden states, and a skip set per domain."""
+    import numpy as np
+
+    from layerskip_plugin.calibrate.knapsack import protected_sublayers, require_tokens, search
+    from layerskip_plugin.calibrate.knn import fit, require_prompts
+    from layerskip_plugin.calibrate.prompts import encode
+    from layerskip_plugin.calibrate.run import calibration
+    from layerskip_plugin.selection.knn import ALL_DOMAINS
+
+    require_tokens(tokens)
+    with calibration("knn", locals()) as run:
+        counts = {p.name: min(prompts, len(p.texts)) for p in run.prompts}
+        require_prompts(counts)
+        if len(counts) < len(run.prompts):
+            raise ValueError("data: two files have the same name, and it names the domain; rename one")
+        host, size = run.host, run.size(share)
+
+        def last_states(domain: Prompts, tick: Callable[[], object]) -> Any:
+            rows = []
+            for text in domain.texts[: counts[domain.name]]:
+                rows.append(host.read(encode(run.tokenizer, text, 384)).final[-1].numpy(force=True))
+                tick()
+            return np.stack(rows)
+
+        def best_set(answers: list[Answered], tick: Callable[[], object]) -> list[int]:
+            sample = run.sample_of(answers, tokens)
+            candidates = search(
+                host,
+                sample,
+                max_weight=size,
+                protected=protected_sublayers(host, sample),
+                survivors=survivors,
+                progress=tick,
+            )
+            return list(candidates[-1].skip.sublayers)
+
+        hidden = run.progress(
+            "reading", sum(counts.values()), lambda tick: [last_states(domain, tick) for domain in run.prompts]
+        )
+        answers = [run.answers(domain, min(answered, counts[domain.name])) for domain in run.prompts]
+        answers.append([a for part in answers for a in part])
+        names = [domain.name for domain in run.prompts]
+        sets = [
+            host.skip(run.step(f"set {name}", f"set of {name}", host.sublayers, partial(best_set, part)))
+            for name, part in zip([*names, ALL_DOMAINS], answers, strict=True)
+        ]
+        domains = fit(hidden, names, sets, seed=seed)
+        domains.save(out, run.about())
+        correct = [(domains.route(h) == i).mean() for i, h in enumerate(hidden)]
+        typer.echo(
+            f"wrote {out}: {len(domains.anchors)} anchors; {np.mean(correct):.0%} of these prompts find their domain"
+        )
+
+
+def disco(
+    records: Annotated[Path, typer.Argument(help='Recorded verifications (.npz): the option "record" of the engines.')],
+    out: OutOption,
+    seed: SeedOption = 0,
+) -> None:
+    """DISCO: train the classifier that says when to stop drafting; refused when a plain threshold does as well."""
+    from layerskip_plugin.lookahead.disco import train
+    from layerskip_plugin.lookahead.records import Verifications
+
+    if not out.parent.is_dir():
+        raise ValueError(f"out: folder {out.parent} does not exist")
+    verifications = Verifications.load(records)
+    classifier, measured = train(verifications, seed)
+    if not measured.better:
+        raise ValueError(
+            f"disco: on held-out requests the classifier (F1 {measured.classifier:.3f}) is no better than a confidence "
+            f"threshold ({measured.confidence:.3f}, standard error of the difference {measured.error:.3f}); nothing is "
+            "written: use the lookahead cost or confidence, or record more traffic"
+        )
+    f1 = {"error": measured.error, "classifier": measured.classifier}
+    f1 |= {"confidence": measured.confidence, "fixed": measured.fixed}
+    scores = {f"f1_{name}": round(value, 4) for name, value in f1.items()}
+    classifier.save(out, {"records": records.name, "tokens": len(verifications)} | scores)
+    typer.echo(f"wrote {out}: F1 {measured.classifier:.3f}, threshold alone {measured.confidence:.3f}")
+
+
+def inspect(
+    file: Annotated[Path, typer.Argument(help="What calibrate skip-set, bayesian, knn or knapsack wrote.")],
+    plot: Annotated[Path | None, typer.Option(help="Draw the sets into this picture (PNG, SVG, PDF).")] = None,
+) -> None:
+    """Show the skip sets in a file: retained, skipped attention and skipped MLP, layer by layer."""
+    from layerskip_plugin.calibrate.report import draw, load_sets
+
+    sets, about = load_sets(file)
+    for name, skip in sets.items():
+        typer.echo(f"{name}: {len(skip)} of {2 * skip.n_layers} sublayers skipped ({skip.share:.0%})")
+        for kind, bits in (("attention", skip.bits[::2]), ("MLP", skip.bits[1::2])):
+            typer.echo(f"  {kind:<9} {''.join('.' if bit else '#' for bit in bits)}")
+    typer.echo("  (# retained, . skipped)")
+    for key, value in about.items():
+        typer.echo(f"{key}: {value}")
+    if plot is not None:
+        draw(sets, plot)
+        typer.echo(f"wrote {plot}")

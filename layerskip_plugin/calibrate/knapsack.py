@@ -1,0 +1,176 @@
+"""KnapSpec: the choice of sublayers to skip as a 0/1 knapsack (arXiv 2602.20217).
+
+Items are the 2L attention and MLP sublayers in order, a sublayer's weight is the time that skipping it saves, and the
+value of a set is the cosine of its hidden states to the whole model's. g[i, j] holds the best states behind the first i
+sublayers with skipped weight j:
+
+    execute sublayer i: f_i(g[i - 1, j])        skip it: g[i - 1, j - w_i]
+
+All weights j are executed in one batch. The value is measured behind every sublayer and a state is chosen by it alone,
+so this is a beam search that keeps the best of each weight, not an exact optimum; `survivors` of them may be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.pass_times import PassTimes, tokens_per_time
+from layerskip_plugin.calibrate.sample import Sample
+from layerskip_plugin.selection.knapsack import Choice
+from layerskip_plugin.skip_set import SkipSet
+
+PRUNE = 0.5
+MAX_WEIGHT = 5
+PROTECT = 0.85
+MIN_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A result of the search.
+
+    Attributes:
+        skip: the set.
+        weight: the sum over the skipped sublayers.
+        cosine: of its last hidden state, normed, to the whole model's; mean over the sample.
+        agreement: share of the sample on which its top-1 token is the whole model's.
+    """
+
+    skip: SkipSet
+    weight: int
+    cosine: float
+    agreement: float
+
+
+def integer_weights(attention: float, mlp: float) -> tuple[int, int]:
+    """Weights of an attention and an MLP sublayer from their seconds: w = round(t / min(t)), at most 5."""
+    if not (attention > 0 and mlp > 0):
+        raise ValueError(f"latencies of sublayers must be positive, not {attention} and {mlp}")
+    unit = min(attention, mlp)
+    return tuple(min(MAX_WEIGHT, round(t / unit)) for t in (attention, mlp))  # type: ignore[return-value]
+
+
+def require_tokens(count: int) -> None:
+    """Refuse samples on which the estimate would be useless.
+
+    Raises:
+        ValueError: fewer than 24 tokens.
+    """
+    if count < MIN_TOKENS:
+        raise ValueError(
+            f"{count} calibration tokens are too few to tell sets apart; give at least {MIN_TOKENS} (--tokens)"
+        )
+
+
+def protected_sublayers(host: HostModel, sample: Sample, min_agreement: float = PROTECT) -> frozenset[int]:
+    """Sublayers that no set may skip: skipping that one alone leaves less than `min_agreement`."""
+    require_tokens(len(sample))
+    agreement, _ = host.scores([host.skip([i]) for i in range(host.sublayers)], sample)
+    return frozenset(np.flatnonzero(agreement < min_agreement).tolist())
+
+
+@torch.inference_mode()
+def search(
+    host: HostModel,
+    sample: Sample,
+    weights: tuple[int, int] = (1, 1),
+    max_weight: int | None = None,
+    protected: Iterable[int] = (),
+    prune: float = PRUNE,
+    survivors: int = 1,
+    progress: Callable[[], object] = lambda: None,
+) -> list[Candidate]:
+    """The best sets by skipped weight, 0 (the empty set) included.
+
+    Args:
+        host: the model.
+        sample: at least 24 tokens.
+        weights: of an attention and of an MLP sublayer.
+        max_weight: limit of the skipped weight; by default half of the whole.
+        protected: sublayers that are never skipped.
+        prune: a partial set is dropped when its cosine falls below this.
+        survivors: partial sets kept per weight; 1 is the paper's.
+        progress: called after each of the 2L sublayers.
+
+    Returns:
+        One set per reachable weight, ascending; of `survivors` sets the one with the best agreement, then cosine.
+
+    Raises:
+        ValueError: too few tokens.
+    """
+    require_tokens(len(sample))
+    w = np.array([weights[i % 2] for i in range(host.sublayers)])
+    max_weight = int(w.sum()) // 2 if max_weight is None else max_weight
+    protected = frozenset(protected)
+    states = sample.states(0)[None]
+    skipped = np.zeros((1, host.sublayers), np.bool_)
+    weight = np.zeros(1, np.int64)
+    for i in range(host.sublayers):
+        executed = host.sublayer(i, states, sample)
+        fits = np.flatnonzero((weight + w[i] <= max_weight) & (i not in protected))
+        without = skipped[fits].copy()
+        without[:, i] = True
+        states = torch.cat([executed, states[torch.from_numpy(fits)]])
+        skipped, weight = np.concatenate([skipped, without]), np.concatenate([weight, weight[fits] + w[i]])
+        value = _cosine(states, sample.states(i + 1))
+        stay = best_per_weight(weight, value, survivors, prune)
+        states, skipped, weight = states[torch.from_numpy(stay)], skipped[stay], weight[stay]
+        progress()
+    final, best = sample.gather(lambda t: t.final), sample.gather(lambda t: t.best)
+    drafted = host.norm(states)
+    agreement = torch.stack([(host.best(h) == best).double().mean() for h in drafted]).numpy(force=True)
+    cosine = _cosine(drafted, final)
+    candidates: dict[int, Candidate] = {}
+    for row in np.lexsort((-cosine, -agreement, weight)).tolist():
+        total = int(weight[row])
+        if total not in candidates:
+            skip = SkipSet.of_bits(skipped[row].tolist(), host.fingerprint)
+            candidates[total] = Candidate(skip, total, float(cosine[row]), float(agreement[row]))
+    return list(candidates.values())
+
+
+def best_per_weight(
+    weight: NDArray[np.int64], value: NDArray[np.float64], survivors: int, prune: float
+) -> NDArray[np.int64]:
+    """Indices of the partial sets that stay: for each weight the `survivors` of largest value, none below `prune`."""
+    order = np.lexsort((-value, weight))
+    weights = weight[order]
+    rank = np.arange(len(order)) - np.searchsorted(weights, weights)
+    return order[(rank < survivors) & ((value[order] >= prune) | (weights == 0))]
+
+
+def best_choice(
+    candidates: Sequence[Candidate], times: PassTimes, max_length: int = 10, trials: int | None = None
+) -> Choice:
+    """The set and draft length with the highest tokens per time; decoding without drafts competes.
+
+    Args:
+        candidates: results of `search`.
+        times: of the machine.
+        max_length: limit of the draft length.
+        trials: tokens that agreement was measured on; with it, acceptance is taken as (hits + 1/2) / (trials + 1).
+    """
+    n_layers, model = candidates[0].skip.n_layers, candidates[0].skip.model
+    best = Choice(SkipSet.empty(n_layers, model), 0, 1 / times.verify(1))
+    for candidate in candidates:
+        acceptance = candidate.agreement
+        if trials:
+            acceptance = (acceptance * trials + 0.5) / (trials + 1)
+        for length in range(1, max_length + 1):
+            rate = tokens_per_time(acceptance, times.draft(candidate.skip), times.verify, length)
+            if rate > best.rate:
+                best = Choice(candidate.skip, length, rate)
+    return best
+
+
+def _cosine(states: Tensor, whole: Tensor) -> NDArray[np.float64]:
+    """Mean over tokens of the cosine between float32[J, N, hidden] and float32[N, hidden]."""
+    return functional.cosine_similarity(states, whole, dim=-1).double().mean(1).numpy(force=True)

@@ -1,0 +1,95 @@
+"""Seconds of the parts of a pass, measured on the host, and the tokens per time that they allow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.sample import Sample, Text
+from layerskip_plugin.skip_set import SkipSet
+
+VERIFIED = (1, 2, 4, 8, 12)
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of the parts of a pass at one context length and batch.
+
+    Attributes:
+        attention, mlp: of one sublayer in a draft pass.
+        head: of the final norm, the LM head and sampling, and of everything else that all draft passes share.
+        verify: seconds of a verify pass with n query tokens per request; `verify(1)` is a step without drafts.
+    """
+
+    attention: float
+    mlp: float
+    head: float
+    verify: Callable[[int], float]
+
+    def draft(self, skip: SkipSet) -> float:
+        """t_draft(S) = kept attention * t_attn + kept MLP * t_mlp + t_head."""
+        kept = (skip.n_layers - len(skip.attention)) * self.attention + (skip.n_layers - len(skip.mlp)) * self.mlp
+        return kept + self.head
+
+
+def tokens_per_time(acceptance: float, draft: float, verify: Callable[[int], float], length: int) -> float:
+    """TPT(S, d) = (1 + a + ... + a^d) / (d * t_draft(S) + t_verify(d + 1)); d = 0 is decoding without drafts."""
+    tokens = sum(acceptance**i for i in range(length + 1))
+    return tokens / (length * draft + verify(length + 1))
+
+
+@torch.inference_mode()
+def measure(host: HostModel, context: int, repeats: int = 7) -> PassTimes:
+    """Measure times at one context length and batch 1; medians over `repeats` rounds.
+
+    A round runs through all layers: the weights and KV of a few would stay in a cache that those of a whole pass do
+    not fit into. The KV is random: the time does not depend on what is in it.
+    """
+    text = blank(host, context)
+    attention, mlp, head = np.zeros((3, len(VERIFIED)))
+
+    def run_sublayers(kind: int, h: torch.Tensor, sample: Sample) -> None:
+        for index in range(kind, host.sublayers, 2):
+            host.sublayer(index, h, sample)
+
+    for i, n in enumerate(VERIFIED):
+        sample = Sample([text], [torch.full((n,), context - 1)])
+        h = torch.randn(1, n, text.final.shape[1], device=text.final.device)
+        attention[i], mlp[i] = (
+            seconds(partial(run_sublayers, kind, h, sample), repeats) / host.n_layers for kind in (0, 1)
+        )
+        head[i] = seconds(partial(lambda h: host.best(host.norm(h)), h), repeats)
+    whole = host.n_layers * (attention + mlp) + head
+    return PassTimes(float(attention[0]), float(mlp[0]), float(head[0]), lambda n: float(np.interp(n, VERIFIED, whole)))
+
+
+def blank(host: HostModel, context: int) -> Text:
+    """A text of `context` tokens with random KV and states."""
+    weight = host.embed.weight
+    heads = host.layers[0].self_attn.k_proj.out_features // host.head_size
+
+    def random_cache() -> list[torch.Tensor]:
+        return [torch.randn(heads, context, host.head_size, device=weight.device) for _ in range(host.n_layers)]
+
+    final = torch.randn(context, weight.shape[1], device=weight.device)
+    cos, sin = (x[0] for x in host.rotary(final[:1], torch.arange(context, device=weight.device)[None]))
+    ids = torch.zeros(context, dtype=torch.int64, device=weight.device)
+    return Text(ids, random_cache(), random_cache(), cos, sin, ids, final, ids[:0], final[None, :0])
+
+
+def seconds(work: Callable[[], object], repeats: int) -> float:
+    """Median seconds of `work`, after one call that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times[1:]))

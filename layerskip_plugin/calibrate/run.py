@@ -1,0 +1,121 @@
+"""What the calibrations share: the model, its answers to the prompts, a checkpoint and progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from layerskip_plugin.calibrate.checkpoint import Checkpoint
+from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.knapsack import protected_sublayers
+from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
+from layerskip_plugin.calibrate.sample import Sample
+from layerskip_plugin.selection.hardware import hardware
+
+INTERRUPTED = 130
+GROUP = 8
+"""Prompts answered in one batch, and the unit in which answers are saved."""
+ANSWER_TOKENS = 96
+
+Compute = Callable[[Callable[[], object]], Any]
+"""Work under a progress bar; it gets the function that advances the bar by one."""
+
+
+class Run:
+    """One calibration command at work.
+
+    Args:
+        search: name of the command.
+        settings: its arguments by name, "model", "data", "out", "device" and "seed" among them; with the data, those
+            that are numbers or texts decide whether a checkpoint is of the same calibration.
+
+    Raises:
+        ValueError: data, a model, a device or a folder that there is not.
+    """
+
+    def __init__(self, search: str, settings: Mapping[str, Any]) -> None:
+        self.search, self.model, self.seed = search, settings["model"], settings["seed"]
+        self.prompts = [Prompts.load(path) for path in settings["data"]]
+        plain = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, type(None)))}
+        source = {"search": search, "data": [p.sha256 for p in self.prompts], "model": str(self.model.resolve())}
+        self.checkpoint = Checkpoint(settings["out"], plain | source)
+        self.host = HostModel.load(self.model, settings["device"])
+        self.tokenizer = load_tokenizer(self.model)
+
+    def size(self, share: float) -> int:
+        """The number of sublayers in `share` of them.
+
+        Raises:
+            ValueError: none, or more than half of them.
+        """
+        total = self.host.sublayers
+        size = round(share * total)
+        if not 0 < size <= total // 2:
+            raise ValueError(f"share: {share} of {total} sublayers is {size}; choose between 1 and half of them")
+        return size
+
+    def progress(self, label: str, total: int, compute: Compute) -> Any:
+        """Compute under a progress bar."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns) as bar:
+            task = bar.add_task(label, total=total)
+            result = compute(lambda: bar.advance(task))
+            bar.update(task, completed=total)
+            return result
+
+    def step(self, name: str, label: str, total: int, compute: Compute) -> Any:
+        """Compute under a progress bar, unless the checkpoint holds the result (JSON) of step `name`."""
+        return self.checkpoint.step(name, lambda: self.progress(label, total, compute))
+
+    def answers(self, domain: Prompts, count: int) -> list[Answered]:
+        """The model's answers to the first `count` prompts of a file, saved group by group."""
+
+        def compute(group: Sequence[str], tick: Callable[[], object]) -> list[Any]:
+            answers = answer(self.host, self.tokenizer, group, ANSWER_TOKENS, batch=GROUP, progress=tick)
+            return [[a.prompt, a.tokens] for a in answers]
+
+        texts, rows = domain.texts[:count], []
+        for start in range(0, len(texts), GROUP):
+            group = texts[start : start + GROUP]
+            name = f"answers {domain.name} {start} {len(group)}"
+            rows += self.step(name, f"answering {domain.name}", len(group), partial(compute, group))
+        return [Answered(list(tokens), int(prompt)) for prompt, tokens in rows]
+
+    def sample_of(self, answers: Sequence[Answered], tokens: int) -> Sample:
+        """`tokens` tokens of these answers."""
+        return Sample.spread(self.host, [a.tokens for a in answers], tokens, [a.prompt for a in answers], self.seed)
+
+    def sample(self, tokens: int, prompts: int) -> Sample:
+        """`tokens` tokens of the model's answers to the first `prompts` prompts of each file."""
+        return self.sample_of([a for domain in self.prompts for a in self.answers(domain, prompts)], tokens)
+
+    def protected(self, sample: Sample) -> list[int]:
+        """The sublayers that no set may skip."""
+        return self.step("protected", "protecting", 1, lambda tick: sorted(protected_sublayers(self.host, sample)))
+
+    def about(self, **more: Any) -> dict[str, Any]:
+        """Where a file comes from: search, model, hardware, data, and `more`."""
+        data = [{"file": p.name, "sha256": p.sha256} for p in self.prompts]
+        source = {"search": self.search, "model": self.model.resolve().name, "hardware": hardware(self.host.device)}
+        return source | {"data": data} | more
+
+
+@contextmanager
+def calibration(search: str, settings: Mapping[str, Any]) -> Iterator[Run]:
+    """A run whose checkpoint goes when the block has ended well; an interruption ends the command with 130.
+
+    The arguments and errors are those of `Run`.
+    """
+    run = Run(search, settings)
+    try:
+        yield run
+    except KeyboardInterrupt:
+        path = run.checkpoint.path
+        typer.echo(f"interrupted: run the same command again to go on ({path} holds what is done)", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    run.checkpoint.remove()

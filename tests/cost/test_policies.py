@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freedraft.config import ConfigError
+from freedraft.cost import hardware
+from freedraft.cost.hardware import HardwareProfile, choose_profile
+from freedraft.cost.policies import Controller, Fixed, Knee
+from freedraft.draft import DraftBatch
+from tests.support.steps import make_step
+
+
+def profile(**values: object) -> HardwareProfile:
+    return HardwareProfile(**({"name": "x", "peak_flops": 1e14, "bandwidth": 1e12, "source": "measured"} | values))
+
+
+def test_ridge_is_flops_per_byte_unless_a_knee_is_given() -> None:
+    # The worked example of papers/sssd.txt, appendix B: 165 TFLOP/s and 0.95 TB/s, b * s_q = 174.
+    assert profile(peak_flops=165e12, bandwidth=0.95e12).ridge == 174
+    assert profile(peak_flops=165e12, bandwidth=0.95e12, knee=6).ridge == 6
+
+
+def budget(controller: Controller, batch: int) -> int:
+    """Draft tokens over the whole batch that a step of so many requests gets."""
+    controller.max_draft_len(make_step([f"r{i}" for i in range(batch)], [[1]] * batch))
+    return controller.budget
+
+
+def width(controller: Controller, batch: int) -> int:
+    return controller.max_draft_len(make_step([f"r{i}" for i in range(batch)], [[1]] * batch)) + 1
+
+
+def test_width_of_the_papers_example() -> None:
+    # s_q = 174 / 8, rounded.
+    machine = profile(peak_flops=165e12, bandwidth=0.95e12)
+    assert width(Knee(machine, 63, range(1, 64)), 8) == 22
+    assert width(Knee(machine, 63, (1, 2, 4, 8, 16, 32)), 8) == 16
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 0), (1, 5), (2, 4), (3, 3), (5, 1), (6, 0), (7, 0), (100, 0)])
+def test_budget_on_the_cpu(batch: int, tokens: int) -> None:
+    assert budget(Knee(HardwareProfile.load("cpu"), 8), batch) == tokens
+
+
+def test_budget_is_capped_by_what_requests_may_draft() -> None:
+    assert budget(Knee(profile(knee=100), 8), 2) == 16
+    assert budget(Knee(profile(knee=100, max_nodes_by_batch={1: 4}), 8), 2) == 6
+    assert budget(Knee(profile(knee=100, max_nodes_by_batch={1: 4, 2: 6}), 8), 2) == 10
+
+
+def test_fixed_policy_ignores_knee_and_caps() -> None:
+    machine = profile(knee=2, max_nodes_by_batch={1: 2})
+    assert budget(Fixed(machine, 8), 16) == 128
+    assert width(Fixed(machine, 8, (1, 4, 8, 16)), 16) == 8
+
+
+@settings(deadline=None)
+@given(st.integers(1, 500), st.integers(0, 64), st.integers(1, 300), st.integers(1, 40))
+def test_budget_keeps_the_batch_at_the_knee(knee: int, longest: int, batch: int, cap: int) -> None:
+    machine = profile(knee=knee, max_nodes_by_batch={1: cap})
+    tokens = budget(Knee(machine, longest), batch)
+    assert 0 <= tokens <= batch * longest
+    assert tokens == 0 or batch + tokens <= knee
+    widest = width(Knee(machine, longest, (1, 2, 4, 8, 16, 32)), batch)
+    assert widest == 1 or (batch * (widest - 0.5) <= knee and widest <= min(longest + 1, cap))
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.floats(0.01, 0.99), max_size=6), min_size=1, max_size=5), st.integers(1, 20))
+def test_the_best_nodes_of_the_batch_get_the_budget(chains: list[list[float]], knee: int) -> None:
+    draft = DraftBatch.empty(len(chains), 7)
+    for b, chain in enumerate(chains):
+        draft.counts[b], draft.scores[b, 0] = len(chain) + 1, 1.0
+        draft.scores[b, 1 : len(chain) + 1] = np.cumprod(chain)
+    before = [draft.scores[b, 1 : draft.counts[b]].tolist() for b in range(len(chains))]
+    controller = Knee(profile(knee=knee), 6)
+    tokens = budget(controller, len(chains))
+    kept = controller.truncate(draft)
+    assert kept == min(tokens, sum(map(len, chains))) == int((draft.counts - 1).sum())
+    taken = sum(sum(scores[: n - 1]) for scores, n in zip(before, draft.counts.tolist(), strict=True))
+    assert taken == pytest.approx(sum(sorted((p for scores in before for p in scores), reverse=True)[:kept]), rel=1e-5)
+
+
+def test_what_a_request_may_have_limits_every_policy() -> None:
+    step = make_step(["a", "b"], [[1], [2]], capacities=[0, 3])
+    for controller in (Fixed(profile(), 8), Knee(profile(knee=100), 8), Fixed(profile(), 8, (1, 2, 4, 8))):
+        assert controller.max_draft_len(step) == 3
+    assert Fixed(profile(), 8).max_draft_len(make_step(["a"], [[1]], capacities=0)) == 0
+
+
+def test_shipped_profiles() -> None:
+    names = HardwareProfile.shipped()
+    assert set(names) >= {"cpu", "h200", "h100", "a100", "l40s", "rtx4090"}
+    for name in names:
+        loaded = HardwareProfile.load(name.upper())
+        assert loaded.name == name
+        assert loaded.source == ("measured" if name == "cpu" else "datasheet")
+        assert loaded.max_nodes(1) in (32, None)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce GTX 1080", "a100"),
+        (None, "cpu"),
+    ],
+)
+def test_auto_takes_the_profile_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, device: str | None, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hardware, "device_name", lambda: device)
+    assert choose_profile("auto").name == name
+    assert ("GTX 1080" in caplog.text) == (device is not None and "1080" in device)
+
+
+GOOD = "name: mine\npeak_flops: 1.0e+12\nbandwidth: 1.0e+11\nsource: measured\n"
+
+
+def test_a_profile_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(GOOD)
+    assert choose_profile(str(tmp_path / "mine.yaml")).ridge == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (GOOD.replace("1.0e+11", "0"), "bandwidth"),
+        (GOOD.replace("1.0e+12", "-1"), "peak_flops"),
+        (GOOD.replace("1.0e+12", ".nan"), "peak_flops"),
+        (GOOD.replace("measured", "guessed"), "source"),
+        (GOOD + "dtype: bf16\n", "dtype"),
+        (GOOD + "max_nodes_by_batch: {0: 3}\n", "max_nodes_by_batch"),
+        ("", "peak_flops"),
+    ],
+)
+def test_nonsense_in_a_profile_is_named(tmp_path: Path, content: str, word: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        choose_profile(str(path))
+    assert word in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_unknown_profile_gets_a_remedy() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'h200'"):
+        choose_profile("h2000")

@@ -1,0 +1,46 @@
+"""Decoding steps without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from freedraft.method import Step
+
+
+def make_step(
+    request_ids: Sequence[str],
+    gained: Sequence[ArrayLike],
+    *,
+    contexts: ArrayLike = 300,
+    capacities: ArrayLike = 64,
+    drafted: ArrayLike = 0,
+    widths: Sequence[int] | None = None,
+    previous: tuple[int, int] | None = None,
+    texts: Sequence[ArrayLike] | None = None,
+) -> Step:
+    """A step in which these requests gained these tokens; `texts`, all tokens of each, say the contexts if given."""
+    count = len(request_ids)
+    parts = [np.asarray(tokens, np.int32).reshape(-1) for tokens in gained]
+    ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+    starts = ends - np.array([len(part) for part in parts], np.int64)
+    if texts is not None:
+        contexts = [len(text) for text in texts]
+
+    def fill(values: ArrayLike) -> np.ndarray:
+        return np.broadcast_to(np.asarray(values, np.int32), (count,)).copy()
+
+    return Step(
+        request_ids=list(request_ids),
+        tokens=np.concatenate([*parts, np.zeros(0, np.int32)]),
+        starts=starts,
+        ends=ends,
+        contexts=fill(contexts),
+        capacities=fill(capacities),
+        drafted=fill(drafted),
+        widths=None if widths is None else np.array(widths, np.int32),
+        previous=previous,
+        history=lambda b: np.asarray(texts[b] if texts is not None else parts[b], np.int32),
+    )
