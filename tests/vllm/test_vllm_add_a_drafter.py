@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from vllm_cases import MAX_MODEL_LEN, TOKENS, Prompts, metric, parameters, tokens_of
-from vllm_engines import engine, failures, runner_of, settle, spied
+from vllm_engines import engine, failures, runner_of, settle, spied, verified
 
 from freedraft.engines.vllm.methods import register
 from freedraft.guarded_method import FIRST_PAUSE
@@ -41,14 +41,14 @@ def test_it_drafts_and_the_output_is_the_same(llm: Any, demo_prompts: Prompts, p
     names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
     before = [metric(llm, name) for name in names]
     seen: list[tuple[int, int]] = []
-    with spied(llm, lambda step, drafts: seen.append((int(step.drafted.sum()), int(step.accepted.sum())))):
+    with spied(runner_of(llm).drafter, lambda step, drafts: seen.append(verified(step))):
         assert answers(llm, demo_prompts) == plain_demo["prompts"]
     drafted, accepted = (int(metric(llm, name) - b) for name, b in zip(names, before, strict=True))
     assert drafted > accepted > 100
     # Of the last step of all, which accepts up to the end only, the drafter is told nothing.
     told, confirmed = (sum(column) for column in zip(*seen, strict=True))
     assert 0 <= drafted - told <= 6 * len(demo_prompts) and abs(confirmed - accepted) <= 6 * len(demo_prompts)
-    assert failures(llm) == 0
+    assert failures(runner_of(llm).drafter) == 0
 
 
 def test_what_it_raises_costs_drafts_and_it_gets_another_chance(
@@ -59,12 +59,12 @@ def test_what_it_raises_costs_drafts_and_it_gets_another_chance(
     lengths: list[int] = []
     method.options, method.calls = RepeatOptions(fail_every=2), 0
     try:
-        with spied(llm, lambda step, drafts: lengths.append(sum(map(len, drafts)))):
+        with spied(runner_of(llm).drafter, lambda step, drafts: lengths.append(sum(map(len, drafts)))):
             assert answers(llm, demo_prompts) == plain_demo["prompts"]
     finally:
         method.options = RepeatOptions()
     # One good call, one that raises, a pause, and again; each pause is twice as long.
-    assert method.calls >= 3 and failures(llm) == method.calls // 2
+    assert method.calls >= 3 and failures(runner_of(llm).drafter) == method.calls // 2
     paused = [i for i, length in enumerate(lengths) if length == 0]
     assert len(paused) >= FIRST_PAUSE and any(lengths[i] for i in range(paused[FIRST_PAUSE - 1], len(lengths)))
 

@@ -52,17 +52,17 @@ def settle(llm: Any) -> None:
         core.step()
 
 
-def failures(llm: Any) -> float:
-    """What the drafters of this name have raised in this process, since it was last reset."""
-    return float(runner_of(llm).drafter.guarded.metrics.failures._value.get())
+def failures(proposer: Any) -> float:
+    """How often drafters of this name have raised in this process, since the metric was last reset."""
+    return float(proposer.guarded.metrics.failures._value.get())
 
 
 @contextmanager
-def spied(llm: Any, record: Callable[[Any, list[list[int]]], None]) -> Iterator[None]:
+def spied(proposer: Any, record: Callable[[Any, list[list[int]]], None]) -> Iterator[None]:
     """Call `record(step, drafts)` at each step, drafts by request of the step; what it raises is raised at the end."""
     from freedraft.engines.vllm.v1.runner import draft_lists
 
-    guarded = runner_of(llm).drafter.guarded
+    guarded = proposer.guarded
     original = guarded.draft
     errors: list[Exception] = []
 
@@ -82,6 +82,11 @@ def spied(llm: Any, record: Callable[[Any, list[list[int]]], None]) -> Iterator[
         del guarded.draft
     if errors:
         raise errors[0]
+
+
+def verified(step: Any) -> tuple[int, int]:
+    """Draft tokens that the step before this one verified, and those of them that it accepted."""
+    return int(step.drafted.sum()), int(step.accepted.sum())
 
 
 def batch_rows(step: Any) -> int:
