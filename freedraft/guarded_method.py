@@ -58,19 +58,19 @@ class GuardedMethod:
         """See `Method.begin`."""
         self.running.add(request_id)
         self.metrics.requests.set(len(self.running))
-        self._call(lambda: self.method.begin(request_id, tokens, tenant, extra or {}))
+        self.call(lambda: self.method.begin(request_id, tokens, tenant, extra or {}))
 
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
         """See `Method.set_prompt_state`."""
-        self._call(lambda: self.method.set_prompt_state(request_id, state))
+        self.call(lambda: self.method.set_prompt_state(request_id, state))
 
     def prepare(self, model: DraftModel) -> None:
         """See `Method.prepare`."""
-        self._call(lambda: self.method.prepare(model))
+        self.call(lambda: self.method.prepare(model))
 
     def capture_graphs(self) -> None:
         """See `Method.capture_graphs`."""
-        self._call(self.method.capture_graphs)
+        self.call(self.method.capture_graphs)
 
     def draft(self, step: Step) -> DraftBatch | None:
         """See `Method.draft`; None where there are no drafts because something failed."""
@@ -78,7 +78,7 @@ class GuardedMethod:
             self._paused -= 1
             return None
         started = time.perf_counter()
-        draft = self._call(lambda: self._draft(step))
+        draft = self.call(lambda: self._draft(step))
         if draft is not None:
             self.metrics.budget.set(self.method.controller.budget)
             self.metrics.seconds.observe(time.perf_counter() - started)
@@ -95,14 +95,15 @@ class GuardedMethod:
         """See `Method.finish`."""
         self.running.discard(request_id)
         self.metrics.requests.set(len(self.running))
-        self._call(lambda: self.method.finish(request_id, output, aborted))
+        self.call(lambda: self.method.finish(request_id, output, aborted))
 
     def close(self) -> None:
         """See `Method.close`."""
         atexit.unregister(self.close)
-        self._call(self.method.close)
+        self.call(self.method.close)
 
-    def _call(self, work: Callable[[], Any]) -> Any:
+    def call(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns; None where it raises. Also for what a seam itself does for the sake of drafts."""
         try:
             return work()
         except Exception:
