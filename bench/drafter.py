@@ -77,11 +77,15 @@ class Arm:
     def run(self, rows: NDArray[np.int32], timed: bool) -> None:
         """All steps of a batch of requests. rows: int32 [batch, PROMPT + STEPS * ADVANCE]."""
         ids = [str(i) for i in range(len(rows))]
-        at = np.arange(len(rows), dtype=np.int32)
+        for name, row in zip(ids, rows, strict=True):
+            self.drafter.replace(name, row[: PROMPT - ADVANCE])
+        flat, first = np.ascontiguousarray(rows.reshape(-1)), np.arange(len(rows)) * rows.shape[1]
         for step in range(STEPS):
             length = np.full(len(rows), PROMPT + step * ADVANCE, np.int32)
+            ends = first + length
+            starts = ends - ADVANCE
             started = time.perf_counter()
-            self.drafter.extend(ids, rows, at, length)
+            self.drafter.update(ids, flat, starts, ends, length)
             middle = time.perf_counter()
             self.drafter.draft(ids, max_nodes=self.nodes)
             ended = time.perf_counter()
@@ -140,9 +144,8 @@ def context_cost(documents: list[NDArray[np.int32]]) -> dict[str, dict[str, floa
         for repeat in range(15):
             prompt = text[repeat * 1000 :][:length]
             index = RequestIndex()
-            slots = index.slot_ids(["r"])
             started = time.perf_counter()
-            index.append(slots, prompt, np.array([0, length]))
+            index.replace("r", prompt)
             nanoseconds.append((time.perf_counter() - started) * 1e9 / length)
             size = index.nbytes() / length
         result[str(length)] = {"ns_per_token": spread(nanoseconds)["median"], "bytes_per_token": round(size, 2)}

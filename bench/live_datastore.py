@@ -48,7 +48,7 @@ HUNDRED = 100
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
-from sssd_plugin.datastore.live import segments, store as live
+from sssd_plugin.datastore.live.store import segments, store as live
 live.MEMTABLE_TOKENS, segments.SEGMENT_TOKENS = 256, 2000
 store = live.open_live(sys.argv[1], 1000, max_tokens=1 << 18)
 number = int(sys.argv[2])
@@ -70,10 +70,12 @@ def replay_row(
     """Steps and tokens of one row."""
     prompt, output = row
     tokens = np.concatenate([prompt, output]).astype(np.int32)
-    position, steps, index = len(prompt), 0, np.zeros(1, np.int32)
+    position, known, steps = len(prompt), 0, 0
+    drafter.replace(name, tokens[:0])
     while position < len(tokens):
         started = time.perf_counter()
-        drafter.extend([name], tokens[None], index, np.array([position], np.int32))
+        drafter.update([name], tokens, np.array([known]), np.array([position]), np.array([position], np.int32))
+        known = position
         batch = drafter.draft([name], max_nodes=budget)
         if seconds is not None:
             seconds.append(time.perf_counter() - started)

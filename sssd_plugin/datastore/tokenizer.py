@@ -1,33 +1,21 @@
-"""Tokenizers: loading one from a model folder, and the fingerprint that ties a store to it."""
+"""Tokenizers: loading one from a model folder; `fingerprint` ties a store to one."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from freedraft.fingerprints import HasVocabulary
+from freedraft.fingerprints import tokenizer_fingerprint as fingerprint
 from sssd_plugin.datastore.errors import DatastoreError, first_line, reporting
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+__all__ = ["fingerprint", "load", "vocab_size"]
+
 _NAMED_SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-
-
-class HasVocabulary(Protocol):
-    """Any `transformers` tokenizer, any `tokenizers.Tokenizer`, and what engines wrap around them."""
-
-    def get_vocab(self) -> dict[str, int]: ...
-
-
-def fingerprint(tokenizer: HasVocabulary) -> str:
-    """SHA-256, in hex, over the sorted (token, id) pairs of the vocabulary, added tokens included."""
-    digest = hashlib.sha256()
-    for token, token_id in sorted(tokenizer.get_vocab().items()):
-        data = token.encode("utf-8", "surrogatepass")
-        digest.update(b"%d:%b:%d;" % (len(data), data, token_id))
-    return digest.hexdigest()
 
 
 def vocab_size(tokenizer: HasVocabulary) -> int:

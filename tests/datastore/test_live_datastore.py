@@ -12,8 +12,8 @@ import pytest
 
 from sssd_plugin.datastore.index.runs import Run, release, sorted_run
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
-from sssd_plugin.datastore.live import merging
-from sssd_plugin.datastore.live import store as live_module
+from sssd_plugin.datastore.live.store import merging
+from sssd_plugin.datastore.live.store import store as live_module
 from sssd_plugin.datastore.live.store import SEARCHED, LiveDatastore, open_live
 from sssd_plugin.drafter import Drafter
 
@@ -51,8 +51,7 @@ def contents(store: LiveDatastore, tenant: int = 0) -> list[list[int]]:
 
 
 def chain(drafter: Drafter, request: str, tokens: list[int], n: int = 6) -> list[int]:
-    row = np.array([tokens], np.int32)
-    drafter.extend([request], row, np.zeros(1, np.int32), np.array([len(tokens)], np.int32))
+    drafter.replace(request, np.array(tokens, np.int32))
     batch = drafter.draft([request], max_nodes=n, shape="chain")
     return batch.tokens[0, 1 : batch.counts[0]].tolist()
 
@@ -138,7 +137,7 @@ def test_drafting_while_merging_sees_whole_documents(lockstep: bool) -> None:
         for old in (seed, seed // 2, 0):
             head = [VOCAB - 1, old % 490, old // 490 + 1, 3]
             drafter.finish(["x"])
-            drafter.append(["x"], np.array(head, np.int32), np.array([0, 4]))
+            drafter.replace("x", np.array(head, np.int32))
             tree = drafter.draft(["x"], max_nodes=8)
             assert (7 * old) % 490 in tree.tokens[0, : tree.counts[0]][tree.depths[0, : tree.counts[0]] == 1].tolist()
     store.close()
@@ -173,9 +172,8 @@ def test_tenants_see_only_their_own(store: LiveDatastore) -> None:
     store.insert(np.array([1, 2, 3, 301, 302], np.int32))
     ids = ["a", "b", "c", "d"]
     for request, tenant in zip(ids, (one, two, 0, one), strict=True):
-        drafter.belongs(request, tenant)
-    tokens = np.array([[1, 2, 3]] * 4, np.int32)
-    drafter.extend(ids, tokens, np.arange(4, dtype=np.int32), np.full(4, 3, np.int32))
+        drafter.set_tenant(request, tenant)
+        drafter.replace(request, np.array([1, 2, 3], np.int32))
     batch = drafter.draft(ids, max_nodes=8)
     seen = [set(batch.tokens[b, 1 : batch.counts[b]].tolist()) & {101, 201, 301} for b in range(4)]
     assert seen == [{101}, {201}, {301}, {101}]
@@ -197,11 +195,11 @@ def test_another_tenants_text_changes_nothing() -> None:
         prompt = document(seed)[:12]
         results = []
         for store, drafter in zip((alone, beside), drafters, strict=True):
-            drafter.belongs("mine", store.tenant("a"))
-            drafter.belongs("theirs", store.tenant("b"))
+            drafter.set_tenant("mine", store.tenant("a"))
+            drafter.set_tenant("theirs", store.tenant("b"))
             ids = ["theirs", "mine"]
-            rows = np.zeros(2, np.int32)
-            drafter.extend(ids, prompt[None], rows, np.full(2, 12, np.int32))
+            for request in ids:
+                drafter.replace(request, prompt)
             batch = drafter.draft(ids, max_nodes=16)
             n = int(batch.counts[1])
             results.append((batch.tokens[1, :n].tolist(), batch.scores[1, :n].tolist()))
@@ -215,7 +213,7 @@ def test_without_isolation_all_see_all(isolation: str) -> None:
     store = LiveDatastore(VOCAB, isolation=isolation)  # type: ignore[arg-type]
     store.insert(np.array([1, 2, 3, 101, 102], np.int32), store.tenant("one"))
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
-    drafter.belongs("x", store.tenant("two"))
+    drafter.set_tenant("x", store.tenant("two"))
     assert chain(drafter, "x", [1, 2, 3])[:2] == [101, 102]
     store.close()
 

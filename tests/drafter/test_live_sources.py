@@ -90,17 +90,6 @@ def test_vllm_carries_the_salt_of_new_requests() -> None:
     assert getattr(salted, SALT) == "s" and not hasattr(plain, SALT)
 
 
-def test_vllm_learns_what_was_said_and_no_more() -> None:
-    from sssd_plugin.vllm import said
-
-    parameters = types.SimpleNamespace(max_tokens=5, ignore_eos=False, all_stop_token_ids={9})
-    assert said([1, 2, 9, 4, 5, 6], parameters) == [1, 2, 9]
-    assert said([1, 2, 3, 4, 5, 6], parameters) == [1, 2, 3, 4, 5]
-    parameters.ignore_eos = True
-    assert said([1, 2, 9, 4, 5, 6], parameters) == [1, 2, 9, 4, 5]
-    assert said([1, 2], None) == [1, 2]
-
-
 def test_of_replicas_one_writes(tmp_path: Path) -> None:
     one, other = method(datastore=tmp_path), method(datastore=tmp_path)
     serve(one, "a", [1, 2], [10, 11, 12])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import pytest
 from test_vllm_start import refusal
 from vllm_cases import MIXED as PROMPTS
 from vllm_cases import metric, parameters, tokens_of
-from vllm_engines import engine, runner_of, settle
+from vllm_engines import engine, failures, runner_of, settle
 
-from freedraft import composer as composing
-from freedraft.composition import Choice
+from freedraft.cost.probes import ProbeSchedule
+from freedraft.hybrid import method as hybrid
+from freedraft.hybrid.choice import Choice
 from layerskip_plugin.skip_set import SkipSet
 
 TOKENS = 32
@@ -34,7 +34,6 @@ def skip_set(demo_fingerprint: str, tmp_path_factory: pytest.TempPathFactory) ->
 def config(skip_set: Path) -> dict[str, Any]:
     return {
         "method": "freedraft",
-        "draft": ["sssd", "layerskip"],
         "num_speculative_tokens": K,
         "skip_set": str(skip_set),
         "hardware": "cpu",
@@ -59,8 +58,13 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
         made = request.getfixturevalue("llm")
         settle(made)
         proposer = runner_of(made).drafter
-        assert not proposer.failed
-        assert not proposer.by_model and not len(proposer.host.drafter) and not proposer.model.running
+        method = proposer.guarded.method
+        assert not failures(proposer) and not proposer.guarded.running
+        assert not method._by_model and not len(method.host.drafter) and not len(method.model.selector)
+
+
+def method_of(llm: Any) -> hybrid.HybridMethod:
+    return runner_of(llm).drafter.guarded.method
 
 
 def generate(llm: Any, prompts: list[str]) -> list[list[int]]:
@@ -71,15 +75,15 @@ def generate(llm: Any, prompts: list[str]) -> list[list[int]]:
 def chosen_by(monkeypatch: pytest.MonkeyPatch, llm: Any, choose: Any) -> Iterator[list[Choice]]:
     """Let `choose` decide which requests get draft passes; gives what was decided."""
     made: list[Choice] = []
-    proposer = runner_of(llm).drafter
+    method = method_of(llm)
 
     def noted(*args: Any, **kwargs: Any) -> Choice:
         made.append(choose(*args, **kwargs))
         return made[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(composing, "choose", noted)
-        patch.setattr(proposer.composer, "hopes", lambda batch, most: True)
+        patch.setattr(hybrid, "choose", noted)
+        patch.setattr(method, "_passes_may_pay", lambda step, max_len: True)
         yield made
 
 
@@ -87,18 +91,18 @@ def chosen_by(monkeypatch: pytest.MonkeyPatch, llm: Any, choose: Any) -> Iterato
 def test_any_choice_leaves_the_output_alone(llm: Any, plain: list, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     coins = np.random.default_rng(batch)
 
-    def any_of(p: Any, kept: Any, allowed: Any, *rest: Any) -> Choice:
-        rows = np.flatnonzero(allowed & (coins.random(len(allowed)) < 0.5))
+    def any_of(p: Any, kept: Any, order: Any, *rest: Any) -> Choice:
+        rows = order[coins.random(len(order)) < 0.5]
         return Choice(rows, int(coins.integers(1, K + 1)), 100.0)
 
-    drafter = runner_of(llm).drafter
-    before = [metrics_of(part) for part in drafter.parts]
+    parts = method_of(llm).host, method_of(llm).model
+    before = [metrics_of(part) for part in parts]
     drafted = metric(llm, "vllm:spec_decode_num_draft_tokens")
     with chosen_by(monkeypatch, llm, any_of) as made:
         for start in range(0, len(PROMPTS), batch):
             assert generate(llm, PROMPTS[start : start + batch]) == plain[start : start + batch]
     assert any(len(choice.rows) for choice in made) and not all(len(choice.rows) for choice in made)
-    counts = np.array([metrics_of(part) for part in drafter.parts]) - before
+    counts = np.array([metrics_of(part) for part in parts]) - before
     # Each drafter counts its own, and no draft token is nobody's.
     assert (counts[:, 0] > 0).all() and (counts[:, 1] > 0).all()
     assert counts[:, 0].sum() <= metric(llm, "vllm:spec_decode_num_draft_tokens") - drafted
@@ -111,9 +115,7 @@ def metrics_of(part: Any) -> tuple[float, float]:
 
 
 def pass_takes(monkeypatch: pytest.MonkeyPatch, llm: Any, seconds: float) -> None:
-    policy = runner_of(llm).drafter.model.drafters[0].policy
-    prices = replace(policy.prices, draft=lambda batch: np.full(np.shape(batch), seconds))
-    monkeypatch.setattr(policy, "prices", prices)
+    monkeypatch.setattr(method_of(llm).auto, "pass_seconds", lambda recipe, batch: np.full(np.shape(batch), seconds))
 
 
 def test_passes_that_are_free_are_for_those_without_n_grams(
@@ -121,11 +123,11 @@ def test_passes_that_are_free_are_for_those_without_n_grams(
 ) -> None:
     pass_takes(monkeypatch, llm, 1e-6)
     offered: list[tuple[np.ndarray, np.ndarray]] = []
-    choose = composing.choose
+    choose = hybrid.choose
 
-    def noted(p: np.ndarray, *args: Any) -> Choice:
-        choice = choose(p, *args)
-        gains = p.sum(1)
+    def noted(p: np.ndarray, kept: np.ndarray, *args: Any) -> Choice:
+        choice = choose(p, kept, *args)
+        gains = np.where(np.arange(p.shape[1]) < kept[:, None], p, 0.0).sum(1)
         offered.append((gains[choice.rows], np.delete(gains, choice.rows)))
         return choice
 
@@ -137,14 +139,13 @@ def test_passes_that_are_free_are_for_those_without_n_grams(
 
 
 def test_passes_that_cost_more_than_steps_stay_rare(llm: Any, plain: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    proposer = runner_of(llm).drafter
+    method = method_of(llm)
     pass_takes(monkeypatch, llm, 10.0)
-    composer = proposer.composer
-    composer.hopeful.clear()
-    composer.idle, composer.probe_every = 0, 16
+    method._may_pay.clear()
+    monkeypatch.setattr(method, "_probes", ProbeSchedule(16, hybrid.RAREST_PROBE))
     rounds: list[int] = []
-    chains = proposer.model.chains
-    monkeypatch.setattr(proposer.model, "chains", lambda *args: rounds.append(1) or chains(*args))
+    propose_for = method.model.propose_for
+    monkeypatch.setattr(method.model, "propose_for", lambda *args: rounds.append(1) or propose_for(*args))
     for start in range(0, len(PROMPTS), 4):
         assert generate(llm, PROMPTS[start : start + 4]) == plain[start : start + 4]
     # Tried again, but ever more rarely: after 16 steps, then after 32 more.
@@ -154,8 +155,7 @@ def test_passes_that_cost_more_than_steps_stay_rare(llm: Any, plain: list, monke
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"draft": ["layerskip", "sssd"]}, ["'draft'", "sssd"]),
-        ({"draft": ["sssd"]}, ["'draft'", "use its name"]),
+        ({"draft": ["layerskip", "sssd"]}, ["unknown option 'draft'"]),
         ({"lookahead": "fixed"}, ["'lookahead'", "cost"]),
         ({"policy": "knee"}, ["'policy'", "auto"]),
         ({"datastroe": "x"}, ["did you mean 'datastore'"]),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm_cases import MAX_MODEL_LEN, STRUCTURED_PROMPTS, metric, parameters, penalised, structured, tokens_of
-from vllm_engines import engine, runner_of, settle, spied
+from vllm_engines import batch_rows, engine, failures, runner_of, settle, spied
 
 TOKENS = 40
 K = 8
@@ -50,8 +51,8 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
         llm = request.getfixturevalue("sssd")
         settle(llm)
         proposer = runner_of(llm).drafter
-        assert not proposer.failed
-        assert len(proposer.drafter) == 0
+        assert not failures(proposer)
+        assert not proposer.guarded.running and len(proposer.guarded.method.drafter) == 0
 
 
 def test_one_at_a_time(sssd: Any, prompts: list, plain: dict) -> None:
@@ -65,7 +66,7 @@ def test_one_at_a_time(sssd: Any, prompts: list, plain: dict) -> None:
 def test_a_batch_with_chunked_prefill_and_preemption(sssd: Any, prompts: list, plain: dict) -> None:
     partial = []
     before = metric(sssd, "vllm:num_preemptions")
-    with spied(runner_of(sssd).drafter, lambda step, drafts: partial.append(len(step.rows) < step.batch_size)):
+    with spied(runner_of(sssd).drafter, lambda step, drafts: partial.append(step.batch_size < batch_rows(step))):
         assert tokens_of(sssd.generate(prompts, parameters(TOKENS), use_tqdm=False)) == plain["prompts"]
     assert any(partial), "no prompt was read in chunks beside others: the test does not test that"
     assert metric(sssd, "vllm:num_preemptions") > before, "nobody was preempted: the test does not test that"
@@ -79,8 +80,8 @@ def test_again_from_the_prefix_cache(sssd: Any, prompts: list, plain: dict) -> N
     held: list[bool] = []
 
     def whole_prompts_are_known(step: Any, drafts: list[list[int]]) -> None:
-        lengths = step.lengths.tolist()
-        drafter = runner_of(sssd).drafter.drafter
+        lengths = step.contexts.tolist()
+        drafter = runner_of(sssd).drafter.guarded.method.drafter
         held.extend(drafter.length(i) == n for i, n in zip(step.request_ids, lengths, strict=True))
 
     with spied(runner_of(sssd).drafter, whole_prompts_are_known):
@@ -94,10 +95,9 @@ def test_near_max_model_len_others_still_draft(sssd: Any, prompts: list, long_pr
     ends: list[int] = []
 
     def record(step: Any, drafts: list[list[int]]) -> None:
-        lengths.append((int(step.lengths.max(initial=0)), sum(map(len, drafts))))
-        drafted = [drafts[row] for row in step.rows.tolist()]
+        lengths.append((int(step.contexts.max(initial=0)), sum(map(len, drafts))))
         # The token after the last draft is sampled too.
-        ends.extend(n + len(draft) + 1 for n, draft in zip(step.lengths.tolist(), drafted, strict=True) if draft)
+        ends.extend(n + len(draft) + 1 for n, draft in zip(step.contexts.tolist(), drafts, strict=True) if draft)
 
     with spied(runner_of(sssd).drafter, record):
         for index, long in enumerate(long_prompts):
@@ -125,7 +125,7 @@ def test_penalties_and_logprobs(sssd: Any, prompts: list, plain: dict) -> None:
 
 def test_requests_that_are_aborted_are_forgotten(sssd: Any, prompts: list, plain: dict) -> None:
     llm_engine = sssd.llm_engine
-    drafter = runner_of(sssd).drafter.drafter
+    drafter = runner_of(sssd).drafter.guarded.method.drafter
     for index in range(4):
         llm_engine.add_request(f"job-{index}", prompts[index], parameters(TOKENS))
     finished: dict[str, list[int]] = {}
@@ -152,7 +152,7 @@ def test_scheduled_draft_length_is_honoured(sssd: Any, prompts: list, plain: dic
     longest: list[int] = []
     scheduler.dynamic_sd_lookup = [3] * 9
     try:
-        with spied(runner_of(sssd).drafter, lambda step, drafts: longest.append(max(map(len, drafts)))):
+        with spied(runner_of(sssd).drafter, lambda step, drafts: longest.append(max(map(len, drafts), default=0))):
             outputs = sssd.generate(prompts[:2], parameters(TOKENS), use_tqdm=False)
     finally:
         scheduler.dynamic_sd_lookup = None
@@ -161,13 +161,13 @@ def test_scheduled_draft_length_is_honoured(sssd: Any, prompts: list, plain: dic
 
 
 def test_lengths_that_the_controller_chooses(sssd: Any, prompts: list, plain: dict) -> None:
-    from freedraft.cost_model import CostModel
-    from freedraft.engines.vllm.controller import make_controller
+    from freedraft.cost.controller import make_controller
 
     proposer = runner_of(sssd).drafter
-    caps = CostModel(proposer.cost_model.profile, K, policy="auto")
-    controller = proposer.controller = make_controller(proposer.vllm_config, caps, None)
-    assert controller is not None
+    method = proposer.guarded.method
+    rule, auto = method.controller, make_controller(method.context)
+    assert auto is not None
+    method.controller = auto
     chosen: list[int] = []
     try:
         with spied(proposer, lambda step, drafts: chosen.append(sum(map(len, drafts)))):
@@ -175,21 +175,26 @@ def test_lengths_that_the_controller_chooses(sssd: Any, prompts: list, plain: di
                 outputs = sssd.generate(batch, parameters(TOKENS), use_tqdm=False)
                 assert tokens_of(outputs) == plain["prompts"][: len(batch)]
     finally:
-        proposer.controller = None
+        method.controller = rule
     assert len(set(chosen)) > 2, "the lengths never changed: the test does not test that"
-    assert controller.times.seen > 20 and controller.acceptance.outcomes > 20
+    assert auto.times.seen > 20 and auto.acceptance.outcomes > 20
 
 
 def test_a_drafter_that_fails_costs_drafts_and_nothing_else(
     sssd: Any, prompts: list, plain: dict, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     proposer = runner_of(sssd).drafter
-    monkeypatch.setattr(proposer.drafter, "draft", None)
-    monkeypatch.setattr("freedraft.engines.vllm.runner.logger.parent.propagate", True, raising=False)
-    outputs = sssd.generate(prompts[:2], parameters(TOKENS), use_tqdm=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(proposer.guarded.method.drafter, "draft", None)
+        patch.setattr(logging.getLogger("freedraft"), "propagate", True)
+        outputs = sssd.generate(prompts[:2], parameters(TOKENS), use_tqdm=False)
     assert tokens_of(outputs) == plain["prompts"][:2]
-    assert proposer.failed
-    monkeypatch.undo()
-    proposer.failed = False
-    settle(sssd)
-    proposer.finish(set(proposer.drafter.request_ids()))
+    lines = [record for record in caplog.records if "drafting failed" in record.message]
+    assert failures(proposer) == len(lines) >= 1
+    proposer.guarded.metrics.failures.reset()
+    # After its pause it drafts again.
+    drafted: list[int] = []
+    with spied(proposer, lambda step, drafts: drafted.append(sum(map(len, drafts)))):
+        for _ in range(4):
+            assert tokens_of(sssd.generate(prompts[:2], parameters(TOKENS), use_tqdm=False)) == plain["prompts"][:2]
+    assert sum(drafted) > 0

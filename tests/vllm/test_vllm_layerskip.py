@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from vllm_cases import MAX_MODEL_LEN, metric, parameters, tokens_of
-from vllm_engines import engine, runner_of, settle, spied
+from vllm_engines import batch_rows, engine, failures, runner_of, settle, spied, verified
 
-from layerskip_plugin.lookahead import Cost, Prices
+from freedraft.cost.acceptance import Acceptance
+from freedraft.draft import DraftBatch
+from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.skip_set import SkipSet
 
 BLOCK = 32
@@ -67,8 +69,8 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
         llm = request.getfixturevalue("layerskip")
         settle(llm)
         proposer = runner_of(llm).drafter
-        assert not proposer.failed
-        assert not proposer.running and not len(proposer.selector)
+        assert not failures(proposer)
+        assert not proposer.guarded.running and not len(proposer.guarded.method.selector)
 
 
 def skipping(name: str, max_tokens: int = TOKENS) -> Any:
@@ -100,7 +102,7 @@ def test_everything_is_accepted_when_nothing_is_skipped(layerskip: Any, prompts:
     assert drafted > 10 * steps / 4
     assert accepted >= drafted - 12 * K
     verdicts: list[tuple[int, int]] = []
-    with spied(runner_of(layerskip).drafter, lambda step, drafts: verdicts.append(step.verified)):
+    with spied(runner_of(layerskip).drafter, lambda step, drafts: verdicts.append(verified(step))):
         generate(layerskip, prompts[:1], skipping("empty", 31))
     assert verdicts[1:] and all(drafted == accepted for drafted, accepted in verdicts[1:])
 
@@ -122,8 +124,8 @@ def test_skip_sets_side_by_side_with_chunked_prefill_and_preemption(layerskip: A
     proposer = runner_of(layerskip).drafter
 
     def record(step: Any, drafts: list[list[int]]) -> None:
-        partial.append(len(step.rows) < step.batch_size)
-        sizes.append(set(proposer.selector.last(step.request_ids).tolist()))
+        partial.append(step.batch_size < batch_rows(step))
+        sizes.append(set(proposer.guarded.method.selector.last_choices(step.request_ids).tolist()))
 
     with spied(proposer, record):
         settings = [skipping(("empty", "some")[i % 2]) for i in range(len(prompts))]
@@ -138,9 +140,8 @@ def test_near_max_model_len_others_still_draft(layerskip: Any, prompts: list, lo
     ends: list[int] = []
 
     def record(step: Any, drafts: list[list[int]]) -> None:
-        lengths.append((int(step.lengths.max(initial=0)), sum(map(len, drafts))))
-        drafted = [drafts[row] for row in step.rows.tolist()]
-        ends.extend(n + len(draft) + 1 for n, draft in zip(step.lengths.tolist(), drafted, strict=True) if draft)
+        lengths.append((int(step.contexts.max(initial=0)), sum(map(len, drafts))))
+        ends.extend(n + len(draft) + 1 for n, draft in zip(step.contexts.tolist(), drafts, strict=True) if draft)
 
     with spied(runner_of(layerskip).drafter, record):
         for index, long in enumerate(long_prompts):
@@ -155,25 +156,26 @@ def test_slots_are_reserved_and_drafts_end_where_none_are(layerskip: Any, prompt
     scheduler = layerskip.llm_engine.engine_core.engine_core.scheduler
     assert scheduler.num_lookahead_tokens == K
     proposer = runner_of(layerskip).drafter
-    rooms: list[int] = []
+    model = proposer.guarded.method._model
+    capacities: list[int] = []
 
     def record(step: Any, drafts: list[list[int]]) -> None:
-        rooms.extend(proposer.passes.room(step).tolist())
-        ends = step.lengths - 1 + np.array([len(drafts[row]) for row in step.rows.tolist()])
-        table = step.runner.input_batch.block_table[0]
-        assert (ends <= table.num_blocks_per_row[step.rows] * table.block_size).all()
+        capacities.extend((model.capacities(step) - step.capacities).tolist())
+        ends = step.contexts - 1 + np.array(list(map(len, drafts)), np.int32)
+        table = step.engine.runner.input_batch.block_table[0]
+        assert (ends <= table.num_blocks_per_row[step.engine.rows] * table.block_size).all()
 
     with spied(proposer, record):
         assert generate(layerskip, prompts[:4], skipping("some")) == plain["prompts"][:4]
-    assert min(rooms) >= K
-    rooms.clear()
+    assert min(capacities) == 0
+    capacities.clear()
     scheduler.num_lookahead_tokens = 0
     try:
         with spied(proposer, record):
             assert generate(layerskip, prompts[:4], skipping("some")) == plain["prompts"][:4]
     finally:
         scheduler.num_lookahead_tokens = K
-    assert min(rooms) < K, "no draft came to the end of its blocks: the test does not test that"
+    assert min(capacities) < 0, "no draft came to the end of its blocks: the test does not test that"
 
 
 class Pages:
@@ -222,33 +224,33 @@ class Pages:
 
 
 def test_drafting_writes_reserved_slots_and_nothing_else(layerskip: Any, prompts: list, plain: dict) -> None:
-    proposer = runner_of(layerskip).drafter
+    method = runner_of(layerskip).drafter.guarded.method
     pages = Pages(runner_of(layerskip))
-    original = proposer._drafts
+    original = method.draft
     written = 0
     strays: list[tuple[int, int]] = []
 
-    def watched(step: Any, *arguments: Any) -> list[list[int]]:
+    def watched(step: Any) -> Any:
         nonlocal written
         before = pages.copy()
-        drafts = original(step, *arguments)
+        drafts = original(step)
         allowed = set()
-        for row, n in zip(step.rows.tolist(), step.lengths.tolist(), strict=True):
+        for row, n, nodes in zip(
+            step.engine.rows.tolist(), step.contexts.tolist(), drafts.counts.tolist(), strict=True
+        ):
             blocks = pages.blocks(row)
-            allowed |= {
-                (blocks[position // BLOCK], position % BLOCK) for position in range(n - 1, n - 1 + len(drafts[row]))
-            }
+            allowed |= {(blocks[position // BLOCK], position % BLOCK) for position in range(n - 1, n + nodes - 2)}
         for block, tokens in pages.changed(before).items():
             offsets = tokens.nonzero().flatten().tolist()
             written += len(offsets)
             strays.extend((block, offset) for offset in offsets if (block, offset) not in allowed)
         return drafts
 
-    proposer._drafts = watched
+    method.draft = watched
     try:
         assert generate(layerskip, prompts[2:6], skipping("some", 16)) == [t[:16] for t in plain["prompts"][2:6]]
     finally:
-        del proposer._drafts
+        del method.draft
     assert written > 4 * 16 / 2 and not strays
 
 
@@ -260,18 +262,20 @@ def test_committed_pages_are_those_of_an_engine_that_does_not_draft(layerskip: A
     digests: list[dict[bytes, str]] = [{}, {}]
 
     def keys(step: Any) -> list[tuple[int, int, bytes]]:
-        rows, lengths = step.rows.tolist(), step.lengths.tolist()
-        return [(row, n, step.token_rows[row, :n].tobytes()) for row, n in zip(rows, lengths, strict=True)]
+        rows, lengths = step.engine.rows.tolist(), step.contexts.tolist()
+        return [(row, n, step.history(b).tobytes()) for b, (row, n) in enumerate(zip(rows, lengths, strict=True))]
 
     def record(step: Any, drafts: list[list[int]]) -> None:
-        for row, n, key in keys(step):
-            drafted[key] = drafts[row]
+        for (row, n, key), draft in zip(keys(step), drafts, strict=True):
+            drafted[key] = draft
             digests[0][key] = pages.digest(row, n - 1)
 
-    def replay(step: Any) -> list[list[int]]:
-        drafts = step.no_drafts()
-        for row, n, key in keys(step):
-            drafts[row] = drafted[key]
+    def replay(step: Any) -> DraftBatch:
+        drafts = DraftBatch.empty(step.batch_size, K + 1)
+        drafts.tokens[:, 0], drafts.parents[:], drafts.scores[:] = step.roots, np.arange(-1, K), 1.0
+        for b, (row, n, key) in enumerate(keys(step)):
+            chain = drafted[key]
+            drafts.tokens[b, 1 : len(chain) + 1], drafts.counts[b] = chain, len(chain) + 1
             digests[1][key] = pages.digest(row, n - 1)
         return drafts
 
@@ -280,30 +284,45 @@ def test_committed_pages_are_those_of_an_engine_that_does_not_draft(layerskip: A
     with spied(proposer, record):
         first = generate(layerskip, some, skipping("some", 16))
     layerskip.reset_prefix_cache()
-    proposer.draft = replay
+    proposer.guarded.draft = replay
     try:
         second = generate(layerskip, some, skipping("some", 16))
     finally:
-        del proposer.draft
+        del proposer.guarded.draft
     assert first == second
     assert len(digests[0]) > 16 and digests[0] == digests[1]
 
 
+class Priced:
+    """Costs as they would be on another machine: a pass costs `share` of a step, a query token next to nothing."""
+
+    def __init__(self, share: float, acceptance: Acceptance) -> None:
+        self.share, self.acceptance = share, acceptance
+
+    def step_seconds(self, batch: int, query_tokens: Any) -> np.ndarray:
+        return 1.0 + 0.05 * np.asarray(query_tokens) / 64
+
+    def pass_seconds(self, recipe: Any, batch: Any) -> np.ndarray:
+        return np.full(np.shape(batch), self.share)
+
+
 def test_the_controller_stops_where_a_draft_costs_too_much(layerskip: Any, prompts: list, plain: dict) -> None:
     proposer = runner_of(layerskip).drafter
-    drafter = proposer.drafters[1]
-    policy = drafter.policy
+    method = proposer.guarded.method
+    policy = method.lookahead
     counts = {}
     try:
         for share in (0.1, 0.95):
-            drafter.policy = Cost(Prices.of_times({1: share, 8: share}, {1: 1.0, 64: 1.05}))
+            method.lookahead = Cost(Priced(share, method.auto.acceptance), method.recipes)
             lengths: list[int] = []
-            with spied(proposer, lambda step, drafts, lengths=lengths: lengths.append(max(map(len, drafts)))):
+            with spied(
+                proposer, lambda step, drafts, lengths=lengths: lengths.append(max(map(len, drafts), default=0))
+            ):
                 for index in range(3):
                     assert generate(layerskip, [prompts[index]], skipping("some")) == [plain["prompts"][index]]
             counts[share] = lengths
     finally:
-        drafter.policy = policy
+        method.lookahead = policy
     assert np.mean(counts[0.1]) > 1
     # At most the first rounds, which show that it does not pay.
     assert sum(length > 0 for length in counts[0.95]) <= 0.1 * len(counts[0.95])
@@ -311,14 +330,14 @@ def test_the_controller_stops_where_a_draft_costs_too_much(layerskip: Any, promp
 
 def test_lookahead_stops_each_request_by_itself(layerskip: Any, prompts: list, plain: dict) -> None:
     """Rows that stop early leave the round; the others' drafts are not affected."""
-    drafter = runner_of(layerskip).drafter.drafters[1]
+    policy = runner_of(layerskip).drafter.guarded.method.lookahead
     lengths: list[list[int]] = []
-    drafter.policy.threshold, before = 0.7, drafter.policy.threshold
+    policy.threshold, before = 0.7, policy.threshold
     try:
         with spied(runner_of(layerskip).drafter, lambda step, drafts: lengths.append([len(d) for d in drafts])):
             assert generate(layerskip, prompts[:4], skipping("some")) == plain["prompts"][:4]
     finally:
-        drafter.policy.threshold = before
+        policy.threshold = before
     assert any(len(set(row)) > 1 for row in lengths)
 
 

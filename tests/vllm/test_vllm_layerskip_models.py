@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from test_vllm_start import config_of, refusal
 from vllm_cases import PlainTiny, save_tiny
-from vllm_engines import engine, runner_of, settle, spied
+from vllm_engines import engine, failures, runner_of, settle, spied, verified
 
-from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
+from freedraft.engines.vllm.guards import check_model
+from freedraft.engines.vllm.v1.kept_layers import Backbone, UnsupportedModel
 from layerskip_plugin.lookahead import Verifications
-from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
-from layerskip_plugin.vllm import check_start
 
 GOOD = {"method": "layerskip", "num_speculative_tokens": 3}
 FAMILIES = ("Qwen2", "Qwen3", "Mistral")
@@ -43,18 +42,18 @@ def generate(llm: Any, skip_set: str, max_tokens: int = 40) -> list[list[int]]:
 def check_drafts(llm: Any) -> None:
     """Sets "empty" and "some" of an engine: all accepted, and the same output as without drafts."""
     drafter = runner_of(llm).drafter
-    drafter.enabled = False
+    drafter.guarded.draft = lambda step: None
     plain = generate(llm, "empty")
-    drafter.enabled = True
+    del drafter.guarded.draft
     verdicts: list[tuple[int, int]] = []
-    with spied(drafter, lambda step, drafts: verdicts.append(step.verified)):
+    with spied(drafter, lambda step, drafts: verdicts.append(verified(step))):
         # 1 + 6 x 4 + 3 x 1 tokens and so on: no draft runs past the end of a request.
         assert [tokens[:37] for tokens in plain] == generate(llm, "empty", 37)
-    assert not drafter.failed
+    assert not failures(drafter)
     drafted, accepted = (sum(column) for column in zip(*verdicts, strict=True))
     assert drafted == accepted == 4 * 27
     verdicts.clear()
-    with spied(drafter, lambda step, drafts: verdicts.append(step.verified)):
+    with spied(drafter, lambda step, drafts: verdicts.append(verified(step))):
         assert plain == generate(llm, "some")
     drafted, accepted = (sum(column) for column in zip(*verdicts, strict=True))
     assert 0 < accepted < drafted
@@ -90,7 +89,7 @@ def test_compiled(tmp_path: Path) -> None:
     model = save_tiny("Llama", tmp_path / "model")
     arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4, "enforce_eager": False}
     with engine(model, speculative_config=sets(model, tmp_path), **arguments) as llm:
-        modules = [drafter.module for drafter in runner_of(llm).drafter.drafters]
+        modules = runner_of(llm).drafter.guarded.method.draft_passes
         assert all(not module.do_not_compile for module in modules)
         assert type(modules[0]) is not type(modules[1])
         before = counters["stats"]["unique_graphs"]
@@ -151,7 +150,7 @@ def test_too_many_skip_sets(tiny_model: Path, tmp_path: Path) -> None:
 def test_an_architecture_without_such_layers() -> None:
     model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Gemma2ForCausalLM"]), uses_mrope=False)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM") as error:
-        check_start(LayerSkipOptions(), model_config)
+        check_model(model_config)
     assert "LlamaForCausalLM" in str(error.value) and "\n" not in str(error.value)
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 from vllm_cases import PlainTiny, Prompts, parameters, tokens_of
-from vllm_engines import engine, runner_of, settle, spied
+from vllm_engines import engine, failures, runner_of, settle, spied
 
-from sssd_plugin import source_metrics
-from sssd_plugin.provenance import SOURCES
+from sssd_plugin import metrics as source_metrics
+from sssd_plugin.scoring.attribution import SOURCES
 
 TOKENS = 30
 
@@ -30,7 +30,7 @@ def accepted(llm: Any, prompts: Prompts, salt: str | None = None) -> tuple[int, 
 
     def record(step: Any, drafts: list[list[int]]) -> None:
         nonlocal total
-        total += step.verified[1]
+        total += int(step.accepted.sum())
 
     with spied(runner_of(llm).drafter, record):
         answers = generate(llm, prompts, salt)
@@ -52,10 +52,10 @@ def counters() -> dict[str, float]:
     return found | {f"{s} tokens": value("sourced_tokens_total", source=s) for s in (*SOURCES, "other")}
 
 
-def show(proposer: Any) -> None:
+def show(method: Any) -> None:
     """Bring the live metrics up to date, which they are not at every request's end."""
-    proposer.live_metrics._next = 0.0
-    proposer.live_metrics.show(proposer.live)
+    method.live_metrics._next = 0.0
+    method.live_metrics.show(method.live)
 
 
 def gained(before: dict[str, float]) -> dict[str, float]:
@@ -73,21 +73,22 @@ def test_learns_from_what_it_said(
     }  # fmt: skip
     with engine(tiny_model, speculative_config=method, **settings) as llm:
         proposer = runner_of(llm).drafter
+        learning = proposer.guarded.method
         before = counters()
         first, answers = accepted(llm, prompts)
         assert answers == plain
-        runs = proposer.live._tenants[0].all_runs
+        runs = learning.live._tenants[0].all_runs
         learnt = [tuple(x) for run in runs for x in np.split(run.sub.tokens[: run.n], np.flatnonzero(
             run.sub.tokens[: run.n] == -1) + 1) if len(x)]  # fmt: skip
         assert sorted(learnt) == sorted((*answer, -1) for answer in plain), "every output, whole, and nothing else"
-        show(proposer)
+        show(learning)
         one = gained(before)
         assert sum(one[f"{source} tokens"] for source in (*SOURCES, "other")) == first
         assert one["input tokens"] > 0 and one["static tokens"] == 0
         before = counters()
         second, answers = accepted(llm, prompts)
         assert answers == plain and second > first
-        show(proposer)
+        show(learning)
         two = gained(before)
         assert sum(two[f"{source} tokens"] for source in (*SOURCES, "other")) == second
         assert two["live tokens"] > one["live tokens"] and two["live hits"] > one["live hits"]
@@ -105,10 +106,10 @@ def test_learns_from_what_it_said(
         assert accepted(llm, prompts, "two")[0] == first
         again, answers = accepted(llm, prompts, "one")
         assert again > first and answers == plain
-        assert not proposer.failed and proposer.live.stats().tenants == 3
-        proposer.drafter.close()
+        assert not failures(proposer) and learning.live.stats().tenants == 3
+        proposer.guarded.close()
 
     with engine(tiny_model, speculative_config=method, **settings) as llm:
         restarted, answers = accepted(llm, prompts)
         assert restarted > first and answers == plain
-        runner_of(llm).drafter.drafter.close()
+        runner_of(llm).drafter.guarded.close()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm_cases import SAMPLED_PROMPT, SAMPLES, SAMPLING_ENGINE, SETTINGS, PlainTiny, p_value, sample
-from vllm_engines import engine, runner_of, settle, spied
+from vllm_engines import engine, failures, runner_of, settle, spied
 
 from tests.support.stores import build_store
 
@@ -60,15 +60,15 @@ def test_sampled_output_has_the_engines_distribution(sssd: Any, plain: dict, set
     assert sum(drafted) > SAMPLES, "hardly anything was drafted: the test does not test that"
     assert p_value(sampled, plain[setting]) > 1e-3
     settle(sssd)
-    assert not runner_of(sssd).drafter.failed
-    assert len(runner_of(sssd).drafter.drafter) == 0
+    proposer = runner_of(sssd).drafter
+    assert not failures(proposer) and len(proposer.guarded.method.drafter) == 0
 
 
 def test_the_engine_drafts_from_the_store(sssd: Any) -> None:
     from vllm import SamplingParams
 
     proposer = runner_of(sssd).drafter
-    assert proposer.store.n_tokens == 3000
+    assert proposer.guarded.method.store.n_tokens == 3000
     seen: list[list[int]] = []
     # No n-gram of the prompt comes again, so the draft can only be the store's.
     with spied(proposer, lambda step, drafts: seen.extend(drafts)):
@@ -121,7 +121,7 @@ def test_without_the_fix_of_empty_steps_the_engine_dies(sssd: Any, monkeypatch: 
     from freedraft.engines.vllm.fixes import allow_steps_without_drafts
     from freedraft.engines.vllm.patching import unwrap
 
-    monkeypatch.setattr(runner_of(sssd).drafter, "draft", lambda step: step.no_drafts(), raising=False)
+    monkeypatch.setattr(runner_of(sssd).drafter.guarded, "draft", lambda step: None)
     setting = SETTINGS[2]
     sample(sssd, setting, 4)
     unwrap(rejection_sampler, "apply_sampling_constraints")

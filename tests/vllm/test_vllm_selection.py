@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm_cases import TOKENS, parameters, tokens_of
-from vllm_engines import engine, runner_of, settle, spied
+from vllm_engines import engine, failures, runner_of, settle, spied
 
 from freedraft.config import ConfigError
+from freedraft.fingerprints import hardware_name
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knn import fit
 from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Static
-from layerskip_plugin.selection.hardware import hardware
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
 from layerskip_plugin.selection.knn import Domains, Knn
 from layerskip_plugin.selection.serving import Selector
@@ -71,44 +71,43 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
     if "swift_engine" in request.fixturenames:
         llm = request.getfixturevalue("swift_engine")
         settle(llm)
-        assert not runner_of(llm).drafter.failed and not len(runner_of(llm).drafter.selector)
+        proposer = runner_of(llm).drafter
+        assert not failures(proposer) and not len(proposer.guarded.method.selector)
 
 
 @contextmanager
 def selecting(llm: Any, selection: Any) -> Iterator[Any]:
     """Another selection in the same engine, with its sets built as at the start."""
-    from layerskip_plugin.vllm import Drafter
-
-    proposer = runner_of(llm).drafter
-    before = proposer.selector, proposer.drafters, proposer.set_scores
-    first = proposer.drafters[0]
-    proposer.selector, proposer.set_scores = Selector(selection), None
-    proposer.drafters = [
-        Drafter(name, skip, first.times, first.policy) for name, skip in proposer.selector.sets.items()
-    ]
-    for drafter in proposer.drafters:
-        drafter.module = proposer._module(drafter, compile_it=False)
+    method = runner_of(llm).drafter.guarded.method
+    names = ("selector", "recipes", "draft_passes", "needs_prompt_states", "_scorer")
+    before = {name: getattr(method, name) for name in names}
+    method.selector, method._scorer = Selector(selection), None
+    method.needs_prompt_states = method.selector.needs_hidden
+    method.recipes = list(method.selector.sets.values())
+    method.draft_passes = [method._build(recipe, optimize=False) for recipe in method.recipes]
     try:
-        yield proposer
+        yield method
     finally:
         settle(llm)
-        assert not len(proposer.selector)
-        proposer.selector, proposer.drafters, proposer.set_scores = before
+        assert not len(method.selector)
+        for name, value in before.items():
+            setattr(method, name, value)
 
 
 def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain: list) -> None:
     proposer = runner_of(swift_engine).drafter
-    swift, modules = proposer.selector.selection, set()
+    method = proposer.guarded.method
+    swift, modules = method.selector.selection, set()
     assert isinstance(swift, Swift)
     start = swift.incumbent
-    with spied(proposer, lambda step, drafts: modules.add(id(proposer.drafters[0].module))):
+    with spied(proposer, lambda step, drafts: modules.add(id(method.draft_passes[0]))):
         for _ in range(3):
             assert generate(swift_engine, prompts) == plain
     assert len(swift.space.values) > 20, "it hardly searched: the test does not test that"
     assert start in swift.space.values
     assert len(modules) > 1 and swift.incumbent != start, "the set never changed: the test does not test that"
-    assert proposer.drafters[0].skip_set == swift.incumbent
-    assert proposer.drafters[0].module.steps and len(proposer.drafters[0].kept) == 60 - len(swift.incumbent)
+    assert method.recipes[0] == swift.incumbent
+    assert len(method.draft_passes[0].sublayers) == 60 - len(swift.incumbent)
 
 
 class Reading(HostModel):
@@ -122,23 +121,25 @@ class Reading(HostModel):
 def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prompts: list, plain: list) -> None:
     """Scores are what the model says by itself, one for the whole model, and the KV cache stays as it is."""
     proposer = runner_of(swift_engine).drafter
-    scores = proposer.set_scores
+    scores, backbone = proposer.guarded.method._scorer, proposer.backbone
     rng = np.random.default_rng(0)
     bits = np.zeros((6, 60), bool)
     for row in bits[1:5]:
         row[rng.choice(np.arange(4, 56), 12, replace=False)] = True
     bits[5, 1] = True
-    attention = [layer.self_attn.attn for layer in proposer.backbone.layers]
+    recipes = [SkipSet.of_bits(row.tolist()) for row in bits]
+    attention = [layer.self_attn.attn for layer in backbone.layers]
     found: list[np.ndarray] = []
     texts: list[list[int]] = []
 
     def look(step: Any, drafts: list[list[int]]) -> None:
-        if len(found) < 4 and scores.look_at(step):
+        if len(found) < 4 and scores.observe(step):
             before = [layer.kv_cache.clone() for layer in attention]
-            found.append(scores(bits))
-            end = scores.first + scores.window + 1
-            row = next(r for r in step.rows.tolist() if (step.token_rows[r, end - 33 : end - 1] == scores.tokens).all())
-            texts.append(step.token_rows[row, :end].tolist())
+            found.append(scores(recipes))
+            histories = [step.history(b) for b in range(step.batch_size)]
+            texts.append(
+                next(text for text in histories if np.array_equal(text[scores.first :], scores.tokens)).tolist()
+            )
             assert all(bool((old == layer.kv_cache).all()) for old, layer in zip(before, attention, strict=True))
 
     with spied(proposer, look):
@@ -161,7 +162,7 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
     class Listening(Static):
         needs_hidden = True
 
-        def begin(self, request_ids: Any, hidden: Any = None, wanted: Any = ()) -> None:
+        def begin(self, request_ids: Any, requested: Any = (), hidden: Any = None) -> None:
             seen.update(zip(request_ids, hidden, strict=True))
 
     with selecting(swift_engine, Listening({"a": SkipSet.empty(LAYERS), "b": SkipSet.empty(LAYERS)})):
@@ -183,18 +184,18 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
     domains = fit([np.stack(states[:5]), np.stack(states[5:])], ["chat", "text"], sets)
     routed: dict[str, int] = {}
     mixed: list[int] = []
-    with selecting(swift_engine, Knn(domains)) as proposer:
-        names = list(proposer.selector.sets)
+    with selecting(swift_engine, Knn(domains)) as method:
+        names = list(method.selector.sets)
         assert names == ["all domains", "chat", "text"]
 
         def record(step: Any, drafts: list[list[int]]) -> None:
-            places = proposer.selector.last(step.request_ids).tolist()
+            places = method.selector.last_choices(step.request_ids).tolist()
             routed.update(zip(step.request_ids, places, strict=True))
             mixed.append(len(set(places)))
 
-        with spied(proposer, record):
+        with spied(runner_of(swift_engine).drafter, record):
             assert generate(swift_engine, prompts) == plain
-        judged = proposer.selector.selection.acceptance.trials[:-1]
+        judged = method.selector.selection.acceptance.trials[:-1]
         assert judged[domains.domain == 0].sum() > 50 and judged[domains.domain == 1].sum() > 50
     order = [routed[request] for request in sorted(routed, key=lambda name: int(name.split("-")[0]))]
     assert order == [1] * 5 + [2] * 3
@@ -209,16 +210,16 @@ def test_knapsack_changes_set_and_length_as_context_grows(swift_engine: Any, pro
     plan = Plan((middle - 10, middle, middle + 20), choices, "here")
     drafted: dict[int, list[int]] = {0: [], 1: [], 2: []}
     of_request: dict[str, set[int]] = {}
-    with selecting(swift_engine, Knapsack(plan)) as proposer:
-        assert len(proposer.drafters) == 2
+    with selecting(swift_engine, Knapsack(plan)) as method:
+        assert len(method.draft_passes) == 2
 
         def record(step: Any, drafts: list[list[int]]) -> None:
-            entries = plan.at(step.lengths).tolist()
-            for row, request, entry in zip(step.rows.tolist(), step.request_ids, entries, strict=True):
-                drafted[entry].append(len(drafts[row]))
+            entries = plan.at(step.contexts).tolist()
+            for draft, request, entry in zip(drafts, step.request_ids, entries, strict=True):
+                drafted[entry].append(len(draft))
                 of_request.setdefault(request, set()).add(entry)
 
-        with spied(proposer, record):
+        with spied(runner_of(swift_engine).drafter, record):
             assert generate(swift_engine, prompts) == plain
     assert {0, 1, 2} in of_request.values(), "no request came through all contexts: the test does not test that"
     assert set(drafted[1]) == {0}
@@ -232,7 +233,11 @@ def test_files_of_another_model_or_machine_stop_the_start(
 
     skip = SkipSet.of_sublayers([6], LAYERS, demo_fingerprint)
     other = SkipSet.of_sublayers([6], LAYERS, "0123456789abcdef")
-    for name, chosen, where in (("good", skip, hardware()), ("model", other, hardware()), ("machine", skip, "a Cray")):
+    for name, chosen, where in (
+        ("good", skip, hardware_name()),
+        ("model", other, hardware_name()),
+        ("machine", skip, "a Cray"),
+    ):
         Plan((64,), (Choice(chosen, 2, 1.0),), where).save(tmp_path / f"{name}.json", {})
     anchors = np.eye(2, HIDDEN, dtype=np.float32)
     Domains(("a", "b"), (other,) * 3, np.zeros(HIDDEN, np.float32), anchors, np.array([0, 1], np.int32), 0.5).save(

@@ -49,7 +49,8 @@ def test_the_method_is_rewritten_and_options_travel(tiny_model: Path) -> None:
     assert config.speculative_config.method == "custom_class"
     assert config.speculative_config.num_speculative_tokens == 8
     assert config.additional_config["others"] == 1
-    options = methods.method_options(config)
+    name, options = methods.configured(config)
+    assert name == "sssd"
     assert options["knee"] == 11 and options["min_score"] == 0.25 and options["scoring"] == "paper"
 
 
@@ -74,7 +75,7 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
     assert config_of(tiny_model, None).speculative_config is None
     config = config_of(tiny_model, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
     assert config.speculative_config.method == "ngram"
-    assert methods.method_options(config) == {}
+    assert methods.configured(config) == ("", {})
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def biggest_file(store: Path) -> Path:
 
 def test_a_good_store_is_accepted(tiny_model: Path, store: Path) -> None:
     config = config_of(tiny_model, GOOD | {"datastore": str(store)})
-    assert methods.method_options(config)["datastore"] == str(store)
+    assert methods.configured(config)[1]["datastore"] == str(store)
 
 
 def test_a_truncated_store(tiny_model: Path, store: Path) -> None:
@@ -227,12 +228,12 @@ def test_without_the_configuration_hook_nothing_is_registered(
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from sssd_plugin.options import SssdOptions
+    from sssd_plugin.method import SPEC
 
     monkeypatch.setattr(methods, "METHODS", {})
     monkeypatch.delattr(EngineArgs, "create_speculative_config")
     with log.at_level(logging.WARNING):
-        assert not methods.register(methods.Method("sssd", "sssd_plugin.vllm.SssdProposer", SssdOptions))
+        assert not methods.register(SPEC)
     assert methods.METHODS == {}
     lines = [record.getMessage() for record in log.records if record.name.startswith("freedraft")]
     assert len(lines) == 1

@@ -52,24 +52,43 @@ def settle(llm: Any) -> None:
         core.step()
 
 
+def failures(proposer: Any) -> float:
+    """How often drafters of this name have raised in this process, since the metric was last reset."""
+    return float(proposer.guarded.metrics.failures._value.get())
+
+
 @contextmanager
 def spied(proposer: Any, record: Callable[[Any, list[list[int]]], None]) -> Iterator[None]:
-    """Call `record(step, drafts)` at each step of the proposer; what it raises is raised here, at the end."""
-    original = proposer.draft
+    """Call `record(step, drafts)` at each step, drafts by request of the step; what it raises is raised at the end."""
+    from freedraft.engines.vllm.v1.runner import draft_lists
+
+    guarded = proposer.guarded
+    original = guarded.draft
     errors: list[Exception] = []
 
-    def draft(step: Any) -> list[list[int]]:
+    def draft(step: Any) -> Any:
         drafts = original(step)
+        rows = draft_lists(drafts, step, batch_rows(step))
         try:
-            record(step, drafts)
+            record(step, [rows[row] for row in step.engine.rows.tolist()])
         except Exception as error:  # the engine would take it for a mistake of the drafter
             errors.append(error)
         return drafts
 
-    proposer.draft = draft
+    guarded.draft = draft
     try:
         yield
     finally:
-        del proposer.draft
+        del guarded.draft
     if errors:
         raise errors[0]
+
+
+def verified(step: Any) -> tuple[int, int]:
+    """Draft tokens that the step before this one verified, and those of them that it accepted."""
+    return int(step.drafted.sum()), int(step.accepted.sum())
+
+
+def batch_rows(step: Any) -> int:
+    """Requests in vLLM's batch, those in the midst of their prompt included."""
+    return len(step.engine.arguments["sampled_token_ids"])

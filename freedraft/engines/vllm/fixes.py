@@ -1,7 +1,4 @@
-"""Mistakes of vLLM that speculative decoding runs into, mended for the versions that have them.
-
-Each fix is one function, named in `FIXES` with the versions, the platform and the reason.
-"""
+"""Mistakes of vLLM that speculative decoding runs into, mended for the versions that have them (see `FIXES`)."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class Fix:
     Attributes:
         first, last: vLLM's versions that have it, as far as known; later ones are left alone.
         platform: `current_platform.device_type` that has it.
-        early: applied in every process when our methods are registered, instead of when a drafter of ours starts.
+        early: applied in every process when our methods are registered, not only where one of them drafts.
         reason: what goes wrong without it.
         apply: mends it; safe to call more than once.
     """
@@ -95,8 +92,8 @@ def start_with_numba_loaded() -> None:
     from vllm.triton_utils import dispatcher
 
     def vars_of(value: Any) -> Any:
-        found = builtins.vars(value)
-        return found if hasattr(found, "keys") else {}
+        attributes = builtins.vars(value)
+        return attributes if hasattr(attributes, "keys") else {}
 
     dispatcher.vars = vars_of  # type: ignore[attr-defined]
 

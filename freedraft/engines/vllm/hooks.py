@@ -1,4 +1,4 @@
-"""Everything of vLLM that freedraft calls, wraps or reads, as a table that `freedraft doctor` checks."""
+"""Everything of vLLM that freedraft calls, wraps or reads, as tables that `freedraft doctor` checks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ RUNNER_HOOKS = (
 # Needed besides to run the target itself as the drafter.
 MODEL_DRAFT_HOOKS = (
     Hook("vllm.config.VllmConfig", "num_lookahead_tokens", purpose="KV slots for drafts"),
-    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "initialize_kv_cache", purpose="warm-up"),
+    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "initialize_kv_cache", purpose="building draft passes"),
     Hook(
         "vllm.v1.worker.block_table.BlockTable",
         "__init__",
@@ -101,10 +101,7 @@ MODEL_DRAFT_HOOKS = (
 )
 
 # Needed besides to tell tenants apart.
-TENANT_HOOKS = (
-    Hook("vllm.v1.core.sched.output.NewRequestData", "from_request", purpose="tenants of live datastores"),
-    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "initialize_kv_cache", purpose="live datastores"),
-)
+TENANT_HOOKS = (Hook("vllm.v1.core.sched.output.NewRequestData", "from_request", purpose="tenants of live datastores"),)
 
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
 

@@ -2,7 +2,7 @@
 
 vLLM knows the method "custom_class", whose model is the dotted path of a Python class, and refuses every key that it
 does not know. So the user's dictionary is rewritten just before vLLM reads it: method and model become what vLLM
-expects, and the options of ours travel in `additional_config`, which reaches every process of the engine.
+expects, and our method's name and options travel in `additional_config`, which reaches every process of the engine.
 """
 
 from __future__ import annotations
@@ -10,153 +10,119 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.engines.hooks import Hook, check
+from freedraft.engines.vllm.context import context_of_arguments
 from freedraft.engines.vllm.fixes import apply_fixes
-from freedraft.engines.vllm.hooks import CONFIG_HOOKS, RUNNER_HOOKS, vllm_version
-from freedraft.engines.vllm.lookahead_slots import reserve_slots
+from freedraft.engines.vllm.guards import check_engine, check_model
+from freedraft.engines.vllm.hooks import CONFIG_HOOKS, MODEL_DRAFT_HOOKS, RUNNER_HOOKS, vllm_version
 from freedraft.engines.vllm.patching import share_logging, wrap_once
+from freedraft.engines.vllm.v1.lookahead_slots import reserve_slots
+from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "freedraft"
+PROPOSER = "freedraft.engines.vllm.v1.runner.MethodProposer"
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
-# Keys of vLLM's SpeculativeConfig that say something to a drafter of ours.
+# Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
 ENGINE_KEYS = ("method", K, "num_speculative_tokens_per_batch_size", "rejection_sample_method")
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A speculative method.
-
-    Attributes:
-        name: what the user writes as "method".
-        proposer: dotted path of its `StepProposer`.
-        options: its options, or what makes them when they are needed; unknown ones stop the engine.
-        check: called with the options and vLLM's ModelConfig before the engine starts; raises ValueError with one clear
-            line when the method cannot work.
-        check_engine: called with vLLM's EngineArgs, likewise.
-        writes_kv: whether the proposer writes KV past the request's tokens; the scheduler then reserves slots for it.
-        hooks: what it needs of vLLM besides `RUNNER_HOOKS`.
-    """
-
-    name: str
-    proposer: str
-    options: type[PluginOptions] | Callable[[], type[PluginOptions]]
-    check: Callable[[Any, Any], None] | None = None
-    check_engine: Callable[[Any], None] | None = None
-    writes_kv: bool = False
-    hooks: tuple[Hook, ...] = ()
-
-    def option_type(self) -> type[PluginOptions]:
-        return self.options if isinstance(self.options, type) else self.options()
-
-
-METHODS: dict[str, Method] = {}
-
-
-def register(method: Method) -> bool:
-    """Make vLLM accept `method`. Safe to call in every process and more than once; never raises.
+def register(spec: MethodSpec) -> bool:
+    """Make vLLM accept a method. Safe to call in every process and more than once; never raises.
 
     Returns:
         whether the method is registered; False, with a log line, when this vLLM lacks what that takes.
     """
     share_logging()
-    missing = check(CONFIG_HOOKS)
-    if missing:
-        logger.warning(
-            "freedraft: vLLM %s lacks what speculative method '%s' needs (%s): not registered; "
-            "see 'freedraft doctor' for what this version of freedraft supports",
-            vllm_version(),
-            method.name,
-            "; ".join(missing),
-        )
+    if missing := check(CONFIG_HOOKS):
+        _warn(spec, missing, "not registered")
         return False
     from vllm.engine.arg_utils import EngineArgs
 
     apply_fixes(early=True)
-    METHODS[method.name] = method
-    if method.writes_kv and not check(method.hooks):
-        reserve_slots(_writes_kv)
+    METHODS[spec.name] = spec
+    if spec.runs_model and not check(MODEL_DRAFT_HOOKS):
+        reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     return True
 
 
-def _writes_kv(proposer: str) -> bool:
-    return any(method.writes_kv and method.proposer == proposer for method in METHODS.values())
-
-
-def method_options(vllm_config: Any) -> dict[str, Any]:
-    """The options that `create_speculative_config` put on the way, in any process of the engine."""
+def configured(vllm_config: Any) -> tuple[str, dict[str, Any]]:
+    """Name and options that `create_speculative_config` has passed on; "" and none where the method is not ours."""
     additional = vllm_config.additional_config
-    return dict(additional.get(CONFIG_KEY, {})) if isinstance(additional, Mapping) else {}
+    entry = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
+    return entry.get("method", ""), dict(entry.get("options", {}))
+
+
+def _runs_model(vllm_config: Any) -> bool:
+    spec = METHODS.get(configured(vllm_config)[0])
+    return spec is not None and spec.runs_model
+
+
+def _warn(spec: MethodSpec, missing: list[str], consequence: str) -> None:
+    logger.warning(
+        "freedraft: vLLM %s lacks what speculative method '%s' needs (%s): %s; "
+        "see 'freedraft doctor' for what this version of freedraft supports",
+        vllm_version(),
+        spec.name,
+        "; ".join(missing),
+        consequence,
+    )
 
 
 def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {str(key).replace("-", "_"): value for key, value in (self.speculative_config or {}).items()}
-        method = METHODS.get(given.get("method") or getattr(self, "spec_method", None) or "")
-        if method is None:
+        spec = METHODS.get(given.get("method") or getattr(self, "spec_method", None) or "")
+        if spec is None:
             return original(self, *args, **kwargs)
-        missing = check((*RUNNER_HOOKS, *method.hooks))
-        if missing:
-            logger.warning(
-                "freedraft: vLLM %s lacks what speculative method '%s' needs (%s): serving without speculation; "
-                "see 'freedraft doctor' for what this version of freedraft supports",
-                vllm_version(),
-                method.name,
-                "; ".join(missing),
-            )
-            with _restored(self):
-                self.speculative_config = None
+        hooks: tuple[Hook, ...] = (*RUNNER_HOOKS, *(MODEL_DRAFT_HOOKS if spec.runs_model else ()))
+        if missing := check(hooks):
+            _warn(spec, missing, "serving without speculation")
+            with _rewritten(self, None):
                 return original(self, *args, **kwargs)
-        model_config = kwargs.get("target_model_config", args[0] if args else None)
         try:
-            config, options = _split(self, method, given, model_config)
+            config, options = _split(self, spec, given)
+            _check(self, spec, options, kwargs.get("target_model_config", args[0] if args else None), config[K])
         except ConfigError as error:
             _stop(error)
-        with _restored(self):
-            self.speculative_config = config
-            self.additional_config = {**(self.additional_config or {}), CONFIG_KEY: options}
+        with _rewritten(self, config):
+            entry = {"method": spec.name, "options": options.model_dump(mode="json", exclude_none=True)}
+            self.additional_config = {**(self.additional_config or {}), CONFIG_KEY: entry}
             return original(self, *args, **kwargs)
 
     return create_speculative_config
 
 
-class _restored:
-    """What the user gave as method stays on the EngineArgs: vLLM may make its configuration more than once."""
-
-    def __init__(self, engine_args: Any) -> None:
-        self.engine_args = engine_args
-        self.names = [
-            n for n in ("speculative_config", "spec_method", "spec_model", "spec_tokens") if hasattr(engine_args, n)
-        ]
-
-    def __enter__(self) -> None:
-        self.values = [getattr(self.engine_args, name) for name in self.names]
-        for name in self.names:
-            setattr(self.engine_args, name, None)
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for name, value in zip(self.names, self.values, strict=True):
-            setattr(self.engine_args, name, value)
+@contextmanager
+def _rewritten(engine_args: Any, config: dict[str, Any] | None) -> Iterator[None]:
+    """EngineArgs with this speculative config, then again with the user's: vLLM may make its configuration twice."""
+    names = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+    given = {name: getattr(engine_args, name) for name in names if hasattr(engine_args, name)}
+    try:
+        for name in given:
+            setattr(engine_args, name, config if name == "speculative_config" else None)
+        yield
+    finally:
+        for name, value in given.items():
+            setattr(engine_args, name, value)
 
 
-def _split(
-    engine_args: Any, method: Method, given: dict[str, Any], model_config: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """vLLM's part of the user's dictionary, rewritten, and ours, checked."""
+def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[dict[str, Any], PluginOptions]:
+    """vLLM's part of the user's dictionary, rewritten, and ours."""
     from vllm.config import SpeculativeConfig
 
-    source = f"speculative config of method '{method.name}'"
-    option_type = method.option_type()
-    config = {"method": "custom_class", "model": method.proposer}
+    source = _source(spec)
+    option_type = spec.option_type
+    config: dict[str, Any] = {"method": "custom_class", "model": PROPOSER}
     flags = {}
     engine_keys = {field.name for field in dataclasses.fields(SpeculativeConfig)} - {"method", "model"}
     for key, value in given.items():
@@ -184,22 +150,29 @@ def _split(
         )
     if not isinstance(engine_args.additional_config or {}, Mapping):
         raise ConfigError(f"{source}: --additional-config must be a dictionary, so that our options can travel in it")
-    options = option_type.read(flags)
-    if method.check is not None or method.check_engine is not None:
-        try:
-            if method.check_engine is not None:
-                method.check_engine(engine_args)
-            if method.check is not None:
-                method.check(options, model_config)
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(f"{source}: {error}") from None
-    return config, options.model_dump(mode="json", exclude_none=True)
+    return config, option_type.read(flags)
 
 
-def _stop(error: ConfigError) -> None:
-    """Stop the start of the engine; if nobody catches it, the user sees the one line and no stack."""
+def _check(engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, max_tokens: int) -> None:
+    """Raises ConfigError for what would fail when the engine has started."""
+    try:
+        if spec.runs_model:
+            check_engine(engine_args)
+            check_model(model_config)
+        if spec.check is not None:
+            spec.check(options, context_of_arguments(engine_args, model_config, max_tokens))
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{_source(spec)}: {error}") from None
+
+
+def _source(spec: MethodSpec) -> str:
+    return f"speculative config of method '{spec.name}'"
+
+
+def _stop(error: ConfigError) -> NoReturn:
+    """Stop the start of the engine; if nobody catches the error, the user sees its one line and no stack."""
     if not hasattr(sys.excepthook, "_freedraft"):
         previous = sys.excepthook
 

@@ -1,4 +1,4 @@
-"""Replacing a function of vLLM once, and making our log lines appear among vLLM's."""
+"""Functions that replace a function of vLLM once, and that make our log lines appear among vLLM's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose a request is: vLLM's `cache_salt`, which its scheduler knows and does not hand to the model runner."""
+"""The tenant of a request: its `cache_salt`, which vLLM's scheduler knows and does not hand to the model runner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SALT = "freedraft_salt"
 
 
 def carry_salt() -> bool:
-    """Make the scheduler hand the cache_salt of new requests on; whether this vLLM lets us."""
+    """Make the scheduler pass on the cache_salt of new requests; whether this vLLM can be made to."""
     if check(TENANT_HOOKS):
         return False
     from vllm.v1.core.sched.output import NewRequestData

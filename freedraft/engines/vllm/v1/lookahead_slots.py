@@ -1,4 +1,4 @@
-"""KV slots for drafts: drafters that write KV get them reserved by vLLM's scheduler, block by block, per request."""
+"""KV slots for drafts: vLLM's scheduler reserves them for methods that run the model, block by block, per request."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 _MARK = "_freedraft_original"
 
 
-def reserve_slots(writes_kv: Callable[[str], bool]) -> None:
-    """Make `VllmConfig.num_lookahead_tokens` count the drafts of proposers that write KV. Safe to call more than once.
+def reserve_slots(runs_model: Callable[[Any], bool]) -> None:
+    """Make `VllmConfig.num_lookahead_tokens` count the drafts of methods that run the model. Safe to call repeatedly.
 
     vLLM reserves slots past the scheduled tokens for its own drafters that run a model, and none for custom ones. The
     scheduler and the worker's warm-up both read this property, so replacing it keeps them in agreement.
 
     Args:
-        writes_kv: whether the proposer of that dotted path writes KV.
+        runs_model: whether the method that a VllmConfig names is one of ours that runs the model.
     """
     from vllm.config import VllmConfig
 
@@ -25,7 +25,7 @@ def reserve_slots(writes_kv: Callable[[str], bool]) -> None:
 
     def num_lookahead_tokens(self: Any) -> int:
         config = self.speculative_config
-        if config is not None and config.method == "custom_class" and writes_kv(config.model or ""):
+        if config is not None and config.method == "custom_class" and runs_model(self):
             # A draft of k tokens writes the KV of the last sampled token and of its first k - 1 tokens; that makes k
             # slots past the computed ones, of which the scheduler's own count holds none.
             return config.num_speculative_tokens

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-
-logger = logging.getLogger(__name__)
+from torch.nn.functional import pad
 
 # Families whose decoder layers are known to be such blocks. Others may look the same and scale a residual, say.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -28,20 +26,6 @@ WARM_UP_TOKENS = 8
 
 class UnsupportedModel(ValueError):
     """The model is not built of blocks that can be skipped. The message is one line."""
-
-
-class Drafted(NamedTuple):
-    """What one pass says of the next token of each of n requests.
-
-    Attributes:
-        tokens: int64 [n], the most probable token.
-        top: float32 [n, T], the largest T probabilities, descending.
-        entropy: float32 [n], of the whole distribution in nats; [0] unless asked for.
-    """
-
-    tokens: torch.Tensor
-    top: torch.Tensor
-    entropy: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +51,25 @@ class Backbone:
 
         inner = getattr(target, "model", None)
         head, processor = getattr(target, "lm_head", None), getattr(target, "logits_processor", None)
-        found = [getattr(inner, name, None) for name in ("embed_tokens", "layers", "norm")]
-        if any(part is None for part in (*found, head, processor)):
-            raise UnsupportedModel(f"layers of {type(target).__name__} cannot be skipped: it is no plain decoder")
-        embedding, layers, norm = found
+        embedding, layers, norm = (getattr(inner, name, None) for name in ("embed_tokens", "layers", "norm"))
+        refused = f"layers of {type(target).__name__} cannot be skipped"
+        if any(part is None for part in (embedding, layers, norm, head, processor)):
+            raise UnsupportedModel(f"{refused}: it is no plain decoder")
         assert head is not None and processor is not None and layers is not None
         for index, layer in enumerate(layers):
-            problem = _problem(layer, RMSNorm)
-            if problem:
-                raise UnsupportedModel(f"layers of {type(target).__name__} cannot be skipped: layer {index} {problem}")
+            if problem := _problem(layer, RMSNorm):
+                raise UnsupportedModel(f"{refused}: layer {index} {problem}")
         if type(norm) is not RMSNorm:
-            raise UnsupportedModel(f"layers of {type(target).__name__} cannot be skipped: its last norm is not RMSNorm")
+            raise UnsupportedModel(f"{refused}: its last norm is not RMSNorm")
         if processor.soft_cap is not None or processor.logits_as_input:
-            raise UnsupportedModel(f"layers of {type(target).__name__} cannot be skipped: its logits are capped")
-        windows = {getattr(layer.self_attn.attn, "sliding_window", None) for layer in layers}
-        if len(windows) > 1:
-            raise UnsupportedModel(
-                f"layers of {type(target).__name__} cannot be skipped: they keep KV of different windows"
-            )
+            raise UnsupportedModel(f"{refused}: its logits are capped")
+        if len({getattr(layer.self_attn.attn, "sliding_window", None) for layer in layers}) > 1:
+            raise UnsupportedModel(f"{refused}: they keep KV of different windows")
         return cls(embedding, tuple(layers), norm, head, processor.org_vocab_size, float(processor.scale))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, vocabulary] before scaling, of normed hidden states [n, H]."""
+        return self.head.quant_method.apply(self.head, hidden, bias=None)[:, : self.vocab_size]
 
 
 def _problem(layer: Any, norm_type: type[nn.Module]) -> str | None:
@@ -107,43 +91,49 @@ def _problem(layer: Any, norm_type: type[nn.Module]) -> str | None:
 
 
 class KeptLayers(nn.Module):
-    """Embedding, the kept sublayers in order, last norm, head, and the most probable token. Greedy: no sampling.
+    """A draft pass: embedding, the kept sublayers in order, last norm, head, the most likely tokens.
 
     It only references the target's modules (they are not registered again), and so sees whatever happens to them.
     Must be called in vLLM's forward context, with attention metadata of one query token per request.
+
+    Args:
+        kept: (layer, "attention" or "mlp") of each sublayer that is not skipped, in order.
+        top_k: K, how many of the most likely tokens a pass returns.
+        entropy: whether it returns the entropy of the distribution.
     """
 
     backbone: Backbone
-    steps: list[tuple[Any, Any, bool]]
+    sublayers: list[tuple[Any, Any, bool]]
 
-    def __init__(
-        self, backbone: Backbone, kept: Sequence[tuple[int, str]], *, needs_top: int = 0, needs_entropy: bool = False
-    ) -> None:
-        """
-        Args:
-            kept: (layer, "attention" or "mlp") of each sublayer that is not skipped, in order.
-            needs_top: how many top probabilities a pass returns.
-        """
+    def __init__(self, backbone: Backbone, kept: Sequence[tuple[int, str]], top_k: int, entropy: bool) -> None:
         super().__init__()
-        steps = []
+        sublayers = []
         for index, kind in kept:
             layer = backbone.layers[index]
             if kind == "attention":
-                steps.append((layer.input_layernorm, layer.self_attn, True))
+                sublayers.append((layer.input_layernorm, layer.self_attn, True))
             else:
-                steps.append((layer.post_attention_layernorm, layer.mlp, False))
+                sublayers.append((layer.post_attention_layernorm, layer.mlp, False))
         hide = object.__setattr__  # past nn.Module, which would register them as children
         hide(self, "backbone", backbone)
-        hide(self, "steps", steps)
-        self.needs_top = needs_top
-        self.needs_entropy = needs_entropy
+        hide(self, "sublayers", sublayers)
+        self.top_k, self.missing = top_k, max(0, top_k - backbone.vocab_size)
+        self.entropy = entropy
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Drafted:
-        """input_ids, positions int64 [n]: the newest token of each request."""
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Run the pass.
+
+        Args:
+            input_ids, positions: int64 [n], the newest token of each request.
+
+        Returns:
+            float32 [n, 2K (+ 1)], in one tensor for one transfer: K tokens, which float32 holds exactly, best first,
+            their probabilities (0 beyond the vocabulary's size), and the entropy in nats where it is asked for.
+        """
         backbone = self.backbone
         hidden = backbone.embedding(input_ids)
         residual = None
-        for norm, sublayer, is_attention in self.steps:
+        for norm, sublayer, is_attention in self.sublayers:
             if residual is None:
                 residual = hidden
                 hidden = norm(hidden)
@@ -151,28 +141,27 @@ class KeptLayers(nn.Module):
                 hidden, residual = norm(hidden, residual)
             hidden = sublayer(positions=positions, hidden_states=hidden) if is_attention else sublayer(hidden)
         hidden = backbone.norm(hidden) if residual is None else backbone.norm(hidden, residual)[0]
-        logits = backbone.head.quant_method.apply(backbone.head, hidden, bias=None)[:, : backbone.vocab_size]
-        tokens = logits.argmax(-1)
-        none = positions.new_empty(0, dtype=torch.float32)
-        if not (self.needs_top or self.needs_entropy):
-            return Drafted(tokens, none, none)
-        log_probs = (logits.float() * backbone.scale).log_softmax(-1)
-        if self.needs_top == 1:
-            top = log_probs.amax(-1, keepdim=True).exp()
+        logits = backbone.logits(hidden)
+        best = logits.argmax(-1, keepdim=True)
+        logits = logits.float() if backbone.scale == 1.0 else logits.float() * backbone.scale
+        total = logits.logsumexp(-1, keepdim=True)
+        if self.top_k == 1:
+            tokens, values = best, logits.amax(-1, keepdim=True)
         else:
-            top = log_probs.topk(self.needs_top).values.exp() if self.needs_top else none
-        entropy = -(log_probs.exp() * log_probs).sum(-1) if self.needs_entropy else none
-        return Drafted(tokens, top, entropy)
+            values, tokens = logits.topk(self.top_k - self.missing)
+            # Of equal ones the first, as the target's own argmax takes.
+            tokens = torch.where(tokens == best, tokens[:, :1], tokens)
+            tokens = torch.cat((best, tokens[:, 1:]), 1)
+        parts = [pad(part, (0, self.missing)) for part in (tokens.float(), (values - total).exp())]
+        if self.entropy:
+            log_probs = logits - total
+            parts.append(-(log_probs.exp() * log_probs).sum(-1, keepdim=True))
+        return torch.cat(parts, 1)
 
 
 def compiled(
-    vllm_config: Any,
-    backbone: Backbone,
-    kept: Sequence[tuple[int, str]],
-    *,
-    needs_top: int = 0,
-    needs_entropy: bool = False,
-) -> nn.Module:
+    vllm_config: Any, backbone: Backbone, kept: Sequence[tuple[int, str]], top_k: int, entropy: bool
+) -> KeptLayers:
     """`KeptLayers`, compiled with vLLM's own machinery where the engine compiles; eager where it does not.
 
     Compiling takes about as long as the target's own did. Attention stays what it is: vLLM's compiled graphs look up
@@ -184,12 +173,12 @@ def compiled(
     from vllm.forward_context import set_forward_context
 
     if vllm_config.compilation_config.mode in (None, CompilationMode.NONE, CompilationMode.STOCK_TORCH_COMPILE):
-        return KeptLayers(backbone, kept, needs_top=needs_top, needs_entropy=needs_entropy).eval()
+        return KeptLayers(backbone, kept, top_k, entropy).eval()
     # vLLM's caches know a compiled function by its qualified name and first line, and a graph by the model's tag.
-    key = hashlib.sha256(repr((tuple(kept), needs_top, needs_entropy)).encode()).hexdigest()[:12]
+    key = hashlib.sha256(repr((tuple(kept), top_k, entropy)).encode()).hexdigest()[:12]
     name = f"KeptLayers_{key}"
 
-    def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> Drafted:
+    def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return KeptLayers.forward(self, input_ids, positions)
 
     forward.__qualname__ = f"{name}.forward"
@@ -197,7 +186,7 @@ def compiled(
     forward.__code__ = forward.__code__.replace(co_name=f"forward_{key}")
 
     def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
-        KeptLayers.__init__(self, backbone, kept, needs_top=needs_top, needs_entropy=needs_entropy)
+        KeptLayers.__init__(self, backbone, kept, top_k, entropy)
 
     kind: Any = support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})(
         type(name, (KeptLayers,), {"forward": forward, "__init__": init, "__qualname__": name})

@@ -6,19 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafting import int32, replace
 from prometheus_client import REGISTRY
 
 from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
 from sssd_plugin.datastore.live.store import LiveDatastore
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.provenance import ACCEPTED, CONTEXT, HIT, HITS, LOOKUPS, SIZE
-from sssd_plugin.source_metrics import EVERY, SourceMetrics
+from sssd_plugin.metrics import EVERY, SourceMetrics
+from sssd_plugin.scoring.attribution import ACCEPTED, CONTEXT, HIT, HITS, LOOKUPS, SIZE
 
 VOCAB = 60
-
-
-def ints(values: list[int]) -> Any:
-    return np.array(values, np.int32)
 
 
 def longest(texts: list[list[int]], context: list[int], token: list[int]) -> int:
@@ -40,14 +37,14 @@ def test_the_longest_match_decides(isolation: Any) -> None:
     static = [text(60) for _ in range(3)]
     live = LiveDatastore(
         VOCAB,
-        static=Snapshot.of([SubIndex.build(ints([*part, -1]), VOCAB) for part in static]),
+        static=Snapshot.of([SubIndex.build(int32([*part, -1]), VOCAB) for part in static]),
         isolation=isolation,
     )
     seen: dict[str, list[list[int]]] = {"a": [], "b": []}
     for number in range(12):
         name = "ab"[number % 2]
         document = text(30)
-        live.insert(ints(document), live.tenant(name))
+        live.insert(int32(document), live.tenant(name))
         for other in (name,) if isolation == "tenant" else "ab":
             seen[other].append(document)
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=live)
@@ -58,10 +55,9 @@ def test_the_longest_match_decides(isolation: Any) -> None:
         gained = np.array([1 + number % 5, 3])
         ids = [f"{number}{name}" for name in names]
         for request, name in zip(ids, names, strict=True):
-            drafter.belongs(request, live.tenant(name))
-        flat = ints([*requests[0], *requests[1]])
-        drafter.append(ids, flat, np.array([0, 25, 34], np.int64))
-        drafter.account(["unknown", *ids], np.array([3, *gained]), tally)
+            drafter.set_tenant(request, live.tenant(name))
+        replace(drafter, dict(zip(ids, requests, strict=True)))
+        drafter.attribute(["unknown", *ids], np.array([3, *gained]), tally)
         drafter.finish(ids)
         for request, name, gain in zip(requests, names, gained.tolist(), strict=True):
             for p in range(len(request) - gain, len(request) - 1):
@@ -80,9 +76,9 @@ def test_the_longest_match_decides(isolation: Any) -> None:
 
 def test_without_a_store_all_is_input_or_other() -> None:
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8)
-    drafter.append(["x"], ints([1, 2, 3, 1, 2, 3]), np.array([0, 6]))
+    replace(drafter, {"x": [1, 2, 3, 1, 2, 3]})
     tally = np.zeros(SIZE, np.int64)
-    drafter.account(["x"], np.array([4]), tally)  # 3 1 2 were drafted: nothing was before the 3, nor after it
+    drafter.attribute(["x"], np.array([4]), tally)  # 3 1 2 were drafted: nothing was before the 3, nor after it
     assert tally.tolist() == [1, 1, 0, 0, 1, 0, 0, 2]
 
 
@@ -90,14 +86,14 @@ def test_metrics_of_one_step_in_so_many() -> None:
     def value(name: str, source: str | None = None) -> float:
         return REGISTRY.get_sample_value(name, {"source": source} if source else {}) or 0.0
 
-    static = Snapshot.of([SubIndex.build(ints([5, 6, 7, 8, 9, -1]), VOCAB)])
+    static = Snapshot.of([SubIndex.build(int32([5, 6, 7, 8, 9, -1]), VOCAB)])
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, snapshot=static)
-    drafter.append(["x"], ints([5, 6, 7, 8]), np.array([0, 4]))
+    replace(drafter, {"x": [5, 6, 7, 8]})
     metrics = SourceMetrics(static)
     before = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
               value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
     for _ in range(EVERY):
-        metrics.look(drafter, ["x"], lambda: np.array([3]))
+        metrics.update(drafter, ["x"], lambda: np.array([3]))
     after = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
              value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 2]

@@ -1,0 +1,68 @@
+"""`EngineContext` of a vLLM engine, in its front end and in its workers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
+from freedraft.method import EngineContext
+
+
+def context_of_arguments(engine_args: Any, model_config: Any, max_draft_tokens: int) -> EngineContext:
+    """What is known before the engine starts."""
+    return _context(model_config, max_draft_tokens, tensor_parallel=engine_args.tensor_parallel_size)
+
+
+def context_of_engine(vllm_config: Any) -> EngineContext:
+    """What a worker knows. Of all ranks and replicas, one writes what it learns."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size
+    return _context(
+        vllm_config.model_config,
+        vllm_config.speculative_config.num_speculative_tokens,
+        max_batch=vllm_config.scheduler_config.max_num_seqs,
+        tensor_parallel=ranks,
+        rank=parallel.rank,
+        writes_store=parallel.rank % ranks == 0 and not parallel.data_parallel_rank,
+        lockstep=ranks > 1,
+    )
+
+
+def _context(model_config: Any, max_draft_tokens: int, **known: Any) -> EngineContext:
+    return EngineContext(
+        hf_config=model_config.hf_config,
+        vocab_size=model_config.get_vocab_size(),
+        max_draft_tokens=max_draft_tokens,
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        hardware=_hardware(),
+        tokenizer_fingerprint=partial(_tokenizer_fingerprint, model_config),
+        **known,
+    )
+
+
+def _hardware() -> str | None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return hardware_name()
+    try:
+        return str(current_platform.get_device_name())
+    except NotImplementedError:  # platforms need not have names
+        return None
+
+
+def _tokenizer_fingerprint(model_config: Any) -> str | None:
+    """None when vLLM was told to load no tokenizer."""
+    if model_config.skip_tokenizer_init:
+        return None
+    from vllm.tokenizers import get_tokenizer
+
+    return tokenizer_fingerprint(
+        get_tokenizer(
+            model_config.tokenizer,
+            tokenizer_mode=model_config.tokenizer_mode,
+            revision=model_config.tokenizer_revision,
+            trust_remote_code=model_config.trust_remote_code,
+        )
+    )

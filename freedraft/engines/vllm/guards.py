@@ -1,0 +1,45 @@
+"""What the target model cannot draft for itself with: refused before the engine starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ONE_RANK = {
+    "pipeline_parallel_size": "layers on several pipeline ranks",
+    "tensor_parallel_size": "layers split over several tensor-parallel ranks",
+    "decode_context_parallel_size": "KV split over several ranks",
+}
+
+
+def check_engine(engine_args: Any) -> None:
+    """Refuse engines that draft passes do not know.
+
+    Raises:
+        ValueError: one clear line.
+    """
+    for name, what in ONE_RANK.items():
+        size = getattr(engine_args, name, 1) or 1
+        if size > 1:
+            raise ValueError(f"cannot draft with {what}: set --{name.replace('_', '-')} 1, not {size}")
+    if getattr(engine_args, "kv_transfer_config", None) is not None:
+        raise ValueError("cannot draft with KV transfer, which may move pages during a draft: remove the option")
+    if getattr(engine_args, "enable_lora", False):
+        raise ValueError("cannot draft with LoRA adapters, which are set up for the target's tokens only: remove them")
+
+
+def check_model(model_config: Any) -> None:
+    """Refuse models whose layers are not known to be skippable, as far as their configuration says so.
+
+    Raises:
+        ValueError: one clear line.
+    """
+    from freedraft.engines.vllm.v1.kept_layers import ARCHITECTURES
+
+    names = list(getattr(model_config.hf_config, "architectures", None) or ())
+    if not any(name in ARCHITECTURES for name in names):
+        raise ValueError(
+            f"layers of {', '.join(names) or 'this model'} cannot be skipped: "
+            f"supported are {', '.join(ARCHITECTURES)} (method 'sssd' works with any model)"
+        )
+    if model_config.uses_mrope:
+        raise ValueError("layers of a model with multimodal rotary positions cannot be skipped (use method 'sssd')")

@@ -1,0 +1,135 @@
+"""`PagedDraftModel`: the target as a drafter of itself, over vLLM's own weights and paged KV cache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freedraft.draft_model import DraftModel, Recipe
+from freedraft.engines.vllm.v1.draft_passes import PagedDraftRound
+from freedraft.engines.vllm.v1.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
+from freedraft.engines.vllm.v1.set_scores import SetScores
+from freedraft.method import Step
+
+
+class StepState(NamedTuple):
+    """`Step.engine` of this seam.
+
+    Attributes:
+        runner: vLLM's GPUModelRunner.
+        arguments: what vLLM passed to `propose_draft_token_ids`, by name (common_attn_metadata, ...).
+        rows: intp [B], rows of vLLM's batch that the step's requests have.
+    """
+
+    runner: Any
+    arguments: dict[str, Any]
+    rows: NDArray[np.intp]
+
+
+class PagedDraftModel(DraftModel):
+    """Draft passes of one token per request, in vLLM's forward context, and scores of recipes.
+
+    The past of a request is read from the pages that the target wrote. The pass for position p writes the KV of p,
+    which lies past the computed tokens in a block of the same request; the target's next step writes all of these
+    positions again before any pass reads them, and only computed tokens are ever prefix-cached.
+
+    Args:
+        runner: vLLM's GPUModelRunner, with its KV cache.
+        backbone: of its model.
+
+    Raises:
+        UnsupportedModel: the KV cache is of several kinds.
+    """
+
+    def __init__(self, runner: Any, backbone: Backbone, vllm_config: Any) -> None:
+        from vllm.forward_context import create_forward_context
+
+        groups = [group for groups in runner.attn_groups for group in groups]
+        if len(runner.kv_cache_config.kv_cache_groups) != 1 or len(groups) != 1:
+            raise UnsupportedModel("layer skipping needs one KV cache group and one kind of attention in all layers")
+        self.n_layers = len(backbone.layers)
+        self.runner, self.backbone, self.vllm_config = runner, backbone, vllm_config
+        self.group = groups[0]
+        self.device = runner.device
+        self.context = create_forward_context(None, vllm_config)
+        self.starts_cpu = torch.arange(runner.max_num_reqs + 1, dtype=torch.int32)
+        self.starts = self.starts_cpu.to(self.device)
+        self.not_prefilling = torch.zeros(runner.max_num_reqs, dtype=torch.bool)
+
+    def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> KeptLayers:
+        kept = [(i // 2, ("attention", "mlp")[i % 2]) for i, skipped in enumerate(recipe.bits) if not skipped]
+        if optimize:
+            return compiled(self.vllm_config, self.backbone, kept, top_k, entropy)
+        return KeptLayers(self.backbone, kept, top_k, entropy).eval()
+
+    def capacities(self, step: Step) -> NDArray[np.int32]:
+        # The KV of the last of n tokens is not computed yet: a draft of k writes positions n - 1 to n + k - 2. Beyond
+        # the blocks of a row its block table holds leftovers of others.
+        table = self.block_table
+        slots = table.num_blocks_per_row[step.engine.rows] * table.block_size - (step.contexts - 1)
+        return np.minimum(slots.clip(0), step.capacities).astype(np.int32)
+
+    def start(self, step: Step, rows: NDArray[np.intp], max_draft_len: int) -> PagedDraftRound:
+        return PagedDraftRound(self, step, rows, max_draft_len)
+
+    def scorer(self, window: int) -> SetScores:
+        return SetScores(self, window)
+
+    @property
+    def block_table(self) -> Any:
+        return self.runner.input_batch.block_table[0]
+
+    def tensor(self, values: NDArray[Any]) -> torch.Tensor:
+        """A copy on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+    def run(
+        self,
+        module: Any,
+        inputs: Any,
+        *,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: NDArray[np.int32],
+        starts: tuple[torch.Tensor, torch.Tensor],
+        pages: torch.Tensor,
+        draft_index: int = 0,
+    ) -> Any:
+        """`module(inputs, positions)` in a forward context of n requests with the same number of query tokens.
+
+        Args:
+            positions: int64 [tokens], of the query tokens.
+            slots: int64 [tokens], where their KV is written.
+            lengths: int32 [n], tokens that each request's last query token reads, itself included.
+            starts: int32 [n + 1], where each request's query tokens begin; on the device and on the host.
+            pages: int32 [n, P], block tables.
+            draft_index: number of the pass within the step.
+        """
+        from vllm.forward_context import override_forward_context
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        n, tokens = len(lengths), len(positions)
+        lengths_cpu = torch.from_numpy(lengths)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts[0],
+            query_start_loc_cpu=starts[1],
+            seq_lens=lengths_cpu.to(self.device),
+            num_reqs=n,
+            num_actual_tokens=tokens,
+            max_query_len=tokens // n,
+            max_seq_len=int(lengths.max()),
+            block_table_tensor=pages,
+            slot_mapping=slots,
+            causal=True,
+            positions=positions,
+            is_prefilling=self.not_prefilling[:n],
+            seq_lens_cpu_upper_bound=lengths_cpu,
+        )
+        metadata = self.group.build_metadata_for_drafting(common_attn_metadata=common, draft_index=draft_index)
+        self.context.attn_metadata = dict.fromkeys(self.group.layer_names, metadata)
+        self.context.slot_mapping = dict.fromkeys(self.group.layer_names, slots)
+        with override_forward_context(self.context):
+            return module(inputs, positions)

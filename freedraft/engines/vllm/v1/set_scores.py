@@ -1,0 +1,91 @@
+"""How well recipes would have drafted the newest tokens of a request: many of them in one forward pass of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freedraft.draft_model import MatchnessScorer, Recipe
+from freedraft.engines.many_sets import Sublayer, forward
+from freedraft.method import Step
+
+if TYPE_CHECKING:
+    from freedraft.engines.vllm.v1.draft_model import PagedDraftModel
+
+NO_SLOT = -1
+"""What the KV kernels take for "write nothing"."""
+
+
+class SetScores(MatchnessScorer):
+    """Matchness of recipes on the newest `window` tokens that a request has generated.
+
+    Every recipe reads the whole window in one prompt-like pass, uncompiled, through the target's own modules: attention
+    reads the target's KV, that of the window included, and writes none. In a real draft the newest token's own KV
+    would be the draft's; all else is as there.
+    """
+
+    def __init__(self, model: PagedDraftModel, window: int) -> None:
+        self.model = model
+        self.window = window
+        # Recipes are to a pass what requests are to a step of the engine.
+        self.max_recipes = max(1, min(model.runner.max_num_reqs, model.runner.max_num_tokens // window))
+        self.turn = 0
+        self.tokens = np.zeros(0, np.int64)
+        self.first = 0
+        self.page: Any = None
+
+    def observe(self, step: Step) -> bool:
+        batch_rows = step.engine.rows
+        prompts = self.model.runner.input_batch.num_prompt_tokens[batch_rows]
+        # `window` tokens, each followed by one that was generated.
+        eligible = np.flatnonzero(step.contexts - prompts > self.window)
+        if not len(eligible):
+            return False
+        chosen = int(eligible[self.turn % len(eligible)])
+        self.turn += 1
+        self.first = int(step.contexts[chosen]) - self.window - 1
+        self.tokens = step.history(chosen)[self.first :].astype(np.int64)
+        self.page = step.engine.arguments["common_attn_metadata"].block_table_tensor[batch_rows[chosen]]
+        return True
+
+    @torch.inference_mode()
+    def __call__(self, recipes: Sequence[Recipe]) -> NDArray[np.float64]:
+        bits = np.array([recipe.bits for recipe in recipes], np.bool_)
+        parts = [self._scores(bits[i : i + self.max_recipes]) for i in range(0, len(bits), self.max_recipes)]
+        return np.concatenate(parts)
+
+    def _scores(self, skipped: NDArray[np.bool_]) -> NDArray[np.float64]:
+        model, window, sets = self.model, self.window, len(skipped)
+        end, n = self.first + window, sets * window
+        starts = torch.arange(0, n + 1, window, dtype=torch.int32)
+        drafted = model.run(
+            partial(self._best, skipped),
+            model.tensor(np.tile(self.tokens[:-1], sets)),
+            positions=model.tensor(np.tile(np.arange(self.first, end), sets)),
+            slots=torch.full((n,), NO_SLOT, dtype=torch.int64, device=model.device),
+            lengths=np.full(sets, end, np.int32),
+            starts=(starts.to(model.device), starts),
+            pages=self.page.expand(sets, -1).contiguous(),
+        )
+        return (drafted.view(sets, window).cpu().numpy() == self.tokens[1:]).mean(1)
+
+    def _best(self, skipped: NDArray[np.bool_], tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [J * window]: the most likely token after each."""
+        backbone = self.model.backbone
+        sublayers = []
+        for layer in backbone.layers:
+            attention = partial(_attend, layer.self_attn, positions)
+            sublayers.append(Sublayer(layer.input_layernorm, attention, True))
+            sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
+        hidden = backbone.embedding(tokens)
+        stream = forward(hidden.view(len(skipped), self.window, -1), sublayers, skipped)
+        return backbone.logits(backbone.norm(stream.view(len(tokens), -1))).argmax(-1)
+
+
+def _attend(attention: Any, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    return attention(positions=positions, hidden_states=hidden)
