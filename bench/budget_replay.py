@@ -13,23 +13,22 @@ an H200 of which computing reaches 60 % of its peak, so that the controller's ow
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from replay import SHIPPED, build_store, test_rows
 
 from freedraft.controller import Controller
 from freedraft.cost_model import CostModel
 from freedraft.hardware import HardwareProfile
 from freedraft.model_shape import ModelShape
 from freedraft.roofline import Roofline
+
+from bench.lib.machine import write_json
+from bench.replay import SHIPPED, build_store, test_rows
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.trace import Trace
 
@@ -85,7 +84,8 @@ class Replay:
         controller = Controller(caps, Roofline(shape, profile), clock=lambda: now) if policy == "auto" else None
         rng = np.random.default_rng(seed)
         waiting = list(range(len(self.rows)))[::-1]
-        names, prompts, truth, done = [], [], [], []
+        names: list[str] = []
+        prompts, truth, done = [], [], []
         longest = max(len(p) + len(o) for p, o in self.rows) + 1
         table = np.zeros((self.batch, longest), np.int32)
         row_of = list(range(self.batch))[::-1]
@@ -192,9 +192,7 @@ def main() -> None:
             result.append(row)
             cells = "  ".join(f"{arm} {ratio:.2f}" for arm, ratio in row["ratio"].items() if arm != "plain")
             print(f"{machine:5} batch {batch:3}: {cells}; auto {row['auto_of_best']:.3f} of the best other", flush=True)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"trace": args.trace.name, "noise": NOISE, "rows": result}, indent=1) + "\n")
+    write_json(args.json, {"trace": args.trace.name, "noise": NOISE, "rows": result})
 
 
 if __name__ == "__main__":
