@@ -138,20 +138,18 @@ def traffic(ours: Arms, kinds: dict[str, list[list[int]]], steps: int) -> list[d
 def controller_cost() -> float:
     """Median microseconds per step of the controller alone: 32 requests, four draft tokens each."""
     import numpy as np
-    from freedraft.controller import Controller
-    from freedraft.cost_model import CostModel
-    from freedraft.hardware import HardwareProfile
-    from freedraft.model_shape import ModelShape
-    from freedraft.roofline import Roofline
 
+    from freedraft.cost.controller import Auto
+    from freedraft.cost.hardware import HardwareProfile
+    from freedraft.cost.model_shape import ModelShape
+    from freedraft.cost.roofline import Roofline
     from freedraft.draft import DraftBatch
+    from freedraft.method import Step
 
     shape = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
-    profile = HardwareProfile.load("cpu")
     now = [0.0]  # the clock that the controller reads: steps of 50 ms
-    control = Controller(
-        CostModel(profile, MAX_DRAFT_TOKENS, policy="auto"), Roofline(shape, profile), clock=lambda: now[0]
-    )
+    roofline = Roofline(shape, HardwareProfile.load("cpu"))
+    control = Auto(roofline, MAX_DRAFT_TOKENS, clock=lambda: now[0])
     batch, nodes = 32, 5
     draft = DraftBatch.empty(batch, nodes)
     draft.counts[:] = nodes
@@ -162,14 +160,17 @@ def controller_cost() -> float:
     draft.scores[:] = np.cumprod(rng.uniform(0.3, 0.9, (batch, nodes)), axis=1)
     draft.scores[:, 0] = 1.0
     ids, source = [f"{i}" for i in range(batch)], np.tile(np.arange(1, nodes + 1, dtype=np.int32), batch)
-    starts = np.arange(batch, dtype=np.int64) * nodes
+    starts, whole = np.arange(batch, dtype=np.int64) * nodes, np.full(batch, nodes - 1, np.int32)
+    contexts = np.full(batch, 300, np.int32)
     times = []
     for i in range(3000):
+        ends, previous = starts + 1 + i % 3, (batch, 64 + i % 32)
+        step = Step(ids, source, starts, ends, contexts, whole, whole, None, previous, lambda b: source)
         began = time.perf_counter()
-        control.observe(ids, source, starts, starts + 1 + i % 3, context=300.0, query_tokens=64 + i % 32)
-        control.limit(batch)
-        control.cut(draft)
-        control.end(ids)
+        control.update(step)
+        control.max_draft_len(step)
+        control.truncate(draft)
+        control.end(step)
         times.append(time.perf_counter() - began)
         now[0] += 0.05
         draft.counts[:] = nodes

@@ -21,14 +21,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from freedraft.controller import Controller
-from freedraft.cost_model import CostModel
-from freedraft.hardware import HardwareProfile
-from freedraft.model_shape import ModelShape
-from freedraft.roofline import Roofline
-
 from bench.lib.machine import write_json
 from bench.replay import SHIPPED, build_store, test_rows
+from freedraft.cost.controller import Auto
+from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.policies import Controller, Fixed, Knee
+from freedraft.cost.roofline import Roofline
+from freedraft.method import Step
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.trace import Trace
 
@@ -78,10 +78,14 @@ class Replay:
         """Tokens per second."""
         seconds_of, shape, profile_name, drafting = MACHINES[machine]
         profile = HardwareProfile.load(profile_name)
-        policy, most = ARMS[arm]
-        caps = CostModel(profile, most, policy=policy)  # type: ignore[arg-type]
+        policy, max_draft_tokens = ARMS[arm]
         now = 0.0
-        controller = Controller(caps, Roofline(shape, profile), clock=lambda: now) if policy == "auto" else None
+        controller: Controller = {
+            "fixed": lambda: Fixed(profile, max_draft_tokens),
+            "knee": lambda: Knee(profile, max_draft_tokens),
+            "auto": lambda: Auto(Roofline(shape, profile), max_draft_tokens, clock=lambda: now),
+        }[policy]()
+        min_score = profile.token_cost if policy == "knee" else 0.0
         rng = np.random.default_rng(seed)
         waiting = list(range(len(self.rows)))[::-1]
         names: list[str] = []
@@ -90,7 +94,7 @@ class Replay:
         table = np.zeros((self.batch, longest), np.int32)
         row_of = list(range(self.batch))[::-1]
         places: list[int] = []
-        gained = np.zeros(0, np.int64)
+        gained, drafted = np.zeros(0, np.int64), np.zeros(0, np.int32)
         produced, query_tokens, changed = 0, 0, True
         cache: dict[tuple[int, int], float] = {}
         while True:
@@ -110,31 +114,25 @@ class Replay:
             if not names:
                 return produced / now
             n = len(names)
+            drafted = np.append(drafted, np.zeros(n - len(drafted), np.int32))
             lengths = np.array([p + d for p, d in zip(prompts, done, strict=True)], np.int32)
             rows = np.array(places, np.int32)
             counts, drafts = np.ones(n, np.int32), None
-            if controller:
-                ends = rows * np.int64(longest) + lengths
-                controller.observe(
-                    list(names), table.reshape(-1), ends - gained, ends,
-                    context=600.0, query_tokens=None if changed else query_tokens,
-                )  # fmt: skip
-                limit, total, least = controller.limit(n), None, 0.0
-            else:
-                limit, total = caps.per_request(n), caps.budget(n)
-                least = profile.token_cost if policy == "knee" else 0.0
-                limit = 0 if total == 0 else limit
-            if limit:
+            ends = rows * np.int64(longest) + lengths
+            step = Step(
+                list(names), table.reshape(-1), ends - gained, ends, np.full(n, 600, np.int32),
+                np.full(n, max_draft_tokens, np.int32), drafted, None, None if changed else (n, query_tokens),
+                lambda b: table[places[b]],
+            )  # fmt: skip
+            controller.update(step)
+            if max_draft_len := controller.max_draft_len(step):
                 drafter.extend(names, table, rows, lengths)
-                drafts = drafter.draft(
-                    names, max_nodes=limit + 1, total_draft_tokens=total, shape="chain", min_score=least
-                )
-                if controller:
-                    controller.cut(drafts)
+                drafts = drafter.draft(names, max_nodes=max_draft_len + 1, shape="chain", min_score=min_score)
+                controller.truncate(drafts)
                 counts = drafts.counts
                 now += drafting * n
-            if controller:
-                controller.end(list(names))
+            controller.end(step)
+            drafted = np.maximum(counts, 1) - 1
             query_tokens = int(np.maximum(counts, 1).sum())
             key = n, query_tokens
             if key not in cache:
@@ -160,7 +158,7 @@ class Replay:
                     row_of.append(places[b])
                     for column in (names, prompts, truth, done, places):
                         del column[b]
-                gained = np.delete(gained, over)
+                gained, drafted = np.delete(gained, over), np.delete(drafted, over)
                 changed = True
 
 

@@ -24,6 +24,8 @@ from bench.lib.deep_model import SKIP_SET, build
 from bench.lib.engine import ROOT, SKIP_SET_OF_DEMO, Engine, in_process
 from bench.lib.machine import cores, cpu, rounded, write_json
 from bench.lib.prompts import PROMPTS, chats
+from freedraft.draft import DraftBatch
+from freedraft.hybrid.method import HybridMethod
 
 K = 8
 ARMS = {
@@ -36,8 +38,14 @@ ARMS = {
 
 def speed(engine: Engine, prompt: list[int], arm: str, tokens: int) -> tuple[float, list[int]]:
     """Tokens per second of decoding, and the tokens."""
-    if ARMS[arm]:
-        engine.method.composer.drafting = ARMS[arm]
+    method: HybridMethod = engine.method
+    for part, name, attribute, off in (
+        (method.host, "sssd", "propose", lambda step, max_draft_len: DraftBatch.roots(step.roots)),
+        (method.model, "layerskip", "capacities", lambda step: np.zeros(step.batch_size, np.int32)),
+    ):
+        vars(part).pop(attribute, None)
+        if name not in ARMS[arm]:
+            setattr(part, attribute, off)
     run = engine.generate([prompt], tokens, drafting=bool(ARMS[arm]))
     return run.speed, run.tokens[0]
 

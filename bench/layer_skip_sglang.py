@@ -40,16 +40,16 @@ KINDS = (BASELINE, DRAFTING)
 def register() -> None:
     """Entry point of `sglang.srt.plugins` in the bench's engines: layer skip that leaves "plain" requests alone."""
     from freedraft.engines.sglang import registration
-    from freedraft.method import METHODS
+    from layerskip_plugin.method import SPEC
 
     install: Any = registration.install
-    install(replace(METHODS["layerskip"], name=ALGORITHM, factory=f"{__name__}:make_method"))
+    install(replace(SPEC, name=ALGORITHM, factory=f"{__name__}:make_method"))
 
 
-def make_method(options: Any, context: Any) -> Any:
-    from freedraft.method import METHODS
+def make_method(options: Any, context: Any, controller: Any = None) -> Any:
+    from layerskip_plugin.method import SPEC
 
-    method = METHODS["layerskip"].make(options, context)
+    method = SPEC.make(options, context, controller)
     Switch(method, lambda step: not step.request_ids[0].startswith(BASELINE), Path(os.environ[LOG]))
     return method
 

@@ -91,21 +91,19 @@ def _serve(pipe: Connection, model: str, speculative: dict[str, Any] | None, eng
 class _Worker:
     def __init__(self, llm: Any) -> None:
         self.engine = llm.llm_engine
-        proposer = method_of(self.engine)
-        self.proposer = proposer if hasattr(proposer, "cost_model") else None
-        self.controller = getattr(self.proposer, "controller", None)
+        self.method = method_of(self.engine)
+        self.controller = getattr(self.method, "controller", None)
         self.count = 0
 
     def policy(self, name: str, max_draft_tokens: int | None) -> None:
-        from freedraft.cost_model import CostModel
+        from freedraft.cost.policies import Fixed, Knee
 
-        proposer = self.proposer
-        assert proposer is not None, "this arm has no drafter of ours"
-        profile = proposer.cost_model.profile
-        max_draft_tokens = proposer.max_draft_tokens if max_draft_tokens is None else max_draft_tokens
-        proposer.cost_model = CostModel(profile, max_draft_tokens, policy=name)  # type: ignore[arg-type]
-        proposer.controller = self.controller if name == "auto" else None
-        proposer.min_score = profile.token_cost if name == "knee" else 0.0
+        assert self.controller is not None, "this arm has no drafter of ours"
+        method, profile = self.method, self.controller.profile
+        limit = self.controller.max_draft_tokens if max_draft_tokens is None else max_draft_tokens
+        policies = {"fixed": Fixed, "knee": Knee}
+        method.controller = policies[name](profile, limit) if name in policies else self.controller
+        method.min_score = profile.token_cost if name == "knee" else 0.0
 
     def generate(self, prompts: list[list[int]], concurrency: int, max_tokens: int, trace: bool) -> Run:
         from vllm import SamplingParams
@@ -139,4 +137,4 @@ class _Worker:
     def _decided(self) -> dict[str, float]:
         if self.controller is None:
             return {}
-        return {"draft_tokens": float(self.controller.chosen), "gain": float(self.controller.gain)}
+        return {"draft_tokens": float(self.controller.budget), "gain": float(self.controller.gain)}
