@@ -87,9 +87,7 @@ class Engine:
 def method_of(llm_engine: Any) -> Any:
     """The `Method` of an engine in this process; None without one of ours."""
     drafter: Any = getattr(llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
-    while hasattr(drafter, "method"):  # the engine's proposer, and the guard around the method
-        drafter = drafter.method
-    return drafter
+    return drafter.guarded.method if hasattr(drafter, "guarded") else None
 
 
 def in_process(script: str, *options: object) -> Any:
