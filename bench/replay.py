@@ -98,7 +98,9 @@ def source_of(kind: int) -> str:
 def sssd(
     snapshot: Snapshot, budget: int, shape: Any, scoring: Any, vocab_size: int, weights: Path | None
 ) -> DraftFunction:
-    drafter = Drafter(vocab_size=vocab_size, max_nodes=budget, scoring=scoring, weights=weights, snapshot=snapshot)
+    options: dict[str, Any] = {"scoring": scoring, "weights": weights, "snapshot": snapshot}
+    drafter = Drafter(vocab_size=vocab_size, max_nodes=budget, **options)
+    how: dict[str, Any] = {"max_nodes": budget, "shape": shape}
     current, known = "", 0
 
     def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
@@ -109,7 +111,7 @@ def sssd(
         else:
             drafter.update([request], tokens, np.array([known]), np.array([n]), np.array([n], np.int32))
         current, known = request, n
-        return drafter.draft([request], max_nodes=budget, shape=shape)
+        return drafter.draft([request], **how)
 
     return draft
 
