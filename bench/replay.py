@@ -96,9 +96,11 @@ def source_of(kind: int) -> str:
 
 
 def sssd(
-    snapshot: Snapshot, budget: int, shape: str, scoring: str, vocab_size: int, weights: Path | None
+    snapshot: Snapshot, budget: int, shape: Any, scoring: Any, vocab_size: int, weights: Path | None
 ) -> DraftFunction:
-    drafter = Drafter(vocab_size=vocab_size, max_nodes=budget, scoring=scoring, weights=weights, snapshot=snapshot)
+    options: dict[str, Any] = {"scoring": scoring, "weights": weights, "snapshot": snapshot}
+    drafter = Drafter(vocab_size=vocab_size, max_nodes=budget, **options)
+    how: dict[str, Any] = {"max_nodes": budget, "shape": shape}
     current, known = "", 0
 
     def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
@@ -109,7 +111,7 @@ def sssd(
         else:
             drafter.update([request], tokens, np.array([known]), np.array([n]), np.array([n], np.int32))
         current, known = request, n
-        return drafter.draft([request], max_nodes=budget, shape=shape)
+        return drafter.draft([request], **how)
 
     return draft
 
@@ -293,7 +295,7 @@ def run(trace: Trace, rows: list[Row], name: str, budget: int, arguments: argpar
         draft = reference(documents, budget, trace.vocab_size)
     else:
         snapshot = Snapshot.empty() if arguments.no_store else build_store(trace)
-        draft = sssd(snapshot, budget, shape, str(scoring), trace.vocab_size, weights)
+        draft = sssd(snapshot, budget, shape, scoring, trace.vocab_size, weights)
     used = Weights.load(weights) if weights else None
     return {
         **replay(rows, draft, sources=scoring == "learned"),
