@@ -1,0 +1,87 @@
+"""SSSD as an engine sees it: tokens that it missed, chains or trees, policies, and what stops the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from freedraft.config import ConfigError
+from freedraft.cost.controller import Auto
+from freedraft.cost.policies import Fixed, Knee
+from freedraft.method import EngineContext
+from sssd_plugin.method import SssdMethod, check
+from sssd_plugin.options import SssdOptions
+from tests.support.steps import make_step
+
+VOCAB = 500
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
+CONFIG = SimpleNamespace(to_dict=lambda: SHAPE)
+PROMPT = [*range(100, 130), 1, 2, 3, *range(100, 110)]
+
+
+def method(widths: tuple[int, ...] | None = None, **options: Any) -> SssdMethod:
+    context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, max_draft_tokens=7, widths=widths)
+    return SssdMethod(SssdOptions(**{"policy": "fixed", **options}), context)
+
+
+def drafted(sssd: SssdMethod, text: list[int], gained: int = 1) -> list[int]:
+    draft = sssd.draft(make_step(["a"], [text[-gained:]], texts=[text]))
+    draft.check()
+    return draft.chain(0)
+
+
+def test_tokens_that_it_missed_are_read_from_the_engine() -> None:
+    """A step that it was not asked about, a request that it never met, one that was rolled back."""
+    sssd, text = method(), [*PROMPT, 110]
+    sssd.begin("a", np.array(PROMPT, np.int32), None, {})
+    assert drafted(sssd, text) == [*range(111, 118)]
+    text += [111, 112, 113]
+    assert drafted(sssd, text) == [*range(114, 121)], "two of these three tokens came in steps that it did not see"
+    assert sssd.drafter.tokens("a").tolist() == text
+    text = [*text[:-2], 120]
+    assert drafted(sssd, text) == [*range(121, 128)], "rolled back"
+    assert sssd.drafter.tokens("a").tolist() == text
+    fresh = method()
+    assert drafted(fresh, text) == [*range(121, 128)]
+
+
+@pytest.mark.parametrize(("widths", "shape"), [(None, "chain"), ((1, 2, 4, 8), "tree")])
+def test_chains_where_lengths_may_differ_and_trees_where_they_may_not(
+    widths: tuple[int, ...] | None, shape: str
+) -> None:
+    sssd = method(widths)
+    text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2]
+    step = make_step(["a"], [text], texts=[text], widths=widths)
+    draft = sssd.draft(step)
+    draft.check()
+    branches = len(set(draft.parents[0, 1 : draft.counts[0]].tolist())) < draft.counts[0] - 1
+    assert branches == (shape == "tree")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [({"policy": "auto"}, Auto), ({"policy": "knee"}, Knee), ({"policy": "fixed"}, Fixed), ({"policy": None}, Auto),
+     ({"policy": None, "knee": 7}, Knee)],
+)  # fmt: skip
+def test_policies(options: dict[str, Any], kind: type) -> None:
+    sssd = method(**options)
+    assert type(sssd.controller) is kind
+    assert sssd.min_score == (0.0 if kind is Auto else sssd.controller.profile.token_cost)
+    assert method(**options, min_score=0.3).min_score == 0.3
+    assert method((1, 8), **options).min_score == 0.0
+
+
+def test_what_would_fail_later_is_refused_before(tmp_path: Path) -> None:
+    context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB)
+    check(SssdOptions(), context)
+    with pytest.raises(ConfigError, match="hardware profile 'abacus'"):
+        check(SssdOptions(hardware="abacus"), context)
+    (tmp_path / "weights.json").write_text("{}")
+    with pytest.raises(ValueError, match="no scorer weights file"):
+        check(SssdOptions(weights=tmp_path / "weights.json"), context)
+    with pytest.raises(ValueError, match=str(tmp_path / "nothing")):
+        check(SssdOptions(datastore=tmp_path / "nothing"), context)

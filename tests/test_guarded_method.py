@@ -1,0 +1,117 @@
+"""What a method raises costs drafts, never more: it is counted, and tried again after a pause."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+
+from freedraft.config import PluginOptions
+from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.policies import Fixed
+from freedraft.draft import DraftBatch
+from freedraft.guarded_method import FIRST_PAUSE, FORGIVEN, LONGEST_PAUSE, GuardedMethod
+from freedraft.method import EngineContext, Method, MethodSpec, Step
+from tests.support.steps import make_step
+
+PROFILE = HardwareProfile(name="x", peak_flops=1e12, bandwidth=1e10, source="measured")
+
+
+class Fragile(Method):
+    """Fails where it is told to."""
+
+    def __init__(self, options: Any, context: EngineContext, controller: Any = None) -> None:
+        super().__init__(options, context, Fixed(PROFILE, 4), "fragile")
+        self.fails: set[str] = set()
+        self.calls: list[str] = []
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fails:
+            raise RuntimeError(f"{name} fails")
+
+    def begin(self, request_id: str, tokens: Any, tenant: Any, extra: Any) -> None:
+        self._call("begin")
+
+    def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
+        self._call("propose")
+        return DraftBatch.roots(step.roots)
+
+    def finish(self, request_id: str, output: Any, aborted: bool) -> None:
+        self._call("finish")
+
+
+@pytest.fixture
+def guarded() -> GuardedMethod:
+    return GuardedMethod(MethodSpec("fragile", f"{__name__}:Fragile", PluginOptions), PluginOptions(), EngineContext())
+
+
+def failures() -> float:
+    return REGISTRY.get_sample_value("freedraft_failures_total", {"method": "fragile"}) or 0.0
+
+
+def step() -> Step:
+    return make_step(["a"], [[7]], drafted=2)
+
+
+def test_a_failure_is_counted_and_followed_by_pauses_that_double(
+    guarded: GuardedMethod, caplog: pytest.LogCaptureFixture
+) -> None:
+    guarded.method.fails = {"propose"}
+    before, tried = failures(), []
+    with caplog.at_level(logging.ERROR):
+        for number in range(40 * FIRST_PAUSE):
+            calls = guarded.method.calls.count("propose")
+            assert guarded.draft(step()) is None
+            if guarded.method.calls.count("propose") > calls:
+                tried.append(number)
+    assert np.diff(tried).tolist() == [FIRST_PAUSE * 2**i + 1 for i in range(len(tried) - 1)]
+    assert failures() - before == len(tried) > 3
+    assert len(caplog.records) == len(tried) and all(record.exc_info for record in caplog.records)
+
+
+def test_it_drafts_again_and_is_forgiven(guarded: GuardedMethod) -> None:
+    method = guarded.method
+    method.fails = {"propose"}
+    for _ in range(2 * FIRST_PAUSE + 3):
+        guarded.draft(step())
+    method.fails = set()
+    for _ in range(LONGEST_PAUSE):
+        if guarded.draft(step()) is not None:
+            break
+    else:
+        pytest.fail("it never drafted again")
+    for _ in range(FORGIVEN):
+        assert guarded.draft(step()) is not None
+    method.fails = {"propose"}
+    guarded.draft(step())
+    calls = len(method.calls)
+    for _ in range(FIRST_PAUSE):
+        guarded.draft(step())
+    assert len(method.calls) == calls
+    guarded.draft(step())
+    assert len(method.calls) == calls + 1, "the pause is a first one again"
+
+
+def test_requests_begin_and_finish_during_a_pause(guarded: GuardedMethod) -> None:
+    guarded.method.fails = {"propose", "begin", "finish"}
+    guarded.begin("a", np.zeros(3, np.int32))
+    guarded.draft(step())
+    guarded.begin("b", np.zeros(3, np.int32))
+    assert guarded.running == {"a", "b"}
+    for request_id in "ab":
+        guarded.finish(request_id)
+    assert not guarded.running
+    assert [guarded.method.calls.count(name) for name in ("begin", "finish")] == [2, 2]
+
+
+def test_what_was_verified_is_counted_once_per_step(guarded: GuardedMethod) -> None:
+    def count(name: str) -> float:
+        return REGISTRY.get_sample_value(f"freedraft_{name}_tokens_total", {"method": "fragile"}) or 0.0
+
+    before = count("draft"), count("accepted")
+    guarded.draft(make_step(["a", "b"], [[1, 2, 3], [4]], drafted=[2, 3]))
+    assert (count("draft") - before[0], count("accepted") - before[1]) == (5, 2)

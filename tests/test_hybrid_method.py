@@ -1,0 +1,190 @@
+"""The hybrid method over two made-up drafters: who drafts for whom, and what each hears."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+
+from freedraft.config import ConfigError, PluginOptions
+from freedraft.cost.acceptance import PASS_KINDS
+from freedraft.cost.controller import Auto, make_controller
+from freedraft.draft import DraftBatch
+from freedraft.hybrid.choice import DraftPassEstimate
+from freedraft.hybrid.method import FIRST_PROBE, HybridMethod
+from freedraft.hybrid.options import option_type, part_options
+from freedraft.method import METHODS, EngineContext, Method, MethodSpec, ModelMethod, Step
+from tests.support.steps import make_step
+
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+CONFIG = SimpleNamespace(to_dict=lambda: SHAPE)
+
+
+def chains(step: Step, rows: np.ndarray, lengths: Any, first: int, score: float, kind: int) -> DraftBatch:
+    """Chains of tokens that count up from `first` for some requests, roots for the others."""
+    draft = DraftBatch.empty(step.batch_size, int(max(lengths, default=0)) + 1)
+    draft.tokens[:], draft.depths[:] = np.arange(draft.max_nodes) + first - 1, np.arange(draft.max_nodes)
+    draft.tokens[:, 0], draft.parents[:] = step.roots, np.arange(-1, draft.max_nodes - 1)
+    draft.scores[:], draft.kinds[:] = score ** np.arange(draft.max_nodes), kind
+    draft.counts[:] = 1
+    draft.counts[rows] = np.asarray(lengths) + 1
+    return draft
+
+
+class HostOptions(PluginOptions):
+    policy: str | None = None
+    knee: int | None = None
+    metrics_port: int | None = None
+    live: bool = False
+
+
+class ModelOptions(PluginOptions):
+    lookahead: str = "cost"
+    metrics_port: int | None = None
+
+
+class Host(Method):
+    """Has three sure tokens for requests whose name begins with "copy", nothing for others."""
+
+    def __init__(self, options: Any, context: EngineContext, controller: Any = None) -> None:
+        super().__init__(options, context, controller or make_controller(context), "host")
+        self.ended: list[str] = []
+
+    def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
+        rows = np.array([i for i, name in enumerate(step.request_ids) if name.startswith("copy")], np.intp)
+        return chains(step, rows, [min(3, max_draft_len)] * len(rows), 10, 0.97, 1)
+
+    def finish(self, request_id: str, output: Any, aborted: bool) -> None:
+        self.ended.append(request_id)
+
+
+class Model(ModelMethod):
+    """Two tokens for whom it is asked, at a tenth of a step each."""
+
+    def __init__(self, options: Any, context: EngineContext, controller: Any = None) -> None:
+        super().__init__(options, context, controller, "model")
+        self.asked: list[list[str]] = []
+        self.seconds = 0.1
+
+    def capacities(self, step: Step) -> np.ndarray:
+        return np.minimum(step.capacities, 2)
+
+    def estimate(self, step: Step, rows: Any, sizes: Any, max_draft_len: int) -> DraftPassEstimate:
+        m = np.arange(1, max_draft_len + 1)
+        gain = sizes[:, None] * np.cumsum(0.9**m)
+        unit = float(self.controller.step_seconds(1, 1))
+        return DraftPassEstimate(sizes, gain, sizes[:, None] * m, np.ones((len(sizes), 1)) * m * self.seconds * unit)
+
+    def propose_for(self, step: Step, rows: Any, limits: Any, rest: Any) -> DraftBatch:
+        self.asked.append([step.request_ids[i] for i in rows.tolist()])
+        self.rest = rest
+        return chains(step, rows, np.minimum(2, limits), 50, 0.9, PASS_KINDS)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(METHODS):
+        monkeypatch.delitem(METHODS, name)
+    parts = (("host", Host, HostOptions), ("model", Model, ModelOptions))
+    for role, kind, options in parts:
+        spec = MethodSpec(role, f"{__name__}:{kind.__name__}", options, role=role, runs_model=role == "model")
+        monkeypatch.setitem(METHODS, role, spec)
+    option_type.cache_clear()
+    yield
+    option_type.cache_clear()
+
+
+def method(**context: Any) -> HybridMethod:
+    return HybridMethod(option_type()(), EngineContext(hf_config=CONFIG, max_draft_tokens=8, **context))
+
+
+def drive(hybrid: HybridMethod, names: list[str], steps: int, accept: str = "host") -> None:
+    """Steps in which what one of the two drafts is accepted; the controller is told times, not measured ones."""
+    auto = hybrid.controller
+    assert isinstance(auto, Auto)
+    gained, drafted = [[5]] * len(names), [0] * len(names)
+    for _ in range(steps):
+        for _ in range(2):
+            auto.times.update(len(names), len(names), 300.0, 0.030)
+            auto.times.update(len(names), 6 * len(names), 300.0, 0.032)
+        draft = hybrid.draft(make_step(names, gained, drafted=drafted))
+        draft.check()
+        drafted = (draft.counts - 1).tolist()
+        gained = []
+        for b, count in enumerate(draft.counts.tolist()):
+            chain = draft.tokens[b, 1:count].tolist()
+            right = bool(chain) and (chain[0] == 10) == (accept == "host")
+            gained.append([*chain, 99] if right or accept == "both" else [98])
+
+
+def test_draft_passes_go_to_whom_n_grams_say_nothing(registered: None) -> None:
+    hybrid = method()
+    drive(hybrid, ["copy-1", "new-1", "copy-2", "new-2"], 40, accept="both")
+    assert sorted(hybrid.model.asked[-1]) == ["new-1", "new-2"]
+    assert hybrid.model.rest.requests == 2 and hybrid.model.rest.query_tokens >= 6
+
+
+def test_passes_that_cannot_pay_are_tried_ever_more_rarely(registered: None) -> None:
+    hybrid = method()
+    hybrid.model.seconds = 5.0
+    drive(hybrid, ["copy-1", "new-1"], 4 * FIRST_PROBE)
+    assert [len(asked) for asked in hybrid.model.asked] == [2, 2], "after 128 steps, and 256 more"
+
+
+def test_a_draft_is_counted_for_the_part_that_made_it(registered: None) -> None:
+    def count(name: str, part: str) -> float:
+        return REGISTRY.get_sample_value(f"freedraft_{name}_tokens_total", {"method": part}) or 0.0
+
+    before = {part: (count("draft", part), count("accepted", part)) for part in ("host", "model")}
+    hybrid = method()
+    drive_counted(hybrid, ["copy-1", "new-1"], 40)
+    for part in ("host", "model"):
+        assert count("draft", part) > before[part][0]
+    assert count("accepted", "host") > before["host"][1] and count("accepted", "model") > before["model"][1]
+
+
+def drive_counted(hybrid: HybridMethod, names: list[str], steps: int) -> None:
+    original = hybrid.draft
+
+    def draft(step: Step) -> DraftBatch:
+        hybrid.record_acceptance(step)
+        return original(step)
+
+    hybrid.draft = draft  # type: ignore[method-assign]
+    drive(hybrid, names, steps, accept="both")
+
+
+@pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])
+def test_what_a_request_may_have_is_kept(registered: None, widths: tuple[int, ...] | None) -> None:
+    hybrid = method(widths=widths)
+    capacities = [0, 1, 7, 2]
+    names = ["copy-1", "copy-2", "new-1", "new-2"]
+    for _ in range(20):
+        for _ in range(2):
+            hybrid.controller.times.update(4, 4, 300.0, 0.030)
+        draft = hybrid.draft(make_step(names, [[1]] * 4, capacities=capacities, widths=widths))
+        assert (draft.counts - 1 <= capacities).all()
+
+
+def test_both_hear_of_the_end_and_options_go_to_their_owners(registered: None) -> None:
+    hybrid = method()
+    hybrid.begin("a", np.zeros(2, np.int32), None, {})
+    hybrid.finish("a", None, aborted=True)
+    assert hybrid.host.ended == ["a"]
+    options = option_type()(live=True, metrics_port=7)
+    assert part_options(options, "host") == HostOptions(live=True, metrics_port=7)
+    assert part_options(options, "model") == ModelOptions(), "metrics are served once for both"
+    for name in list(METHODS):
+        del METHODS[name]
+    option_type.cache_clear()
+    with pytest.raises(ConfigError, match="freedraft doctor"):
+        option_type()
+
+
+def test_a_model_that_cannot_be_priced_is_refused(registered: None) -> None:
+    unreadable = SimpleNamespace(to_dict=dict)
+    with pytest.raises(ConfigError, match="cannot price"):
+        HybridMethod(option_type()(), EngineContext(hf_config=unreadable, max_draft_tokens=8))
