@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from collections.abc import Hashable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from freedraft.cost.roofline import Roofline
 from freedraft.draft_model import Recipe
+from freedraft.files import write_json_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -289,9 +289,7 @@ class StepTimes:
         ]
         data = {"format": FORMAT, "for": self._identity(), "level": self._level, "cells": cells}
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(data))
-        part.replace(path)
+        write_json_atomically(path, data, durable=False)
 
     def load(self, path: Path) -> bool:
         """Take over what `save` wrote for the same model on the same hardware; anything else is left with a warning."""
