@@ -16,11 +16,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from freedraft.config import CONFIG_VARIABLE, PREFIX, PluginOptions
-from layerskip_plugin.options import LayerSkipOptions
-from sssd_plugin.options import SssdOptions
+from freedraft.hybrid.options import NAME as HYBRID
+from freedraft.hybrid.options import option_type as hybrid_option_type
+from freedraft.method import METHODS
+from layerskip_plugin.method import SPEC as LAYERSKIP
+from sssd_plugin.method import SPEC as SSSD
 
 PAGE = Path(__file__).with_name("configuration.md")
-METHODS: dict[str, type[PluginOptions]] = {"sssd": SssdOptions, "layerskip": LayerSkipOptions}
+PARTS = (SSSD, LAYERSKIP)
 
 HEAD = f"""\
 # Configuration
@@ -41,8 +44,16 @@ SGLang has no flag for them: use the file or the variables.
 | vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, required: of a request's chain |
 | SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, or 16: nodes of a tree with its root |
 
-How many of these a step really drafts is decided by `policy` (sssd) and `lookahead` (layerskip). Method `freedraft`
-(SGLang: `--speculative-algorithm freedraft`) drafts with both and takes the options of both.
+How many of these a step really drafts is decided by `policy` (sssd) and `lookahead` (layerskip); see
+[how much to draft](cost-model.md). Method `{HYBRID}` drafts with both.
+"""
+
+HYBRID_SECTION = f"""
+## {HYBRID}
+
+`"method": "{HYBRID}"`, in SGLang `--speculative-algorithm {HYBRID}`, takes the options of both methods.
+`policy` must be `auto`, without a `knee`, and `lookahead` must be `cost`, because both drafters are weighed by measured
+times. One `metrics_port` serves the metrics of both.
 """
 
 
@@ -54,17 +65,17 @@ def descriptions(model: type[PluginOptions]) -> dict[str, str]:
     """
     section = inspect.getdoc(model) or ""
     section = section.partition("Attributes:\n")[2]
-    said: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
         if begin := re.match(r"    (\w+): (.*)", line):
             name = begin[1]
-            said[name] = begin[2]
+            meanings[name] = begin[2]
         elif name and line.startswith("        "):
-            said[name] += " " + line.strip()
-    if missing := model.model_fields.keys() - said.keys():
+            meanings[name] += " " + line.strip()
+    if missing := model.model_fields.keys() - meanings.keys():
         raise ValueError(f"{model.__name__} does not describe {', '.join(sorted(missing))}")
-    return said
+    return meanings
 
 
 def type_name(annotation: Any) -> str:
@@ -95,15 +106,26 @@ def default(info: FieldInfo) -> str:
 
 
 def page() -> str:
+    """The whole page.
+
+    Raises:
+        ValueError: an option is not described, or the hybrid method has other options than its parts.
+    """
     parts = [HEAD]
-    for method, model in METHODS.items():
-        said = descriptions(model)
-        parts.append(f"\n## {method}\n\n| option | value | default | meaning |\n|---|---|---|---|\n")
+    options: set[str] = set()
+    for spec in PARTS:
+        METHODS[spec.name] = spec
+        model = spec.option_type
+        options |= model.model_fields.keys()
+        meanings = descriptions(model)
+        parts.append(f"\n## {spec.name}\n\n| option | value | default | meaning |\n|---|---|---|---|\n")
         for name, info in model.model_fields.items():
-            meaning = said[name][0].upper() + said[name][1:]
+            meaning = meanings[name][0].upper() + meanings[name][1:]
             value = type_name(info.annotation) + limits(info)
             parts.append(f"| `{name}` | {value} | {default(info)} | {meaning.replace('|', chr(92) + '|')} |\n")
-    return "".join(parts)
+    if hybrid_option_type().model_fields.keys() != options:
+        raise ValueError(f"the options of method '{HYBRID}' are not those of its parts")
+    return "".join([*parts, HYBRID_SECTION])
 
 
 def main() -> int:

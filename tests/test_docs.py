@@ -1,4 +1,4 @@
-"""The documentation: the configuration page is up to date, links lead somewhere, images pass the linter."""
+"""The documentation: generated pages are up to date, links lead somewhere, examples run, images pass the linter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import repeat_drafter
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md")])
@@ -43,6 +45,17 @@ def test_files_and_commands_that_are_named_exist(page: Path) -> None:
         r"`((?:bench|docs|docker|configs|freedraft|sssd_plugin|layerskip_plugin|tests)/[\w./-]+)`", page.read_text()
     ):
         assert (ROOT / name).exists(), f"{name} is not there"
+
+
+def test_the_drafter_of_the_page_is_the_tested_one() -> None:
+    page = (ROOT / "docs" / "add-a-drafter.md").read_text(encoding="utf-8")
+    drafter, _, test = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    source = Path(repeat_drafter.__file__).read_text(encoding="utf-8")
+    assert drafter == source
+    assert sum(1 for line in source.splitlines() if line.strip()) <= 50, "the page's title promises 50 lines"
+    names = dict(vars(repeat_drafter))
+    exec(test, names)
+    names["test_it_repeats"]()
 
 
 @pytest.mark.parametrize("image", sorted((ROOT / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
