@@ -27,6 +27,7 @@ from replay import SHIPPED, build_store, test_rows
 
 from freedraft.controller import Controller
 from freedraft.cost_model import CostModel
+from freedraft.draft import DraftBatch
 from freedraft.hardware import HardwareProfile
 from freedraft.model_shape import ModelShape
 from freedraft.roofline import Roofline
@@ -67,6 +68,13 @@ MACHINES: dict[str, tuple[StepTime, ModelShape, str, float]] = {
     "cpu": (cpu, SMALL, "cpu", 40e-6),
     "h200": (h200, LARGE, "h200", 40e-6),
 }
+
+
+def cut(drafts: DraftBatch, total: int) -> None:
+    """Keep the `total` draft tokens of the highest scores in the batch."""
+    rows = np.arange(drafts.batch_size)
+    while (drafts.counts - 1).sum() > total:
+        drafts.counts[np.where(drafts.counts > 1, drafts.scores[rows, drafts.counts - 1], np.inf).argmin()] -= 1
 
 
 class Replay:
@@ -125,10 +133,12 @@ class Replay:
                 least = profile.token_cost if policy == "knee" else 0.0
                 limit = 0 if total == 0 else limit
             if limit:
-                drafter.extend(names, table, rows, lengths)
-                drafts = drafter.draft(
-                    names, max_nodes=limit + 1, total_draft_tokens=total, shape="chain", min_score=least
-                )
+                ends = rows * np.int64(longest) + lengths
+                for b in drafter.update(names, table.reshape(-1), ends - gained, ends, lengths):
+                    drafter.replace(names[b], table[rows[b], : lengths[b]])
+                drafts = drafter.draft(names, max_nodes=limit + 1, shape="chain", min_score=least)
+                if total is not None:
+                    cut(drafts, total)
                 if controller:
                     controller.cut(drafts)
                 counts = drafts.counts

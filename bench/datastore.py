@@ -33,10 +33,11 @@ import corpus
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore import sources, tokenizer
-from sssd_plugin.datastore.builder import StoreBuilder
-from sssd_plugin.datastore.memory import format_size, peak_resident_bytes, resident_bytes
-from sssd_plugin.datastore.store import Datastore
+from sssd_plugin.datastore import tokenizer
+from sssd_plugin.datastore.build import sources
+from sssd_plugin.datastore.build.builder import StoreBuilder
+from sssd_plugin.datastore.build.memory import format_size, peak_resident_bytes, resident_bytes
+from sssd_plugin.datastore.disk.store import Datastore
 
 BARS = {"build_us_per_token": 0.5, "peak_bytes_per_token": 45.0, "disk_bytes_per_token": 9.0}
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter, Scoring
 from sssd_plugin.request_index import RequestIndex
 
@@ -77,11 +77,15 @@ class Arm:
     def run(self, rows: NDArray[np.int32], timed: bool) -> None:
         """All steps of a batch of requests. rows: int32 [batch, PROMPT + STEPS * ADVANCE]."""
         ids = [str(i) for i in range(len(rows))]
-        at = np.arange(len(rows), dtype=np.int32)
+        for name, row in zip(ids, rows, strict=True):
+            self.drafter.replace(name, row[: PROMPT - ADVANCE])
+        flat, first = np.ascontiguousarray(rows.reshape(-1)), np.arange(len(rows)) * rows.shape[1]
         for step in range(STEPS):
             length = np.full(len(rows), PROMPT + step * ADVANCE, np.int32)
+            ends = first + length
+            starts = ends - ADVANCE
             started = time.perf_counter()
-            self.drafter.extend(ids, rows, at, length)
+            self.drafter.update(ids, flat, starts, ends, length)
             middle = time.perf_counter()
             self.drafter.draft(ids, max_nodes=self.nodes)
             ended = time.perf_counter()
@@ -107,7 +111,7 @@ def build_cost(tokens: int, tokenizer: Path, vocab: int) -> dict[str, float]:
     code = (
         "import sys, time, numpy as np\n"
         "from pathlib import Path\n"
-        "from sssd_plugin.datastore.sub_index import SubIndex\n"
+        "from sssd_plugin.datastore.index.sub_index import SubIndex\n"
         "def kib(key):\n"
         "    lines = Path('/proc/self/status').read_text().splitlines()\n"
         "    return next(int(line.split()[1]) for line in lines if line.startswith(key))\n"
@@ -140,9 +144,8 @@ def context_cost(documents: list[NDArray[np.int32]]) -> dict[str, dict[str, floa
         for repeat in range(15):
             prompt = text[repeat * 1000 :][:length]
             index = RequestIndex()
-            slots = index.slot_ids(["r"])
             started = time.perf_counter()
-            index.append(slots, prompt, np.array([0, length]))
+            index.replace("r", prompt)
             nanoseconds.append((time.perf_counter() - started) * 1e9 / length)
             size = index.nbytes() / length
         result[str(length)] = {"ns_per_token": spread(nanoseconds)["median"], "bytes_per_token": round(size, 2)}

@@ -35,10 +35,11 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows, untainted_weights
 
-from sssd_plugin.datastore import runs as runs_module
-from sssd_plugin.datastore.live import NICE, LiveDatastore, open_live
-from sssd_plugin.datastore.runs import Run, let_go, merged, sorted_run
-from sssd_plugin.datastore.segments import SegmentLog
+from sssd_plugin.datastore.index import runs as runs_module
+from sssd_plugin.datastore.index.runs import Run, merged, release, sorted_run
+from sssd_plugin.datastore.live.merging import NICE
+from sssd_plugin.datastore.live.segments import SegmentLog
+from sssd_plugin.datastore.live.store import LiveDatastore, open_live
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.trace import Row, Trace
 
@@ -47,8 +48,8 @@ HUNDRED = 100
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
-from sssd_plugin.datastore import live, segments
-live.HOT_TOKENS, segments.SEGMENT_TOKENS = 256, 2000
+from sssd_plugin.datastore.live.store import segments, store as live
+live.MEMTABLE_TOKENS, segments.SEGMENT_TOKENS = 256, 2000
 store = live.open_live(sys.argv[1], 1000, max_tokens=1 << 18)
 number = int(sys.argv[2])
 print("ready", flush=True)
@@ -69,10 +70,12 @@ def replay_row(
     """Steps and tokens of one row."""
     prompt, output = row
     tokens = np.concatenate([prompt, output]).astype(np.int32)
-    position, steps, index = len(prompt), 0, np.zeros(1, np.int32)
+    position, known, steps = len(prompt), 0, 0
+    drafter.replace(name, tokens[:0])
     while position < len(tokens):
         started = time.perf_counter()
-        drafter.extend([name], tokens[None], index, np.array([position], np.int32))
+        drafter.update([name], tokens, np.array([known]), np.array([position]), np.array([position], np.int32))
+        known = position
         batch = drafter.draft([name], max_nodes=budget)
         if seconds is not None:
             seconds.append(time.perf_counter() - started)
@@ -116,7 +119,7 @@ def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
             "static_store": round(prepared, 4),
             "live_over_static": round(at_end / prepared, 4),
         },
-        "sub_indices": stats.most,
+        "sub_indices": stats.max_sub_indices,
         "bytes_per_token": round(stats.nbytes / stats.tokens, 2),
     }
 
@@ -147,7 +150,7 @@ def update_cost(trace: Trace) -> dict[str, Any]:
                 "merges": stats.merges,
                 "longest_merge_ms": round(stats.longest_merge * 1e3, 1),
                 "bytes_per_token": round(stats.nbytes / stats.tokens, 2),
-                "sub_indices": stats.most,
+                "sub_indices": stats.max_sub_indices,
                 "close_ms": round((time.perf_counter() - started) * 1e3, 1),
             }
             if where == "disk":
@@ -190,7 +193,7 @@ def with_the_gil(older: Run, newer: Run, vocab_size: int) -> dict[str, float]:
         started = time.thread_time()
         result = [merged(older, newer, vocab_size)]
         merging = time.thread_time() - started - inside
-        let_go(result)  # type: ignore[arg-type]
+        release(result)  # type: ignore[arg-type]
         started = time.thread_time()
         result.clear()
         return merging, time.thread_time() - started

@@ -32,13 +32,13 @@ from rich.console import Console
 from rich.table import Table
 
 from freedraft.draft import DraftBatch
-from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.learned import Weights
+from sssd_plugin.scoring.weights import Weights
 from sssd_plugin.trace import Row, Trace
 
 STORE_ROWS, MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 605, 512, 4, 9
-SHIPPED = Path(__file__).resolve().parent.parent / "sssd_plugin" / "weights"
+SHIPPED = Path(__file__).resolve().parent.parent / "sssd_plugin" / "scoring" / "weights"
 
 DRAFTERS = ("sssd", "paper", "suffix", "reference", "lookup")
 SOURCES = ("request", "datastore", "both alike", "neither")
@@ -99,14 +99,17 @@ def sssd(
     snapshot: Snapshot, budget: int, shape: str, scoring: str, vocab_size: int, weights: Path | None
 ) -> DraftFunction:
     drafter = Drafter(vocab_size=vocab_size, max_nodes=budget, scoring=scoring, weights=weights, snapshot=snapshot)
-    row = np.zeros(1, np.int32)
+    current, known = "", 0
 
     def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
-        drafter.extend([request], tokens[None], row, np.array([n], np.int32))
-        batch = drafter.draft([request], max_nodes=budget, shape=shape)
-        if len(drafter) > 1:
-            drafter.finish(r for r in drafter.request_ids() if r != request)
-        return batch
+        nonlocal current, known
+        if request != current:
+            drafter.finish([current])
+            drafter.replace(request, tokens[:n])
+        else:
+            drafter.update([request], tokens, np.array([known]), np.array([n]), np.array([n], np.int32))
+        current, known = request, n
+        return drafter.draft([request], max_nodes=budget, shape=shape)
 
     return draft
 

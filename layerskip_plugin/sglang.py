@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from freedraft.composition import Outlook
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
-from freedraft.composition import Outlook
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.registration import install

@@ -12,15 +12,9 @@ from typing import Any
 
 FORMAT = "freedraft skip set 1"
 SHAPE_FIELDS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
 
 
 def model_fingerprint(config: Mapping[str, Any] | object) -> str:
@@ -172,11 +166,7 @@ class SkipSet:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all.
-
-    Raises:
-        ValueError: one line that names the file.
-    """
+    """Write a JSON file whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

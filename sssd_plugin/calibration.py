@@ -18,9 +18,9 @@ def scorer(
     """Train the weights of SSSD's learned scorer. Use them with the option "weights" of the engine's flag."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from sssd_plugin.learned import Weights
+    from sssd_plugin.scoring.training import SCHEDULE, train
+    from sssd_plugin.scoring.weights import Weights
     from sssd_plugin.trace import Trace
-    from sssd_plugin.training import SCHEDULE, train
 
     loaded = Trace.load(trace, tokenizer)
     rows = [(p, o[:MAX_OUTPUT]) for p, o in loaded.rows if len(p) >= MIN_PROMPT and len(o) >= MIN_OUTPUT]

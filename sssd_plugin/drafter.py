@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from sssd_plugin import paper, provenance
-from sssd_plugin.datastore.live import SEARCHED, LiveDatastore, View
-from sssd_plugin.datastore.sub_index import Snapshot
-from sssd_plugin.fusion import LEARNED, PAPER, draft_batch
-from sssd_plugin.learned import FEATURES, SHORTLIST, Weights, scratch
+from sssd_plugin.datastore.live.store import SEARCHED, LiveDatastore, View
+from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.request_index import RequestIndex
+from sssd_plugin.scoring import attribution, candidates, paper
+from sssd_plugin.scoring.batch import draft_batch
+from sssd_plugin.scoring.weights import Weights
 
 Scoring = Literal["learned", "paper"]
 Shape = Literal["tree", "chain"]
@@ -26,9 +26,9 @@ MAX_NODES = 256
 
 
 class Drafter:
-    """Drafts from each request's own tokens and a datastore snapshot. State is keyed by request id.
+    """Drafts from each request's own tokens and a datastore snapshot. Its state is keyed by request id.
 
-    Safe to call from several threads: calls are serialised.
+    It is safe to call from several threads: calls are serialised.
 
     Args:
         vocab_size: of the model; the snapshot must not hold larger ids (`Datastore.open` sees to it).
@@ -39,7 +39,7 @@ class Drafter:
         live: a datastore that grows; it then brings the static one along, and `snapshot` must be None.
 
     Raises:
-        ValueError: an argument out of range, or an unreadable weights file.
+        ValueError: an argument is out of range, or the weights file is unreadable.
     """
 
     def __init__(
@@ -60,23 +60,17 @@ class Drafter:
             raise ValueError(f"scoring must be 'learned' or 'paper', not {scoring!r}")
         self.vocab_size = vocab_size
         self.max_nodes = max_nodes
-        self._scoring = LEARNED if scoring == "learned" else PAPER
-        self._weights = Weights.load(weights).values if scoring == "learned" else np.zeros((1, FEATURES))
+        self._weights = Weights.load(weights).values if scoring == "learned" else None
         self._index = RequestIndex()
         self._lock = threading.Lock()
         self._prompts: dict[str, Future[None]] = {}
         self._worker: ThreadPoolExecutor | None = None
-        self._batch = DraftBatch.empty(1, max_nodes)
+        self._batch = self._out = DraftBatch.empty(1, max_nodes)
         self._live = live
         self._tenants: dict[str, int] = {}  # of requests that have one
-        self._no_groups = np.zeros(1, np.int64)
-        self._no_features = np.zeros((0, SHORTLIST, FEATURES))
-        self._no_ints = np.zeros((1, 0), np.int32)
-        self._no_floats = np.zeros((0, SHORTLIST))
-        if live is None:
-            self.use(Snapshot.empty() if snapshot is None else snapshot)
-        else:
-            self._see(live.view()[0])
+        self._max_sub_indices = -1  # that there is scratch space for
+        self._scratch: tuple[tuple | None, tuple | None]  # of the learned scorer, of the paper's
+        self._set_view(View.of(Snapshot.empty() if snapshot is None else snapshot) if live is None else live.view()[0])
         self._warm_up()
 
     def use(self, snapshot: Snapshot) -> None:
@@ -84,164 +78,126 @@ class Drafter:
         if self._live is not None:
             self._live.use_static(snapshot)
             return
-        view = View.of(snapshot)
         with self._lock:
-            self._snapshot = snapshot
-            self._see(view)
+            self._set_view(View.of(snapshot))
 
-    def _see(self, view: View) -> None:
-        """Draft from `view`, with scratch space for it."""
-        room = view.widest if self._live is None else max(view.widest, SEARCHED)
-        if self._scoring == LEARNED:
-            ints, floats, counts = scratch(self.max_nodes, room)
-        else:
-            ints, floats = np.zeros(paper.INTS, np.int32), np.zeros(paper.FLOATS)
-            counts = np.zeros((1, 1), np.uint8)
-        self._view, self._room = view, room
-        self._scratch = ints, floats, counts
-
-    def _look(self, live: LiveDatastore, request_ids: Sequence[str]) -> NDArray[np.int64] | None:
-        """See the live datastore as it is now; the group of each request, None where all are in group 0."""
-        tenants = None
-        if self._tenants:
-            of = self._tenants
-            tenants = np.array([of.get(request_id, 0) for request_id in request_ids], np.int64)
-        view, groups = live.view(tenants)
-        if view.widest > self._room:
-            self._see(view)
-        self._view = view
-        return groups
-
-    def belongs(self, request_id: str, tenant: int) -> None:
-        """The request is a tenant's (`LiveDatastore.tenant`) and drafts from what that may see, until it finishes."""
+    def set_tenant(self, request_id: str, tenant: int) -> None:
+        """Let the request draft from what its tenant (`LiveDatastore.tenant`) may see, until it finishes."""
         if tenant:
             self._tenants[request_id] = tenant
 
     def tenant_of(self, request_id: str) -> int:
-        """What `belongs` said of a request; 0 for none."""
+        """Return the tenant of a request; 0 for none."""
         return self._tenants.get(request_id, 0)
-
-    def tokens(self, request_id: str) -> NDArray[np.int32]:
-        """A copy of the tokens of a request: int32 [n], none if it is unknown."""
-        self._await_prompts([request_id])
-        with self._lock:
-            if request_id not in self._index:
-                return np.zeros(0, np.int32)
-            return self._index.tokens(request_id).copy()
-
-    def extend(
-        self,
-        request_ids: Sequence[str],
-        token_rows: NDArray[np.int32],
-        rows: NDArray[np.int32],
-        lengths: NDArray[np.int32],
-    ) -> None:
-        """Make request b hold `token_rows[rows[b], :lengths[b]]`. Only new tokens are read; unknown requests start.
-
-        Args:
-            request_ids: B ids.
-            token_rows: int32 [R, L], C-contiguous rows.
-            rows: int32 [B].
-            lengths: int32 [B], each at most L.
-        """
-        if self._prompts:  # a prompt that is indexed after this would take back what is added here
-            self._await_prompts(request_ids)
-        with self._lock:
-            self._index.extend(self._index.slot_ids(request_ids), token_rows, rows, lengths)
-
-    def append(self, request_ids: Sequence[str], tokens: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
-        """Append `tokens[offsets[b]:offsets[b + 1]]` to request b. tokens: int32 [T]; offsets: int64 [B + 1]."""
-        self._await_prompts(request_ids)
-        with self._lock:
-            self._index.append(self._index.slot_ids(request_ids), tokens, offsets)
 
     def begin(self, request_id: str, prompt: NDArray[np.int32]) -> None:
         """Start a request with `prompt` (int32 [n]) in the background thread; all calls for it wait."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "freedraft-index")
-        prompt = np.array(prompt, np.int32)
-        self._prompts[request_id] = self._worker.submit(self._begin, request_id, prompt)
+        self._prompts[request_id] = self._worker.submit(self._replace, request_id, np.array(prompt, np.int32))
 
-    def draft(
+    def update(
         self,
         request_ids: Sequence[str],
-        *,
-        max_nodes: int,
-        total_draft_tokens: int | None = None,
-        shape: Shape = "tree",
-        min_score: float = 0.0,
+        tokens: NDArray[np.int32],
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        contexts: NDArray[np.int32],
+    ) -> list[int]:
+        """Append the tokens that requests have gained: request b gained `tokens[starts[b]:ends[b]]`.
+
+        Args:
+            request_ids: B ids.
+            tokens: int32 [T], contiguous; starts, ends: int64 [B].
+            contexts: int32 [B], tokens that each request then holds.
+
+        Returns:
+            Rows left untouched, because their request would not hold `contexts[b]` tokens (it is unknown, was rolled
+            back, or missed tokens). The caller gives `replace` all tokens of these.
+        """
+        if self._prompts:  # a prompt that is indexed after this would take back what is added here
+            self._await_prompts(request_ids)
+        with self._lock:
+            return self._index.update(self._index.slot_ids(request_ids), tokens, starts, ends, contexts)
+
+    def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
+        """Make the request, known or not, hold exactly `tokens` (int32 [n])."""
+        self._await_prompts([request_id])
+        self._replace(request_id, np.ascontiguousarray(tokens, np.int32))
+
+    def draft(
+        self, request_ids: Sequence[str], *, max_nodes: int, shape: Shape = "tree", min_score: float = 0.0
     ) -> DraftBatch:
-        """The best trees, or chains, for these requests.
+        """Draft the best trees, or chains, for these requests.
 
         Args:
             request_ids: B ids; one that is unknown or holds no token gets a tree of 0 nodes.
             max_nodes: per request, root included.
-            total_draft_tokens: over the whole batch, roots not counted; the nodes of the highest scores get them.
             shape: `chain` gives every node at most one child.
             min_score: leave out nodes whose score does not exceed this.
 
         Returns:
-            A DraftBatch of B rows: views that the next call overwrites.
+            A DraftBatch of B rows: views that the next call overwrites. Nodes stand in order of falling score, so any
+            first part of a row is a tree, too.
 
         Raises:
-            ValueError: max_nodes out of range.
+            ValueError: max_nodes is out of range.
         """
         if not 1 <= max_nodes <= self.max_nodes:
             raise ValueError(f"max_nodes must be 1..{self.max_nodes}, not {max_nodes}")
-        if self._prompts:
-            self._await_prompts(request_ids)
+        self._await_prompts(request_ids)
         with self._lock:
-            groups = None if self._live is None else self._look(self._live, request_ids)
-            slot_ids = self._index.slot_ids(request_ids, create=False)
-            if len(slot_ids) > self._batch.batch_size:
-                self._batch = DraftBatch.empty(2 * len(slot_ids), self.max_nodes)
-                self._no_groups = np.zeros(2 * len(slot_ids), np.int64)
-            if groups is None:
-                groups = self._no_groups
-            view = self._view
-            out = self._batch
-            total = -1 if total_draft_tokens is None else max(0, total_draft_tokens)
+            groups = self._update_view(request_ids)
+            slot_ids = self._index.slot_ids(request_ids)
+            view, n = self._view, len(slot_ids)
+            if n != self._out.batch_size:
+                if n > self._batch.batch_size:
+                    self._batch = DraftBatch.empty(2 * n, self.max_nodes)
+                self._out = self._batch.head(n)
+            out = self._out
             draft_batch(
-                self._scoring, self._index.slots, slot_ids, view.table, view.bounds, view.sizes, groups, self._weights,
-                max_nodes, total, shape == "chain", min_score,
-                out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
-                *self._scratch,
-                self._no_features, self._no_ints, self._no_floats,
+                self._index.slots, slot_ids, view.table, view.bounds, view.sizes, groups,
+                max_nodes, shape == "chain", min_score,
+                (out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds), self._weights, *self._scratch,
             )  # fmt: skip
-        return out.head(len(slot_ids))
+        return out
 
-    def account(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:
-        """Add to `tally` (`sssd_plugin.provenance`) where the tokens come from that these requests have just gained.
+    def attribute(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:
+        """Add to `tally` which source (`scoring.attribution`) knew the tokens that these requests have just gained.
 
         Args:
             gained: int64 [B], tokens of the last step, all but the last of them drafted.
         """
         self._await_prompts(request_ids)
         with self._lock:
-            groups = None if self._live is None else self._look(self._live, request_ids)
-            slot_ids = self._index.slot_ids(request_ids, create=False)
-            groups = np.zeros(len(slot_ids), np.int64) if groups is None else groups
-            view = self._view
-            provenance.account(
+            groups = self._update_view(request_ids)
+            view, slot_ids = self._view, self._index.slot_ids(request_ids)
+            attribution.attribute(
                 self._index.slots, slot_ids, view.table, view.bounds, groups, view.static_rows, gained, tally
             )
 
+    def tokens(self, request_id: str) -> NDArray[np.int32]:
+        """Return a copy of the tokens of a request: int32 [n], none if it is unknown."""
+        self._await_prompts([request_id])
+        with self._lock:
+            known = request_id in self._index
+            return self._index.tokens(request_id).copy() if known else np.zeros(0, np.int32)
+
     def length(self, request_id: str) -> int:
-        """Tokens indexed for a request; 0 if it is unknown."""
+        """Return the number of tokens indexed for a request; 0 if it is unknown."""
         return self._index.length(request_id)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forget requests. Unknown ids are ignored."""
         request_ids = list(request_ids)
         self._await_prompts(request_ids)
-        if self._tenants:
-            for request_id in request_ids:
-                self._tenants.pop(request_id, None)
+        for request_id in request_ids:
+            self._tenants.pop(request_id, None)
         with self._lock:
             self._index.finish(request_ids)
 
     def request_ids(self) -> list[str]:
-        """Requests held."""
+        """Return the ids of the requests held."""
         return self._index.request_ids()
 
     def __len__(self) -> int:
@@ -257,11 +213,9 @@ class Drafter:
         if self._live is not None:
             self._live.close()
 
-    def _begin(self, request_id: str, prompt: NDArray[np.int32]) -> None:
+    def _replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         with self._lock:
-            self._index.finish([request_id])
-            slot_ids = self._index.slot_ids([request_id])
-            self._index.append(slot_ids, prompt, np.array([0, len(prompt)], np.int64))
+            self._index.replace(request_id, tokens)
 
     def _await_prompts(self, request_ids: Iterable[str]) -> None:
         if self._prompts:
@@ -270,11 +224,32 @@ class Drafter:
                 if future is not None:
                     future.result()
 
+    def _set_view(self, view: View) -> None:
+        """Draft from `view`, with scratch space for it."""
+        self._view = view
+        if view.widest > self._max_sub_indices:
+            self._max_sub_indices = view.widest if self._live is None else max(view.widest, SEARCHED)
+            if self._weights is None:
+                self._scratch = None, tuple(paper.scratch())
+            else:
+                self._scratch = tuple(candidates.scratch(self.max_nodes, self._max_sub_indices)), None
+
+    def _update_view(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
+        """See the live datastore, if there is one, as it is now; the group of each request in the view."""
+        groups = None
+        if self._live is not None:
+            tenants = None
+            if self._tenants:
+                tenants = np.array([self._tenants.get(request_id, 0) for request_id in request_ids], np.int64)
+            view, groups = self._live.view(tenants)
+            self._set_view(view)
+        return np.zeros(len(request_ids), np.int64) if groups is None else groups
+
     def _warm_up(self) -> None:
         """Compile, or load from the cache, everything that a step calls."""
-        name = "\0warm-up"
-        self.extend([name], np.zeros((1, 1), np.int32), np.zeros(1, np.int32), np.ones(1, np.int32))
-        self.append([name], np.zeros(200, np.int32), np.array([0, 200], np.int64))
-        self.draft([name], max_nodes=min(2, self.max_nodes), total_draft_tokens=1)
-        self.account([name], np.ones(1, np.int64), np.zeros(provenance.SIZE, np.int64))
+        name, one = "\0warm-up", np.ones(1, np.int64)
+        self.replace(name, np.zeros(200, np.int32))
+        self.update([name], np.zeros(1, np.int32), 0 * one, one, np.array([201], np.int32))
+        self.draft([name], max_nodes=min(2, self.max_nodes))
+        self.attribute([name], one, np.zeros(attribution.SIZE, np.int64))
         self.finish([name])

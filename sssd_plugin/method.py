@@ -162,7 +162,7 @@ class SssdMethod(Method):
         drafter, request_ids = self.drafter, step.request_ids
         for row in drafter.update(request_ids, step.tokens, step.starts, step.ends, step.contexts):
             drafter.replace(request_ids[row], step.history(row))
-        self.source_metrics.update(drafter, request_ids, step.gained)
+        self.source_metrics.update(drafter, request_ids, lambda: step.gained)
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         return self.drafter.draft(
@@ -216,7 +216,7 @@ class SssdMethod(Method):
     def _use_corpora(self) -> None:
         snapshot = self._snapshot()
         self.drafter.use(snapshot)
-        self.source_metrics.show_static(snapshot)
+        self.source_metrics.set_static(snapshot)
 
     def _snapshot(self) -> Snapshot:
         from sssd_plugin.datastore.index.sub_index import Snapshot

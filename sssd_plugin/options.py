@@ -24,7 +24,7 @@ def _expand(value: object) -> object:
 def _store(value: object) -> object:
     """As `_expand`; a URL becomes the path of a local copy."""
     if isinstance(value, str) and "://" in value:
-        from sssd_plugin.datastore.remote import local_copy
+        from sssd_plugin.datastore.disk.remote import local_copy
 
         return local_copy(value.strip())
     return _expand(value)
@@ -97,7 +97,7 @@ class SssdOptions(PluginOptions):
     @property
     def live_store(self) -> Path | None:
         """The folder that what is learnt is kept in; None for memory only."""
-        from sssd_plugin.datastore.remote import is_copy
+        from sssd_plugin.datastore.disk.remote import is_copy
 
         return None if self.datastore is None or is_copy(self.datastore) else self.datastore
 

@@ -1,13 +1,14 @@
 """`RequestIndex`: for each request, its tokens so far and where each token occurred before.
 
-A hash chain over the token array itself: `heads` maps a token to its newest position, `previous[i]` links position i to
-the next older position of the same token. Every token is visible at the next step, and a token costs 8 bytes plus its
-share of the table, where a trie of n-grams (papers/sssd.txt A.1) costs hundreds.
+A hash chain runs over the token array itself: `heads` maps a token to its newest position, and `previous[i]` links
+position i to the next older position of the same token. Every token is visible at the next step. A token costs 8 bytes
+plus its share of the table, where a trie of n-grams (papers/sssd.txt A.1) costs hundreds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -20,48 +21,70 @@ TOKENS, PREVIOUS, HEADS, COUNTS, LENGTH, CAPACITY, TABLE_SIZE, DISTINCT = range(
 COLUMNS = 8
 
 _MIN_TABLE = 64
-_MIN_ROOM = 64  # tokens of room beyond the present length
+_MIN_SPARE = 64  # tokens of capacity beyond the present length
+
+
+class Request(NamedTuple):
+    """The index of one request, as compiled code reads it.
+
+    Attributes:
+        tokens: int32 [n], the prompt and the output so far.
+        previous: int32 [n], the next older position of the same token, -1 where there is none.
+        heads: int32 [T], an open-addressing hash table of the newest position of each token, -1 in empty entries.
+        counts: uint16 [T], how often the token of each entry occurs, at most 65535.
+    """
+
+    tokens: NDArray[np.int32]
+    previous: NDArray[np.int32]
+    heads: NDArray[np.int32]
+    counts: NDArray[np.uint16]
 
 
 @njit(nogil=True, cache=True)
-def find(heads, table_size, tokens, token):
-    """Entry of `token` in the open-addressing table `heads`, or the empty entry where it belongs."""
+def _request(slots, s, n):
+    size = slots[s, TABLE_SIZE]
+    return Request(
+        int32_at(slots[s, TOKENS], n),
+        int32_at(slots[s, PREVIOUS], n),
+        int32_at(slots[s, HEADS], size),
+        uint16_at(slots[s, COUNTS], size),
+    )
+
+
+@njit(nogil=True, cache=True)
+def request_at(slots, s):
+    """Return the `Request` in slot s."""
+    return _request(slots, s, slots[s, LENGTH])
+
+
+@njit(nogil=True, cache=True)
+def find(heads, tokens, token):
+    """Return the entry of `token` in the hash table `heads`, or the empty entry where it belongs."""
     mixed = (np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)
-    i = np.int64((mixed * np.uint64(table_size)) >> np.uint64(32))
+    size = len(heads)
+    i = np.int64((mixed * np.uint64(size)) >> np.uint64(32))
     while heads[i] >= 0 and tokens[heads[i]] != token:
-        i = np.int64(i + 1 if i + 1 < table_size else 0)
+        i = np.int64(i + 1 if i + 1 < size else 0)
     return i
 
 
 @njit(nogil=True, cache=True)
-def _reset(slots, s):
-    int32_at(slots[s, HEADS], slots[s, TABLE_SIZE])[:] = -1
-    uint16_at(slots[s, COUNTS], slots[s, TABLE_SIZE])[:] = 0
-    slots[s, LENGTH] = 0
-    slots[s, DISTINCT] = 0
-
-
-@njit(nogil=True, cache=True)
-def _ingest(slots, s, new, shift, target):
+def ingest(slots, s, new, shift, target):
     """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow.
 
     What was appended before that stays, so after growing the call is simply repeated.
     """
     if target > slots[s, CAPACITY]:
         return False
-    n = slots[s, LENGTH]
-    size = slots[s, TABLE_SIZE]
-    tokens = int32_at(slots[s, TOKENS], slots[s, CAPACITY])
-    previous = int32_at(slots[s, PREVIOUS], slots[s, CAPACITY])
-    heads = int32_at(slots[s, HEADS], size)
-    counts = uint16_at(slots[s, COUNTS], size)
-    distinct = slots[s, DISTINCT]
-    limit = size - (size >> 3)  # past 7/8 full, probing slows down
+    n, distinct = slots[s, LENGTH], slots[s, DISTINCT]
+    request = _request(slots, s, slots[s, CAPACITY])
+    tokens, previous, heads, counts = request.tokens, request.previous, request.heads, request.counts
+    max_distinct = len(heads) - (len(heads) >> 3)  # past 7/8 full, probing slows down
     while n < target:
         token = new[n + shift]
-        i = find(heads, size, tokens, token)
+        i = find(heads, tokens, token)
         if heads[i] < 0:
-            if distinct >= limit:
+            if distinct >= max_distinct:
                 break
             distinct += 1
         tokens[n] = token
@@ -76,39 +99,39 @@ def _ingest(slots, s, new, shift, target):
 
 
 @njit(nogil=True, cache=True)
-def _extend_rows(slots, slot_ids, token_rows, rows, lengths, start):
-    """Bring each request up to `token_rows[rows[b], :lengths[b]]`; the first b that must grow, or len(slot_ids)."""
-    for b in range(start, len(slot_ids)):
+def _update(slots, slot_ids, tokens, starts, ends, contexts, stale, resumed):
+    """Append as `RequestIndex.update` does.
+
+    Args:
+        stale: int64 [> B], out: the number of rows left untouched, then these rows.
+        resumed: the row whose slot has grown since the last call, where this one goes on; -1 in the first call.
+
+    Returns:
+        The row whose slot must grow before the call is repeated. At the end: -1, or -2 if rows were left untouched.
+    """
+    if resumed < 0:
+        stale[0] = 0
+    for b in range(max(resumed, 0), len(slot_ids)):
         s = slot_ids[b]
-        row = token_rows[rows[b]]
-        n = slots[s, LENGTH]
-        if n > lengths[b] or (n > 0 and int32_at(slots[s, TOKENS], n)[n - 1] != row[n - 1]):
-            _reset(slots, s)  # the engine rolled the request back: rare, so start over
-        if not _ingest(slots, s, row, 0, lengths[b]):
+        if b != resumed and (s < 0 or slots[s, LENGTH] + ends[b] - starts[b] != contexts[b]):
+            stale[0] += 1
+            stale[stale[0]] = b
+        elif not ingest(slots, s, tokens, ends[b] - contexts[b], np.int64(contexts[b])):
             return b
-    return len(slot_ids)
+    return -1 if stale[0] == 0 else -2
 
 
 @njit(nogil=True, cache=True)
-def _append_ragged(slots, slot_ids, new, offsets, targets, start):
-    """Append `new[offsets[b]:offsets[b + 1]]`, to reach `targets[b]` tokens; the first b that must grow, or the end."""
-    for b in range(start, len(slot_ids)):
-        if not _ingest(slots, slot_ids[b], new, offsets[b + 1] - targets[b], targets[b]):
-            return b
-    return len(slot_ids)
-
-
-@njit(nogil=True, cache=True)
-def _rehash(heads, counts, size, old_heads, old_counts, tokens):
+def _rehash(heads, counts, old_heads, old_counts, tokens):
     for k in range(len(old_heads)):
         if old_heads[k] >= 0:
-            i = find(heads, size, tokens, tokens[old_heads[k]])
+            i = find(heads, tokens, tokens[old_heads[k]])
             heads[i] = old_heads[k]
             counts[i] = old_counts[k]
 
 
 class RequestIndex:
-    """Tokens of every live request, addressed by request id. Not thread-safe: the drafter serialises its callers.
+    """The tokens of every live request, addressed by request id. It is not thread-safe: the drafter serialises calls.
 
     Attributes:
         slots: int64 [S, COLUMNS], one row of addresses and sizes per request; compiled code reads it.
@@ -118,8 +141,8 @@ class RequestIndex:
         self.slots = np.zeros((max(1, max_requests), COLUMNS), np.int64)
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(self.slots) - 1, -1, -1))
-        # tokens, previous, heads, counts of each slot: what keeps the addresses in `slots` valid
-        self._arrays: list[tuple[NDArray, NDArray, NDArray, NDArray] | None] = [None] * len(self.slots)
+        self._arrays: list[Request | None] = [None] * len(self.slots)  # they keep the addresses in `slots` valid
+        self._stale = np.zeros(len(self.slots) + 1, np.int64)
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -127,51 +150,55 @@ class RequestIndex:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._slot_of
 
-    def slot_ids(self, request_ids: Sequence[str], create: bool = True) -> NDArray[np.int64]:
-        """Slot of each request: int64 [B]. Unknown requests start empty; with `create` off, they get -1."""
+    def slot_ids(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
+        """Return the slot of each request: int64 [B], -1 where it is unknown."""
         slot_of = self._slot_of
         try:
-            return np.array([slot_of[r] for r in request_ids], np.int64)
+            return np.array([slot_of[request_id] for request_id in request_ids], np.int64)
         except KeyError:
-            if not create:
-                return np.array([slot_of.get(r, -1) for r in request_ids], np.int64)
-        return np.array([slot_of[r] if r in slot_of else self._start(r) for r in request_ids], np.int64)
+            return np.array([slot_of.get(request_id, -1) for request_id in request_ids], np.int64)
 
-    def extend(
+    def update(
         self,
         slot_ids: NDArray[np.int64],
-        token_rows: NDArray[np.int32],
-        rows: NDArray[np.int32],
-        lengths: NDArray[np.int32],
-    ) -> None:
-        """Make request b hold `token_rows[rows[b], :lengths[b]]`; only tokens that are new are read.
+        tokens: NDArray[np.int32],
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        contexts: NDArray[np.int32],
+    ) -> list[int]:
+        """Append `tokens[starts[b]:ends[b]]` to request b, which then holds `contexts[b]` tokens.
 
         Args:
             slot_ids: int64 [B], from `slot_ids`.
-            token_rows: int32 [R, L]; rows: int32 [B]; lengths: int32 [B], each at most L.
-        """
-        b = _extend_rows(self.slots, slot_ids, token_rows, rows, lengths, 0)
-        while b < len(slot_ids):
-            self._grow(int(slot_ids[b]), int(lengths[b]))
-            b = _extend_rows(self.slots, slot_ids, token_rows, rows, lengths, b)
+            tokens: int32 [T]; starts, ends: int64 [B]; contexts: int32 [B].
 
-    def append(self, slot_ids: NDArray[np.int64], tokens: NDArray[np.int32], offsets: NDArray[np.int64]) -> None:
-        """Append `tokens[offsets[b]:offsets[b + 1]]` to request b. tokens: int32 [T]; offsets: int64 [B + 1]."""
-        targets = self.slots[slot_ids, LENGTH] + np.diff(offsets)
-        b = _append_ragged(self.slots, slot_ids, tokens, offsets, targets, 0)
-        while b < len(slot_ids):
-            self._grow(int(slot_ids[b]), int(targets[b]))
-            b = _append_ragged(self.slots, slot_ids, tokens, offsets, targets, b)
+        Returns:
+            The rows left untouched, because the request would not hold `contexts[b]` tokens or is unknown.
+        """
+        if len(slot_ids) >= len(self._stale):
+            self._stale = np.zeros(2 * len(slot_ids), np.int64)
+        b = _update(self.slots, slot_ids, tokens, starts, ends, contexts, self._stale, -1)
+        while b >= 0:
+            self._grow(int(slot_ids[b]), int(contexts[b]))
+            b = _update(self.slots, slot_ids, tokens, starts, ends, contexts, self._stale, b)
+        return [] if b == -1 else self._stale[1 : self._stale[0] + 1].tolist()
+
+    def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
+        """Make the request, known or not, hold exactly `tokens` (int32 [n])."""
+        self.finish([request_id])
+        slot = self._start(request_id)
+        while not ingest(self.slots, slot, tokens, 0, len(tokens)):
+            self._grow(slot, len(tokens))
 
     def request_ids(self) -> list[str]:
         return list(self._slot_of)
 
     def tokens(self, request_id: str) -> NDArray[np.int32]:
-        """Tokens of a request so far: int32 [n], a view that the next append may invalidate."""
+        """Return the tokens of a request so far: int32 [n], a view that the next update may invalidate."""
         slot = self._slot_of[request_id]
-        arrays = self._arrays[slot]
-        assert arrays is not None
-        return arrays[0][: self.slots[slot, LENGTH]]
+        request = self._arrays[slot]
+        assert request is not None
+        return request.tokens[: self.slots[slot, LENGTH]]
 
     def length(self, request_id: str) -> int:
         slot = self._slot_of.get(request_id)
@@ -187,8 +214,8 @@ class RequestIndex:
                 self._free.append(slot)
 
     def nbytes(self) -> int:
-        """Bytes held by all requests."""
-        return sum(a.nbytes for arrays in self._arrays if arrays is not None for a in arrays)
+        """Return the bytes that all requests hold."""
+        return sum(array.nbytes for request in self._arrays if request is not None for array in request)
 
     def _start(self, request_id: str) -> int:
         if not self._free:
@@ -197,26 +224,30 @@ class RequestIndex:
             self._arrays += [None] * old
             self._free = list(range(2 * old - 1, old - 1, -1))
         slot = self._slot_of[request_id] = self._free.pop()
-        self._allocate(slot, _MIN_ROOM, _MIN_TABLE)
+        self._allocate(slot, _MIN_SPARE, _MIN_TABLE)
         return slot
 
     def _allocate(self, slot: int, capacity: int, table_size: int) -> None:
-        tokens, previous = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
-        heads, counts = np.full(table_size, -1, np.int32), np.zeros(table_size, np.uint16)
+        new = Request(
+            np.empty(capacity, np.int32),
+            np.empty(capacity, np.int32),
+            np.full(table_size, -1, np.int32),
+            np.zeros(table_size, np.uint16),
+        )
         row, old = self.slots[slot], self._arrays[slot]
         if old is not None:
             n = row[LENGTH]
-            tokens[:n], previous[:n] = old[0][:n], old[1][:n]
-            _rehash(heads, counts, table_size, old[2], old[3], tokens)
-        self._arrays[slot] = (tokens, previous, heads, counts)
-        row[[TOKENS, PREVIOUS, HEADS, COUNTS]] = [a.ctypes.data for a in (tokens, previous, heads, counts)]
+            new.tokens[:n], new.previous[:n] = old.tokens[:n], old.previous[:n]
+            _rehash(new.heads, new.counts, old.heads, old.counts, new.tokens)
+        self._arrays[slot] = new
+        row[[TOKENS, PREVIOUS, HEADS, COUNTS]] = [array.ctypes.data for array in new]
         row[CAPACITY], row[TABLE_SIZE] = capacity, table_size
 
     def _grow(self, slot: int, target: int) -> None:
         row = self.slots[slot]
         capacity, table_size = int(row[CAPACITY]), int(row[TABLE_SIZE])
         if target > capacity:
-            capacity = target + max(_MIN_ROOM, target >> 6)
+            capacity = target + max(_MIN_SPARE, target >> 6)
             table_size = max(table_size, (target - int(row[LENGTH])) >> 2)  # text repeats at least that much
         else:
             table_size += table_size >> 1

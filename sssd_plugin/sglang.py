@@ -16,14 +16,14 @@ from freedraft.engines.sglang.controller import make_controller
 from freedraft.engines.sglang.registration import install
 from freedraft.engines.sglang.source import DraftStep, SourceContext
 from freedraft.metrics import Metrics, serve
-from sssd_plugin.datastore.format import MAX_VOCAB_SIZE
-from sssd_plugin.datastore.live_metrics import LiveMetrics
-from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.disk.format import MAX_VOCAB_SIZE
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.live.metrics import LiveMetrics
 from sssd_plugin.options import SssdOptions
 from sssd_plugin.source_metrics import SourceMetrics
 
 if TYPE_CHECKING:
-    from sssd_plugin.datastore.live import LiveDatastore
+    from sssd_plugin.datastore.live.store import LiveDatastore
 
 logger = logging.getLogger("freedraft.sssd")
 
@@ -51,11 +51,11 @@ def check_start(options: SssdOptions | None = None) -> None:
 
         Weights.load(options.weights)
     if options.static_store is not None:
-        from sssd_plugin.datastore.store import Datastore
+        from sssd_plugin.datastore.disk.store import Datastore
 
         Datastore.open(options.static_store).close()
     if options.live and options.live_store is not None:
-        from sssd_plugin.datastore.segments import check_live
+        from sssd_plugin.datastore.live.segments import check_live
 
         check_live(
             options.live_store, vocab_size=MAX_VOCAB_SIZE, fingerprint=None, second_writer=options.live_second_writer
@@ -70,7 +70,7 @@ class SssdSource:
     """n-gram drafts from each request's own tokens, the datastore, and corpora added over HTTP."""
 
     def __init__(self, context: SourceContext, options: SssdOptions) -> None:
-        from sssd_plugin.datastore.store import Datastore
+        from sssd_plugin.datastore.disk.store import Datastore
         from sssd_plugin.datastore.tokenizer import fingerprint
         from sssd_plugin.drafter import Drafter
 
@@ -97,7 +97,7 @@ class SssdSource:
         self._learnt_from: dict[str, int] = {}  # where the output of each request begins
         self._live_prompts = options.live_prompts
         if options.live:
-            from sssd_plugin.datastore.live import open_live
+            from sssd_plugin.datastore.live.store import open_live
 
             self.live = open_live(
                 options.live_store,

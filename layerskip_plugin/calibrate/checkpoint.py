@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,9 @@ class Checkpoint:
         self.path = out.with_name(out.name + ".progress")
         self.settings = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.steps: dict[str, Any] = {}
-        if self.path.is_file():
-            try:
-                saved = read_json(self.path, FORMAT, "calibration")
-            except ValueError:
-                saved = {}
+        # Without a file, or with one that cannot be read, it begins anew.
+        with suppress(ValueError):
+            saved = read_json(self.path, FORMAT, "calibration")
             if saved.get("settings") == self.settings:
                 self.steps = saved["steps"]
 

@@ -39,20 +39,13 @@ def skip_set(
     seed: SeedOption = 0,
 ) -> None:
     """Search one skip set of a given size, for the options "skip_set" of the engines' flags (knapsack search)."""
-    from layerskip_plugin.calibrate.knapsack import require_tokens, search
-    from layerskip_plugin.calibrate.run import calibration
+    from layerskip_plugin.calibrate.run import Run
 
-    require_tokens(tokens)
-    with calibration("skip-set", locals()) as run:
+    with Run("skip-set", locals()) as run:
         host, size = run.host, run.size(share)
         sample = run.sample(tokens, prompts)
         protected = run.protected(sample)
-        candidates = run.progress(
-            "searching",
-            host.sublayers,
-            lambda tick: search(host, sample, max_weight=size, protected=protected, survivors=survivors, progress=tick),
-        )
-        best = candidates[-1]
+        best = run.search("searching", sample, max_weight=size, protected=protected, survivors=survivors)[-1]
         if best.weight < size:
             raise ValueError(
                 f"only {best.weight} of the {size} sublayers wanted can be skipped without ruining the draft; "
@@ -78,13 +71,11 @@ def bayesian(
 ) -> None:
     """Self-SD: offline Bayesian optimisation of measured seconds per token, or of acceptance at a given share."""
     from layerskip_plugin.calibrate.bayesian import search
-    from layerskip_plugin.calibrate.knapsack import require_tokens
     from layerskip_plugin.calibrate.pass_times import measure
-    from layerskip_plugin.calibrate.run import calibration
+    from layerskip_plugin.calibrate.run import Run
     from layerskip_plugin.selection.bit_search import BitSearch
 
-    require_tokens(tokens)
-    with calibration("bayesian", locals()) as run:
+    with Run("bayesian", locals()) as run:
         host, size = run.host, None if share is None else run.size(share)
         sample = run.sample(tokens, prompts)
         space = BitSearch(host.n_layers, host.fingerprint, size=size, seed=seed)
@@ -125,30 +116,25 @@ def knapsack(
     seed: SeedOption = 0,
 ) -> None:
     """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
-    from layerskip_plugin.calibrate.knapsack import best_choice, integer_weights, require_tokens, search
+    from layerskip_plugin.calibrate.knapsack import best_choice, integer_weights
     from layerskip_plugin.calibrate.pass_times import measure
-    from layerskip_plugin.calibrate.run import calibration
+    from layerskip_plugin.calibrate.run import Run
     from layerskip_plugin.selection.hardware import hardware
     from layerskip_plugin.selection.knapsack import Plan
 
-    require_tokens(tokens)
     try:
         lengths = sorted({int(c) for c in contexts.split(",")})
     except ValueError:
         raise ValueError(f"contexts: {contexts!r} is no list of numbers with commas") from None
-    with calibration("knapsack", locals()) as run:
+    with Run("knapsack", locals()) as run:
         host, sample = run.host, run.sample(tokens, prompts)
         protected = run.protected(sample)
         choices, details = [], []
         for context in lengths:
             times = measure(host, context)
             weights = integer_weights(times.attention, times.mlp)
-            searched = partial(search, host, sample, weights, None, protected, survivors=survivors)
-            candidates = run.progress(
-                f"context {context}",
-                host.sublayers,
-                lambda tick, searched=searched: searched(progress=tick),  # type: ignore[misc]
-            )
+            options = {"weights": weights, "protected": protected, "survivors": survivors}
+            candidates = run.search(f"context {context}", sample, **options)
             choice = best_choice(candidates, times, longest, len(sample))
             choices.append(choice)
             baseline = 1 / times.verify(1)
@@ -176,14 +162,13 @@ def knn(
     """KNN-SSD: one file of prompts per domain; anchors of their last hidden states, and a skip set per domain."""
     import numpy as np
 
-    from layerskip_plugin.calibrate.knapsack import protected_sublayers, require_tokens, search
+    from layerskip_plugin.calibrate.knapsack import protected_sublayers
     from layerskip_plugin.calibrate.knn import fit, require_prompts
     from layerskip_plugin.calibrate.prompts import encode
-    from layerskip_plugin.calibrate.run import calibration
+    from layerskip_plugin.calibrate.run import Run
     from layerskip_plugin.selection.knn import ALL_DOMAINS
 
-    require_tokens(tokens)
-    with calibration("knn", locals()) as run:
+    with Run("knn", locals()) as run:
         counts = {p.name: min(prompts, len(p.texts)) for p in run.prompts}
         require_prompts(counts)
         if len(counts) < len(run.prompts):
@@ -197,17 +182,10 @@ def knn(
                 tick()
             return np.stack(rows)
 
-        def best_set(answers: list[Answered], tick: Callable[[], object]) -> list[int]:
+        def best_set(name: str, answers: list[Answered]) -> list[int]:
             sample = run.sample_of(answers, tokens)
-            candidates = search(
-                host,
-                sample,
-                max_weight=size,
-                protected=protected_sublayers(host, sample),
-                survivors=survivors,
-                progress=tick,
-            )
-            return list(candidates[-1].skip.sublayers)
+            options = {"max_weight": size, "protected": protected_sublayers(host, sample), "survivors": survivors}
+            return list(run.search(f"set of {name}", sample, **options)[-1].skip.sublayers)
 
         hidden = run.progress(
             "reading", sum(counts.values()), lambda tick: [last_states(domain, tick) for domain in run.prompts]
@@ -216,7 +194,7 @@ def knn(
         answers.append([a for part in answers for a in part])
         names = [domain.name for domain in run.prompts]
         sets = [
-            host.skip(run.step(f"set {name}", f"set of {name}", host.sublayers, partial(best_set, part)))
+            host.skip(run.checkpoint.step(f"set {name}", partial(best_set, name, part)))
             for name, part in zip([*names, ALL_DOMAINS], answers, strict=True)
         ]
         domains = fit(hidden, names, sets, seed=seed)

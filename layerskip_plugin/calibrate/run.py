@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.knapsack import protected_sublayers
+from layerskip_plugin.calibrate.knapsack import Candidate, protected_sublayers, require_tokens, search
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
 from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.selection.hardware import hardware
@@ -29,23 +28,37 @@ Compute = Callable[[Callable[[], object]], Any]
 class Run:
     """One calibration command at work.
 
+    As a context it removes the checkpoint when all has ended well, and turns an interruption into exit code 130.
+
     Args:
-        search: name of the command.
-        settings: its arguments by name, "model", "data", "out", "device" and "seed" among them; with the data, those
-            that are numbers or texts decide whether a checkpoint is of the same calibration.
+        name: of the command.
+        settings: its arguments by name, "model", "data", "out", "tokens", "device" and "seed" among them; with the
+            data, those that are numbers or texts decide whether a checkpoint is of the same calibration.
 
     Raises:
-        ValueError: data, a model, a device or a folder that there is not.
+        ValueError: too few tokens, or data, a model, a device or a folder that there is not.
     """
 
-    def __init__(self, search: str, settings: Mapping[str, Any]) -> None:
-        self.search, self.model, self.seed = search, settings["model"], settings["seed"]
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        require_tokens(settings["tokens"])
+        self.name, self.model, self.seed = name, settings["model"], settings["seed"]
         self.prompts = [Prompts.load(path) for path in settings["data"]]
         plain = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, type(None)))}
-        source = {"search": search, "data": [p.sha256 for p in self.prompts], "model": str(self.model.resolve())}
+        source = {"search": name, "data": [p.sha256 for p in self.prompts], "model": str(self.model.resolve())}
         self.checkpoint = Checkpoint(settings["out"], plain | source)
         self.host = HostModel.load(self.model, settings["device"])
         self.tokenizer = load_tokenizer(self.model)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.checkpoint.remove()
+        elif issubclass(kind, KeyboardInterrupt):
+            path = self.checkpoint.path
+            typer.echo(f"interrupted: run the same command again to go on ({path} holds what is done)", err=True)
+            raise typer.Exit(INTERRUPTED) from None
 
     def size(self, share: float) -> int:
         """The number of sublayers in `share` of them.
@@ -98,24 +111,13 @@ class Run:
         """The sublayers that no set may skip."""
         return self.step("protected", "protecting", 1, lambda tick: sorted(protected_sublayers(self.host, sample)))
 
+    def search(self, label: str, sample: Sample, **options: Any) -> list[Candidate]:
+        """Run the knapsack search with these options under a progress bar."""
+        run = partial(search, self.host, sample, **options)
+        return self.progress(label, self.host.sublayers, lambda tick: run(progress=tick))
+
     def about(self, **more: Any) -> dict[str, Any]:
         """Where a file comes from: search, model, hardware, data, and `more`."""
         data = [{"file": p.name, "sha256": p.sha256} for p in self.prompts]
-        source = {"search": self.search, "model": self.model.resolve().name, "hardware": hardware(self.host.device)}
+        source = {"search": self.name, "model": self.model.resolve().name, "hardware": hardware(self.host.device)}
         return source | {"data": data} | more
-
-
-@contextmanager
-def calibration(search: str, settings: Mapping[str, Any]) -> Iterator[Run]:
-    """A run whose checkpoint goes when the block has ended well; an interruption ends the command with 130.
-
-    The arguments and errors are those of `Run`.
-    """
-    run = Run(search, settings)
-    try:
-        yield run
-    except KeyboardInterrupt:
-        path = run.checkpoint.path
-        typer.echo(f"interrupted: run the same command again to go on ({path} holds what is done)", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    run.checkpoint.remove()

@@ -54,7 +54,7 @@ class Lookahead(ABC):
         """
         self.max_draft_tokens = max_draft_tokens
 
-    def replace_recipe(self, place: int, recipe: Recipe) -> None:  # noqa: B027
+    def replace_recipe(self, place: int, recipe: Recipe) -> None:
         """The skip set at this place is another one from the next round on."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Lookahead(ABC):
             bool[R]; False everywhere once `position` is the last that is allowed.
         """
 
-    def record_acceptance(  # noqa: B027
+    def record_acceptance(
         self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints
     ) -> None:
         """What verification said of the round.
@@ -83,7 +83,7 @@ class Lookahead(ABC):
             path: int32[B], the same with a token beside the chain that was accepted behind them.
         """
 
-    def finish(self, request_ids: Sequence[str]) -> None:  # noqa: B027
+    def finish(self, request_ids: Sequence[str]) -> None:
         """These requests ended or were aborted; what is kept of them can go."""
 
 

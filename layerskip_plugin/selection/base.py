@@ -17,6 +17,13 @@ Evaluate = Callable[[Sequence[SkipSet]], NDArray[np.float64]]
 """Matchness of each set: the share of the newest tokens of the traffic on which its top-1 choice is the whole model's,
 with the whole model's KV of the past; one batched forward."""
 
+Requested = Sequence[str | None]
+"""The name of the set that each request asks for, or None; empty when no request asks."""
+Hidden = NDArray[np.float32] | None
+"""float32[B, hidden size], the normed last hidden state of each prompt's last token."""
+Counts = NDArray[np.int32]
+"""int32[B], a number per request."""
+
 
 class Selection(ABC):
     """Decides which sublayers the drafts of each running request skip.
@@ -36,34 +43,21 @@ class Selection(ABC):
     def sets(self) -> dict[str, SkipSet]:
         """The sets that `choose` may return now, by name."""
 
-    def begin(  # noqa: B027
-        self,
-        request_ids: Sequence[str],
-        requested: Sequence[str | None] = (),
-        hidden: NDArray[np.float32] | None = None,
-    ) -> None:
-        """Take in requests that are about to draft for the first time.
-
-        Args:
-            request_ids: the B requests.
-            requested: the name of the set that each request asks for, or None; empty when no request asks.
-            hidden: float32[B, hidden size], the normed last hidden state of each prompt's last token.
-        """
+    def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
+        """Take in requests that are about to draft for the first time."""
 
     @abstractmethod
-    def choose(self, request_ids: Sequence[str], contexts: NDArray[np.int32]) -> NDArray[np.intp]:
-        """intp[B]: index in `sets` of each request's set; `contexts`: int32[B], the tokens of each request so far."""
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
+        """intp[B]: index in `sets` of each request's set; `contexts`: the tokens of each request so far."""
 
-    def max_lengths(self, contexts: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """int32[B]: draft length limit at each context length; None leaves it to the lookahead policy."""
+    def max_lengths(self, contexts: Counts) -> Counts | None:
+        """Draft length limit at each context length; None leaves it to the lookahead policy."""
         return None
 
-    def record_acceptance(  # noqa: B027
-        self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
-    ) -> None:
-        """Learn from a verification: int32[B] tokens drafted, and how many of them were accepted."""
+    def record_acceptance(self, request_ids: Sequence[str], drafted: Counts, accepted: Counts) -> None:
+        """Learn from a verification how many tokens were drafted, and how many of them accepted."""
 
-    def finish(self, request_ids: Sequence[str]) -> None:  # noqa: B027
+    def finish(self, request_ids: Sequence[str]) -> None:
         """Forget requests that have ended."""
 
     def step(self, seconds: float) -> bool:
@@ -83,12 +77,7 @@ class Static(Selection):
     def sets(self) -> dict[str, SkipSet]:
         return self._sets
 
-    def begin(
-        self,
-        request_ids: Sequence[str],
-        requested: Sequence[str | None] = (),
-        hidden: NDArray[np.float32] | None = None,
-    ) -> None:
+    def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
         for request, name in zip(request_ids, requested, strict=False):
             if name in self._names:
                 self.asked[request] = self._names.index(name)
@@ -97,7 +86,7 @@ class Static(Selection):
                 known = ", ".join(self._names)
                 logger.warning("freedraft: there is no skip set '%s', only %s: the first is used", name, known)
 
-    def choose(self, request_ids: Sequence[str], contexts: NDArray[np.int32]) -> NDArray[np.intp]:
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
         return np.fromiter((self.asked.get(request, 0) for request in request_ids), np.intp, len(request_ids))
 
     def finish(self, request_ids: Sequence[str]) -> None:

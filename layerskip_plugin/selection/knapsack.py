@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.selection.base import Selection
+from layerskip_plugin.selection.base import Counts, Selection
 from layerskip_plugin.skip_set import SkipSet, read_json, write_json
 
 FORMAT = "freedraft knapsack plan 1"
@@ -45,7 +45,7 @@ class Plan:
         if list(self.contexts) != sorted(set(self.contexts)) or self.contexts[0] < 1:
             raise ValueError(f"context lengths must be positive and ascend, not {list(self.contexts)}")
 
-    def at(self, contexts: NDArray[np.int32]) -> NDArray[np.intp]:
+    def at(self, contexts: Counts) -> NDArray[np.intp]:
         """Index of the entry that holds for each context length."""
         ends = np.sqrt(np.array(self.contexts[1:], np.float64) * np.array(self.contexts[:-1], np.float64))
         return np.searchsorted(ends, contexts, side="right")
@@ -106,9 +106,9 @@ class Knapsack(Selection):
     def sets(self) -> dict[str, SkipSet]:
         return self._sets
 
-    def choose(self, request_ids: Sequence[str], contexts: NDArray[np.int32]) -> NDArray[np.intp]:
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
         return self._index[self.plan.at(contexts)]
 
-    def max_lengths(self, contexts: NDArray[np.int32]) -> NDArray[np.int32]:
+    def max_lengths(self, contexts: Counts) -> Counts:
         """int32[B]: the searched draft length at each context length; 0 where decoding without drafts is faster."""
         return self._length[self.plan.at(contexts)]

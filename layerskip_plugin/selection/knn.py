@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip_plugin.lookahead.rates import BinnedRate
-from layerskip_plugin.selection.base import Selection
+from layerskip_plugin.selection.base import Counts, Hidden, Requested, Selection
 from layerskip_plugin.skip_set import SkipSet, read_json, write_json
 
 FORMAT = "freedraft knn 1"
@@ -127,12 +127,7 @@ class Knn(Selection):
     def sets(self) -> dict[str, SkipSet]:
         return self._sets
 
-    def begin(
-        self,
-        request_ids: Sequence[str],
-        requested: Sequence[str | None] = (),
-        hidden: NDArray[np.float32] | None = None,
-    ) -> None:
+    def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
         """Route these requests; without `hidden` (a request resumed from elsewhere) they take the global set."""
         if hidden is None:
             self.requests |= dict.fromkeys(request_ids, self._nowhere)
@@ -146,7 +141,7 @@ class Knn(Selection):
         bins = np.where(routed, anchor, no_anchor)
         self.requests.update(zip(request_ids, zip(domains.tolist(), bins.tolist(), strict=True), strict=True))
 
-    def choose(self, request_ids: Sequence[str], contexts: NDArray[np.int32]) -> NDArray[np.intp]:
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
         chosen = self._index[[self.requests.get(r, self._nowhere)[0] for r in request_ids]]
         counts = np.bincount(chosen, minlength=len(self._sets))
         if np.count_nonzero(counts) > MAX_SETS:
@@ -155,9 +150,7 @@ class Knn(Selection):
             chosen[np.isin(chosen, rare)] = 0
         return chosen
 
-    def record_acceptance(
-        self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
-    ) -> None:
+    def record_acceptance(self, request_ids: Sequence[str], drafted: Counts, accepted: Counts) -> None:
         bins = np.array([self.requests.get(r, self._nowhere)[1] for r in request_ids], np.intp)
         accepted = np.asarray(accepted)
         rejected = np.minimum(np.asarray(drafted), accepted + 1) - accepted

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.selection.base import Selection, Static
+from layerskip_plugin.selection.base import Counts, Hidden, Requested, Selection, Static
 from layerskip_plugin.selection.time_budget import TimeBudget
 from layerskip_plugin.skip_set import SkipSet
 
@@ -17,6 +17,8 @@ logger = logging.getLogger("freedraft.layerskip")
 
 COMPILED = 4
 """Sets whose passes an engine compiles, or captures graphs of; the passes of others run uncompiled."""
+
+BETTER = "freedraft: a better skip set after %d candidates: %d of %d sublayers, %.0f %% of tokens as the model's"
 
 
 class Selector:
@@ -58,18 +60,13 @@ class Selector:
             return []
         return [i for i, request in enumerate(request_ids) if request not in self._last]
 
-    def begin(
-        self,
-        request_ids: Sequence[str],
-        requested: Sequence[str | None] = (),
-        hidden: NDArray[np.float32] | None = None,
-    ) -> None:
-        """Take in requests behind their prefill; the arguments are those of `Selection.begin`."""
+    def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
+        """Take in requests behind their prefill."""
         self.selection.begin(request_ids, requested, hidden)
         self._last.update(dict.fromkeys(request_ids, 0))
 
-    def choose(self, request_ids: Sequence[str], contexts: NDArray[np.int32]) -> NDArray[np.intp]:
-        """intp[B]: index of each request's set; `contexts`: int32[B], the tokens of each request so far."""
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
+        """intp[B]: index in `sets` of each request's set; `contexts`: the tokens of each request so far."""
         if self.fixed:
             return np.zeros(len(request_ids), np.intp)
         choices = self.selection.choose(request_ids, contexts)
@@ -80,14 +77,12 @@ class Selector:
         """intp[B]: what `choose` last returned for each request: the set that drafted what is verified now."""
         return np.fromiter((self._last.get(request, 0) for request in request_ids), np.intp, len(request_ids))
 
-    def max_lengths(self, contexts: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """int32[B]: draft length limit at each context length; None leaves it to the lookahead policy."""
+    def max_lengths(self, contexts: Counts) -> Counts | None:
+        """Draft length limit at each context length; None leaves it to the lookahead policy."""
         return self.selection.max_lengths(contexts)
 
-    def record_acceptance(
-        self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
-    ) -> None:
-        """Learn from a verification: int32[B] tokens drafted, and how many of them were accepted."""
+    def record_acceptance(self, request_ids: Sequence[str], drafted: Counts, accepted: Counts) -> None:
+        """Learn from a verification how many tokens were drafted, and how many of them accepted."""
         self.selection.record_acceptance(request_ids, drafted, accepted)
 
     def finish(self, request_ids: Sequence[str]) -> None:
@@ -115,11 +110,6 @@ class Selector:
             changed = swift.step(seconds, max_batches=1)
         if not changed:
             return None
-        logger.info(
-            "freedraft: a better skip set after %d candidates: %d of %d sublayers, %.0f %% of tokens as the model's",
-            swift.candidates,
-            len(swift.incumbent),
-            2 * swift.incumbent.n_layers,
-            100 * swift.matchness,
-        )
-        return swift.incumbent
+        skip: SkipSet = swift.incumbent
+        logger.info(BETTER, swift.candidates, len(skip), 2 * skip.n_layers, 100 * swift.matchness)
+        return skip

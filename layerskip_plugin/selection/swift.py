@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.selection.base import Evaluate, Selection
+from layerskip_plugin.selection.base import Counts, Evaluate, Selection
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.skip_set import SkipSet
 
@@ -81,7 +81,7 @@ class Swift(Selection):
     def sets(self) -> dict[str, SkipSet]:
         return {"swift": self.incumbent}
 
-    def choose(self, request_ids: Sequence[str], contexts: NDArray[np.int32]) -> NDArray[np.intp]:
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
         return np.zeros(len(request_ids), np.intp)
 
     def step(self, seconds: float, max_batches: int = 10**9) -> bool:
@@ -105,9 +105,7 @@ class Swift(Selection):
             self._settle()
         return self.incumbent != before
 
-    def record_acceptance(
-        self, request_ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]
-    ) -> None:
+    def record_acceptance(self, request_ids: Sequence[str], drafted: Counts, accepted: Counts) -> None:
         verified = float(np.minimum(np.asarray(drafted), np.asarray(accepted) + 1).sum())
         if not verified:
             return

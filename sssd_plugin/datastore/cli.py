@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sssd_plugin.datastore.builder import StoreBuilder
+from sssd_plugin.datastore.build.builder import StoreBuilder
+from sssd_plugin.datastore.build.memory import format_size, parse_size, peak_resident_bytes
+from sssd_plugin.datastore.build.sorting import ProcessSorter, Sorter
+from sssd_plugin.datastore.disk.format import Manifest, TokenizerEntry, read_manifest
+from sssd_plugin.datastore.disk.remote import is_remote, local_copy
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.format import Manifest, TokenizerEntry, read_manifest
-from sssd_plugin.datastore.memory import format_size, parse_size, peak_resident_bytes
-from sssd_plugin.datastore.remote import is_remote, local_copy
-from sssd_plugin.datastore.sorting import ProcessSorter, Sorter
 
 SEARCHED_SUB_INDICES = 8
 """papers/sssd.txt 3.1.3: more sub-indices leave too few samples for each."""
@@ -107,100 +107,56 @@ def build(
     Reading and tokenising use the cores of this machine (one where TOKENIZERS_PARALLELISM is false). Sorting takes one
     thread for each sub-index: with --workers or --ray, several are sorted while more is read.
     """
-    with _one_line(), _ended_by_sigterm():
-        sorter = _sorter(workers, ray, memory)
-        try:
-            _build(
-                out, inputs, tokenizer, field or ["text"], glob, memory, sub_index_tokens, vocab_size, force, resume,
-                quiet, sorter,
-            )  # fmt: skip
-        finally:
-            sorter.close()
-
-
-def _sorter(workers: int, ray: str | None, memory: str) -> Sorter:
-    if ray is None:
-        return ProcessSorter(workers) if workers > 1 else Sorter()
-    if workers > 1:
-        raise DatastoreError("give --workers or --ray, not both: Ray decides how many tasks run at a time")
-    from sssd_plugin.datastore.ray_sorting import RaySorter
-
-    return RaySorter(ray, parse_size(memory))
-
-
-def _build(
-    out: Path,
-    inputs: list[Path],
-    tokenizer_path: Path | None,
-    fields: list[str],
-    glob: str,
-    memory: str,
-    sub_index_tokens: int | None,
-    vocab_size: int | None,
-    force: bool,
-    resume: bool,
-    quiet: bool,
-    sorter: Sorter,
-) -> None:
-    from sssd_plugin.datastore import sources, tokenizer
-    from sssd_plugin.datastore.spool import Spool
+    from sssd_plugin.datastore import tokenizer as tokenizers
+    from sssd_plugin.datastore.build.checkpoint import BuildCheckpoint
+    from sssd_plugin.datastore.build.sources import find_inputs, read_pieces, tokenize
 
     start = time.monotonic()
-    memory_bytes = parse_size(memory)
-    files = sources.find_inputs(inputs, glob)
-    loaded = entry = None
-    if tokenizer_path is not None:
-        loaded = tokenizer.load(tokenizer_path)
-        entry = TokenizerEntry(name=tokenizer_path.resolve().name, fingerprint=tokenizer.fingerprint(loaded))
-        vocab_size = vocab_size or tokenizer.vocab_size(loaded)
-    elif any(file.kind != "npy" for file in files):
-        raise DatastoreError("text needs a tokenizer: give --tokenizer, the folder of the model")
-    elif vocab_size is None:
-        raise DatastoreError("token ids need a vocabulary: give --tokenizer (or --vocab-size)")
+    fields = field or ["text"]
+    with _one_line(), _ended_by_sigterm(), closing(_sorter(workers, ray, memory)) as sorter:
+        memory_bytes = parse_size(memory)
+        files = find_inputs(inputs, glob)
+        loaded = entry = None
+        if tokenizer is not None:
+            loaded = tokenizers.load(tokenizer)
+            entry = TokenizerEntry(name=tokenizer.resolve().name, fingerprint=tokenizers.fingerprint(loaded))
+            vocab_size = vocab_size or tokenizers.vocab_size(loaded)
+        elif any(file.kind != "npy" for file in files):
+            raise DatastoreError("text needs a tokenizer: give --tokenizer, the folder of the model")
+        elif vocab_size is None:
+            raise DatastoreError("token ids need a vocabulary: give --tokenizer (or --vocab-size)")
+        with (
+            _progress(quiet) as progress,
+            StoreBuilder(
+                out,
+                vocab_size=vocab_size,
+                tokenizer=entry,
+                memory=memory_bytes,
+                sub_index_tokens=sub_index_tokens,
+                replace=force,
+                on_phase=lambda phase: progress.update(task, description=phase),
+                sorter=sorter,
+            ) as builder,
+            BuildCheckpoint(out, files, fields, entry.fingerprint if entry else None, vocab_size)
+            if resume
+            else nullcontext() as checkpoint,
+        ):
+            task = progress.add_task("reading", total=sum(file.size for file in files), tokens=0.0, rate=0.0)
+            kept = checkpoint.n_tokens if checkpoint else 0
 
-    with (
-        _progress(quiet) as progress,
-        StoreBuilder(
-            out,
-            vocab_size=vocab_size,
-            tokenizer=entry,
-            memory=memory_bytes,
-            sub_index_tokens=sub_index_tokens,
-            replace=force,
-            on_phase=lambda phase: progress.update(task, description=phase),
-            sorter=sorter,
-        ) as builder,
-    ):
-        task = progress.add_task("reading", total=sum(file.size for file in files), tokens=0.0, rate=0.0)
+            def on_read(n_bytes: int) -> None:
+                n_tokens = (checkpoint or builder).n_tokens
+                rate = (n_tokens - kept) / (time.monotonic() - start) / 1e6
+                progress.update(task, advance=n_bytes, tokens=n_tokens / 1e6, rate=rate)
 
-        def on_read(n_bytes: int) -> None:
-            seconds = time.monotonic() - start
-            progress.update(task, advance=n_bytes, tokens=builder.n_tokens / 1e6, rate=builder.n_tokens / seconds / 1e6)
-
-        if not resume:
-            for tokens in sources.tokenize(sources.read_pieces(files, fields), loaded, on_read):
-                builder.append(tokens)
-            manifest = builder.finish()
-        else:
-            spool = Spool(out, files, fields, entry.fingerprint if entry else None, vocab_size)
-            try:
-                progress.update(task, advance=spool.n_bytes)
-                kept = spool.n_tokens
+            if checkpoint:
+                progress.update(task, advance=checkpoint.n_bytes)
                 if kept:
                     typer.echo(f"going on after {kept:,} tokens that were read before", err=True)
-
-                def on_fill(n_bytes: int) -> None:
-                    rate = (spool.n_tokens - kept) / (time.monotonic() - start) / 1e6
-                    progress.update(task, advance=n_bytes, tokens=spool.n_tokens / 1e6, rate=rate)
-
-                spool.fill(loaded, on_fill)
-                for block in spool.blocks():
-                    builder.append(block)
-                manifest = builder.finish()
-            except BaseException:
-                spool.close()
-                raise
-            spool.remove()
+                checkpoint.fill(loaded, on_read)
+            for tokens in checkpoint.blocks() if checkpoint else tokenize(read_pieces(files, fields), loaded, on_read):
+                builder.append(tokens)
+            manifest = builder.finish()
     seconds = time.monotonic() - start
     typer.echo(
         f"{out}: {_contents(manifest)}; built in {seconds:.1f} s "
@@ -214,11 +170,18 @@ def _build(
         )
 
 
+def _sorter(workers: int, ray: str | None, memory: str) -> Sorter:
+    if ray is None:
+        return ProcessSorter(workers) if workers > 1 else Sorter()
+    if workers > 1:
+        raise DatastoreError("give --workers or --ray, not both: Ray decides how many tasks run at a time")
+    from sssd_plugin.datastore.build.ray_sorting import RaySorter
+
+    return RaySorter(ray, parse_size(memory))
+
+
 @app.command()
-def info(
-    store: StorePath,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-) -> None:
+def info(store: StorePath, as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Say what a datastore holds."""
     with _one_line():
         manifest = read_manifest(store)
@@ -251,15 +214,12 @@ def verify(
     ] = False,
 ) -> None:
     """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model. Exit code 1 if not."""
-    from sssd_plugin.datastore.audit import audit
-    from sssd_plugin.datastore.store import Datastore
+    from sssd_plugin.datastore import tokenizer as tokenizers
+    from sssd_plugin.datastore.disk.audit import audit
+    from sssd_plugin.datastore.disk.store import Datastore
 
     with _one_line():
-        fingerprint = None
-        if tokenizer is not None:
-            from sssd_plugin.datastore import tokenizer as tokenizers
-
-            fingerprint = tokenizers.fingerprint(tokenizers.load(tokenizer))
+        fingerprint = None if tokenizer is None else tokenizers.fingerprint(tokenizers.load(tokenizer))
         with Datastore.open(store, vocab_size=vocab_size, tokenizer_fingerprint=fingerprint) as opened:
             audit(opened, full=full)
             manifest = opened.manifest
@@ -279,7 +239,7 @@ def merge(
     force: Annotated[bool, typer.Option("--force", help="Replace the datastore at OUT.")] = False,
 ) -> None:
     """Make one datastore of several, in as few sub-indices as the memory allows. What was learnt is not taken along."""
-    from sssd_plugin.datastore.merging import merge_stores
+    from sssd_plugin.datastore.build.merging import merge_stores
 
     with _one_line(), _ended_by_sigterm():
         manifest = merge_stores(out, stores, memory=parse_size(memory), replace=force)
@@ -297,9 +257,10 @@ def forget(
     ] = None,
 ) -> None:
     """Erase what was learnt while serving. With --tenant and --before, only what both apply to. No server may write."""
-    from sssd_plugin.datastore.live import tenant_digest
-    from sssd_plugin.datastore.segments import Record, live_key, when
-    from sssd_plugin.datastore.segments import forget as erase
+    from sssd_plugin.datastore.live.forgetting import forget as erase
+    from sssd_plugin.datastore.live.forgetting import live_key, milliseconds
+    from sssd_plugin.datastore.live.records import Record
+    from sssd_plugin.datastore.live.tenants import tenant_digest
 
     with _one_line():
         if not tenant and before is None:
@@ -308,7 +269,7 @@ def forget(
         if key is None:
             raise DatastoreError(f"{store} has learnt nothing: correct the path")
         digests = {tenant_digest(key, name) for name in tenant or ()}
-        end = when(before) if before is not None else None
+        end = milliseconds(before) if before is not None else None
 
         def stays(record: Record) -> bool:
             return (bool(digests) and record.tenant not in digests) or (end is not None and record.milliseconds >= end)

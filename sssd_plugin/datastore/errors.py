@@ -26,6 +26,12 @@ _REMEDIES = {
 }
 
 
+def first_line(error: Exception) -> str:
+    """What `error` says, in one line of at most 200 characters."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
 @contextmanager
 def reporting(action: str, path: Path) -> Iterator[None]:
     """Turn an `OSError` into a `DatastoreError` that says which file could not be `action`: "read", "write"."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from freedraft.fingerprints import HasVocabulary
 from freedraft.fingerprints import tokenizer_fingerprint as fingerprint
-from sssd_plugin.datastore.errors import DatastoreError, reporting
+from sssd_plugin.datastore.errors import DatastoreError, first_line, reporting
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,7 +50,7 @@ def load(path: Path | str) -> Tokenizer:
         try:
             tokenizer = Tokenizer.from_buffer(content)
         except Exception as error:  # tokenizers raises bare Exceptions
-            raise DatastoreError(f"{file} is not a tokenizer ({_short(error)}): download it again") from None
+            raise DatastoreError(f"{file} is not a tokenizer ({first_line(error)}): download it again") from None
         _add_configured_tokens(tokenizer, file.with_name("tokenizer_config.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -68,7 +68,7 @@ def _load_with_transformers(path: Path) -> Tokenizer:
         loaded = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:
         raise DatastoreError(
-            f"{path} holds no tokenizer that transformers can load ({_short(error)}): {remedy}"
+            f"{path} holds no tokenizer that transformers can load ({first_line(error)}): {remedy}"
         ) from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
@@ -103,8 +103,3 @@ def _add_configured_tokens(tokenizer: Tokenizer, file: Path) -> None:
         special = bool(entry.get("special", True)) if isinstance(entry, dict) else True
         tokenizer.add_tokens([AddedToken(content, special=special, normalized=False)])
         vocabulary = tokenizer.get_vocab()
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

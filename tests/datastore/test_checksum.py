@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore import checksum
-from sssd_plugin.datastore.checksum import ChecksummedFile, check_contents
+from sssd_plugin.datastore.disk import checksum
+from sssd_plugin.datastore.disk.checksum import ChecksummedFile, check_contents
 from sssd_plugin.datastore.errors import DatastoreError
 
 

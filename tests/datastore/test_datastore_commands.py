@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sssd_plugin.datastore.cli import app
-from sssd_plugin.datastore.store import Datastore
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.tokenizer import fingerprint, load
 from tests.support.stores import edit_manifest, leftovers
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore.audit import audit
+from sssd_plugin.datastore.disk.audit import audit
+from sssd_plugin.datastore.disk.format import Manifest, TokenizerEntry, read_manifest, write_manifest
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.format import Manifest, TokenizerEntry, read_manifest, write_manifest
-from sssd_plugin.datastore.store import Datastore
 from tests.support.stores import build_store, edit_manifest, replace_array
 
 FINGERPRINT = "ab" * 32

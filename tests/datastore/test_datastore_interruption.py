@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore.builder import StoreBuilder
+from sssd_plugin.datastore.build.builder import StoreBuilder
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.store import Datastore
 from tests.support.stores import build_store, documents_of, leftovers, read_only_folder
 
 BUILD_FOREVER = """
 import sys
 import numpy as np
-from sssd_plugin.datastore.builder import StoreBuilder
+from sssd_plugin.datastore.build.builder import StoreBuilder
 
 target, replace = sys.argv[1], sys.argv[2] == "replace"
 print("ready", flush=True)
@@ -29,8 +29,7 @@ for generation in range(1, 1000):
     with StoreBuilder(target if replace else f"{target}-{generation}", vocab_size=2000, sub_index_tokens=30_000,
                       replace=replace) as builder:
         for _ in range(100):
-            builder.append(np.full(1000, generation))
-            builder.end_document()
+            builder.append(np.array([*[generation] * 1000, -1]))
         builder.finish()
 """
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore.builder import StoreBuilder
+from sssd_plugin.datastore.build.builder import StoreBuilder
+from sssd_plugin.datastore.build.memory import SubIndexLimit, format_size, parse_size, resident_bytes
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.memory import SubIndexLimit, format_size, parse_size, resident_bytes
 
 BUILD = """
 import sys
 import numpy as np
-from sssd_plugin.datastore.builder import StoreBuilder
-from sssd_plugin.datastore.memory import peak_resident_bytes
+from sssd_plugin.datastore.build.builder import StoreBuilder
+from sssd_plugin.datastore.build.memory import peak_resident_bytes
 
 target, memory, vocab_size, n = sys.argv[1], *map(int, sys.argv[2:])
 rng = np.random.default_rng(0)
@@ -41,14 +41,14 @@ def test_a_build_stays_within_its_memory(tmp_path: Path, vocab_size: int, n_toke
 
 def test_a_process_that_holds_more_than_the_default_builds_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("memory", "builder"):
-        monkeypatch.setattr(f"sssd_plugin.datastore.{module}.resident_bytes", lambda: 5 << 30)
+        monkeypatch.setattr(f"sssd_plugin.datastore.build.{module}.resident_bytes", lambda: 5 << 30)
     with StoreBuilder(tmp_path / "store", vocab_size=24) as builder:
         builder.append(np.arange(24))
         builder.finish()
 
 
 def test_the_limit_follows_memory_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sssd_plugin.datastore.memory.resident_bytes", lambda: 100 << 20)
+    monkeypatch.setattr("sssd_plugin.datastore.build.memory.resident_bytes", lambda: 100 << 20)
     limit = SubIndexLimit.of(2 << 30, 50_000)
     assert limit.for_width(2) > limit.for_width(3) > limit.for_width(4) > 40_000_000
     assert SubIndexLimit.of(1 << 40, 50_000).for_width(2) == 1 << 29
@@ -57,7 +57,7 @@ def test_the_limit_follows_memory_and_width(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sssd_plugin.datastore.memory.resident_bytes", lambda: 100 << 20)
+    monkeypatch.setattr("sssd_plugin.datastore.build.memory.resident_bytes", lambda: 100 << 20)
     with pytest.raises(DatastoreError, match=r"--memory 50.0 MiB is too little: give at least"):
         SubIndexLimit.of(50 << 20, 50_000)
     for wrong in (0, 63, 1 << 30):

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sssd_plugin.datastore.audit import audit
-from sssd_plugin.datastore.builder import StoreBuilder
+from sssd_plugin.datastore.build.builder import StoreBuilder
+from sssd_plugin.datastore.disk.audit import audit
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.store import Datastore
-from sssd_plugin.datastore.sub_index import PAD, SEPARATOR, SubIndex
+from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SubIndex
 from tests.support.stores import brute_force, build_store, documents_of, leftovers, look_up
 
 HUGE = 2**31 - 1

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore import sources, tokenizer
+from sssd_plugin.datastore import tokenizer
+from sssd_plugin.datastore.build import sources
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.sub_index import SEPARATOR
+from sssd_plugin.datastore.index.sub_index import SEPARATOR
 
 
 def token_stream(paths: list[Path], folder: Path | None, fields: tuple[str, ...] = ("text",)) -> list[int]:

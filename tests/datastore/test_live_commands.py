@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from sssd_plugin.datastore.cli import app
+from sssd_plugin.datastore.disk.format import TokenizerEntry
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.format import TokenizerEntry
-from sssd_plugin.datastore.live import open_live
-from sssd_plugin.datastore.store import Datastore
+from sssd_plugin.datastore.live.store import open_live
 from tests.support.stores import build_store, documents_of
 
 VOCAB = 100
@@ -57,10 +57,7 @@ def test_forget_what_is_old(tmp_path: Path) -> None:
 
 
 def test_forget_says_what_it_needs(tmp_path: Path) -> None:
-    for arguments, words in (
-        ((tmp_path,), "--tenant NAME"),
-        ((tmp_path, "--tenant", "a"), "learnt nothing"),
-    ):
+    for arguments, words in (((tmp_path,), "--tenant NAME"), ((tmp_path, "--tenant", "a"), "learnt nothing")):
         result = run("forget", *arguments)
         assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1
     learn(tmp_path, {"a": [1]})

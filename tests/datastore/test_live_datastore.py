@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore import live as live_module
-from sssd_plugin.datastore.live import SEARCHED, LiveDatastore, open_live
-from sssd_plugin.datastore.runs import Run, let_go
-from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.index.runs import Run, release, sorted_run
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.live.store import merging
+from sssd_plugin.datastore.live.store import store as live_module
+from sssd_plugin.datastore.live.store import SEARCHED, LiveDatastore, open_live
 from sssd_plugin.drafter import Drafter
 
 VOCAB = 500
@@ -21,7 +22,7 @@ VOCAB = 500
 
 @pytest.fixture(autouse=True)
 def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "HOT_TOKENS", 64)
+    monkeypatch.setattr(live_module, "MEMTABLE_TOKENS", 64)
 
 
 @pytest.fixture
@@ -50,8 +51,7 @@ def contents(store: LiveDatastore, tenant: int = 0) -> list[list[int]]:
 
 
 def chain(drafter: Drafter, request: str, tokens: list[int], n: int = 6) -> list[int]:
-    row = np.array([tokens], np.int32)
-    drafter.extend([request], row, np.zeros(1, np.int32), np.array([len(tokens)], np.int32))
+    drafter.replace(request, np.array(tokens, np.int32))
     batch = drafter.draft([request], max_nodes=n, shape="chain")
     return batch.tokens[0, 1 : batch.counts[0]].tolist()
 
@@ -72,7 +72,7 @@ def test_drafts_equal_those_of_a_static_store_with_the_same_text(store: LiveData
     assert store.settle()
     joined = np.concatenate([np.append(text, SEPARATOR) for text in texts]).astype(np.int32)
     one = LiveDatastore(VOCAB, max_tokens=1 << 16)
-    one._tenants[0].runs = [live_module.sorted_run(texts, VOCAB, 0)]
+    one._tenants[0].runs = [sorted_run(texts, VOCAB, 0)]
     one._tenants[0].view = one._view_of(one._tenants[0])
     static = Drafter(vocab_size=VOCAB, max_nodes=16, snapshot=Snapshot.of([SubIndex.build(joined, VOCAB)]))
     single, several = (Drafter(vocab_size=VOCAB, max_nodes=16, live=s) for s in (one, store))
@@ -91,8 +91,8 @@ def test_at_most_eight_sub_indices_whatever_the_background_does(static_parts: in
     part = SubIndex.build(np.append(document(1, 300), SEPARATOR).astype(np.int32), VOCAB)
     store = LiveDatastore(VOCAB, max_tokens=1 << 18, static=Snapshot.of([part] * static_parts))
     gate = threading.Event()
-    original = store._merge
-    store._merge = lambda job: (gate.wait(), original(job))[1]  # type: ignore[method-assign]
+    original = store._merger.merge
+    store._merger.merge = lambda job: (gate.wait(), original(job))[1]  # type: ignore[method-assign]
     for seed in range(300):
         assert store.insert(document(seed))
         assert store.view()[0].widest <= SEARCHED
@@ -137,7 +137,7 @@ def test_drafting_while_merging_sees_whole_documents(lockstep: bool) -> None:
         for old in (seed, seed // 2, 0):
             head = [VOCAB - 1, old % 490, old // 490 + 1, 3]
             drafter.finish(["x"])
-            drafter.append(["x"], np.array(head, np.int32), np.array([0, 4]))
+            drafter.replace("x", np.array(head, np.int32))
             tree = drafter.draft(["x"], max_nodes=8)
             assert (7 * old) % 490 in tree.tokens[0, : tree.counts[0]][tree.depths[0, : tree.counts[0]] == 1].tolist()
     store.close()
@@ -146,13 +146,13 @@ def test_drafting_while_merging_sees_whole_documents(lockstep: bool) -> None:
 def test_ranks_in_lockstep_have_the_same_views() -> None:
     ranks = [LiveDatastore(VOCAB, max_tokens=1 << 14, lockstep=True) for _ in range(2)]
     rng = np.random.default_rng(5)
-    original = ranks[1]._merge
+    original = ranks[1]._merger.merge
 
     def slowly(job):
         time.sleep(float(rng.random()) * 0.003)
         return original(job)
 
-    ranks[1]._merge = slowly  # type: ignore[method-assign]
+    ranks[1]._merger.merge = slowly  # type: ignore[method-assign]
     for seed in range(1500):
         for rank in ranks:
             rank.insert(document(seed, 5 + seed % 60))
@@ -172,9 +172,8 @@ def test_tenants_see_only_their_own(store: LiveDatastore) -> None:
     store.insert(np.array([1, 2, 3, 301, 302], np.int32))
     ids = ["a", "b", "c", "d"]
     for request, tenant in zip(ids, (one, two, 0, one), strict=True):
-        drafter.belongs(request, tenant)
-    tokens = np.array([[1, 2, 3]] * 4, np.int32)
-    drafter.extend(ids, tokens, np.arange(4, dtype=np.int32), np.full(4, 3, np.int32))
+        drafter.set_tenant(request, tenant)
+        drafter.replace(request, np.array([1, 2, 3], np.int32))
     batch = drafter.draft(ids, max_nodes=8)
     seen = [set(batch.tokens[b, 1 : batch.counts[b]].tolist()) & {101, 201, 301} for b in range(4)]
     assert seen == [{101}, {201}, {301}, {101}]
@@ -196,11 +195,11 @@ def test_another_tenants_text_changes_nothing() -> None:
         prompt = document(seed)[:12]
         results = []
         for store, drafter in zip((alone, beside), drafters, strict=True):
-            drafter.belongs("mine", store.tenant("a"))
-            drafter.belongs("theirs", store.tenant("b"))
+            drafter.set_tenant("mine", store.tenant("a"))
+            drafter.set_tenant("theirs", store.tenant("b"))
             ids = ["theirs", "mine"]
-            rows = np.zeros(2, np.int32)
-            drafter.extend(ids, prompt[None], rows, np.full(2, 12, np.int32))
+            for request in ids:
+                drafter.replace(request, prompt)
             batch = drafter.draft(ids, max_nodes=16)
             n = int(batch.counts[1])
             results.append((batch.tokens[1, :n].tolist(), batch.scores[1, :n].tolist()))
@@ -214,7 +213,7 @@ def test_without_isolation_all_see_all(isolation: str) -> None:
     store = LiveDatastore(VOCAB, isolation=isolation)  # type: ignore[arg-type]
     store.insert(np.array([1, 2, 3, 101, 102], np.int32), store.tenant("one"))
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
-    drafter.belongs("x", store.tenant("two"))
+    drafter.set_tenant("x", store.tenant("two"))
     assert chain(drafter, "x", [1, 2, 3])[:2] == [101, 102]
     store.close()
 
@@ -307,7 +306,7 @@ def test_a_merge_that_fails_stops_learning_only(store: LiveDatastore, caplog: py
     def fail(job):
         raise MemoryError
 
-    store._merge = fail  # type: ignore[method-assign]
+    store._merger.merge = fail  # type: ignore[method-assign]
     for seed in range(20):
         store.insert(document(seed))
     for _ in range(200):
@@ -323,8 +322,8 @@ def test_a_merge_that_fails_stops_learning_only(store: LiveDatastore, caplog: py
 def test_what_was_merged_is_given_back_once_nobody_drafts_from_it(
     store: LiveDatastore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_module, "_RETIRE_SECONDS", 0.01)
-    monkeypatch.setattr(live_module, "_RETIRED_TOKENS", 1)
+    monkeypatch.setattr(merging, "_RELEASE_SECONDS", 0.01)
+    monkeypatch.setattr(merging, "_RELEASED_TOKENS", 1)
     freed: set[tuple[int, int]] = set()
 
     def runs_of(view):
@@ -332,11 +331,11 @@ def test_what_was_merged_is_given_back_once_nobody_drafts_from_it(
 
     def watched(runs):
         before = {(run.first, run.last) for run in runs}
-        left = let_go(runs)
+        left = release(runs)
         freed.update(before - {(run.first, run.last) for run in left})
         return left
 
-    monkeypatch.setattr(live_module, "let_go", watched)
+    monkeypatch.setattr(merging, "release", watched)
     old = [store.view()[0]]
     for seed in range(40):
         store.insert(document(seed))

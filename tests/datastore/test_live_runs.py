@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sssd_plugin.datastore.memory import resident_bytes
-from sssd_plugin.datastore.runs import DEPTH, Run, let_go, merged, sorted_run, with_document
-from sssd_plugin.datastore.sub_index import FENCE
+from sssd_plugin.datastore.build.memory import resident_bytes
+from sssd_plugin.datastore.index.runs import DEPTH, Run, merged, release, sorted_run, with_document
+from sssd_plugin.datastore.index.sub_index import SPARSE_STEP
 from tests.support.stores import brute_force, documents_of, look_up
 
 Documents = list[list[int]]
@@ -33,7 +33,7 @@ def check(run: Run, texts: Documents) -> None:
     assert sorted(order.tolist()) == np.flatnonzero(run.sub.tokens >= 0).tolist()
     keys = [key(run, int(place)) for place in order]
     assert keys == sorted(keys)
-    assert run.fences.tolist() == run.sub.tokens[order[::FENCE] + 1].tolist()
+    assert run.sub.sparse_index.tolist() == run.sub.tokens[order[::SPARSE_STEP] + 1].tolist()
     for query in ([0], [1, 2], [2, 2, 2], [3, 0, 1, 3]):
         assert look_up(run.sub, query) == brute_force(run.sub, query)
     if len(run.sub.bucket_starts) > 1:
@@ -88,7 +88,7 @@ def test_text_that_repeats_for_ever_costs_no_more(pattern: list[int]) -> None:
 
 
 def test_a_sorting_by_bytes_is_in_this_order_too() -> None:
-    from sssd_plugin.datastore.sub_index import SubIndex
+    from sssd_plugin.datastore.index.sub_index import SubIndex
 
     rng = np.random.default_rng(2)
     texts = [(rng.zipf(1.3, 400) % 50).tolist() for _ in range(20)]
@@ -104,9 +104,9 @@ def test_runs_that_nobody_holds_are_given_back() -> None:
     held = runs[1]
     before = held.sub.tokens.copy(), held.sub.suffix_array.copy()
     here = resident_bytes()
-    left = let_go(runs)
+    left = release(runs)
     assert left == [held] and here - resident_bytes() > 5_000_000
     assert np.array_equal(held.sub.tokens, before[0]) and np.array_equal(held.sub.suffix_array, before[1])
     runs = left
     del held, left
-    assert let_go(runs) == []
+    assert release(runs) == []

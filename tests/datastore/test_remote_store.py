@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from freedraft.config import ConfigError
 from sssd_plugin.datastore.cli import app
+from sssd_plugin.datastore.disk.remote import local_copy
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.remote import local_copy
-from sssd_plugin.datastore.store import Datastore
 from sssd_plugin.options import SssdOptions
 from tests.support.stores import build_store, documents_of
 

@@ -13,23 +13,23 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from sssd_plugin.datastore.build.checkpoint import BuildCheckpoint
+from sssd_plugin.datastore.build.sources import Piece, find_inputs
 from sssd_plugin.datastore.cli import app
-from sssd_plugin.datastore.sources import Piece, find_inputs
-from sssd_plugin.datastore.spool import Spool
-from sssd_plugin.datastore.store import Datastore
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.tokenizer import load
 from tests.support.stores import documents_of, leftovers
 
 STOPPING = """
 import sys, time
-from sssd_plugin.datastore import sources, spool
-sources.BATCH_CHARS, spool.CHECKPOINT_SECONDS = 500, 0.0
-original = spool.read_pieces
+from sssd_plugin.datastore.build import checkpoint, sources
+sources.BATCH_CHARS, checkpoint.CHECKPOINT_SECONDS = 500, 0.0
+original = checkpoint.read_pieces
 def stopping(*arguments):
     for number, piece in enumerate(original(*arguments)):
         time.sleep(60 if number >= int(sys.argv[1]) else 0)
         yield piece
-spool.read_pieces = stopping
+checkpoint.read_pieces = stopping
 from sssd_plugin.datastore.cli import app
 app(sys.argv[2:])
 """
@@ -87,22 +87,22 @@ def test_a_killed_build_goes_on(tmp_path: Path, inputs: Path, tokenizer_folder: 
 def test_changed_inputs_begin_anew(tmp_path: Path, inputs: Path, tokenizer_folder: Path) -> None:
     tokenizer = load(tokenizer_folder)
 
-    def spool() -> Spool:
-        return Spool(tmp_path / "store", find_inputs([inputs]), ["text"], None, 1000)
+    def checkpoint() -> BuildCheckpoint:
+        return BuildCheckpoint(tmp_path / "store", find_inputs([inputs]), ["text"], None, 1000)
 
-    first = spool()
+    first = checkpoint()
     first.fill(tokenizer)
     first.close()
-    again = spool()
+    again = checkpoint()
     assert again.done and again.n_tokens == first.n_tokens
     again.close()
     (inputs / "0.txt").write_text("another text")
-    assert spool().n_tokens == 0
+    assert checkpoint().n_tokens == 0
 
 
 def test_a_mixed_batch_is_not_cut(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text that waits for its batch while token ids come: what is not in the file must not count as read."""
-    from sssd_plugin.datastore import spool as module
+    from sssd_plugin.datastore.build import checkpoint as module
 
     pieces = [Piece("def return", True, 10), Piece(np.array([1, 2]), False, 8), Piece("self import", True, 11),
               Piece(np.array([3, -1]), True, 8)]  # fmt: skip
@@ -121,17 +121,16 @@ def test_a_mixed_batch_is_not_cut(tmp_path: Path, tokenizer_folder: Path, monkey
         monkeypatch.setattr(module, "read_pieces", read)
         target = tmp_path / f"store{stop}"
         if stop < len(pieces):
-            broken = Spool(target, find_inputs([tmp_path / "x.txt"]), ["text"], None, 1000)
+            broken = BuildCheckpoint(target, find_inputs([tmp_path / "x.txt"]), ["text"], None, 1000)
             with pytest.raises(KeyboardInterrupt):
                 broken.fill(tokenizer)
             broken.close()
         monkeypatch.setattr(module, "read_pieces", lambda *a: iter(pieces))
-        spool = Spool(target, find_inputs([tmp_path / "x.txt"]), ["text"], None, 1000)
-        spool.fill(tokenizer)
-        found = np.concatenate(list(spool.blocks())).tolist()
+        with BuildCheckpoint(target, find_inputs([tmp_path / "x.txt"]), ["text"], None, 1000) as checkpoint:
+            checkpoint.fill(tokenizer)
+            found = np.concatenate(list(checkpoint.blocks())).tolist()
         whole = whole or found
         assert found == whole
-        spool.remove()
 
 
 def test_one_build_at_a_time_and_ids_are_checked(tmp_path: Path) -> None:
@@ -139,7 +138,7 @@ def test_one_build_at_a_time_and_ids_are_checked(tmp_path: Path) -> None:
     arguments = ("build", tmp_path / "store", tmp_path / "ids.npy", "--resume", "--quiet", "--vocab-size")
     result = run(*arguments, 50)
     assert result.exit_code == 1 and "99 is outside the vocabulary" in result.stderr
-    held = Spool(tmp_path / "store", find_inputs([tmp_path / "ids.npy"]), ["text"], None, 100)
+    held = BuildCheckpoint(tmp_path / "store", find_inputs([tmp_path / "ids.npy"]), ["text"], None, 100)
     result = run(*arguments, 100)
     assert result.exit_code == 1 and "another build uses" in result.stderr
     held.close()

@@ -14,10 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore import segments
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.live import open_live, tenant_digest
-from sssd_plugin.datastore.segments import Record, SegmentLog, check_live, forget, live_key, scan_segment
+from sssd_plugin.datastore.live.store import segments
+from sssd_plugin.datastore.live.forgetting import forget, live_key
+from sssd_plugin.datastore.live.records import Record, scan_segment
+from sssd_plugin.datastore.live.segments import SegmentLog, check_live
+from sssd_plugin.datastore.live.store import open_live
+from sssd_plugin.datastore.live.tenants import tenant_digest
 from tests.support.stores import read_only_folder
 
 VOCAB = 1000
@@ -25,10 +28,10 @@ VOCAB = 1000
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
-from sssd_plugin.datastore import live, segments
-from sssd_plugin.datastore.live import open_live
+from sssd_plugin.datastore.live.store import segments, store as live
+from sssd_plugin.datastore.live.store import open_live
 
-live.HOT_TOKENS, segments.SEGMENT_TOKENS, segments.FLUSH_SECONDS = 64, 500, 0.02
+live.MEMTABLE_TOKENS, segments.SEGMENT_TOKENS, segments.FLUSH_SECONDS = 64, 500, 0.02
 store = open_live(sys.argv[1], 1000, max_tokens=1 << 15)
 number = int(sys.argv[2])
 print("ready", flush=True)
@@ -108,8 +111,8 @@ def test_a_torn_tail_is_dropped_and_said(tmp_path: Path, caplog: pytest.LogCaptu
     for text in ([1, 2, 3], [4, 5], [6, 7, 8]):
         log.append(b"", np.array(text, np.int32))
     log.flush()
-    os.close(log._lock_fd)  # as if killed: nothing is sealed
-    log._lock_fd, log.writable = None, False
+    log._lock.release()  # as if killed: nothing is sealed
+    log.writable = False
     (path,) = segment_files(tmp_path)
     manifest = (tmp_path / "live" / "manifest.json").read_bytes()
     whole = path.read_bytes()
@@ -265,19 +268,19 @@ def test_a_full_disk_stops_nothing_and_writing_is_tried_again(tmp_path: Path, mo
     store = open_live(tmp_path, VOCAB)
     store.insert(np.array([1, 2], np.int32))
     store.flush()
-    write_all = segments._write_all
+    write_all = segments.write_all
 
     def full(fd: int, data: bytes) -> None:
         os.write(fd, data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(segments, "_write_all", full)
+    monkeypatch.setattr(segments, "write_all", full)
     for number in range(3, 6):
         assert store.insert(np.array([number], np.int32)), "serving goes on"
         store.flush()
     said = [r.message for r in caplog.records if "No space left" in r.message]
     assert len(said) == 1
-    monkeypatch.setattr(segments, "_write_all", write_all)
+    monkeypatch.setattr(segments, "write_all", write_all)
     store.flush()
     assert any("works again" in record.message for record in caplog.records)
     store.close()

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from sssd_plugin.datastore.build.memory import SubIndexLimit, parse_size
+from sssd_plugin.datastore.build.ray_sorting import RaySorter
+from sssd_plugin.datastore.build.sorting import ProcessSorter
 from sssd_plugin.datastore.cli import app
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.memory import SubIndexLimit, parse_size
-from sssd_plugin.datastore.ray_sorting import RaySorter
-from sssd_plugin.datastore.sorting import ProcessSorter
-from sssd_plugin.datastore.store import Datastore
 from tests.support.stores import leftovers
 
 VOCAB = 5000
@@ -164,7 +164,7 @@ def test_a_ray_address_that_nobody_listens_at(tmp_path: Path, ids: Path, address
 
 def test_a_port_where_something_else_listens(tmp_path: Path, ids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    monkeypatch.setattr("sssd_plugin.datastore.ray_sorting.HEALTH_SECONDS", 4.0)
+    monkeypatch.setattr("sssd_plugin.datastore.build.ray_sorting.HEALTH_SECONDS", 4.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         result = build(tmp_path / "store", ids, "--ray", f"127.0.0.1:{server.getsockname()[1]}")
     assert result.exit_code == 1 and "does not answer as one" in result.stderr and result.stderr.count("\n") == 1
@@ -205,7 +205,7 @@ def test_what_goes_wrong_on_the_cluster_is_one_line(
     def fails(tokens: object) -> None:
         raise ValueError("a node without freedraft")
 
-    monkeypatch.setattr("sssd_plugin.datastore.ray_sorting.order_of", fails)
+    monkeypatch.setattr("sssd_plugin.datastore.build.ray_sorting.order_of", fails)
     result = build(tmp_path / "store", ids, "--ray", cluster, "--memory", "700MiB")
     assert result.exit_code == 1 and "a Ray task failed" in result.stderr and result.stderr.count("\n") == 1
     assert "without freedraft" in result.stderr

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sssd_plugin.datastore import suffix_sort
-from sssd_plugin.datastore.sub_index import SEPARATOR, SubIndex
+from sssd_plugin.datastore.index import suffix_sort
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, SubIndex
 
 HUGE = 2**31 - 1
 IDS = st.one_of(st.integers(-1, 3), st.integers(-1, 70_000), st.integers(HUGE - 3, HUGE), st.integers(-1, HUGE))

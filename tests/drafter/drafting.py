@@ -13,9 +13,24 @@ import oracle
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.learned import FEATURES, SETS, Weights
-from tests.support.stores import Documents, int32, joined, snapshot_of
+from sssd_plugin.scoring.weights import FEATURES, SETS, Weights
+
+Documents = Sequence[Sequence[int]]
+
+
+def int32(tokens: Sequence[int]) -> NDArray[np.int32]:
+    return np.array(tokens, np.int32)
+
+
+def joined(documents: Documents) -> list[int]:
+    """Tokens of a sub-index: a separator after each document."""
+    return [token for document in documents for token in [*map(int, document), SEPARATOR]]
+
+
+def snapshot_of(sub_indices: Sequence[Documents], vocab_size: int) -> Snapshot:
+    return Snapshot.of([SubIndex.build(int32(joined(documents)), vocab_size) for documents in sub_indices])
 
 
 def random_weights(seed: int) -> NDArray[np.float64]:
@@ -26,14 +41,15 @@ def random_weights(seed: int) -> NDArray[np.float64]:
     return np.array([[float(f"{v:.6g}") for v in row] for row in values])
 
 
-def rows_of(requests: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Arguments of `Drafter.extend` as an engine has them: rows in any order, stale tokens behind each request."""
-    longest = max(map(len, requests)) + 3
-    table = np.full((len(requests) + 1, longest), 7, np.int32)
-    order = list(range(len(requests), 0, -1))
-    for row, request in zip(order, requests, strict=True):
-        table[row, : len(request)] = int32(request)
-    return table, int32(order), int32([len(request) for request in requests])
+def replace(drafter: Drafter, requests: dict[str, Sequence[int]]) -> None:
+    for name, tokens in requests.items():
+        drafter.replace(name, int32(tokens))
+
+
+def append(drafter: Drafter, name: str, tokens: Sequence[int]) -> None:
+    """Append to a known request."""
+    context = drafter.length(name) + len(tokens)
+    assert drafter.update([name], int32(tokens), np.array([0]), np.array([len(tokens)]), int32([context])) == []
 
 
 def assert_equal(batch: DraftBatch, trees: Sequence[oracle.Tree]) -> None:
@@ -72,16 +88,25 @@ class Pair:
         self.store = oracle.OracleStore([joined(documents) for documents in sub_indices], self.vocab_size)
 
     def extend(self, requests: dict[str, Sequence[int]]) -> None:
-        for name, tokens in requests.items():
-            self.requests[name] = list(map(int, tokens))
-        if requests:
-            self.drafter.extend(list(requests), *rows_of(list(requests.values())))
+        """Make requests hold these tokens as an engine's adapter does: by `update`, and `replace` where it refuses."""
+        flat, starts, stale = [7], [], []  # new tokens last request first, with others between them
+        for row, (name, tokens) in reversed(list(enumerate(requests.items()))):
+            held = self.requests.get(name, [])
+            grown = name in self.requests and list(tokens[: len(held)]) == held
+            starts.append(len(flat))
+            flat += [*map(int, tokens[len(held) if grown else 0 :]), 7]
+            stale += [] if grown else [row]
+        begins = np.array(starts[::-1], np.int64)
+        ends = np.array([*starts[1:], len(flat)][::-1], np.int64) - 1
+        contexts = int32([len(tokens) for tokens in requests.values()])
+        names = list(requests)
+        assert self.drafter.update(names, int32(flat), begins, ends, contexts) == stale[::-1]
+        for row in stale:
+            self.drafter.replace(names[row], int32(requests[names[row]]))
+        self.requests |= {name: list(map(int, tokens)) for name, tokens in requests.items()}
 
     def append(self, new: dict[str, Sequence[int]]) -> None:
-        for name, tokens in new.items():
-            self.requests[name] = self.requests.get(name, []) + list(map(int, tokens))
-        offsets = np.cumsum([0, *(len(tokens) for tokens in new.values())]).astype(np.int64)
-        self.drafter.append(list(new), int32([t for tokens in new.values() for t in tokens]), offsets)
+        self.extend({name: [*self.requests.get(name, []), *tokens] for name, tokens in new.items()})
 
     def finish(self, name: str) -> None:
         self.requests.pop(name, None)

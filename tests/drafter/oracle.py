@@ -40,9 +40,6 @@ class Tree:
         """Drafted tokens from below the root down to `node`."""
         return [*self.path(self.parents[node]), self.tokens[node]] if node > 0 else []
 
-    def head(self, n: int) -> Tree:
-        return Tree(self.tokens[:n], self.parents[:n], self.depths[:n], self.scores[:n])
-
 
 class OracleStore:
     """Sub-indices as sorted lists of suffixes. sub_indices: token lists, each document followed by a separator."""
@@ -385,11 +382,10 @@ def draft(
     scoring: str,
     weights: NDArray[np.float64],
     max_nodes: int,
-    total_draft_tokens: int | None = None,
     shape: str = "tree",
     min_score: float = 0.0,
 ) -> list[Tree]:
-    """One tree per request; of all draft nodes in the batch, the `total_draft_tokens` with the highest scores."""
+    """One tree per request."""
     trees = []
     for request in requests:
         tokens = [int(t) for t in request]
@@ -397,13 +393,4 @@ def draft(
             trees.append(learned_tree(store, tokens, weights, max_nodes, shape == "chain", min_score))
         else:
             trees.append(paper_tree(store, tokens, max_nodes, shape == "chain", min_score))
-    if total_draft_tokens is None:
-        return trees
-    # Ties as float32, as the batch holds them: later requests keep theirs, shallower nodes come before deeper ones.
-    ranked = sorted(
-        (-float(np.float32(value)), -b, i) for b, tree in enumerate(trees) for i, value in enumerate(tree.scores) if i
-    )
-    kept = [min(1, len(tree.tokens)) for tree in trees]
-    for _, b, _ in ranked[: max(0, total_draft_tokens)]:
-        kept[-b] += 1
-    return [tree.head(n) for tree, n in zip(trees, kept, strict=True)]
+    return trees

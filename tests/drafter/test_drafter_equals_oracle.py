@@ -13,7 +13,7 @@ from drafting import Pair, python_sources, random_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sssd_plugin.learned import Weights
+from sssd_plugin.scoring.weights import Weights
 
 SCORINGS = ("learned", "paper")
 EXAMPLES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -42,12 +42,11 @@ def worlds(draw, ids: st.SearchStrategy[int] | None = None):
     return vocab_size, sub_indices, prompts, token
 
 
-def options(data: st.DataObject, batch_size: int) -> dict:
+def options(data: st.DataObject) -> dict:
     return {
         "max_nodes": data.draw(st.sampled_from([16, 2, 1, 3, 8, 32])),
         "shape": data.draw(st.sampled_from(["tree", "chain"])),
         "min_score": data.draw(st.sampled_from([0.0, 0.0, 0.02, 0.3])),
-        "total_draft_tokens": data.draw(st.one_of(st.none(), st.integers(0, 8 * batch_size))),
     }
 
 
@@ -80,7 +79,7 @@ def test_tiny_vocabularies(scoring: str, weight_files: list[Path | None], data: 
     pair = Pair(sub_indices, scoring=scoring, vocab_size=vocab_size, weights=weights)
     pair.extend({str(i): prompt for i, prompt in enumerate(prompts)})
     for _ in range(data.draw(st.integers(1, 4))):
-        pair.compare(**options(data, len(pair.requests)))
+        pair.compare(**options(data))
         step(data, pair, token)
     pair.compare(max_nodes=16)
 
@@ -94,7 +93,7 @@ def test_huge_ids(scoring: str, data: st.DataObject) -> None:
     vocab_size, sub_indices, prompts, _ = data.draw(worlds(ids))
     pair = Pair(sub_indices, scoring=scoring, vocab_size=vocab_size)
     pair.extend({str(i): prompt for i, prompt in enumerate(prompts)})
-    pair.compare(**options(data, len(prompts)))
+    pair.compare(**options(data))
     step(data, pair, ids)
     pair.compare(max_nodes=16)
 
@@ -120,11 +119,7 @@ def test_random_streams(scoring: str, seed: int, weight_files: list[Path | None]
     pair = Pair(sub_indices, scoring=scoring, vocab_size=vocab_size, weights=weights, max_nodes=64)
     pair.extend({str(i): text(int(rng.integers(1, 60))) for i in range(4)})
     for number in range(12):
-        pair.compare(
-            max_nodes=int(rng.choice([4, 16, 64])),
-            shape="chain" if number % 3 == 1 else "tree",
-            total_draft_tokens=20 if number % 4 == 2 else None,
-        )
+        pair.compare(max_nodes=int(rng.choice([4, 16, 64])), shape="chain" if number % 3 == 1 else "tree")
         pair.append({name: text(1)[: int(rng.integers(1, 4))] for name in list(pair.requests)[number % 2 :]})
 
 
@@ -166,7 +161,7 @@ def test_real_text_with_hashed_ids(scoring: str) -> None:
     pair = Pair([[sources[n][:1500]] for n in names[:3]], scoring=scoring, vocab_size=2**31, max_nodes=8)
     for position in range(300, 320):
         pair.extend({name: sources[name][:position] for name in names[4:]})
-        pair.compare(total_draft_tokens=None if position % 2 else 25)
+        pair.compare()
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)

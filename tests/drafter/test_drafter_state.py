@@ -7,16 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from drafting import Pair, python_sources, rows_of
+from drafting import Pair, append, int32, python_sources, replace, snapshot_of
 
 from sssd_plugin.drafter import Drafter
-from tests.support.stores import int32, snapshot_of
 
 SCORINGS = ("learned", "paper")
-
-
-def append(drafter: Drafter, name: str, tokens: list[int]) -> None:
-    drafter.append([name], int32(tokens), np.array([0, len(tokens)]))
 
 
 def run_all(*targets: Callable[[], None]) -> None:
@@ -42,13 +37,13 @@ def run_all(*targets: Callable[[], None]) -> None:
 def test_finish_forgets() -> None:
     drafter = Drafter(vocab_size=10, max_nodes=8)
     assert len(drafter) == 0  # the warm-up leaves nothing behind
-    drafter.extend(["a", "b"], *rows_of([[1, 2, 1], [3, 4, 3]]))
+    replace(drafter, {"a": [1, 2, 1], "b": [3, 4, 3]})
     assert (len(drafter), drafter.length("a"), sorted(drafter.request_ids())) == (2, 3, ["a", "b"])
     drafter.finish(["a", "never seen"])
     drafter.finish(iter(["a"]))
     assert (len(drafter), drafter.length("a"), drafter.length("b")) == (1, 0, 3)
     # A finished id starts afresh, in a slot that another request has used.
-    drafter.extend(["a"], *rows_of([[5]]))
+    replace(drafter, {"a": [5]})
     batch = drafter.draft(["a", "b"], max_nodes=8)
     assert batch.tokens[:, 0].tolist() == [5, 3]
     assert batch.counts[0] == 1 and batch.counts[1] > 1
@@ -57,15 +52,15 @@ def test_finish_forgets() -> None:
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_unknown_requests_draft_nothing_and_leave_nothing(scoring: str) -> None:
     drafter = Drafter(vocab_size=10, max_nodes=8, scoring=scoring)  # type: ignore[arg-type]
-    drafter.extend(["known"], *rows_of([[1, 2, 1]]))
+    replace(drafter, {"known": [1, 2, 1]})
     for names in (["x"], ["x", "known"], ["known", "x", "y"]):
-        counts = drafter.draft(names, max_nodes=8, total_draft_tokens=3).counts.tolist()
+        counts = drafter.draft(names, max_nodes=8).counts.tolist()
         assert [n > 0 for n in counts] == [name == "known" for name in names]
     assert drafter.draft([], max_nodes=8).batch_size == 0
     assert drafter.request_ids() == ["known"]
 
 
-def test_a_roll_back_starts_over() -> None:
+def test_a_roll_back_is_told_and_replaced() -> None:
     """The engine takes tokens back (a preemption, a rejected step): nothing of them is drafted from any more."""
     pair = Pair([], scoring="learned", vocab_size=50)
     pair.extend({"r": [1, 2, 3, 1, 2, 9]})
@@ -75,26 +70,19 @@ def test_a_roll_back_starts_over() -> None:
         pair.compare()
 
 
-def test_a_shorter_request_over_the_same_row() -> None:
-    """Only the length tells that the engine took tokens back: they still stand in its row."""
+def test_rows_that_do_not_fit_are_left_untouched() -> None:
+    """Missed tokens, tokens told twice, tokens taken back, an unknown request: all others of the batch go on."""
     pair = Pair([], scoring="learned", vocab_size=50)
-    table = int32([[1, 2, 3, 1, 2, 9, 1, 2]])
-    for n in (8, 4, 5, 5, 8):
-        pair.drafter.extend(["r"], table, int32([0]), int32([n]))
-        pair.requests["r"] = table[0, :n].tolist()
-        assert pair.drafter.length("r") == n
-        pair.compare()
-
-
-def test_extend_reads_only_what_is_new() -> None:
-    """Rows move between steps, and an engine may reuse the memory of tokens that were read before."""
-    pair = Pair([], scoring="learned", vocab_size=50)
-    pair.extend({"r": [1, 2, 3, 1]})
-    table = np.full((4, 8), -1, np.int32)
-    table[3, 3:6] = 1, 2, 3
-    pair.drafter.extend(["r"], table, int32([3]), int32([6]))
-    pair.requests["r"] = [1, 2, 3, 1, 2, 3]
+    names = ["fits", "missed", "twice", "back", "unknown", "same"]
+    held = {name: [1, 2, 3, 1] for name in names if name != "unknown"}
+    pair.extend(held)
+    starts, ends = np.array([0, 1, 0, 2, 0, 3]), np.array([2, 3, 2, 3, 2, 3])
+    contexts = int32([6, 7, 4, 3, 2, 4])
+    assert pair.drafter.update(names, int32([2, 3, 2]), starts, ends, contexts) == [1, 2, 3, 4]
+    pair.requests["fits"] = [1, 2, 3, 1, 2, 3]
     pair.compare()
+    assert sorted(pair.drafter.request_ids()) == sorted(held)
+    assert pair.drafter.update([], int32([]), np.zeros(0, np.int64), np.zeros(0, np.int64), int32([])) == []
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -121,8 +109,9 @@ def test_prompts_in_the_background(scoring: str) -> None:
     assert sorted(pair.drafter.request_ids()) == ["appended to", "empty"]
 
 
-def test_a_prompt_that_is_still_waiting_takes_nothing_back() -> None:
-    """`extend` comes while the background thread is busy: the prompt must not overwrite what `extend` adds."""
+@pytest.mark.parametrize("by", ["update", "replace"])
+def test_a_prompt_that_is_still_waiting_takes_nothing_back(by: str) -> None:
+    """Tokens come while the background thread is busy: the prompt must not overwrite them."""
     drafter = Drafter(vocab_size=50, max_nodes=8)
     drafter.begin("first", int32([1]))
     gate = threading.Event()
@@ -130,7 +119,10 @@ def test_a_prompt_that_is_still_waiting_takes_nothing_back() -> None:
     drafter._worker.submit(gate.wait)
     drafter.begin("r", int32([1, 2, 3]))
     threading.Timer(0.1, gate.set).start()
-    drafter.extend(["r"], *rows_of([[1, 2, 3, 1, 2]]))
+    if by == "update":
+        assert drafter.update(["r"], int32([1, 2]), np.array([0]), np.array([2]), int32([5])) == []
+    else:
+        drafter.replace("r", int32([1, 2, 3, 1, 2]))
     assert drafter.length("r") == 5
     assert drafter.draft(["r"], max_nodes=8).tokens[0, 0] == 2
     assert drafter.length("r") == 5
@@ -184,10 +176,10 @@ def test_threads(scoring: str) -> None:
             for number in range(15):
                 new = words[int(rng.integers(0, 1000)) :][: int(rng.integers(1, 40))]
                 held = held + new
-                if number % 2:
+                if number % 2 and drafter.length(name):
                     append(drafter, name, new)
                 else:
-                    drafter.extend([name], *rows_of([held]))
+                    drafter.replace(name, int32(held))
                 assert drafter.length(name) == len(held)
             if round_ % 3:
                 drafter.finish([name])
@@ -219,13 +211,16 @@ def test_drafting_in_several_threads() -> None:
     """Drafts overwrite each other's views, but nothing is damaged."""
     pair = Pair([[python_sources()["queue"]]], scoring="learned", vocab_size=50_000, max_nodes=16)
     sources = python_sources()
+    snapshot = snapshot_of([[sources["queue"]]], 50_000)
 
     def work(name: str) -> None:
-        for n in range(200, 320):
-            pair.drafter.extend([name], *rows_of([sources[name][:n]]))
+        pair.drafter.begin(name, int32(sources[name][:200]))
+        for n in range(200, 319):
+            update = [name], int32(sources[name][n : n + 1]), np.array([0]), np.array([1]), int32([n + 1])
+            assert pair.drafter.update(*update) == []
             pair.drafter.draft([name], max_nodes=16)
             if n % 40 == 0:
-                pair.drafter.use(pair.drafter._snapshot)
+                pair.drafter.use(snapshot)
 
     run_all(*(lambda n=name: work(n) for name in list(sources)[:6]))
     pair.requests = {name: sources[name][:319] for name in list(sources)[:6]}
@@ -268,7 +263,7 @@ def test_a_snapshot_lives_as_long_as_it_is_used() -> None:
     """The drafter keeps the arrays alive whose addresses it reads."""
     source = python_sources()["contextlib"]
     drafter = Drafter(vocab_size=50_000, max_nodes=16, snapshot=snapshot_of([[source]], 50_000))
-    drafter.extend(["r"], *rows_of([source[:50]]))
+    replace(drafter, {"r": source[:50]})
     before = drafter.draft(["r"], max_nodes=16).tokens.tolist()
     rubbish = [np.full(len(source) + 32, 3, np.int32) for _ in range(50)]
     assert drafter.draft(["r"], max_nodes=16).tokens.tolist() == before

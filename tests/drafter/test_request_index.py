@@ -25,7 +25,13 @@ COLLIDING = [t for t in range(200_000) if (t * 2654435761 % 2**32) * 64 >> 32 in
 
 
 def append(index: RequestIndex, name: str, tokens: list[int]) -> None:
-    index.append(index.slot_ids([name]), int32(tokens), np.array([0, len(tokens)]))
+    """Append to a request; an unknown one starts."""
+    if name in index:
+        contexts = int32([index.length(name) + len(tokens)])
+        stale = index.update(index.slot_ids([name]), int32(tokens), np.array([0]), np.array([len(tokens)]), contexts)
+        assert stale == []
+    else:
+        index.replace(name, int32(tokens))
 
 
 def check(index: RequestIndex, name: str, expected: list[int]) -> None:
@@ -41,7 +47,7 @@ def check(index: RequestIndex, name: str, expected: list[int]) -> None:
         occurrences.setdefault(token, []).insert(0, i)
     assert np.count_nonzero(heads >= 0) == len(occurrences)
     for token, places in occurrences.items():
-        entry = find(heads, size, index.tokens(name), token)
+        entry = find(heads, index.tokens(name), token)
         assert counts[entry] == min(len(places), 65535)
         at = int(heads[entry])
         for place in places:
@@ -84,12 +90,20 @@ def test_ragged_batches() -> None:
     rng = np.random.default_rng(0)
     index = RequestIndex(2)
     held: dict[str, list[int]] = {str(i): [] for i in range(30)}
+    for name in held:
+        index.replace(name, int32([]))
     for _ in range(40):
         names = rng.permutation(list(held))[:20].tolist()
         lengths = rng.integers(0, 30, len(names))
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         tokens = rng.integers(0, 500, offsets[-1]).astype(np.int32)
-        index.append(index.slot_ids(names), tokens, offsets)
+        contexts = int32([index.length(name) + n for name, n in zip(names, lengths, strict=True)])
+        stale = rng.choice(len(names), 3, replace=False)
+        contexts[stale] += rng.choice([-1, 1, 40], 3).astype(np.int32)
+        refused = index.update(index.slot_ids(names), tokens, offsets[:-1], offsets[1:], contexts)
+        assert refused == sorted(stale.tolist())
+        for b in refused:
+            index.replace(names[b], np.append(index.tokens(names[b]), tokens[offsets[b] : offsets[b + 1]]))
         for name, start, end in zip(names, offsets, offsets[1:], strict=False):
             held[name] += tokens[start:end].tolist()
     for name, expected in held.items():
@@ -136,5 +150,5 @@ def test_slots_are_reused() -> None:
         index.finish([*map(str, range(20)), "unknown"])
         assert len(index) == 0 and "3" not in index and index.nbytes() == 0
     assert len(index.slots) == 32
-    assert index.slot_ids(["x", "y"], create=False).tolist() == [-1, -1]
+    assert index.slot_ids(["x", "y"]).tolist() == [-1, -1]
     assert len(index) == 0

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from drafting import Pair, rows_of
+from drafting import Pair, int32
 from numpy.typing import NDArray
 
-from sssd_plugin.learned import FEATURES, SETS, Weights, initial_weights
-from sssd_plugin.training import train
+from sssd_plugin.scoring.training import train
+from sssd_plugin.scoring.weights import FEATURES, SETS, Weights, initial_weights
 
 VOCAB = 40
 Row = tuple[NDArray[np.int32], NDArray[np.int32]]
@@ -76,7 +76,7 @@ def test_scores_are_calibrated(trained: NDArray[np.float64], tmp_path: Path) -> 
     for row, (prompt, output) in enumerate(source(2, 40)):
         text = [*prompt.tolist(), *output.tolist()]
         for position in range(len(prompt), len(text) - 10, 5):
-            pair.drafter.extend([str(row)], *rows_of([text[:position]]))
+            pair.drafter.replace(str(row), int32(text[:position]))
             batch = pair.drafter.draft([str(row)], max_nodes=8)
             good = [True] * 8
             for i in range(1, batch.counts[0]):

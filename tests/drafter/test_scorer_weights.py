@@ -10,7 +10,7 @@ import pytest
 from drafting import random_weights
 
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.learned import FEATURES, SETS, Weights, initial_weights
+from sssd_plugin.scoring.weights import FEATURES, SETS, Weights, initial_weights
 
 
 def test_round_trip(tmp_path: Path) -> None:

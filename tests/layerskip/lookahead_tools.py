@@ -1,32 +1,102 @@
-"""A draft loop over made-up draft models, as an engine's runner would drive a policy."""
+"""A draft loop over made-up draft models, as `LayerSkipMethod` drives a policy, and costs that are known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from layerskip_plugin.lookahead import Lookahead
+from freedraft.cost.acceptance import Acceptance
+from freedraft.draft import DraftBatch
+from layerskip_plugin.lookahead import Cost, Lookahead
+from layerskip_plugin.lookahead.cost import kinds_of
+from layerskip_plugin.skip_set import SkipSet
 
 Feature = Callable[[int, NDArray[np.int32]], NDArray[np.float32]]
+RECIPE = SkipSet(2, frozenset({1}), frozenset())
 
 
-def draft_round(policy: Lookahead, ids: Sequence[str], most: int, confidence: Feature) -> NDArray[np.int32]:
-    """How many tokens the policy drafts for each request; `confidence(position, rows)` gives float32[R]."""
-    policy.begin(ids, most)
-    drafted = np.zeros(len(ids), np.int32)
-    rows = np.arange(len(ids), dtype=np.int32)
-    for position in range(most):
-        drafted[rows] += 1
-        top = np.zeros((len(rows), policy.needs_top), np.float32)
-        if policy.needs_top:
-            top[:, 0] = confidence(position, rows)
-        entropy = np.zeros(len(rows), np.float32) if policy.needs_entropy else None
-        more = policy.go_on(position, rows, top, entropy)
-        assert more.dtype == np.bool_ and more.shape == rows.shape
-        rows = rows[more]
-        if not len(rows):
-            break
-    assert not len(rows), "a policy must stop at the longest draft allowed"
-    return drafted
+class Line:
+    """Seconds by size: straight lines between the points, and beyond the last two."""
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        self.at = np.array(sorted(points), np.float64)
+        self.seconds = np.array([points[int(x)] for x in self.at])
+        steps = np.diff(self.seconds) / np.diff(self.at) if len(self.at) > 1 else np.zeros(1)
+        self.slope = max(0.0, float(steps[-1]))
+
+    def __call__(self, size: ArrayLike) -> NDArray[np.float64]:
+        size = np.asarray(size, np.float64)
+        return np.interp(size, self.at, self.seconds) + self.slope * np.maximum(size - self.at[-1], 0)
+
+
+class KnownCosts:
+    """Costs of a machine: draft passes by recipe and number of requests, steps by query tokens."""
+
+    def __init__(self, draft: Mapping[int, float] | Mapping[SkipSet, Mapping[int, float]], step: Mapping[int, float]):
+        by_recipe = draft if isinstance(next(iter(draft)), SkipSet) else {RECIPE: draft}
+        self.draft = {recipe: Line(points) for recipe, points in by_recipe.items()}
+        self.step = Line(step)
+        self.acceptance = Acceptance()
+
+    def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
+        return self.step(query_tokens)
+
+    def pass_seconds(self, recipe: SkipSet, batch: ArrayLike) -> NDArray[np.float64]:
+        return self.draft[recipe](batch)
+
+
+def cost(draft: Mapping[int, float], step: Mapping[int, float], **rest: object) -> Cost:
+    """A cost policy over one skip set."""
+    return Cost(KnownCosts(draft, step), [RECIPE], **rest)
+
+
+class Driver:
+    """Drives a policy; what verification says teaches the acceptance of the costs, too, as a controller does."""
+
+    def __init__(self, policy: Lookahead) -> None:
+        self.policy = policy
+
+    def draft(
+        self, ids: Sequence[str], longest: int, confidence: Feature, sets: Sequence[int] | None = None
+    ) -> NDArray[np.int32]:
+        """How many tokens the policy drafts for each request; `confidence(position, rows)` gives float32[R]."""
+        policy = self.policy
+        self.ids, self.sets = list(ids), np.zeros(len(ids), np.intp) if sets is None else np.array(sets, np.intp)
+        self.confidences = np.ones((len(ids), longest), np.float32)
+        policy.begin(ids, self.sets, longest)
+        drafted = np.zeros(len(ids), np.int32)
+        rows = np.arange(len(ids), dtype=np.int32)
+        for position in range(longest):
+            drafted[rows] += 1
+            top = np.zeros((len(rows), policy.needs_top), np.float32)
+            if policy.needs_top:
+                self.confidences[rows, position] = top[:, 0] = confidence(position, rows)
+            entropy = np.zeros(len(rows), np.float32) if policy.needs_entropy else None
+            more = policy.should_continue(position, rows, top, entropy)
+            assert more.dtype == np.bool_ and more.shape == rows.shape
+            rows = rows[more]
+            if not len(rows):
+                break
+        assert not len(rows), "a policy must stop at the longest draft allowed"
+        return drafted
+
+    def judge(self, ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
+        """So many tokens were drafted and accepted for these requests of the last round."""
+        self.policy.record_acceptance(ids, drafted, accepted, accepted)
+        if isinstance(self.policy, Cost):
+            rows = [self.ids.index(name) for name in ids]
+            draft = DraftBatch.empty(len(ids), self.confidences.shape[1] + 1)
+            draft.counts[:] = drafted + 1
+            draft.tokens[:] = draft.depths[:] = np.arange(draft.max_nodes)
+            draft.parents[:] = np.arange(-1, draft.max_nodes - 1)
+            draft.scores[:, 0], draft.scores[:, 1:] = 1.0, np.cumprod(self.confidences[rows], 1)
+            draft.kinds[:] = kinds_of(self.sets[rows])[:, None]
+            followed = [np.array([*range(1, n + 1), 10**6], np.int32) for n in accepted.tolist()]
+            self.policy.costs.acceptance.observe(draft, followed)
+
+
+def draft_round(policy: Lookahead, ids: Sequence[str], longest: int, confidence: Feature) -> NDArray[np.int32]:
+    """See `Driver.draft`."""
+    return Driver(policy).draft(ids, longest, confidence)

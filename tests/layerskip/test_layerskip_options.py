@@ -6,10 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from lookahead_tools import RECIPE, Driver, KnownCosts
 
 from freedraft.config import ConfigError
-from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed, Prices, Recording
+from freedraft.method import EngineContext
+from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed, PerSet, Recording
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
@@ -22,7 +25,9 @@ SIZES = {
     "vocab_size": 24,
 }
 CONFIG = SimpleNamespace(**SIZES)
-PRICES = Prices.of_times({1: 0.5}, {1: 1.0})
+CHAINS = EngineContext(hf_config=CONFIG, max_draft_tokens=7)
+TREES = EngineContext(hf_config=CONFIG, max_draft_tokens=15, widths=(1, 16))
+COSTS = KnownCosts({1: 0.5}, {1: 1.0})
 
 
 @pytest.fixture
@@ -67,22 +72,40 @@ def test_sets_that_are_refused(files: list[Path], tmp_path: Path) -> None:
     ("name", "kind"), [("cost", Cost), ("fixed", Fixed), ("confidence", Confidence), ("adaptive", DraftVerify)]
 )
 def test_policies(name: str, kind: type) -> None:
-    policy = LayerSkipOptions.parse({"lookahead": name}).make_lookahead(7, PRICES)
+    options = LayerSkipOptions.parse({"lookahead": name})
+    policy = options.make_lookahead(CHAINS, [RECIPE], COSTS)
     assert isinstance(policy, kind)
-    if isinstance(policy, Fixed):
-        assert policy.length == 7
+    several = options.make_lookahead(CHAINS, [RECIPE, RECIPE], COSTS)
+    assert isinstance(several, Cost if name == "cost" else PerSet)
+
+
+def test_how_far_fixed_drafts() -> None:
+    lengths = [
+        LayerSkipOptions.parse({"lookahead": "fixed"} | given).make_lookahead(context, [RECIPE], COSTS).length
+        for given in ({}, {"length": 3})
+        for context in (CHAINS, TREES)
+    ]
+    assert lengths == [7, 5, 3, 3]
 
 
 def test_verifications_are_recorded_for_one_set_only(tmp_path: Path) -> None:
-    options = LayerSkipOptions.parse({"record": str(tmp_path / "seen.npz")})
-    assert isinstance(options.make_lookahead(3, PRICES, record=True), Recording)
-    assert not isinstance(options.make_lookahead(3, PRICES), Recording)
+    options = LayerSkipOptions.parse({"record": str(tmp_path / "seen.npz"), "lookahead": "fixed", "length": 4})
+    recording = options.make_lookahead(CHAINS, [RECIPE, RECIPE], COSTS)
+    assert isinstance(recording, Recording)
+    driver = Driver(recording)
+    drafted = driver.draft(list("abc"), 4, lambda position, rows: np.full(len(rows), 0.99), sets=[0, 1, 0])
+    driver.judge(list("abc"), drafted, np.array([0, 1, 1], np.int32))
+    records = recording.save()
+    assert sorted(zip(records.request.tolist(), records.accepted.tolist(), strict=True)) == [
+        (0, False), (1, False), (1, True),
+    ]  # fmt: skip
+    assert not isinstance(LayerSkipOptions().make_lookahead(CHAINS, [RECIPE], COSTS), Recording)
     with pytest.raises(ConfigError, match=r"'record'.*folder"):
         LayerSkipOptions.parse({"record": "/no/such/folder/seen.npz"})
 
 
 def test_a_classifier_has_to_be_there() -> None:
     with pytest.raises(ValueError, match="freedraft calibrate disco"):
-        LayerSkipOptions.parse({"lookahead": "disco"}).make_lookahead(3, PRICES)
+        LayerSkipOptions.parse({"lookahead": "disco"}).make_lookahead(CHAINS, [RECIPE], COSTS)
     with pytest.raises(ConfigError, match="'disco' is not a file"):
         LayerSkipOptions.parse({"disco": "/no/such/file"})

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lookahead_tools import draft_round
+from lookahead_tools import Driver, cost, draft_round
 
 from layerskip_plugin.lookahead import (
     Confidence,
-    Cost,
     Disco,
     DraftVerify,
     Fixed,
     Lookahead,
-    Prices,
+    PerSet,
     Recording,
     RocThreshold,
     make_lookahead,
@@ -31,16 +30,15 @@ def eager() -> list[Lookahead]:
     """One policy of each kind, set so that it would draft for ever."""
     zeros = [np.zeros(shape, np.float32) for shape in ((12,), (12, 3), (3,), (3, 1), (1,))]
     always = Classifier(zeros[0], np.ones(12, np.float32), *zeros[1:], threshold=0.5)
-    cheap = Prices.of_times({1: 1e-9}, {1: 1.0})
-    made = [Fixed(99), Confidence(0.0), DraftVerify(0.0), RocThreshold(0.0), Disco(always), Cost(cheap)]
-    return [*made, Recording(Fixed(99), Path("unused"))]
+    made = [Fixed(99), Confidence(0.0), DraftVerify(0.0), RocThreshold(0.0), Disco(always), cost({1: 1e-9}, {1: 1.0})]
+    return [*made, Recording(Fixed(99), Path("unused")), PerSet(lambda: Fixed(99), 2)]
 
 
 @pytest.mark.parametrize("policy", eager(), ids=lambda p: type(p).__name__)
-@pytest.mark.parametrize("most", [1, 2, 7])
-def test_the_longest_draft_allowed_is_never_exceeded_and_reached(policy: Lookahead, most: int) -> None:
-    drafted = draft_round(policy, ["a", "b", "c"], most, lambda position, rows: np.full(len(rows), SURE))
-    assert drafted.tolist() == [most] * 3
+@pytest.mark.parametrize("longest", [1, 2, 7])
+def test_the_longest_draft_allowed_is_never_exceeded_and_reached(policy: Lookahead, longest: int) -> None:
+    drafted = draft_round(policy, ["a", "b", "c"], longest, lambda position, rows: np.full(len(rows), SURE))
+    assert drafted.tolist() == [longest] * 3
 
 
 def test_fixed() -> None:
@@ -67,8 +65,8 @@ def output_distribution(target: np.ndarray, draft: np.ndarray, threshold: float,
     residual = residual / residual.sum()
     policy = Confidence(threshold)
     for token in range(n):
-        policy.begin(["r"], 2)
-        stopped = not policy.go_on(0, np.zeros(1, np.int32), np.array([[draft[token]]], np.float32), None)[0]
+        policy.begin(["r"], np.zeros(1, np.intp), 2)
+        stopped = not policy.should_continue(0, np.zeros(1, np.int32), np.array([[draft[token]]], np.float32), None)[0]
         if stopped and not keep:
             law += draft[token] * np.outer(target, target)
             continue
@@ -91,12 +89,12 @@ def test_draft_and_verify_follows_its_formula_per_request() -> None:
     state = {name: [0.6, 0.9] for name in "abcdef"}
     for _ in range(60):
         ids = [str(x) for x in rng.permutation(list(state))[: rng.integers(1, 7)]]
-        policy.begin(ids, 5)
+        policy.begin(ids, np.zeros(len(ids), np.intp), 5)
         assert policy.thresholds == pytest.approx([state[name][0] for name in ids])
         drafted = rng.integers(0, 6, len(ids)).astype(np.int32)
         accepted = np.minimum(drafted, rng.integers(0, 6, len(ids))).astype(np.int32)
         order = rng.permutation(len(ids))
-        policy.observe([ids[i] for i in order], drafted[order], accepted[order])
+        policy.record_acceptance([ids[i] for i in order], drafted[order], accepted[order], accepted[order])
         for name, d, a in zip(ids, drafted, accepted, strict=True):
             if not d:
                 continue
@@ -132,8 +130,25 @@ def test_roc_threshold_finds_where_acceptance_begins() -> None:
         p = rng.random((4, 6)).astype(np.float32)
         drafted = draft_round(policy, list("abcd"), 6, lambda position, rows, p=p: p[rows, position])
         accepted = np.array([next((i for i in range(n) if row[i] < 0.7), n) for row, n in zip(p, drafted, strict=True)])
-        policy.observe(list("abcd"), drafted, accepted)
+        policy.record_acceptance(list("abcd"), drafted, accepted, accepted)
     assert 0.69 < policy.threshold < 0.76
+
+
+def test_each_set_has_a_policy_of_its_own() -> None:
+    """Thresholds that follow acceptance: those of a set whose drafts are rejected rise, the others' fall."""
+    policy = PerSet(lambda: DraftVerify(0.6), 2)
+    driver, ids = Driver(policy), ["a", "b", "c"]
+    for _ in range(40):
+        drafted = driver.draft(ids, 4, lambda position, rows: np.full(len(rows), 0.9, np.float32), sets=[0, 1, 0])
+        assert drafted.tolist() == [4, 4, 4]
+        driver.judge(["c", "b", "a"], drafted, np.array([4, 0, 4], np.int32))
+    good, bad = (
+        part.table.values[part.table.rows([name]), 0] for part, name in zip(policy.policies, "ab", strict=True)
+    )
+    assert len(policy.policies[0].table) == 2 and len(policy.policies[1].table) == 1
+    assert bad > good
+    policy.finish(ids)
+    assert [len(part.table) for part in policy.policies] == [0, 0]
 
 
 def test_judged_tokens_are_those_up_to_the_first_rejection() -> None:
@@ -175,7 +190,7 @@ def test_request_table_reuses_rows() -> None:
     ("options", "says"),
     [
         ({"policy": "confidense"}, "no policy 'confidense'; choose from: cost, confidence"),
-        ({"policy": "cost"}, "needs measured prices"),
+        ({"policy": "cost"}, "needs measured costs"),
         ({"policy": "disco"}, "freedraft calibrate disco"),
         ({"policy": "confidence", "threshold": 1.5}, "between 0 and 1, not 1.5"),
         ({"policy": "fixed", "length": 0}, "at least 1"),

@@ -6,11 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from lookahead_tools import draft_round
+from lookahead_tools import RECIPE, Driver, KnownCosts, cost
 
-from layerskip_plugin.lookahead import Cost, Prices
-from layerskip_plugin.lookahead.cost import BINS, to_bins
+from layerskip_plugin.lookahead import Cost
+from layerskip_plugin.lookahead.cost import BINS, kinds_of, to_bins
 from layerskip_plugin.lookahead.rates import BinnedRate
+from layerskip_plugin.skip_set import SkipSet
 
 
 def tokens_per_time(alpha: float, draft: float, verify: list[float]) -> list[float]:
@@ -18,19 +19,20 @@ def tokens_per_time(alpha: float, draft: float, verify: list[float]) -> list[flo
     return [sum(alpha**i for i in range(d + 1)) / (d * draft + verify[d]) for d in range(len(verify))]
 
 
-def run(policy: Cost, alpha: float, batch: int, steps: int, most: int, seed: int = 0) -> tuple[float, float]:
+def run(policy: Cost, alpha: float, batch: int, steps: int, longest: int, seed: int = 0) -> tuple[float, float]:
     """Drive `steps` steps with tokens accepted by chance; (share of steps with drafts, mean length where drafted)."""
     rng = np.random.default_rng(seed)
     ids = [f"r{i}" for i in range(batch)]
     on, lengths = 0, []
+    driver = Driver(policy)
     for _ in range(steps):
-        if not policy.affordable(batch):
+        if not policy.should_draft(np.zeros(batch, np.intp)).all():
             continue
         on += 1
-        drafted = draft_round(policy, ids, most, lambda position, rows: np.full(len(rows), alpha, np.float32))
-        luck = rng.random((batch, most)) < alpha
+        drafted = driver.draft(ids, longest, lambda position, rows: np.full(len(rows), alpha, np.float32))
+        luck = rng.random((batch, longest)) < alpha
         accepted = np.minimum(np.cumprod(luck, 1).sum(1), drafted).astype(np.int32)
-        policy.observe(ids, drafted, accepted)
+        driver.judge(ids, drafted, accepted)
         lengths.append(drafted.mean())
     return on / steps, float(np.mean(lengths[len(lengths) // 2 :])) if lengths else 0.0
 
@@ -40,27 +42,29 @@ def test_each_decision_is_that_of_exhaustive_search() -> None:
     times = {1: 1.0, 2: 1.3, 4: 1.35, 8: 2.1, 32: 6.0}
     decisions = 0
     for _ in range(60):
-        policy = Cost(Prices.of_times({1: 0.2, 3: 0.22, 5: 0.5}, times), horizon=3)
-        policy.next_given.add(rng.integers(0, BINS, 60), rng.random(60) < 0.6)
-        policy.accepted_given.add(rng.integers(0, BINS, 60), rng.random(60) < 0.7)
-        policy.begin([f"r{i}" for i in range(5)], 4)
+        policy = cost({1: 0.2, 3: 0.22, 5: 0.5}, times, horizon=3)
+        next_given, acceptance = policy.records[0].next_given, policy.costs.acceptance
+        next_given.add(rng.integers(0, BINS, 60), rng.random(60) < 0.6)
+        acceptance.bias[:] = rng.normal(0, 1, len(acceptance.bias))
+        acceptance.odds[:] = np.exp(acceptance.bias)
+        policy.begin([f"r{i}" for i in range(5)], np.zeros(5, np.intp), 4)
         policy.rate *= rng.uniform(0.1, 1.1)
-        right, following = policy.accepted_given.rates, policy.next_given.rates
-        chain = policy.series[1] - 1
+        following = next_given.rates
+        chain = policy.series[0, 1] - 1
         rows, survival, total = np.arange(5, dtype=np.int32), np.ones(5), 5
         for position in range(3):
             p = rng.random(len(rows)).astype(np.float32)
-            more = policy.go_on(position, rows, p[:, None], None)
+            more = policy.should_continue(position, rows, p[:, None], None)
             total += len(rows)
-            survival[rows] *= right[to_bins(p)]
+            survival[rows] *= acceptance.given_parent(p, kinds_of(np.zeros(len(p), np.intp)), position + 1)
             chance = survival[rows] * following[to_bins(p)]
             best, chosen = 0.0, ()
             for size in range(1, len(rows) + 1):
                 for subset in itertools.combinations(range(len(rows)), size):
                     for m in range(1, min(3, 4 - position - 1) + 1):
                         gain = chance[list(subset)].sum() * sum(chain**j for j in range(m))
-                        price = m * policy.prices.draft(size) + policy.prices.verify(5, total + size * m)
-                        surplus = gain - policy.rate * (price - policy.prices.verify(5, total))
+                        price = m * policy.costs.draft[RECIPE](size) + policy.costs.step(total + size * m)
+                        surplus = gain - policy.rate * (price - policy.costs.step(total))
                         if surplus > best + 1e-12:
                             best, chosen = surplus, subset
             assert tuple(np.flatnonzero(more)) == chosen
@@ -74,7 +78,7 @@ def test_each_decision_is_that_of_exhaustive_search() -> None:
 @pytest.mark.parametrize("alpha", [0.95, 0.9, 0.8])
 def test_the_length_is_near_that_with_the_most_tokens_per_time(alpha: float) -> None:
     draft, verify = 0.3, [1.0 + 0.02 * n for n in range(13)]
-    policy = Cost(Prices.of_times({1: draft}, {n + 1: t for n, t in enumerate(verify)}))
+    policy = cost({1: draft}, {n + 1: t for n, t in enumerate(verify)})
     share, length = run(policy, alpha, 1, 600, 12)
     by_length = tokens_per_time(alpha, draft, verify)
     assert share > 0.99
@@ -83,33 +87,33 @@ def test_the_length_is_near_that_with_the_most_tokens_per_time(alpha: float) -> 
 
 def test_unlikely_tokens_that_are_accepted_do_not_end_drafts_for_ever() -> None:
     """A pass costs more than the prior's acceptance brings, so behind which probabilities it pays has to be tried."""
-    policy = Cost(Prices.of_times({1: 0.55}, {1: 1.0, 6: 1.05}))
+    policy = cost({1: 0.55}, {1: 1.0, 6: 1.05})
     rng = np.random.default_rng(0)
     lengths = []
+    driver = Driver(policy)
     for _ in range(1500):
-        assert policy.affordable(1)
-        drafted = draft_round(policy, ["r"], 5, lambda position, rows: rng.beta(1.2, 0.5, len(rows)).astype(np.float32))
+        assert policy.should_draft(np.zeros(1, np.intp)).all()
+        drafted = driver.draft(["r"], 5, lambda position, rows: rng.beta(1.2, 0.5, len(rows)).astype(np.float32))
         accepted = np.minimum(np.cumprod(rng.random(5) < 0.98).sum(), drafted).astype(np.int32)
-        policy.observe(["r"], drafted, accepted)
+        driver.judge(["r"], drafted, accepted)
         lengths.append(int(drafted[0]))
     assert np.mean(lengths[-300:]) > 4
 
 
 def test_off_where_nothing_pays_and_on_again_when_it_does() -> None:
     # A draft pass at 85 % of a step with 80 % accepted: slower at every length.
-    prices = Prices.of_times({1: 0.85}, {1: 1.0, 16: 1.3})
-    policy = Cost(prices)
+    policy = cost({1: 0.85}, {1: 1.0, 16: 1.3})
     first, _ = run(policy, 0.8, 1, 200, 8)
     later, _ = run(policy, 0.8, 1, 4000, 8, seed=1)
     assert not policy.on
     assert first < 0.3 and 0 < later <= 0.01
-    policy.prices = Prices.of_times({1: 0.2}, {1: 1.0, 16: 1.3})
+    policy.costs = KnownCosts({1: 0.2}, {1: 1.0, 16: 1.3})
     run(policy, 0.95, 1, 1000, 8, seed=2)
     assert policy.on and run(policy, 0.95, 1, 200, 8, seed=3)[0] == 1.0
 
 
 def test_a_low_acceptance_is_found_out_at_once() -> None:
-    policy = Cost(Prices.of_times({1: 0.3}, {1: 1.0, 16: 1.5}))
+    policy = cost({1: 0.3}, {1: 1.0, 16: 1.5})
     share, _ = run(policy, 0.05, 1, 1000, 8)
     assert share < 0.04
 
@@ -118,7 +122,7 @@ def test_a_larger_batch_drafts_less_where_verification_is_bound_by_compute() -> 
     step = {n: max(1.0, 0.06 * n) for n in range(1, 200)}
     lengths = {}
     for batch in (1, 8, 32):
-        policy = Cost(Prices.of_times({1: 0.3, 32: 0.45}, step))
+        policy = cost({1: 0.3, 32: 0.45}, step)
         lengths[batch] = run(policy, 0.9, batch, 300, 8)
     assert lengths[1][1] > lengths[8][1] + 1
     assert lengths[32][0] < 0.1
@@ -126,24 +130,71 @@ def test_a_larger_batch_drafts_less_where_verification_is_bound_by_compute() -> 
 
 def test_confidence_decides_between_requests() -> None:
     """Two kinds of requests; the tokens of one are sure. Only it is drafted far for."""
-    policy = Cost(Prices.of_times({1: 0.3, 4: 0.4}, {1: 1.0, 40: 2.2}))
+    policy = cost({1: 0.3, 4: 0.4}, {1: 1.0, 40: 2.2})
     rng = np.random.default_rng(0)
     chance = np.array([0.97, 0.97, 0.3, 0.3], np.float32)
     ids = list("abcd")
+    driver = Driver(policy)
     for _ in range(400):
-        drafted = draft_round(policy, ids, 8, lambda position, rows: chance[rows])
+        drafted = driver.draft(ids, 8, lambda position, rows: chance[rows])
         accepted = np.minimum(np.cumprod(rng.random((4, 8)) < chance[:, None], 1).sum(1), drafted)
-        policy.observe(ids, drafted, accepted.astype(np.int32))
+        driver.judge(ids, drafted, accepted.astype(np.int32))
     assert drafted[:2].min() >= 4 and drafted[2:].max() <= 2
 
 
-def test_prices_between_and_behind_the_measured_points() -> None:
-    prices = Prices.of_times({1: 1.0, 3: 2.0}, {1: 1.0, 5: 3.0}, {1: 0.9})
-    assert prices.draft([1, 2, 3, 5]).tolist() == [1.0, 1.5, 2.0, 3.0]
-    assert prices.verify(2, [1, 3, 9]).tolist() == [1.0, 2.0, 5.0] and float(prices.plain(7)) == 0.9
-    for wrong in ({}, {1: 0.0}, {0: 1.0}, {1: float("nan")}):
-        with pytest.raises(ValueError, match="table of draft times"):
-            Prices.of_times(wrong, {1: 1.0})
+SETS = [SkipSet(4, frozenset({i}), frozenset()) for i in range(4)]
+
+
+def mixed(draft: float, step: dict[int, float]) -> Cost:
+    """Four skip sets of one price."""
+    return Cost(KnownCosts({recipe: {1: draft} for recipe in SETS}, step), SETS)
+
+
+def test_sets_are_priced_together() -> None:
+    """Four requests with a set each pay four passes a position: each set alone would promise a gain that none has."""
+    step = {1: 1.0, 20: 1.2}
+    one, four = np.zeros(4, np.intp), np.arange(4)
+    for policy in (mixed(0.5, step), mixed(0.5, step)):
+        policy.records = [type(record)(0.97) for record in policy.records]
+    assert policy.should_draft(one).all(), "one pass a position for all four"
+    assert not policy.should_draft(four).any(), "four of them take two steps of the model"
+    alone = policy.rates(np.array([1, 0, 0, 0]), 1)
+    assert alone[1:].max() > alone[0]
+
+
+def test_expected_rates_are_those_of_the_enumeration() -> None:
+    policy = mixed(0.1, {1: 1.0, 20: 1.2})
+    for record, a in zip(policy.records, (0.9, 0.5, 0.7, 0.8), strict=True):
+        record.reached, record.held = a ** np.arange(64), a ** np.arange(1, 65)
+    counts = np.array([1, 1, 0, 1])
+    rates = policy.rates(counts, 4, 3)
+    for m in (1, 2, 3):
+        gain = sum(a**d for a in (0.9, 0.5, 0.8) for d in range(1, m + 1))
+        tokens = sum(a**d for a in (0.9, 0.5, 0.8) for d in range(m))
+        passes = sum(0.1 * a**d for a in (0.9, 0.5, 0.8) for d in range(m))
+        step = float(policy.costs.step(4 + tokens))
+        assert rates[m] == pytest.approx((4 + gain) / (passes + step))
+
+
+def test_sets_that_pay_draft_beside_one_that_does_not() -> None:
+    policy = mixed(0.05, {1: 1.0, 40: 1.4})
+    policy.records[2].held[:] = 0.0
+    wanted = policy.should_draft(np.array([0, 2, 1, 3, 2]))
+    assert wanted.tolist() == [True, False, True, True, False]
+
+
+def test_each_set_has_a_record_of_its_own() -> None:
+    policy, rng = mixed(0.05, {1: 1.0, 40: 1.4}), np.random.default_rng(0)
+    driver, ids, chance = Driver(policy), list("abcd"), np.array([0.95, 0.2, 0.95, 0.2], np.float32)
+    for _ in range(300):
+        sure = np.full(4, 0.8, np.float32)
+        drafted = driver.draft(ids, 6, lambda position, rows, sure=sure: sure[rows], sets=[0, 1, 0, 1])
+        luck = np.cumprod(rng.random((4, 6)) < chance[:, None], 1).sum(1)
+        driver.judge(ids, drafted, np.minimum(luck, drafted).astype(np.int32))
+    assert drafted[[0, 2]].min() > drafted[[1, 3]].max()
+    assert policy.records[0].held[0] > 0.85 and policy.records[1].held[0] < 0.4 and policy.records[2].held[0] == 0.8
+    policy.replace_recipe(0, SETS[0])
+    assert policy.records[0].held[0] == 0.8, "a new set is not judged by the old one's record"
 
 
 def test_old_trials_fade() -> None:

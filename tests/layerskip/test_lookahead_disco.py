@@ -67,9 +67,9 @@ def test_file_round_trip_and_another_model(tmp_path: Path) -> None:
 def test_the_policy_stops_below_the_threshold() -> None:
     classifier, _ = train(records("entropy", 1500))
     policy = Disco(classifier)
-    policy.begin(["a", "b", "c"], 4)
+    policy.begin(["a", "b", "c"], np.zeros(3, np.intp), 4)
     top = np.full((3, 10), 0.1, np.float32)
-    more = policy.go_on(0, np.arange(3, dtype=np.int32), top, np.array([0.1, 2.9, 0.2], np.float32))
+    more = policy.should_continue(0, np.arange(3, dtype=np.int32), top, np.array([0.1, 2.9, 0.2], np.float32))
     assert more.tolist() == [True, False, True]
 
 
@@ -89,19 +89,19 @@ def test_recording_keeps_what_was_judged_and_changes_nothing(tmp_path: Path) -> 
     expected = []
     for step in range(20):
         ids = ["a", "b", f"c{step}"]
-        recorder.begin(ids, 3)
-        plain.begin(ids, 3)
+        recorder.begin(ids, np.zeros(len(ids), np.intp), 3)
+        plain.begin(ids, np.zeros(len(ids), np.intp), 3)
         rows, drafted, seen = np.arange(3, dtype=np.int32), np.zeros(3, np.int32), {}
         for position in range(3):
             top = np.sort(rng.random((len(rows), 10), np.float32), 1)[:, ::-1]
             entropy = rng.random(len(rows), np.float32)
             drafted[rows] += 1
             seen |= {(int(r), position): (top[i], entropy[i]) for i, r in enumerate(rows)}
-            more = recorder.go_on(position, rows, top, entropy)
-            assert (more == plain.go_on(position, rows, top[:, :1], None)).all()
+            more = recorder.should_continue(position, rows, top, entropy)
+            assert (more == plain.should_continue(position, rows, top[:, :1], None)).all()
             rows = rows[more]
         accepted = np.array([rng.integers(0, n + 1) for n in drafted], np.int32)
-        recorder.observe(ids, drafted, accepted)
+        recorder.record_acceptance(ids, drafted, accepted, accepted)
         expected += [
             (seen[i, k], k, k < accepted[i]) for i in range(3) for k in range(min(drafted[i], accepted[i] + 1))
         ]

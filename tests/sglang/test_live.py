@@ -21,7 +21,7 @@ def ask(engine, prompt, **keys):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_learns_for_its_tenant(tiny, tmp_path, overlap):
-    from sssd_plugin.datastore.segments import SegmentLog
+    from sssd_plugin.datastore.live.segments import SegmentLog
 
     store, counts = tmp_path / "store", tmp_path / "counts.json"
     env = {"FREEDRAFT_LIVE": "true", "FREEDRAFT_DATASTORE": str(store)}

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.builder import StoreBuilder
-from sssd_plugin.datastore.checksum import ChecksummedFile
-from sssd_plugin.datastore.format import Manifest, _checksum, file_name, read_manifest
-from sssd_plugin.datastore.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.build.builder import StoreBuilder
+from sssd_plugin.datastore.disk.checksum import ChecksummedFile
+from sssd_plugin.datastore.disk.format import Manifest, file_name, read_manifest
+from sssd_plugin.datastore.disk.manifest import checksum
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 
 Documents = Sequence[Sequence[int]]
 
@@ -37,8 +38,7 @@ def snapshot_of(sub_indices: Sequence[Documents], vocab_size: int) -> Snapshot:
 def build_store(target: Path, documents: Iterable[Sequence[int]], vocab_size: int, **settings: Any) -> Manifest:
     with StoreBuilder(target, vocab_size=vocab_size, **settings) as builder:
         for document in documents:
-            builder.append(np.array(document, np.int64))
-            builder.end_document()
+            builder.append(np.array([*document, SEPARATOR], np.int64))
         return builder.finish()
 
 
@@ -85,7 +85,7 @@ def edit_manifest(store: Path, change: Callable[[dict[str, Any]], None], *, vali
     change(content)
     if valid_checksum:
         content.pop("checksum")
-        content["checksum"] = _checksum(content)
+        content["checksum"] = checksum(content)
     path.write_text(json.dumps(content, indent=1))
 
 

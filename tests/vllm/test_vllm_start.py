@@ -129,7 +129,7 @@ def test_weights_that_are_none(tiny_model: Path, tmp_path: Path) -> None:
 def store(tmp_path: Path) -> Path:
     import numpy as np
 
-    from sssd_plugin.datastore.builder import StoreBuilder
+    from sssd_plugin.datastore.build.builder import StoreBuilder
 
     path = tmp_path / "store"
     with StoreBuilder(path, vocab_size=24) as builder:
@@ -166,7 +166,7 @@ def test_a_corrupted_store(tiny_model: Path, store: Path) -> None:
 def test_a_store_of_a_larger_vocabulary(tiny_model: Path, tmp_path: Path) -> None:
     import numpy as np
 
-    from sssd_plugin.datastore.builder import StoreBuilder
+    from sssd_plugin.datastore.build.builder import StoreBuilder
 
     with StoreBuilder(tmp_path / "large", vocab_size=1000) as builder:
         builder.append(np.arange(1000))
@@ -178,8 +178,8 @@ def test_a_store_of_a_larger_vocabulary(tiny_model: Path, tmp_path: Path) -> Non
 def test_a_store_of_another_tokenizer(demo_model: Path, tmp_path: Path) -> None:
     import numpy as np
 
-    from sssd_plugin.datastore.builder import StoreBuilder
-    from sssd_plugin.datastore.format import TokenizerEntry
+    from sssd_plugin.datastore.build.builder import StoreBuilder
+    from sssd_plugin.datastore.disk.format import TokenizerEntry
     from sssd_plugin.datastore.tokenizer import fingerprint, load
 
     good = fingerprint(load(demo_model))

@@ -1,0 +1,119 @@
+"""Files that are whole or absent, on the disk when it matters, and locks between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of `data`; `os.write` may take less."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a crash; syncing a file covers its contents only."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def create_file(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
+    """Create or overwrite `path`, in place.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        write_all(fd, data)
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
+    """Create or replace `path`: whoever reads it, at whatever moment, sees all of the old contents or all of the new.
+
+    Args:
+        mode: permissions, less the umask.
+        durable: whether the new contents are on the disk when this returns. A cache that may be lost need not wait.
+
+    Raises:
+        OSError: the disk refuses; `path` is as it was, and no temporary file is left.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        create_file(temporary, data, mode=mode, durable=durable)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        fsync_folder(path.parent)
+
+
+def write_json_atomically(
+    path: Path, values: Mapping[str, Any], *, indent: int | None = None, mode: int = 0o666, durable: bool = True
+) -> None:
+    """Create or replace the JSON file `path`, as `write_atomically` does; indented JSON ends in a newline.
+
+    Raises:
+        OSError: the disk refuses. A caller that shows one line to a user says so with `one_line_error`.
+    """
+    text = json.dumps(values, indent=indent) + ("" if indent is None else "\n")
+    write_atomically(path, text.encode(), mode=mode, durable=durable)
+
+
+@contextlib.contextmanager
+def one_line_error(action: str, path: Path) -> Iterator[None]:
+    """Turn an `OSError` into a `ValueError` of one line, such as "cannot write PATH: No space left on device"."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot {action} {path}: {error.strerror or error}") from None
+
+
+class FileLock:
+    """An exclusive lock between processes, on a file or a folder.
+
+    The system releases it when the process ends, however that happens. On a file system without locks, everybody gets
+    one, whose `enforced` is False.
+
+    Args:
+        create: whether the file is made if it is missing.
+        wait: whether to wait for the process that has it.
+
+    Raises:
+        BlockingIOError: another process has it, and `wait` is False.
+        OSError: `path` cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, create: bool = False, wait: bool = False) -> None:
+        flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY
+        self._fd: int | None = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        self.enforced = True
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise
+        except OSError:
+            self.enforced = False
+
+    def release(self) -> None:
+        """Let others have it; may be called twice."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

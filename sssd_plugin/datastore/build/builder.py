@@ -1,0 +1,240 @@
+"""`StoreBuilder`: writes a datastore from a stream of token ids, in bounded memory."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.build.memory import DEFAULT_MEMORY, SubIndexLimit, resident_bytes
+from sssd_plugin.datastore.build.publish import AtomicPublish
+from sssd_plugin.datastore.build.sorting import Sorter
+from sssd_plugin.datastore.build.sources import check_ids
+from sssd_plugin.datastore.disk.checksum import ChecksummedFile, FileEntry, write_array
+from sssd_plugin.datastore.disk.format import (
+    MAX_VOCAB_SIZE,
+    Manifest,
+    SubIndexEntry,
+    TokenizerEntry,
+    file_name,
+    write_manifest,
+)
+from sssd_plugin.datastore.errors import DatastoreError, reporting
+from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, bucket_starts, count_ids, direct_buckets
+from sssd_plugin.datastore.index.suffix_sort import width_of
+
+_BUFFER_TOKENS = 1 << 20
+
+
+class StoreBuilder:
+    """Builds the datastore at `target`, which appears whole when `finish` returns, or not at all.
+
+        with StoreBuilder(target, vocab_size=v) as builder:
+            builder.append(tokens)
+            manifest = builder.finish()
+
+    Args:
+        target: the directory to make.
+        vocab_size: token ids must be below it; at most 2^31.
+        tokenizer: recorded in the manifest, so that a store is not used with another tokenizer.
+        memory: bytes that this process may use, what it holds already included; decides how large a sub-index
+            grows. By default 2 GiB more than it holds.
+        sub_index_tokens: largest sub-index whatever the memory; at most 512 Mi.
+        replace: whether a datastore at `target` may be replaced.
+        on_phase: told in words what goes on: reading, or sorting a sub-index.
+        sorter: where sub-indices are sorted; None for this process. Closed when the build ends.
+
+    Raises:
+        DatastoreError: a setting out of range, a target that may not be written, a disk that is full.
+    """
+
+    def __init__(
+        self,
+        target: Path | str,
+        *,
+        vocab_size: int,
+        tokenizer: TokenizerEntry | None = None,
+        memory: int | None = None,
+        sub_index_tokens: int | None = None,
+        replace: bool = False,
+        on_phase: Callable[[str], None] = lambda phase: None,
+        sorter: Sorter | None = None,
+    ) -> None:
+        if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+            raise DatastoreError(f"the vocabulary size must be from 1 to {MAX_VOCAB_SIZE}, not {vocab_size}")
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._on_phase = on_phase
+        memory = resident_bytes() + DEFAULT_MEMORY if memory is None else memory
+        self._sorter = sorter or Sorter()
+        self._limit = SubIndexLimit.of(
+            memory, vocab_size, sub_index_tokens, sorts=self._sorter.in_memory, each=self._sorter.process_bytes
+        )
+        self._buffer = np.empty(_BUFFER_TOKENS, np.int32)
+        self._buffered = 0
+        self._closed: list[tuple[SubIndexEntry, Future[FileEntry]]] = []
+        self._open: _OpenSubIndex | None = None
+        self._finished = False
+        self._publish = AtomicPublish(Path(target), replace=replace)
+
+    def append(self, tokens: NDArray[np.integer]) -> None:
+        """Add token ids (any integer dtype); `SEPARATOR` (-1) ends a document, and empty documents vanish.
+
+        Raises:
+            DatastoreError: an id below -1 or not below the vocabulary size; a full disk.
+        """
+        tokens = np.asarray(tokens)
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+            raise DatastoreError(
+                f"token ids must be a one-dimensional integer array, not {tokens.dtype} {tokens.shape}"
+            )
+        for a in range(0, len(tokens), _BUFFER_TOKENS):
+            self._append(tokens[a : a + _BUFFER_TOKENS])
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens so far, separators and what is still buffered included."""
+        done = sum(entry.n_tokens + entry.n_documents for entry, _ in self._closed)
+        return done + (self._open.length if self._open else 0) + self._buffered
+
+    def finish(self) -> Manifest:
+        """End the last document, sort what is left and publish the store.
+
+        Raises:
+            DatastoreError: nothing was added; the target was made by someone else meanwhile; a full disk.
+        """
+        self._flush()
+        self._close_sub_index()
+        if not self._closed:
+            raise DatastoreError(f"nothing to store in {self._publish.target}: the inputs hold no tokens")
+        self._await_sorting(0)
+        entries = [
+            entry.model_copy(update={"files": {**entry.files, "suffix_array": order.result()}})
+            for entry, order in self._closed
+        ]
+        manifest = Manifest(vocab_size=self._vocab_size, tokenizer=self._tokenizer, sub_indices=tuple(entries))
+        write_manifest(self._publish.path, manifest)
+        self._publish.publish()
+        self._finished = True
+        return manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self._sorter.close()
+        if not self._finished:
+            if self._open:
+                self._open.file.__exit__(kind, value, tb)
+            self._publish.discard()
+
+    def _append(self, tokens: NDArray[np.integer]) -> None:
+        check_ids(tokens, self._vocab_size)
+        if self._buffered + len(tokens) > _BUFFER_TOKENS:
+            self._flush()
+        self._buffer[self._buffered : self._buffered + len(tokens)] = tokens
+        self._buffered += len(tokens)
+
+    def _flush(self) -> None:
+        tokens, self._buffered = self._buffer[: self._buffered], 0
+        while len(tokens):
+            if self._open is None:
+                if (tokens == SEPARATOR).all():
+                    return
+                self._open = self._open_sub_index()
+            tokens = self._open.append(tokens)
+            if len(tokens):
+                self._close_sub_index()
+
+    def _open_sub_index(self) -> _OpenSubIndex:
+        name = f"{len(self._closed):04d}-{secrets.token_hex(4)}"
+        folder = self._publish.path / name
+        with reporting("write", folder):
+            folder.mkdir(mode=0o700)
+        return _OpenSubIndex(folder, self._limit, direct_buckets(self._vocab_size))
+
+    def _close_sub_index(self) -> None:
+        if self._open is None:
+            return
+        self._await_sorting(max(0, self._sorter.beside - 1))
+        entry = self._open.close()
+        self._closed.append((entry, self._sorter.sort(self._open.folder, self._open.length, self._open.n_documents)))
+        self._open = None
+        self._await_sorting(self._sorter.beside)
+        self._on_phase("reading")
+
+    def _await_sorting(self, max_sorting: int) -> None:
+        """Wait until at most so many sub-indices are being sorted; raises what went wrong with one."""
+        while True:
+            going = [(i, order) for i, (_, order) in enumerate(self._closed) if not order.done()]
+            for _, order in self._closed:
+                if order.done():
+                    order.result()
+            if len(going) <= max_sorting:
+                return
+            length = sum(self._closed[i][0].n_tokens for i, _ in going)
+            which = f"sub-index {going[0][0] + 1}" if len(going) == 1 else f"{len(going)} sub-indices"
+            self._on_phase(f"sorting {which} ({length / 1e6:.1f} M tokens)")
+            wait([order for _, order in going], return_when=FIRST_COMPLETED)
+
+
+class _OpenSubIndex:
+    """A sub-index whose tokens are being written; sorted when closed."""
+
+    def __init__(self, folder: Path, limit: SubIndexLimit, direct: int) -> None:
+        self.folder, self.limit, self.direct = folder, limit, direct
+        self.file = ChecksummedFile(folder / file_name("tokens"))
+        self.length = self.n_documents = 0
+        self.max_token = SEPARATOR
+        self.counts = np.zeros(direct + 1, np.int64)  # as of `count_ids`
+        self.at_boundary = True
+
+    def append(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Take as many of `tokens` (int32) as fit; returns the rest, for the next sub-index."""
+        tokens = self._without_empty_documents(tokens)
+        counts = count_ids(tokens, self.direct)
+        total = self.counts + counts
+        distinct = int(np.count_nonzero(total[:-1]) + total[-1]) + 1  # those beyond the direct ids, at most
+        # One place is kept for the separator that closes a document cut here.
+        capacity = self.limit.for_width(width_of(distinct)) - 1 - self.length
+        taken = tokens[: max(0, capacity)]
+        self._take(taken, counts if len(taken) == len(tokens) else count_ids(taken, self.direct))
+        return tokens[len(taken) :]
+
+    def _without_empty_documents(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        ends = tokens == SEPARATOR
+        repeated = ends.copy()
+        repeated[1:] &= ends[:-1]
+        repeated[0] &= self.at_boundary
+        return tokens[~repeated] if repeated.any() else tokens
+
+    def _take(self, tokens: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
+        if not len(tokens):
+            return
+        self.file.write(np.ascontiguousarray(tokens, "<i4"))
+        self.length += len(tokens)
+        self.n_documents += int(np.count_nonzero(tokens == SEPARATOR))
+        self.max_token = max(self.max_token, int(tokens.max()))
+        self.counts += counts
+        self.at_boundary = bool(tokens[-1] == SEPARATOR)
+
+    def close(self) -> SubIndexEntry:
+        """End the document and write all but the suffix array."""
+        if not self.at_boundary:
+            self._take(np.array([SEPARATOR], np.int32), np.zeros_like(self.counts))
+        self.file.write(np.full(PAD, SEPARATOR, "<i4"))
+        tokens = self.file.close()
+        starts = write_array(self.folder / file_name("bucket_starts"), bucket_starts(self.counts))
+        return SubIndexEntry(
+            name=self.folder.name,
+            n_tokens=self.length - self.n_documents,
+            n_documents=self.n_documents,
+            max_token=self.max_token,
+            files={"tokens": tokens, "bucket_starts": starts},
+        )

@@ -1,0 +1,118 @@
+"""How many tokens a sub-index may hold so that building it stays within a memory bound."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.index.sub_index import direct_buckets
+from sssd_plugin.datastore.index.suffix_sort import MAX_SORTED_BYTES
+
+DEFAULT_MEMORY = 2 << 30
+MAX_SUB_INDEX_TOKENS = 1 << 29
+"""papers/sssd.txt 3.1.3: 512 Mi tokens per sub-index."""
+MIN_SUB_INDEX_TOKENS = 64
+_MIN_BY_MEMORY = 1 << 20
+_READING_BYTES = 160 << 20
+"""Tokenising a batch, buffers, and what the allocator keeps."""
+
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_size(text: str) -> int:
+    """Bytes in "2GiB", "2G", "500 MB" or "1073741824".
+
+    Raises:
+        DatastoreError: not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
+    if not match:
+        raise DatastoreError(f"{text!r} is not a size for --memory: write for instance 2GiB or 500MB")
+    number, prefix, suffix = match.groups()
+    factor = _DECIMAL[prefix + "b"] if prefix and suffix == "b" else 1 << _UNITS[prefix]
+    return int(float(number) * factor)
+
+
+def format_size(size: float) -> str:
+    """ "1.5 GiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def resident_bytes() -> int:
+    """Memory of this process now; where the system does not say, its peak so far."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * resource.getpagesize()
+    except (OSError, IndexError, ValueError):
+        return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """Largest memory of this process so far."""
+    try:
+        # Not ru_maxrss there: on Linux it begins with the peak of the process that started this one.
+        match = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    if match:
+        return int(match[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class SubIndexLimit:
+    """Largest sub-index, by memory and by choice.
+
+    Attributes:
+        sort_bytes: memory for one suffix sort.
+        tokens: largest number of tokens whatever the memory.
+    """
+
+    sort_bytes: int
+    tokens: int
+
+    @classmethod
+    def of(
+        cls, memory: int, vocab_size: int, tokens: int | None = None, *, sorts: int = 1, each: int = 0
+    ) -> SubIndexLimit:
+        """The limit for a build that may use `memory` bytes in all, what this process holds already included.
+
+        Args:
+            sorts: that go on at the same time, all within `memory`; 0: each has as much of its own, elsewhere.
+            each: bytes that every one of them takes besides.
+
+        Raises:
+            DatastoreError: less memory than a build needs, or `tokens` out of range.
+        """
+        if tokens is not None and not MIN_SUB_INDEX_TOKENS <= tokens <= MAX_SUB_INDEX_TOKENS:
+            raise DatastoreError(
+                f"--sub-index-tokens must be from {MIN_SUB_INDEX_TOKENS} to {MAX_SUB_INDEX_TOKENS}, not {tokens}"
+            )
+        here = resident_bytes() + _READING_BYTES + 32 * direct_buckets(vocab_size) if sorts else 0
+        parts = max(1, sorts)
+        overhead = here + parts * each
+        limit = cls((memory - overhead) // parts, tokens or MAX_SUB_INDEX_TOKENS)
+        least = overhead + parts * _MIN_BY_MEMORY * _sort_bytes_per_token(4)
+        if memory < least:
+            raise DatastoreError(f"--memory {format_size(memory)} is too little: give at least {format_size(least)}")
+        return limit
+
+    def for_width(self, width: int) -> int:
+        """Tokens, separators included, at `width` bytes per token (see `suffix_sort`)."""
+        by_memory = self.sort_bytes // _sort_bytes_per_token(width)
+        return min(by_memory, MAX_SORTED_BYTES // width, self.tokens)
+
+
+def _sort_bytes_per_token(width: int) -> int:
+    """Peak of `suffix_sort`, with a tenth to spare: the text and its order; at width 1 the tokens' pages count more."""
+    return max(5, 5 * width) + width // 2 + 1

@@ -1,0 +1,129 @@
+"""`RaySorter`: sub-indices are sorted by the tasks of an existing Ray cluster, one each."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.build.memory import format_size
+from sssd_plugin.datastore.build.sorting import Sorter
+from sssd_plugin.datastore.disk.checksum import FileEntry, write_array
+from sssd_plugin.datastore.disk.format import file_name
+from sssd_plugin.datastore.errors import DatastoreError, reporting
+
+CONNECT_SECONDS = 5.0
+HEALTH_SECONDS = 15.0
+
+
+class RaySorter(Sorter):
+    """Tokens travel to the task and their order back through Ray's object store: nodes need not share a disk, but
+    freedraft must be installed on them.
+
+    Args:
+        address: of the cluster ("host:6379", "ray://host:10001", "auto"), or "local" for one on this machine.
+        memory: bytes that a task is granted; Ray places tasks by it.
+
+    Raises:
+        DatastoreError: ray is not installed, or there is no cluster.
+    """
+
+    in_memory = 0
+    process_bytes = 192 << 20
+
+    def __init__(self, address: str, memory: int) -> None:
+        _check_reachable(address)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError:
+            raise DatastoreError("--ray needs ray: pip install 'freedraft[ray]'") from None
+        _check_health(address)
+        self._ray = ray
+        with _one_line(f"cannot use the Ray cluster at {address}"), warnings.catch_warnings(action="ignore"):
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+            self.beside = max(1, int(ray.cluster_resources().get("CPU", 1)))
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            # A task that fits nowhere would wait for ever.
+            if not any(node.get("CPU", 0) >= 1 and node.get("memory", 0) >= memory for node in nodes):
+                ray.shutdown()
+                raise DatastoreError(
+                    f"no node of the Ray cluster at {address} has {format_size(memory)}: give a smaller --memory"
+                )
+            self._task = ray.remote(num_cpus=1, memory=memory, max_retries=2)(order_of)
+
+    def close(self) -> None:
+        self._ray.shutdown()  # cancels the tasks that still run
+
+    def _sort(self, folder: Path, length: int, n_documents: int) -> FileEntry:
+        path = folder / file_name("tokens")
+        with _one_line("a Ray task failed"):
+            with reporting("read", path):
+                tokens = self._ray.put(np.fromfile(path, "<i4", length))
+            order = self._ray.get(self._task.remote(tokens))
+            return write_array(folder / file_name("suffix_array"), order[n_documents:])
+
+
+def order_of(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Suffix array of `tokens` (int32 [n]), suffixes that begin with a separator included: int32 [n]."""
+    from sssd_plugin.datastore.index.suffix_sort import sort_bytes, to_bytes
+
+    return np.ascontiguousarray(sort_bytes(to_bytes(tokens)), np.int32)
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes, and says why on many lines."""
+    if address in ("auto", "local"):
+        return
+    try:
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port:
+        raise DatastoreError(f"{address!r} is no address of a Ray cluster: write host:6379, ray://host:10001 or auto")
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise DatastoreError(
+            f"cannot reach a Ray cluster at {address}: {error.strerror or error}; "
+            f"correct --ray, or build here with --workers"
+        ) from None
+
+
+def _check_health(address: str) -> None:
+    """Where something else than Ray listens, `ray.init` tries for minutes, too."""
+    if address in ("auto", "local") or "://" in address:  # Ray's client gives up by itself
+        return
+    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    try:
+        healthy = subprocess.run(command, capture_output=True, timeout=HEALTH_SECONDS).returncode == 0
+    except subprocess.TimeoutExpired:
+        healthy = False
+    if not healthy:
+        raise DatastoreError(
+            f"cannot reach a Ray cluster at {address}: what listens there does not answer as one; "
+            f"correct --ray, or build here with --workers"
+        )
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    try:
+        yield
+    except DatastoreError:
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = lines[-1] if lines else type(error).__name__  # the first ones are a traceback
+        raise DatastoreError(f"{what}: {said[:300]}; see its logs, or build here with --workers") from None

@@ -1,0 +1,124 @@
+"""Checks of a store's contents beyond checksums: are the suffix arrays what they should be?"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.disk.format import Role, SubIndexEntry, file_name
+from sssd_plugin.datastore.disk.store import Datastore
+from sssd_plugin.datastore.errors import REBUILD, DatastoreError
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, SubIndex, bucket_starts, count_ids
+
+_BLOCK = 1 << 20
+SAMPLES = 100_000
+
+
+def audit(store: Datastore, *, full: bool = False) -> None:
+    """Check the counts, the buckets and the suffix arrays of an open store.
+
+    Counts and buckets are compared with the tokens, all of them. That the suffix array is a permutation of the suffixes
+    is checked by sums of its entries and of their squares, and that it is sorted on `SAMPLES` neighbours;
+    with `full` both are proved for every entry, in 4 bytes of memory per token.
+
+    Raises:
+        DatastoreError: the first thing that is wrong, with its file.
+    """
+    rng = np.random.default_rng(0)
+    for entry, sub in zip(store.manifest.sub_indices, store.snapshot.sub_indices, strict=True):
+        _Audit(store, entry, sub).run(full, rng)
+
+
+class _Audit:
+    def __init__(self, store: Datastore, entry: SubIndexEntry, sub: SubIndex) -> None:
+        self.folder = store.path / entry.name
+        self.vocab_size = store.manifest.vocab_size
+        self.entry, self.sub = entry, sub
+
+    def run(self, full: bool, rng: np.random.Generator) -> None:
+        self._check_tokens()
+        self._check_range()
+        if full:
+            self._check_order()
+        else:
+            self._check_sums()
+            m = len(self.sub.suffix_array)
+            if m > 1:
+                some = np.arange(m - 1) if m - 1 <= SAMPLES else np.unique(rng.integers(0, m - 1, SAMPLES))
+                self._check_neighbours(some)
+
+    def _fail(self, role: Role, what: str) -> DatastoreError:
+        return DatastoreError(f"{self.folder / file_name(role)} is wrong: {what}; {REBUILD}")
+
+    def _check_tokens(self) -> None:
+        """Ids, counts, largest id and buckets."""
+        tokens = self.sub.tokens[: self.sub.n]
+        separators, largest = 0, SEPARATOR
+        for a in range(0, len(tokens), _BLOCK):
+            block = tokens[a : a + _BLOCK]
+            if int(block.min()) < SEPARATOR or int(block.max()) >= self.vocab_size:
+                raise self._fail("tokens", f"an id outside the vocabulary of {self.vocab_size} after token {a}")
+            separators += int(np.count_nonzero(block == SEPARATOR))
+            largest = max(largest, int(block.max()))
+        if separators != self.entry.n_documents or largest != self.entry.max_token:
+            raise self._fail("tokens", "document count or largest id differ from the manifest's")
+        if len(tokens) and tokens[-1] != SEPARATOR:
+            raise self._fail("tokens", "the last document is not closed")
+        if not np.array_equal(
+            self.sub.bucket_starts, bucket_starts(count_ids(tokens, len(self.sub.bucket_starts) - 1))
+        ):
+            raise self._fail("bucket_starts", "it does not agree with the tokens")
+
+    def _check_range(self) -> None:
+        order = self.sub.suffix_array
+        for a in range(0, len(order), _BLOCK):
+            block = order[a : a + _BLOCK]
+            if int(block.min()) < 0 or int(block.max()) >= self.sub.n:
+                raise self._fail("suffix_array", f"an entry after {a} lies outside the tokens")
+
+    def _check_sums(self) -> None:
+        tokens, order = self.sub.tokens[: self.sub.n], self.sub.suffix_array
+        wanted, found = np.zeros(2, np.uint64), np.zeros(2, np.uint64)
+        for a in range(0, len(tokens), _BLOCK):
+            wanted += _sums(a + np.flatnonzero(tokens[a : a + _BLOCK] != SEPARATOR))
+        for a in range(0, len(order), _BLOCK):
+            found += _sums(order[a : a + _BLOCK])
+        if (wanted != found).any():
+            raise self._fail("suffix_array", "it is no permutation of the suffixes")
+
+    def _check_neighbours(self, where: NDArray[np.int64]) -> None:
+        """Compare the suffixes at `where` with their successors, token by token up to a separator."""
+        tokens = self.sub.tokens
+        left = self.sub.suffix_array[where].astype(np.int64)
+        right = self.sub.suffix_array[where + 1].astype(np.int64)
+        while len(left):
+            x, y = tokens[left], tokens[right]
+            if (x > y).any():
+                raise self._fail("suffix_array", f"not sorted at entry {int(where[np.argmax(x > y)])}")
+            # Equal up to a separator: which comes first does not matter, drafts end there.
+            go_on = (x == y) & (x != SEPARATOR)
+            left, right, where = left[go_on] + 1, right[go_on] + 1, where[go_on]
+
+    def _check_order(self) -> None:
+        """Every suffix once, each not above the next: by first token, then by the rank of what follows it."""
+        tokens, order = self.sub.tokens, self.sub.suffix_array
+        rank = np.full(self.sub.n + 1, -1, np.int32)
+        for a in range(0, len(order), _BLOCK):
+            block = order[a : a + _BLOCK]
+            rank[block] = np.arange(a, a + len(block), dtype=np.int32)
+        for a in range(0, self.sub.n, _BLOCK):
+            if ((rank[a : min(a + _BLOCK, self.sub.n)] >= 0) != (tokens[a : min(a + _BLOCK, self.sub.n)] >= 0)).any():
+                raise self._fail("suffix_array", "it is no permutation of the suffixes")
+        for a in range(0, len(order) - 1, _BLOCK):
+            left, right = order[a : a + _BLOCK], order[a + 1 : a + _BLOCK + 1]
+            left = left[: len(right)]
+            x, y, next_x, next_y = tokens[left], tokens[right], rank[left + 1], rank[right + 1]
+            # -1 is the rank of every separator.
+            sorted_ = (x < y) | ((x == y) & ((next_x < next_y) | ((next_x == -1) & (next_y == -1))))
+            if not sorted_.all():
+                raise self._fail("suffix_array", f"not sorted at entry {a + int(np.argmin(sorted_))}")
+
+
+def _sums(positions: NDArray[np.integer]) -> NDArray[np.uint64]:
+    wide = positions.astype(np.uint64)
+    return np.array([wide.sum(), (wide * wide).sum()], np.uint64)

@@ -1,0 +1,176 @@
+"""The datastore on disk: a directory with a manifest and one folder of raw arrays per sub-index.
+
+    STORE/manifest.json
+    STORE/<sub-index>/tokens.i32           int32 [n + PAD]
+    STORE/<sub-index>/suffix_array.i32     int32 [m]
+    STORE/<sub-index>/bucket_starts.i32    int32 [D + 1]
+
+The arrays are those of `SubIndex`, little-endian, without headers: each starts on a page and is mapped as it is. Files
+are never changed once the manifest names them. A change of the store is new folders, then a manifest that replaces the
+old one atomically; a folder that no manifest names is garbage.
+
+Manifest keys may be added at the top, to a sub-index, to a file; see `manifest`. `format_version` changes only when the
+arrays or these rules do.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+import freedraft
+from sssd_plugin.datastore.disk.checksum import BLOCK_BYTES, FileEntry
+from sssd_plugin.datastore.disk.manifest import ChecksummedManifest
+from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
+from sssd_plugin.datastore.index.sub_index import PAD, direct_buckets
+
+MANIFEST = "manifest.json"
+LIVE = "live"
+"""Folder of what was learnt while serving; see `sssd_plugin.datastore.live.segments`."""
+MAX_VOCAB_SIZE = 1 << 31
+
+Role = Literal["tokens", "suffix_array", "bucket_starts"]
+ROLES: tuple[Role, ...] = ("tokens", "suffix_array", "bucket_starts")
+Count = Annotated[int, Field(ge=0)]
+
+
+def file_name(role: Role) -> str:
+    return f"{role}.i32"
+
+
+class SubIndexEntry(BaseModel):
+    """One sub-index: its folder, what is in it, and its files.
+
+    Attributes:
+        n_tokens: tokens of the documents, separators not counted: the length of the suffix array.
+        n_documents: documents; each has one separator after it.
+        max_token: largest token id.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
+    n_tokens: Count
+    n_documents: Count
+    max_token: Annotated[int, Field(ge=-1, lt=MAX_VOCAB_SIZE)]
+    files: dict[Role, FileEntry]
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(entry.size for entry in self.files.values())
+
+
+class TokenizerEntry(BaseModel):
+    """The tokenizer whose ids the store holds; see `sssd_plugin.datastore.tokenizer.fingerprint`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Manifest(ChecksummedManifest):
+    """What a datastore holds, and how to tell that it is whole.
+
+    Attributes:
+        vocab_size: ids are below it. The direct buckets of every sub-index are min(vocab_size, 2^20).
+        tokenizer: None if the store was built from token ids without a tokenizer.
+        requires: features that a reader must have.
+    """
+
+    DESCRIBES: ClassVar[str] = "a freedraft datastore"
+    REMEDY: ClassVar[str] = REBUILD
+    ALTERNATIVE: ClassVar[str] = REBUILD
+    LAST: ClassVar[str] = "\n"
+
+    format: Literal["freedraft-datastore"] = "freedraft-datastore"
+    format_version: Literal[1] = 1
+    requires: tuple[str, ...] = ()
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
+    tokenizer: TokenizerEntry | None = None
+    separator: Literal[-1] = -1
+    padding: Literal[32] = 32
+    block_bytes: Literal[67108864] = 67108864
+    created_at: datetime = Field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
+    created_by: str = f"freedraft {freedraft.__version__}"
+    sub_indices: tuple[SubIndexEntry, ...]
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Manifest:
+        names = {sub.name for sub in self.sub_indices}
+        if len(names) != len(self.sub_indices):
+            raise ValueError("two sub-indices have the same name")
+        for sub in self.sub_indices:
+            items = {
+                "tokens": sub.n_tokens + sub.n_documents + PAD,
+                "suffix_array": sub.n_tokens,
+                "bucket_starts": direct_buckets(self.vocab_size) + 1,
+            }
+            for role in ROLES:
+                if role not in sub.files:
+                    raise ValueError(f"sub-index {sub.name} lacks its {role}")
+                entry = sub.files[role]
+                if entry.size != 4 * items[role] or len(entry.crc32) != -(-entry.size // BLOCK_BYTES):
+                    raise ValueError(f"the {role} of sub-index {sub.name} do not agree with its counts")
+            if sub.max_token >= self.vocab_size:
+                raise ValueError(f"sub-index {sub.name} holds ids beyond the vocabulary")
+        return self
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all documents, separators not counted."""
+        return sum(sub.n_tokens for sub in self.sub_indices)
+
+    @property
+    def n_documents(self) -> int:
+        return sum(sub.n_documents for sub in self.sub_indices)
+
+    @property
+    def max_token(self) -> int:
+        """Largest token id; -1 if there is none."""
+        return max((sub.max_token for sub in self.sub_indices), default=-1)
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk, the manifest not counted."""
+        return sum(sub.size for sub in self.sub_indices)
+
+    def files(self, directory: Path) -> list[tuple[Path, FileEntry]]:
+        """Paths of all array files under `directory`, with what is recorded of them."""
+        return [(directory / sub.name / file_name(r), sub.files[r]) for sub in self.sub_indices for r in ROLES]
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write (or atomically replace) the manifest of `directory`, mode 0600.
+
+    Raises:
+        DatastoreError: the disk refuses.
+    """
+    with reporting("write", directory / MANIFEST):
+        manifest.write(directory / MANIFEST)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest of `directory`.
+
+    Raises:
+        DatastoreError: there is no store, it is of a newer format, or its manifest is damaged.
+    """
+    if sys.byteorder != "little":
+        raise DatastoreError(f"{directory} holds little-endian arrays, which this machine cannot map: use another one")
+    path = directory / MANIFEST
+    with reporting("read", path):
+        if path.exists():
+            return Manifest.read(path)
+        if not directory.exists():
+            raise DatastoreError(
+                f"no datastore at {directory}: correct the path, or build one with "
+                f"`freedraft datastore build {directory} --tokenizer DIR INPUT...`"
+            )
+    wrong = f"is not a datastore (no {MANIFEST})" if directory.is_dir() else "is a file, not a datastore"
+    raise DatastoreError(f"{directory} {wrong}: give the directory that `freedraft datastore build` made, or build one")

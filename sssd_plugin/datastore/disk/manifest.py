@@ -1,0 +1,93 @@
+"""`ChecksummedManifest`: a JSON file that says what a folder holds, replaced atomically, with a checksum of itself.
+
+Readers ignore keys that they do not know, so later writers may add some. What a reader must not ignore, a writer lists
+in `requires`; a reader refuses a manifest that requires a feature it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+import freedraft
+from freedraft.files import write_atomically
+from sssd_plugin.datastore.errors import DatastoreError, reporting
+
+
+class ChecksummedManifest(BaseModel):
+    """The base of manifests; `format` and `format_version` are literals with a default in each of them."""
+
+    model_config = ConfigDict(frozen=True)
+
+    DESCRIBES: ClassVar[str]
+    """What the manifest describes, in a few words."""
+    REMEDY: ClassVar[str]
+    """What helps against damage, where there is nothing to restore."""
+    ALTERNATIVE: ClassVar[str]
+    """What helps, other than an upgrade, against a version that is too new."""
+    FEATURES: ClassVar[frozenset[str]] = frozenset()
+    """What a manifest may require."""
+    LAST: ClassVar[str] = ""
+    """What ends the file."""
+
+    format: str
+    format_version: int
+
+    def write(self, path: Path) -> None:
+        """Write, or atomically replace, the file, mode 0600.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        content = self.model_dump(mode="json")
+        text = json.dumps(content | {"checksum": checksum(content)}, indent=1) + self.LAST
+        write_atomically(path, text.encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read and check the file.
+
+        Raises:
+            DatastoreError: it is missing or damaged, describes something else, or is newer than this version reads.
+        """
+        with reporting("read", path):
+            data = path.read_bytes()
+        try:
+            content = json.loads(data)
+        except (ValueError, RecursionError):
+            raise DatastoreError(f"{path} is corrupted: not JSON; restore it, or {cls.REMEDY}") from None
+        if not isinstance(content, dict) or content.get("format") != cls.model_fields["format"].default:
+            raise DatastoreError(f"{path} does not describe {cls.DESCRIBES}: correct the path, or {cls.REMEDY}")
+        newer = f"freedraft {freedraft.__version__}"
+        version, known = content.get("format_version"), cls.model_fields["format_version"].default
+        if isinstance(version, int) and version > known:
+            raise DatastoreError(
+                f"{path} has format version {version}, newer than the {known} that {newer} reads: "
+                f"upgrade freedraft, or {cls.ALTERNATIVE}"
+            )
+        if content.pop("checksum", None) != checksum(content):
+            raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {cls.REMEDY}")
+        required = content.get("requires")
+        missing = [f for f in required if f not in cls.FEATURES] if isinstance(required, list) else []
+        if missing:
+            raise DatastoreError(
+                f"{path} requires {', '.join(map(str, missing))}, which {newer} does not know: "
+                f"upgrade freedraft, or {cls.ALTERNATIVE}"
+            )
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "contents"
+            message = first["msg"].removeprefix("Value error, ")
+            raise DatastoreError(f"{path} is not a valid manifest ({where}: {message}): {cls.REMEDY}") from None
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """CRC-32 of a manifest's content without its checksum, in canonical JSON."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return f"{zlib.crc32(canonical.encode()):08x}"

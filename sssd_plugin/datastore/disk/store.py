@@ -1,0 +1,115 @@
+"""`Datastore`: a store on disk, opened read-only for drafting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.disk.checksum import check_contents, check_size
+from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, Role, SubIndexEntry, file_name, read_manifest
+from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
+from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
+
+
+class Datastore:
+    """An open datastore. Its arrays are memory maps: processes on a host share one copy in the page cache.
+
+    Attributes:
+        path: the directory.
+        manifest: what it holds.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, snapshot: Snapshot) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._snapshot: Snapshot | None = snapshot
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        *,
+        vocab_size: int | None = None,
+        tokenizer_fingerprint: str | None = None,
+        verify: bool = True,
+    ) -> Datastore:
+        """Open the store at `path`.
+
+        Args:
+            vocab_size: the model's; every id of the store must be below it. None: not checked.
+            tokenizer_fingerprint: the model's (`tokenizer.fingerprint`); must be the store's, if that records one.
+                None: not checked.
+            verify: read all files and compare their checksums; sizes are always compared.
+
+        Raises:
+            DatastoreError: missing, truncated, corrupted, foreign or newer than this version reads.
+        """
+        path = Path(path)
+        manifest = read_manifest(path)
+        check_fits(path, manifest, vocab_size, tokenizer_fingerprint)
+        files = manifest.files(path)
+        for file, entry in files:
+            check_size(file, entry)
+        if verify:
+            check_contents(files)
+        try:
+            snapshot = Snapshot.of([_map(path, sub) for sub in manifest.sub_indices])
+        except DatastoreError:
+            raise
+        except ValueError as error:  # only with verify=False
+            raise DatastoreError(f"{path} is corrupted ({error}): {REBUILD}") from None
+        return cls(path, manifest, snapshot)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The sub-indices, for the drafter; they stay mapped as long as someone holds the snapshot."""
+        if self._snapshot is None:
+            raise ValueError(f"the datastore {self.path} is closed")
+        return self._snapshot
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all documents, separators not counted."""
+        return self.manifest.n_tokens
+
+    def close(self) -> None:
+        """Let go of the maps; may be called twice."""
+        self._snapshot = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def check_fits(path: Path, manifest: Manifest, vocab_size: int | None, tokenizer_fingerprint: str | None) -> None:
+    """Raise `DatastoreError` if the store at `path` was made for another tokenizer or a larger vocabulary."""
+    made_with = manifest.tokenizer
+    if tokenizer_fingerprint is not None and made_with is not None and made_with.fingerprint != tokenizer_fingerprint:
+        raise DatastoreError(
+            f"{path / MANIFEST}: the store was built with another tokenizer ({made_with.name}, fingerprint "
+            f"{made_with.fingerprint[:12]}, not {tokenizer_fingerprint[:12]}): "
+            f"build it with this model's, `freedraft datastore build {path} --force --tokenizer MODEL INPUT...`"
+        )
+    if vocab_size is not None and manifest.max_token >= vocab_size:
+        raise DatastoreError(
+            f"{path / MANIFEST}: the store holds token ids up to {manifest.max_token}, the model's vocabulary has only "
+            f"{vocab_size}: build it with this model's tokenizer, "
+            f"`freedraft datastore build {path} --force --tokenizer MODEL INPUT...`"
+        )
+
+
+def _map(path: Path, sub: SubIndexEntry) -> SubIndex:
+    def array(role: Role) -> NDArray[np.int32]:
+        file = path / sub.name / file_name(role)
+        if sub.files[role].size == 0:
+            return np.zeros(0, np.int32)
+        with reporting("map", file):
+            return np.asarray(np.memmap(file, "<i4", "r"))
+
+    return SubIndex(array("tokens"), array("suffix_array"), array("bucket_starts"))

@@ -1,0 +1,91 @@
+"""Compiled look-ups in the sub-indices of a `Snapshot.table`, whose columns `sub_index.TABLE_COLUMNS` names."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from sssd_plugin.datastore.index.sub_index import PAD, SPARSE_STEP
+from sssd_plugin.pointers import int32_at
+
+
+@njit(nogil=True, cache=True)
+def narrow(tokens, suffixes, lo, hi, offset, token):
+    """The part of suffixes[lo:hi], which share their first `offset` tokens, that goes on with `token`: (lo, hi)."""
+    return narrow_within(tokens, suffixes, lo, hi, lo, hi, offset, token)
+
+
+@njit(nogil=True, cache=True)
+def narrow_within(tokens, suffixes, a, b, c, d, offset, token):
+    """As `narrow`, with the start of the part known to lie in [a, b] and its end in [c, d]."""
+    while a < b:
+        m = (a + b) >> 1
+        if tokens[suffixes[m] + offset] < token:
+            a = m + 1
+        else:
+            b = m
+    # The part is most often tiny, so gallop from its start instead of bisecting all of what is left.
+    first, step = a, 1
+    a = max(a, c)
+    while a + step <= d and tokens[suffixes[a + step - 1] + offset] <= token:
+        a += step
+        step += step
+    b = min(a + step - 1, d)
+    while a < b:
+        m = (a + b) >> 1
+        if tokens[suffixes[m] + offset] <= token:
+            a = m + 1
+        else:
+            b = m
+    return first, a
+
+
+@njit(nogil=True, cache=True)
+def _arrays(table, j):
+    """The tokens and the suffix array of sub-index j."""
+    return int32_at(table[j, 0], table[j, 3] + PAD), int32_at(table[j, 1], table[j, 4])
+
+
+@njit(nogil=True, cache=True)
+def bucket(table, j, token):
+    """Suffixes of sub-index j that begin with `token`: (lo, hi)."""
+    if 0 <= token < table[j, 5]:
+        starts = int32_at(table[j, 2], table[j, 5] + 1)
+        return starts[token], starts[token + 1]
+    if token < 0:
+        return 0, 0
+    tokens, suffixes = _arrays(table, j)
+    return narrow(tokens, suffixes, 0, table[j, 4], 0, token)
+
+
+@njit(nogil=True, cache=True)
+def _first_not_below(sparse, a, b, token):
+    """First place in [a, b) of the sparse index whose entry is not below `token`, or b."""
+    while a < b:
+        m = (a + b) >> 1
+        if sparse[m] < token:
+            a = m + 1
+        else:
+            b = m
+    return a
+
+
+@njit(nogil=True, cache=True)
+def narrow_bucket(table, j, lo, hi, token):
+    """As `narrow` with offset 1, for part of a bucket of sub-index j: the sparse index says where to look."""
+    tokens, suffixes = _arrays(table, j)
+    sparse = int32_at(table[j, 6], (table[j, 4] + SPARSE_STEP - 1) // SPARSE_STEP)
+    # The entries of suffixes within [lo, hi).
+    start, end = np.int64((lo + SPARSE_STEP - 1) // SPARSE_STEP), np.int64((hi - 1) // SPARSE_STEP + 1)
+    below = _first_not_below(sparse, start, end, token)
+    upto = _first_not_below(sparse, below, end, np.int64(token) + 1)
+    return narrow_within(
+        tokens,
+        suffixes,
+        (below - 1) * SPARSE_STEP + 1 if below > start else lo,
+        below * SPARSE_STEP if below < end else hi,
+        (upto - 1) * SPARSE_STEP + 1 if upto > start else lo,
+        upto * SPARSE_STEP if upto < end else hi,
+        1,
+        token,
+    )

@@ -1,0 +1,140 @@
+"""`SubIndex`: a suffix array over a run of documents; `Snapshot`: the sub-indices that one draft call sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+SEPARATOR = -1
+"""Stands after every document. Below every token id, so it sorts first; never a candidate, so no draft crosses it."""
+
+PAD = 32
+"""Separators after the last document: compiled code may look this far beyond any suffix start, unchecked."""
+
+MAX_DIRECT_BUCKETS = 1 << 20
+MAX_TOKENS = (1 << 31) - 1 - PAD
+
+SPARSE_STEP = 16
+"""Suffixes per entry of the sparse index: one cache line of the suffix array."""
+
+TABLE_COLUMNS = 7
+"""Of a row of `Snapshot.table`: the addresses of tokens, suffix_array and bucket_starts; n, m and D of `SubIndex`; the
+address of sparse_index."""
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SubIndex:
+    """Documents and the sorted starts of their suffixes (papers/sssd.txt 3.1.2; Manber and Myers, 1990).
+
+    Attributes:
+        tokens: int32 [n + PAD], documents with a `SEPARATOR` after each, then `PAD` more separators.
+        suffix_array: int32 [m], start of every suffix that does not begin with a separator, in lexicographic order.
+        bucket_starts: int32 [D + 1]; `suffix_array[bucket_starts[t]:bucket_starts[t + 1]]` are the suffixes that begin
+            with token t < D. Larger ids (D is at most 2^20) are found by binary search.
+        sparse_index: int32 [ceil(m / SPARSE_STEP)], second token of every `SPARSE_STEP`-th suffix; made if not given.
+            It takes a quarter of a byte per token, in memory only. Splitting the bucket of a common token takes most of
+            its steps here instead of in suffixes and tokens all over memory.
+        row: int64 [TABLE_COLUMNS], of a `Snapshot.table`; valid while the sub-index lives.
+    """
+
+    tokens: NDArray[np.int32]
+    suffix_array: NDArray[np.int32]
+    bucket_starts: NDArray[np.int32]
+    sparse_index: NDArray[np.int32] = None  # type: ignore[assignment]
+    row: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "suffix_array", "bucket_starts"):
+            array = getattr(self, name)
+            if array.dtype != np.int32 or array.ndim != 1 or not array.flags.c_contiguous:
+                raise ValueError(f"SubIndex.{name} must be a contiguous one-dimensional int32 array")
+        if len(self.tokens) < PAD or (self.tokens[-PAD:] != SEPARATOR).any():
+            raise ValueError(f"SubIndex.tokens must end in {PAD} separators")
+        if len(self.bucket_starts) < 1:
+            raise ValueError("SubIndex.bucket_starts must not be empty")
+        if self.sparse_index is None:
+            object.__setattr__(self, "sparse_index", self.tokens[self.suffix_array[::SPARSE_STEP] + 1])
+        addresses = [a.ctypes.data for a in (self.tokens, self.suffix_array, self.bucket_starts, self.sparse_index)]
+        sizes = (self.n, len(self.suffix_array), len(self.bucket_starts) - 1)
+        object.__setattr__(self, "row", np.array([*addresses[:3], *sizes, addresses[3]], np.int64))
+
+    @property
+    def n(self) -> int:
+        """Tokens, separators between documents included, padding not."""
+        return len(self.tokens) - PAD
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the arrays."""
+        return self.tokens.nbytes + self.suffix_array.nbytes + self.bucket_starts.nbytes + self.sparse_index.nbytes
+
+    @classmethod
+    def build(cls, tokens: NDArray[np.int32], vocab_size: int) -> SubIndex:
+        """Sort the suffixes of `tokens` (int32 [n], documents with a `SEPARATOR` after each).
+
+        Raises:
+            ValueError: more than 2^31 - 33 tokens, or an id below -1.
+        """
+        from sssd_plugin.datastore.index.suffix_sort import sort_suffixes
+
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        if len(tokens) > MAX_TOKENS:
+            raise ValueError(f"a sub-index holds at most {MAX_TOKENS} tokens, not {len(tokens)}")
+        if len(tokens) and int(tokens.min()) < SEPARATOR:
+            raise ValueError("token ids must not be negative")
+        padded = np.concatenate([tokens, np.full(PAD, SEPARATOR, np.int32)])
+        return cls(padded, sort_suffixes(tokens), bucket_starts(count_ids(tokens, direct_buckets(vocab_size))))
+
+
+def direct_buckets(vocab_size: int) -> int:
+    """Ids that have a bucket of their own."""
+    return min(vocab_size, MAX_DIRECT_BUCKETS)
+
+
+def count_ids(tokens: NDArray[np.int32], direct: int) -> NDArray[np.int64]:
+    """How often each id below `direct` occurs in `tokens` (int32 [n]), then how many others do: int64 [direct + 1]."""
+    counts = np.zeros(direct + 1, np.int64)
+    for start in range(0, len(tokens), _BLOCK):  # bincount makes an int64 copy of what it counts
+        part = tokens[start : start + _BLOCK]
+        counts += np.bincount(np.minimum(part[part >= 0], direct), minlength=direct + 1)
+    return counts
+
+
+def bucket_starts(counts: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Where the suffixes that begin with each direct id start in the suffix array, from `count_ids`: int32 [D + 1]."""
+    starts = np.zeros(len(counts), np.int32)
+    np.cumsum(counts[:-1], out=starts[1:])
+    return starts
+
+
+class Snapshot:
+    """An immutable set of sub-indices, as one step sees them.
+
+    Attributes:
+        sub_indices: what was given, in order.
+        table: int64 [J, TABLE_COLUMNS], addresses and sizes for compiled code. Valid while the snapshot lives.
+    """
+
+    __slots__ = ("sub_indices", "table")
+
+    def __init__(self, sub_indices: Iterable[SubIndex]) -> None:
+        self.sub_indices = tuple(sub_indices)
+        self.table = np.array([sub.row for sub in self.sub_indices], np.int64).reshape(-1, TABLE_COLUMNS)
+
+    @classmethod
+    def of(cls, sub_indices: Iterable[SubIndex]) -> Snapshot:
+        return cls(sub_indices)
+
+    @classmethod
+    def empty(cls) -> Snapshot:
+        return cls(())
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all sub-indices, separators included."""
+        return sum(sub.n for sub in self.sub_indices)

@@ -1,0 +1,54 @@
+"""Prometheus metrics of a live datastore."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Gauge
+
+if TYPE_CHECKING:
+    from sssd_plugin.datastore.live.store import LiveDatastore
+
+_GAUGES = {
+    "tokens": Gauge("freedraft_live_tokens", "Tokens in the live datastore", multiprocess_mode="livesum"),
+    "delta_tokens": Gauge(
+        "freedraft_live_delta_tokens", "Of these, in runs that grow with each document", multiprocess_mode="livesum"
+    ),
+    "max_sub_indices": Gauge(
+        "freedraft_live_sub_indices",
+        "Most live sub-indices that a request is drafted from",
+        multiprocess_mode="livemax",
+    ),
+    "nbytes": Gauge("freedraft_live_bytes", "Memory of the live datastore", multiprocess_mode="livesum"),
+    "named_tenants": Gauge("freedraft_live_tenants", "Tenants that have learnt something", multiprocess_mode="livesum"),
+}
+_COUNTERS = {
+    "documents": Counter("freedraft_live_documents", "Finished requests that were learnt from"),
+    "inserted": Counter("freedraft_live_inserted_tokens", "Tokens that were learnt"),
+    "insert_seconds": Counter("freedraft_live_insert_seconds", "Time until what was learnt was visible, in all"),
+    "merges": Counter("freedraft_live_merges", "Merges of live sub-indices in the background"),
+    "merge_seconds": Counter("freedraft_live_merge_seconds", "Time that they took"),
+}
+
+
+class LiveMetrics:
+    """Shows the state of one live datastore."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._shown = dict.fromkeys(_COUNTERS, 0.0)
+
+    def show(self, live: LiveDatastore) -> None:
+        """Bring the metrics up to date, for at most a hundredth of the time: with many tenants that takes a while."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        stats = live.stats()
+        for name, gauge in _GAUGES.items():
+            gauge.set(getattr(stats, name))
+        for name, counter in _COUNTERS.items():
+            value = getattr(stats, name)
+            counter.inc(value - self._shown[name])
+            self._shown[name] = value
+        self._next = now + 100 * (time.monotonic() - now)

@@ -1,0 +1,86 @@
+"""Source attribution: which source knew the tokens that were accepted.
+
+They are looked up again, so that drafting itself need not keep account. A token belongs to the source in which the
+longest context before it (at most `CONTEXT` tokens) was followed by it. On a tie the request's own tokens come first,
+then the prepared store, then what was learnt.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from sssd_plugin.request_index import request_at
+from sssd_plugin.scoring.views import find_ngram
+
+SOURCES = ("input", "static", "live")
+CONTEXT = 4
+HIT = 2
+"""A source that knows what followed the last so many tokens has something to offer."""
+OCCURRENCES = 64
+
+# Entries of the tally: look-ups; hits by source; accepted tokens by source, then those that no source knew.
+LOOKUPS, HITS, ACCEPTED, SIZE = 0, 1, 4, 8
+
+
+@njit(nogil=True, cache=True)
+def _in_request(request, p, following):
+    """Return the longest context before position p that occurred earlier, followed by the token at p if `following`."""
+    tokens = request.tokens
+    best, seen = 0, 0
+    i = np.int64(request.previous[p - 1])
+    while i >= 0 and seen < OCCURRENCES and best < CONTEXT:
+        if not following or tokens[i + 1] == tokens[p]:
+            match = 1
+            while match < CONTEXT and i >= match and tokens[i - match] == tokens[p - 1 - match]:
+                match += 1
+            best = max(best, match)
+        seen += 1
+        i = np.int64(request.previous[i])
+    return best
+
+
+@njit(nogil=True, cache=True)
+def _in_store(table, tokens, p, max_context, min_context, following):
+    """As `_in_request`, in a store: contexts of `min_context` to `max_context` tokens, else 0."""
+    for k in range(min(max_context, p), min_context - 1, -1):
+        for j in range(len(table)):
+            lo, hi = find_ngram(table, j, tokens, p - k, k + 1 if following else k)
+            if lo < hi:
+                return k
+    return 0
+
+
+@njit(nogil=True, cache=True)
+def attribute(slots, slot_ids, rows, bounds, groups, static_rows, gained, tally):
+    """Add up where the last tokens of these requests come from, and who knows their present context.
+
+    Args:
+        slots: `RequestIndex.slots`; slot_ids: int64 [B], -1 is skipped.
+        rows, bounds, static_rows: of a `View`; groups: int64 [B].
+        gained: int64 [B], tokens that the last step added: all but the last one were drafted.
+        tally: int64 [SIZE], added to.
+    """
+    for b in range(len(slot_ids)):
+        if slot_ids[b] < 0:
+            continue
+        request = request_at(slots, slot_ids[b])
+        tokens = request.tokens
+        n = len(tokens)
+        middle = bounds[groups[b]] + static_rows[groups[b]]
+        static, live = rows[bounds[groups[b]] : middle], rows[middle : bounds[groups[b] + 1]]
+        for p in range(max(1, n - gained[b]), n - 1):
+            longest, source = _in_request(request, p, True), 0
+            k = _in_store(static, tokens, p, CONTEXT, longest + 1, True)
+            if k > longest:
+                longest, source = k, 1
+            k = _in_store(live, tokens, p, CONTEXT, longest + 1, True)
+            if k > longest:
+                longest, source = k, 2
+            tally[ACCEPTED + (source if longest > 0 else 3)] += 1
+        if n < HIT:
+            continue
+        tally[LOOKUPS] += 1
+        tally[HITS] += _in_request(request, n, False) >= HIT
+        tally[HITS + 1] += _in_store(static, tokens, n, HIT, HIT, False) > 0
+        tally[HITS + 2] += _in_store(live, tokens, n, HIT, HIT, False) > 0

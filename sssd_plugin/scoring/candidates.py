@@ -1,0 +1,312 @@
+"""Counts of what followed this context before: one row per candidate token, gathered from every source at one node."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.index.search import bucket, narrow, narrow_bucket, narrow_within
+from sssd_plugin.request_index import find
+from sssd_plugin.scoring.views import record, suffixes_of
+from sssd_plugin.scoring.weights import FEATURES
+
+ORDERS = 6  # longest context looked up in the request, in tokens
+STORE_ORDERS = 4  # and in the store
+SKIP_ORDERS = 3  # and in the store, the last token left out
+MAX_CANDIDATES = 256
+MAX_SAMPLES = 32  # suffixes looked at per range
+OCCURRENCES = 64  # newest occurrences of a token in the request that are looked at
+SHORTLIST = 10
+_HASH_BITS = 9
+
+# Columns of the counts: store orders 1-4, request orders 1-6, then contexts that skip their last token.
+STORE, INPUT, SKIP_STORE, SKIP_INPUT = 0, 4, 10, 13
+COLUMNS = 15
+_ROW = 32  # bytes of a row of counts; every count is at most 64
+
+_HASH = np.dtype([("stamp", "i8"), ("token", "i4"), ("row", "i4")], align=True)
+_CANDIDATE = record("share store input promise", "token")
+_COLUMN = record("scale back_off", "total kinds")
+_LEAF = record("score", "parent token kind")
+
+
+class Scratch(NamedTuple):
+    """Preallocated arrays of the learned scorer; N = the largest tree's nodes + 1, J = sub-indices at most.
+
+    Attributes:
+        clock: int64 [1], calls of `gather` so far; entries of `hash` with another stamp are empty.
+        hash: [2^9], open addressing: row of each token among the candidates.
+        candidates: [MAX_CANDIDATES], the token; its share of the store's tokens; its probability interpolated over the
+            store's orders, and over the request's; what the shortlist is chosen by.
+        counts: uint8 [MAX_CANDIDATES, _ROW], how often each candidate followed, by column.
+        columns: [COLUMNS], observations, distinct tokens among them; the terms that interpolate them.
+        context: int32 [ORDERS], the last tokens at the node, newest first, drafted ones included.
+        ranges: int32 [N, J, STORE_ORDERS, 2]; [i, j, k - 1] is the range of the last k tokens of node i's context.
+        samples: int32 [N, STORE_ORDERS, 1 + MAX_SAMPLES], number of samples of a range, then the token at each;
+            0 where `gather` has not seen the node.
+        skip_samples: int32 [SKIP_ORDERS, 1 + MAX_SAMPLES], the same for contexts that skip their last token.
+        shortlist: int32 [SHORTLIST], rows of the most promising candidates, best first.
+        features: float64 [SHORTLIST, FEATURES]; probabilities: float64 [SHORTLIST].
+        frontier: [N], the best nodes that are not in the tree yet, best first.
+        path_scores: float64 [N], score of each node of the tree.
+    """
+
+    clock: NDArray[np.int64]
+    hash: NDArray[Any]
+    candidates: NDArray[Any]
+    counts: NDArray[np.uint8]
+    columns: NDArray[Any]
+    context: NDArray[np.int32]
+    ranges: NDArray[np.int32]
+    samples: NDArray[np.int32]
+    skip_samples: NDArray[np.int32]
+    shortlist: NDArray[np.int32]
+    features: NDArray[np.float64]
+    probabilities: NDArray[np.float64]
+    frontier: NDArray[Any]
+    path_scores: NDArray[np.float64]
+
+
+def scratch(max_nodes: int, max_sub_indices: int) -> Scratch:
+    """Allocate scratch space for trees of up to `max_nodes` nodes over up to `max_sub_indices` sub-indices."""
+    n = max_nodes + 1
+    return Scratch(
+        np.zeros(1, np.int64),
+        np.zeros(1 << _HASH_BITS, _HASH),
+        np.zeros(MAX_CANDIDATES, _CANDIDATE),
+        np.zeros((MAX_CANDIDATES, _ROW), np.uint8),
+        np.zeros(COLUMNS, _COLUMN),
+        np.zeros(ORDERS, np.int32),
+        np.zeros((n, max_sub_indices, STORE_ORDERS, 2), np.int32),
+        np.zeros((n, STORE_ORDERS, 1 + MAX_SAMPLES), np.int32),
+        np.zeros((SKIP_ORDERS, 1 + MAX_SAMPLES), np.int32),
+        np.zeros(SHORTLIST, np.int32),
+        np.zeros((SHORTLIST, FEATURES)),
+        np.zeros(SHORTLIST),
+        np.zeros(n, _LEAF),
+        np.zeros(n),
+    )
+
+
+@njit(nogil=True, cache=True)
+def advance(table, ranges, samples, source, target, token):
+    """Write the ranges of node `target`: the context of `source` followed by `token`.
+
+    Args:
+        table: int64 [J, 7], `Snapshot.table`.
+        ranges, samples: as in `Scratch`.
+        source, target: nodes; source may be -1 for an empty context.
+    """
+    for j in range(len(table)):
+        tokens, suffixes = suffixes_of(table, j)
+        for k in range(STORE_ORDERS - 1, 0, -1):
+            lo, hi = np.int64(0), np.int64(0)
+            if source >= 0:
+                start, end = np.int64(ranges[source, j, k - 1, 0]), np.int64(ranges[source, j, k - 1, 1])
+                taken = np.int64(samples[source, k - 1, 0])
+                if taken > 0 and len(table) == 1:
+                    # The samples are sorted as their range is, so they tell between which of them the token lies.
+                    size = end - start
+                    below = 0
+                    while below < taken and samples[source, k - 1, 1 + below] < token:
+                        below += 1
+                    upto = below
+                    while upto < taken and samples[source, k - 1, 1 + upto] == token:
+                        upto += 1
+                    if taken == size:
+                        lo, hi = start + below, start + upto
+                    elif k == 1:
+                        lo, hi = narrow_bucket(table, j, start, end, token)
+                    else:
+                        lo, hi = narrow_within(
+                            tokens,
+                            suffixes,
+                            start + ((below - 1) * size // taken + 1 if below > 0 else 0),
+                            start + (below * size // taken if below < taken else size),
+                            start + ((upto - 1) * size // taken + 1 if upto > 0 else 0),
+                            start + (upto * size // taken if upto < taken else size),
+                            k,
+                            token,
+                        )
+                elif end > start and k == 1:
+                    lo, hi = narrow_bucket(table, j, start, end, token)
+                elif end > start:
+                    lo, hi = narrow(tokens, suffixes, start, end, k, token)
+            ranges[target, j, k, 0] = lo
+            ranges[target, j, k, 1] = hi
+        lo, hi = bucket(table, j, token)
+        ranges[target, j, 0, 0] = lo
+        ranges[target, j, 0, 1] = hi
+
+
+@njit(nogil=True, cache=True)
+def _row(token, may_add, stamp, entries, candidates, counts, n):
+    """Return the row of `token` among the n candidates, -1 if it has none and gets none, and their number then."""
+    h = np.int64(((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - _HASH_BITS))
+    while entries[h].stamp == stamp:
+        if entries[h].token == token:
+            return np.int64(entries[h].row), n
+        h = (h + 1) & ((1 << _HASH_BITS) - 1)
+    if not may_add or n >= MAX_CANDIDATES:
+        return np.int64(-1), n
+    entries[h].stamp = stamp
+    entries[h].token = token
+    entries[h].row = n
+    candidates[n].token = token
+    counts[n, :] = 0
+    return np.int64(n), n + 1
+
+
+@njit(nogil=True, cache=True)
+def _size(ranges, node, k, n_sub_indices):
+    size = np.int64(0)
+    for j in range(n_sub_indices):
+        size += ranges[node, j, k, 1] - ranges[node, j, k, 0]
+    return size
+
+
+@njit(nogil=True, cache=True)
+def _sample(table, ranges, node, k, offset, size, max_samples, out):
+    """Take the tokens at `offset` of evenly spaced members of the node's range k, all sub-indices end to end.
+
+    There is nothing but loads, so that they overlap: what they hit is cold. `out` gets the number of samples, then
+    their tokens.
+    """
+    take = min(size, max_samples)
+    out[0] = take
+    if take == 0:
+        return
+    whole, rest = size // take, size % take
+    error, at, done = np.int64(0), np.int64(0), 0  # at: floor(q * size / take), from the start of this sub-index's part
+    for j in range(len(table)):
+        start = ranges[node, j, k, 0]
+        part = np.int64(ranges[node, j, k, 1] - start)
+        if at < part:
+            tokens, suffixes = suffixes_of(table, j)
+            while at < part and done < take:
+                done += 1
+                place = suffixes[start + at] + offset
+                # Where a token was skipped, it must not have been the end of a document.
+                out[done] = tokens[place] if tokens[place - 1] >= 0 else np.int32(-1)
+                at += whole
+                error += rest
+                if error >= take:
+                    error -= take
+                    at += 1
+        at -= part
+
+
+@njit(nogil=True, cache=True)
+def _sample_orders(table, ranges, node, orders, skip, max_samples, out):
+    """Sample the node's ranges of `orders` tokens and of fewer, at the token after the next `skip`.
+
+    A shorter context that has the same suffixes adds nothing: its number of samples is -1.
+    """
+    longer = np.int64(-1)  # size of the range one order up
+    for k in range(orders - 1, -1, -1):
+        size = _size(ranges, node, k, len(table))
+        if size > 0 and size == longer:
+            out[k, 0] = -1
+        else:
+            _sample(table, ranges, node, k, k + 1 + skip, size, max_samples, out[k])
+        longer = size
+
+
+@njit(nogil=True, cache=True)
+def _count_orders(samples, first_column, min_adding, scratch, n):
+    """Count the samples of each order in its column, longest first; the number of candidates.
+
+    Orders of at least `min_adding` add candidates.
+    """
+    stamp, entries, candidates = scratch.clock[0], scratch.hash, scratch.candidates
+    counts, columns = scratch.counts, scratch.columns
+    for k in range(len(samples) - 1, -1, -1):
+        column = first_column + k
+        if samples[k, 0] < 0:
+            columns[column] = columns[column + 1]
+            for c in range(n):
+                counts[c, column] = counts[c, column + 1]
+            for q in range(1 + samples[k + 1, 0]):
+                samples[k, q] = samples[k + 1, q]
+            continue
+        columns[column].total = samples[k, 0]
+        kinds, last, row = 0, np.int32(-1), np.int64(-1)
+        for q in range(1, 1 + samples[k, 0]):
+            token = samples[k, q]
+            if token < 0:
+                continue
+            if token != last:
+                last = token
+                row, n = _row(token, k >= min_adding, stamp, entries, candidates, counts, n)
+            if row >= 0:
+                if counts[row, column] == 0:
+                    kinds += 1
+                counts[row, column] += 1
+        columns[column].kinds = kinds
+    return n
+
+
+@njit(nogil=True, cache=True)
+def gather(store, request, scratch, node, parent, max_samples, context_length):
+    """Count the candidates at one node, by source and context length, and return their number.
+
+    Args:
+        scratch: the node's ranges and the first `context_length` tokens of the context are read; its samples, the
+            candidates' tokens and counts, and the columns' totals and kinds are written.
+        node, parent: nodes with the ranges of this context, and of it without its last token (-1: there is none).
+        max_samples: suffixes sampled per range.
+    """
+    scratch.clock[0] += 1
+    stamp, entries, candidates = scratch.clock[0], scratch.hash, scratch.candidates
+    counts, columns, context = scratch.counts, scratch.columns, scratch.context
+    tokens, previous = request.tokens, request.previous
+    length = len(tokens)
+    for column in range(COLUMNS):
+        columns[column].total = 0
+        columns[column].kinds = 0
+    samples = scratch.samples[node]
+    _sample_orders(store.table, scratch.ranges, node, STORE_ORDERS, 0, max_samples, samples)
+    if parent >= 0:
+        _sample_orders(store.table, scratch.ranges, parent, SKIP_ORDERS, 1, max_samples, scratch.skip_samples)
+    n = _count_orders(samples, STORE, 0, scratch, 0)
+
+    i = request.heads[find(request.heads, tokens, context[0])]
+    seen = 0
+    while i >= 0 and seen < OCCURRENCES:
+        if i < length - 1:
+            seen += 1
+            match = 1
+            while match < ORDERS and match < context_length and i >= match and tokens[i - match] == context[match]:
+                match += 1
+            row, n = _row(tokens[i + 1], True, stamp, entries, candidates, counts, n)
+            if row >= 0:
+                for k in range(match):
+                    if counts[row, INPUT + k] == 0:
+                        columns[INPUT + k].kinds += 1
+                    counts[row, INPUT + k] += 1
+                    columns[INPUT + k].total += 1
+        i = previous[i]
+
+    if parent >= 0:
+        n = _count_orders(scratch.skip_samples, SKIP_STORE, 1, scratch, n)
+
+    if context_length >= 3:
+        i = request.heads[find(request.heads, tokens, context[1])]
+        seen = 0
+        while i >= 0 and seen < OCCURRENCES:
+            if i < length - 2:
+                seen += 1
+                two = i >= 1 and tokens[i - 1] == context[2]
+                columns[SKIP_INPUT].total += 1
+                row, n = _row(tokens[i + 2], two, stamp, entries, candidates, counts, n)
+                if two:
+                    columns[SKIP_INPUT + 1].total += 1
+                if row >= 0:
+                    counts[row, SKIP_INPUT] += 1
+                    if two:
+                        counts[row, SKIP_INPUT + 1] += 1
+            i = previous[i]
+    return n

@@ -1,0 +1,283 @@
+"""The learned scorer: a gated log-linear model over the counts at a node; its scores are calibrated probabilities.
+
+Where the paper samples whole continuations once, at the root, and merges the sources with fixed discounts
+(papers/sssd.txt, Algorithm 3), this asks every source again at every node and learns how far to trust each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from sssd_plugin.pointers import int32_at
+from sssd_plugin.request_index import find
+from sssd_plugin.scoring.candidates import (
+    INPUT,
+    MAX_SAMPLES,
+    ORDERS,
+    SHORTLIST,
+    SKIP_INPUT,
+    SKIP_STORE,
+    STORE,
+    STORE_ORDERS,
+    advance,
+    gather,
+)
+from sssd_plugin.scoring.views import add_node
+from sssd_plugin.scoring.weights import FEATURES
+
+DEEP_SAMPLES = 8  # suffixes sampled per range below the root, where it is MAX_SAMPLES
+MAX_DEPTH = 24
+STORE_DISCOUNT = 0.7
+INPUT_DISCOUNT = 0.4
+EXPAND_MARGIN = 0.7  # the best child a node can hope for, as a share of its own probability
+
+_LOG_COUNT = np.log(np.arange(512) + 0.1)
+_LOG_TOTAL = np.log(np.arange(512) + 1.0)
+
+_COUNT_FEATURES = ((5, STORE + 1, STORE_ORDERS - 1), (8, INPUT, 4), (12, SKIP_STORE, 5))
+"""(first feature, first column, number of both) of the features ln(count + 0.1) - ln(total + 1); 0 without counts."""
+
+
+class Recorded(NamedTuple):
+    """What was seen at each expanded node of a tree, for training.
+
+    Attributes:
+        weight_sets: int32 [N], the weight set that scored the node's candidates; sizes: int32 [N], their number.
+        tokens: int32 [N, SHORTLIST]; probabilities: float64 [N, SHORTLIST].
+        features: float64 [N, SHORTLIST, FEATURES].
+    """
+
+    weight_sets: NDArray[np.int32]
+    sizes: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    probabilities: NDArray[np.float64]
+    features: NDArray[np.float64]
+
+
+@njit(nogil=True, cache=True)
+def _shares(store, candidates, n):
+    """Write each candidate's share of all tokens in the store."""
+    for c in range(n):
+        candidates[c].share = 0.0
+    for j in range(len(store.table)):
+        size = store.table[j, 5]
+        starts = int32_at(store.table[j, 2], size + 1)
+        for c in range(n):
+            token = candidates[c].token
+            if token < size:
+                candidates[c].share += starts[token + 1] - starts[token]
+    per_token = 1.0 / max(store.size, 1)
+    for c in range(n):
+        candidates[c].share *= per_token
+
+
+@njit(nogil=True, cache=True)
+def _interpolation(columns, first, orders, discount):
+    """Write the terms of p <- max(count - discount, 0) / total + (discount * kinds / total) * p; the longest order."""
+    longest = 0
+    for k in range(orders):
+        if columns[first + k].total > 0:
+            longest = k + 1
+    for k in range(longest):
+        column = columns[first + k]
+        column.scale = 1.0 / column.total
+        column.back_off = discount * column.kinds * column.scale
+    return longest
+
+
+@njit(nogil=True, cache=True)
+def _choose(store, scratch, n):
+    """Write the shortlist of the n candidates; (its length, longest matching order of the store, of the request)."""
+    candidates, counts, columns, shortlist = scratch.candidates, scratch.counts, scratch.columns, scratch.shortlist
+    store_order = _interpolation(columns, STORE, STORE_ORDERS, STORE_DISCOUNT)
+    input_order = _interpolation(columns, INPUT, ORDERS, INPUT_DISCOUNT)
+    skip_store = 0.1 / max(columns[SKIP_STORE + 1].total, 1)
+    skip_input = 0.1 / max(columns[SKIP_INPUT + 1].total, 1)
+    _shares(store, candidates, n)
+    m = 0
+    for c in range(n):
+        candidate = candidates[c]
+        p = candidate.share + 1e-7
+        for k in range(STORE, STORE + store_order):  # shortest context first
+            p = max(counts[c, k] - STORE_DISCOUNT, 0.0) * columns[k].scale + columns[k].back_off * p
+        candidate.store = p
+        p = 1e-4
+        for k in range(INPUT, INPUT + input_order):
+            p = max(counts[c, k] - INPUT_DISCOUNT, 0.0) * columns[k].scale + columns[k].back_off * p
+        candidate.input = p
+        v = 0.6 * p + 0.4 * candidate.store
+        v = v + skip_store * counts[c, SKIP_STORE + 1] + skip_input * counts[c, SKIP_INPUT + 1]
+        candidate.promise = v
+        if m < SHORTLIST:
+            i = m
+            m += 1
+        elif v > candidates[shortlist[m - 1]].promise:
+            i = m - 1
+        else:
+            continue
+        while i > 0 and candidates[shortlist[i - 1]].promise < v:
+            shortlist[i] = shortlist[i - 1]
+            i -= 1
+        shortlist[i] = c
+    return m, store_order, input_order
+
+
+@njit(nogil=True, cache=True)
+def score(store, request, scratch, n, weights):
+    """Score the most promising of the n candidates that `gather` has counted.
+
+    The shortlist, its features and its probabilities are written: P(next token = candidate), which sum to 1 with
+    P(none of these).
+
+    Returns:
+        (length of the shortlist, weight set used).
+    """
+    m, store_order, input_order = _choose(store, scratch, n)
+    weight_set = store_order * 6 + (input_order if input_order < 4 else (4 if input_order < 6 else 5))
+    probabilities, columns, counts = scratch.probabilities, scratch.columns, scratch.counts
+    heads, tokens, occurrences_of = request.heads, request.tokens, request.counts
+    top = 0.0
+    for i in range(m):
+        c = scratch.shortlist[i]
+        candidate, x = scratch.candidates[c], scratch.features[i]
+        occurrences = np.int64(occurrences_of[find(heads, tokens, candidate.token)])
+        x[0] = 1.0
+        x[1] = math.log(max(candidate.store, 1e-7))
+        x[2] = math.log(max(candidate.input, 1e-6))
+        x[3] = _LOG_COUNT[occurrences] if occurrences < 512 else math.log(occurrences + 0.1)
+        x[3] -= math.log(len(tokens) * candidate.share + 0.5)
+        x[4] = 1.0 if occurrences > 0 else 0.0
+        for first, column, number in _COUNT_FEATURES:
+            for k in range(number):
+                total = columns[column + k].total
+                x[first + k] = _LOG_COUNT[counts[c, column + k]] - _LOG_TOTAL[total] if total > 0 else 0.0
+        z = 0.0
+        for f in range(FEATURES):
+            z += x[f] * weights[weight_set, f]
+        probabilities[i] = z
+        top = max(top, z)
+    total = math.exp(-top)
+    for i in range(m):
+        probabilities[i] = math.exp(probabilities[i] - top)
+        total += probabilities[i]
+    for i in range(m):
+        probabilities[i] /= total
+    return m, weight_set
+
+
+@njit(nogil=True, cache=True)
+def _start(request, store, scratch):
+    """Write the ranges of the root, node 0; the node of its context without its last token, -1 if there is none."""
+    length = len(request.tokens)
+    before, here = len(scratch.ranges) - 1, -1
+    scratch.samples[0, :, 0] = 0
+    scratch.samples[before, :, 0] = 0
+    first = max(0, length - STORE_ORDERS)
+    for i in range(first, length):  # one token at a time, so the last node but one is what is returned
+        target = 0 if (length - 1 - i) % 2 == 0 else before
+        advance(store.table, scratch.ranges, scratch.samples, here, target, request.tokens[i])
+        here = target
+    return before if length - first > 1 else -1
+
+
+@njit(nogil=True, cache=True)
+def _write_context(request, tree, node, context):
+    """Write the last tokens at `node`, newest first; their number."""
+    filled, i = 0, len(request.tokens) - 1
+    while node > 0 and filled < ORDERS:
+        context[filled] = tree.tokens[node]
+        filled += 1
+        node = tree.parents[node]
+    while i >= 0 and filled < ORDERS:
+        context[filled] = request.tokens[i]
+        filled += 1
+        i -= 1
+    return filled
+
+
+@njit(nogil=True, cache=True)
+def _insert(frontier, pending, capacity, score, parent, token, kind):
+    """Insert a leaf in order of falling score, older ones first among equals; the number held, at most `capacity`."""
+    if pending < capacity:
+        k = pending
+        pending += 1
+    elif capacity > 0 and score > frontier[pending - 1].score:
+        k = pending - 1
+    else:
+        return pending
+    while k > 0 and frontier[k - 1].score < score:
+        frontier[k] = frontier[k - 1]
+        k -= 1
+    leaf = frontier[k]
+    leaf.score, leaf.parent, leaf.token, leaf.kind = score, parent, token, kind
+    return pending
+
+
+@njit(nogil=True, cache=True)
+def draft_tree(request, store, weights, max_nodes, chain, min_score, tree, scratch, recorded):
+    """Draft the best-first tree of at most `max_nodes` nodes, by product of the scores along each path.
+
+    Args:
+        request: a `Request`; store: a `Store`; weights: float64 [SETS, FEATURES].
+        chain: only ever extend the newest node, by its best candidate.
+        min_score: leave out nodes below this probability of being accepted.
+        tree: a `Tree`, written; a node's kind is the weight set that scored it, and so the matching contexts.
+        scratch: a `Scratch`; recorded: a `Recorded`, or None.
+
+    Returns:
+        Number of nodes.
+    """
+    if len(request.tokens) == 0:
+        return 0
+    frontier, path_scores = scratch.frontier, scratch.path_scores
+    root_parent = _start(request, store, scratch)
+    add_node(tree, 0, request.tokens[-1], -1, 1.0, 0)
+    path_scores[0] = 1.0
+    if max_nodes <= 1 and recorded is None:
+        return 1
+    n, pending, current = 1, 0, 0
+    while True:
+        capacity = max_nodes - n
+        hope = path_scores[current] * EXPAND_MARGIN
+        hopeless = current > 0 and not chain and pending >= capacity and hope <= frontier[capacity - 1].score
+        pending = 0 if chain else min(pending, capacity)
+        if tree.depths[current] < MAX_DEPTH and not hopeless:
+            parent = root_parent
+            if current > 0:
+                parent = tree.parents[current]
+                advance(store.table, scratch.ranges, scratch.samples, parent, current, tree.tokens[current])
+            filled = _write_context(request, tree, current, scratch.context)
+            found = gather(store, request, scratch, current, parent, DEEP_SAMPLES if current else MAX_SAMPLES, filled)
+            m, weight_set = score(store, request, scratch, found, weights)
+            if recorded is not None:
+                recorded.weight_sets[current] = weight_set
+                recorded.sizes[current] = m
+                for i in range(m):
+                    recorded.tokens[current, i] = scratch.candidates[scratch.shortlist[i]].token
+                    recorded.probabilities[current, i] = scratch.probabilities[i]
+                    recorded.features[current, i] = scratch.features[i]
+            first = 0
+            if chain and m > 0:
+                first = int(np.argmax(scratch.probabilities[:m]))
+                m = first + 1
+            for i in range(first, m):
+                value = path_scores[current] * scratch.probabilities[i]
+                token = scratch.candidates[scratch.shortlist[i]].token
+                pending = _insert(frontier, pending, capacity, value, current, token, weight_set)
+        if n >= max_nodes or pending == 0 or frontier[0].score <= min_score:
+            return n
+        leaf = frontier[0]
+        add_node(tree, n, leaf.token, leaf.parent, leaf.score, leaf.kind)
+        path_scores[n] = leaf.score
+        current = n
+        n += 1
+        pending -= 1
+        for i in range(pending):
+            frontier[i] = frontier[i + 1]
+        if n >= max_nodes:
+            return n

@@ -1,0 +1,68 @@
+"""What the compiled scorers read of a datastore and write of a draft."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.index.search import bucket, narrow
+from sssd_plugin.datastore.index.sub_index import PAD
+from sssd_plugin.pointers import int32_at
+
+
+class Store(NamedTuple):
+    """The sub-indices that one request drafts from.
+
+    Attributes:
+        table: int64 [J, 7], rows as in `Snapshot.table`.
+        size: tokens in all of them.
+    """
+
+    table: NDArray[np.int64]
+    size: int
+
+
+class Tree(NamedTuple):
+    """One row of a `DraftBatch`: tokens, parents, depths int32 [N]; scores float32 [N]; kinds uint8 [N]."""
+
+    tokens: NDArray[np.int32]
+    parents: NDArray[np.int32]
+    depths: NDArray[np.int32]
+    scores: NDArray[np.float32]
+    kinds: NDArray[np.uint8]
+
+
+def record(floats: str, ints: str) -> np.dtype:
+    """Return a record of float64 and int32 fields with these names."""
+    return np.dtype([(name, "f8") for name in floats.split()] + [(name, "i4") for name in ints.split()], align=True)
+
+
+@njit(nogil=True, cache=True)
+def add_node(tree, i, token, parent, score, kind):
+    """Write node i; the root's parent is -1."""
+    tree.tokens[i] = token
+    tree.parents[i] = parent
+    tree.depths[i] = tree.depths[parent] + 1 if parent >= 0 else 0
+    tree.scores[i] = score
+    tree.kinds[i] = kind
+
+
+@njit(nogil=True, cache=True)
+def suffixes_of(table, j):
+    """Return the tokens (int32 [n + PAD]) and the suffix array (int32 [m]) of sub-index j."""
+    return int32_at(table[j, 0], table[j, 3] + PAD), int32_at(table[j, 1], table[j, 4])
+
+
+@njit(nogil=True, cache=True)
+def find_ngram(table, j, tokens, start, length):
+    """Return the range (lo, hi) of the suffixes of sub-index j that begin with tokens[start:start + length]."""
+    text, suffixes = suffixes_of(table, j)
+    lo, hi = bucket(table, j, tokens[start])
+    for offset in range(1, length):
+        if lo >= hi:
+            break
+        lo, hi = narrow(text, suffixes, lo, hi, offset, tokens[start + offset])
+    return lo, hi

@@ -1,0 +1,70 @@
+"""Weights of the learned scorer, and the files that ship with the package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+FEATURES = 17
+SETS = 30
+"""One set of weights for each of 5 lengths of the longest matching store context x 6 bins of the request's."""
+
+_FORMAT = "freedraft-scorer-1"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of the learned scorer.
+
+    Attributes:
+        values: float64 [SETS, FEATURES].
+        trained_on: what they were trained on, for people to read.
+        trace_sha256: checksum of the trace, so that an evaluation can tell its own training data.
+    """
+
+    values: NDArray[np.float64]
+    trained_on: str = ""
+    trace_sha256: str = ""
+
+    def __post_init__(self) -> None:
+        if self.values.shape != (SETS, FEATURES) or not np.isfinite(self.values).all():
+            raise ValueError(f"scorer weights must be {SETS} x {FEATURES} finite numbers, not {self.values.shape}")
+
+    @classmethod
+    def load(cls, path: Path | None = None) -> Weights:
+        """Read a weights file; without a path, the one that ships with the package.
+
+        Raises:
+            ValueError: the file is missing or no weights file of this version.
+        """
+        source = files(__name__) / "default.json" if path is None else Path(path)
+        try:
+            data = json.loads(source.read_text())
+            if data["format"] != _FORMAT:
+                raise ValueError(f"format {data['format']!r}")
+            values = np.array(data["weights"], np.float64)
+            return cls(values, str(data["trained_on"]), str(data["trace_sha256"]))
+        except FileNotFoundError:
+            raise ValueError(f"weights: {source} does not exist; train one with 'freedraft calibrate scorer'") from None
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            raise ValueError(
+                f"weights: {source} is no scorer weights file of this version ({error}); "
+                "train one with 'freedraft calibrate scorer'"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        rows = ",\n  ".join(json.dumps([float(f"{v:.6g}") for v in row]) for row in self.values)
+        head = {"format": _FORMAT, "trained_on": self.trained_on, "trace_sha256": self.trace_sha256}
+        path.write_text(json.dumps(head)[:-1] + ',\n "weights": [\n  ' + rows + "\n ]}\n")
+
+
+def initial_weights() -> NDArray[np.float64]:
+    """Return the weights that training starts from: a mix of both interpolated probabilities."""
+    weights = np.zeros((SETS, FEATURES))
+    weights[:, :3] = (1.0, 0.4, 0.5)
+    return weights

@@ -1,0 +1,100 @@
+"""Which source an accepted token is put down to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from drafting import int32, replace
+from prometheus_client import REGISTRY
+
+from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
+from sssd_plugin.datastore.live.store import LiveDatastore
+from sssd_plugin.drafter import Drafter
+from sssd_plugin.metrics import EVERY, SourceMetrics
+from sssd_plugin.scoring.attribution import ACCEPTED, CONTEXT, HIT, HITS, LOOKUPS, SIZE
+
+VOCAB = 60
+
+
+def longest(texts: list[list[int]], context: list[int], token: list[int]) -> int:
+    """Brute force: the longest end of `context` that some text follows with `token`."""
+    for k in range(min(CONTEXT, len(context)), 0, -1):
+        wanted = context[-k:] + token
+        if any(text[i : i + len(wanted)] == wanted for text in texts for i in range(len(text))):
+            return k
+    return 0
+
+
+@pytest.mark.parametrize("isolation", ["tenant", "shared"])
+def test_the_longest_match_decides(isolation: Any) -> None:
+    rng = np.random.default_rng(2)
+
+    def text(n: int) -> list[int]:
+        return (rng.zipf(1.3, n) % 12).tolist()
+
+    static = [text(60) for _ in range(3)]
+    live = LiveDatastore(
+        VOCAB,
+        static=Snapshot.of([SubIndex.build(int32([*part, -1]), VOCAB) for part in static]),
+        isolation=isolation,
+    )
+    seen: dict[str, list[list[int]]] = {"a": [], "b": []}
+    for number in range(12):
+        name = "ab"[number % 2]
+        document = text(30)
+        live.insert(int32(document), live.tenant(name))
+        for other in (name,) if isolation == "tenant" else "ab":
+            seen[other].append(document)
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=live)
+    tally, expected = np.zeros(SIZE, np.int64), np.zeros(SIZE, np.int64)
+    for number in range(150):
+        names = ["a", "b"]
+        requests = [text(25), text(9)]
+        gained = np.array([1 + number % 5, 3])
+        ids = [f"{number}{name}" for name in names]
+        for request, name in zip(ids, names, strict=True):
+            drafter.set_tenant(request, live.tenant(name))
+        replace(drafter, dict(zip(ids, requests, strict=True)))
+        drafter.attribute(["unknown", *ids], np.array([3, *gained]), tally)
+        drafter.finish(ids)
+        for request, name, gain in zip(requests, names, gained.tolist(), strict=True):
+            for p in range(len(request) - gain, len(request) - 1):
+                context, token = request[:p], [request[p]]
+                found = [longest([request[:p]], context, token)]
+                found += [longest(texts, context, token) for texts in (static, seen[name])]
+                expected[ACCEPTED + (int(np.argmax(found)) if max(found) else 3)] += 1
+            expected[LOOKUPS] += 1
+            for at, texts in enumerate(([request[:-1]], static, seen[name])):
+                end = request[-HIT:]
+                expected[HITS + at] += any(t[i : i + HIT] == end for t in texts for i in range(len(t)))
+    assert tally.tolist() == expected.tolist()
+    assert (expected[ACCEPTED:] > 5).all() and (expected[HITS:ACCEPTED] > 0).all()
+    live.close()
+
+
+def test_without_a_store_all_is_input_or_other() -> None:
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=8)
+    replace(drafter, {"x": [1, 2, 3, 1, 2, 3]})
+    tally = np.zeros(SIZE, np.int64)
+    drafter.attribute(["x"], np.array([4]), tally)  # 3 1 2 were drafted: nothing was before the 3, nor after it
+    assert tally.tolist() == [1, 1, 0, 0, 1, 0, 0, 2]
+
+
+def test_metrics_of_one_step_in_so_many() -> None:
+    def value(name: str, source: str | None = None) -> float:
+        return REGISTRY.get_sample_value(name, {"source": source} if source else {}) or 0.0
+
+    static = Snapshot.of([SubIndex.build(int32([5, 6, 7, 8, 9, -1]), VOCAB)])
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=8, snapshot=static)
+    replace(drafter, {"x": [5, 6, 7, 8]})
+    metrics = SourceMetrics(static)
+    before = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
+              value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
+    for _ in range(EVERY):
+        metrics.update(drafter, ["x"], lambda: np.array([3]))
+    after = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
+             value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 2]
+    assert value("freedraft_static_tokens") == 6 and value("freedraft_static_sub_indices") == 1

@@ -1,0 +1,298 @@
+"""The method over a made-up model: what it drafts, what it learns, and when it drafts nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from lookahead_tools import KnownCosts
+
+from freedraft.config import ConfigError
+from freedraft.draft_model import Drafted, DraftModel, DraftRound
+from freedraft.hybrid.choice import RestOfBatch
+from freedraft.method import EngineContext
+from layerskip_plugin.lookahead import Confidence, Cost, Fixed
+from layerskip_plugin.method import LayerSkipMethod
+from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.selection.base import Static
+from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
+from layerskip_plugin.selection.serving import Selector
+from layerskip_plugin.skip_set import SkipSet
+from tests.support.steps import make_step
+
+VOCAB, LAYERS = 32, 2
+SETS = {
+    "empty": SkipSet.empty(LAYERS),
+    "half": SkipSet(LAYERS, frozenset({1}), frozenset()),
+    "all": SkipSet(LAYERS, frozenset({0, 1}), frozenset({0, 1})),
+}
+SHAPE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
+         "num_attention_heads": 2, "vocab_size": VOCAB}  # fmt: skip
+CONFIG = SimpleNamespace(**SHAPE, to_dict=lambda: SHAPE)
+
+
+def true_next(token):
+    return (5 * token + 3) % VOCAB
+
+
+class Model(DraftModel, DraftRound):
+    """Drafts rightly with all layers, after two thirds of the tokens with one skipped, never with all skipped. Where it
+    is wrong it is unsure, and the right token is the second one."""
+
+    n_layers = LAYERS
+
+    def __init__(self):
+        self.passes = []
+
+    def build(self, recipe, *, top_k, entropy, optimize):
+        return len(recipe), top_k, entropy
+
+    def capacities(self, step):
+        return step.capacities
+
+    def start(self, step, rows, max_draft_len):
+        return self
+
+    def scorer(self, window):
+        raise AssertionError("nothing searches here")
+
+    def run(self, draft_pass, rows, tokens, position):
+        skipped, candidates, entropy = draft_pass
+        self.passes.append((skipped, position, rows.tolist(), tokens.tolist()))
+        right = np.array([skipped == 0 or (skipped == 1 and t % 3 != 0) for t in tokens.tolist()])
+        best = np.where(right, true_next(tokens), true_next(tokens) ^ 1)
+        made = np.stack([(best + 7 * i) % VOCAB for i in range(candidates)], 1)
+        if candidates > 1:
+            made[:, 1] = best ^ 1
+        sure = np.where(right, 0.9, 0.6)[:, None]
+        rest = np.maximum(1 - sure, 0) * 0.5 ** np.arange(1, candidates)
+        p = np.concatenate([sure, rest], 1).astype(np.float32)
+        return Drafted(made.astype(np.int32), p, np.ones(len(rows), np.float32) if entropy else None)
+
+
+class Engine:
+    """Verifies what the method drafts, greedily. Steps take no time: what they cost is said, not measured."""
+
+    def __init__(self, lookahead=None, *, tree=True, chains=False, nodes=6, sets=SETS, costs=None):
+        self.model = Model()
+        context = EngineContext(
+            hf_config=CONFIG,
+            vocab_size=VOCAB,
+            max_draft_tokens=nodes - 1,
+            max_batch=4,
+            widths=None if chains else tuple(range(1, nodes + 1)),
+        )
+        options = LayerSkipOptions(tree=tree, lookahead="fixed" if costs is None else "cost")
+        self.method = method = LayerSkipMethod(options, context)
+        method.selector = sets if isinstance(sets, Selector) else Selector(Static(sets))
+        method.recipes = list(method.selector.sets.values())
+        if costs is not None:
+            known = KnownCosts({recipe: {1: costs[0]} for recipe in method.recipes}, costs[1])
+            method.auto.step_seconds, method.auto.pass_seconds = known.step_seconds, known.pass_seconds
+            lookahead = Cost(method.auto, method.recipes)
+        method.lookahead = lookahead
+        method.prepare(self.model)
+        self.widths = context.widths
+        self.text, self.gained, self.drafted = {}, {}, {}
+        self.previous = None
+
+    def add(self, name, first, skip_set=None):
+        self.text[name], self.gained[name], self.drafted[name] = [first], [first], 0
+        self.method.begin(name, np.array([first], np.int32), None, {"skip_set": skip_set} if skip_set else {})
+
+    def as_step(self, names):
+        return make_step(
+            names,
+            [self.gained[name] for name in names],
+            capacities=5,
+            drafted=[self.drafted[name] for name in names],
+            widths=self.widths,
+            previous=self.previous,
+            texts=[self.text[name] for name in names],
+        )
+
+    def step(self, names):
+        """One step of these requests; the draft."""
+        tree = self.method.draft(self.as_step(names))
+        tree.check()
+        for b, name in enumerate(names):
+            assert tree.tokens[b, 0] == self.text[name][-1]
+            at, new = 0, []
+            while True:
+                new.append(int(true_next(tree.tokens[b, at])))
+                below = [
+                    i for i in range(1, tree.counts[b]) if tree.parents[b, i] == at and tree.tokens[b, i] == new[-1]
+                ]
+                if not below:
+                    break
+                at = below[0]
+            self.text[name] += new
+            self.gained[name], self.drafted[name] = new, int(tree.counts[b]) - 1
+        self.previous = len(names), int(tree.counts.sum())
+        return tree
+
+
+def text(first, length):
+    out = [first]
+    while len(out) < length:
+        out.append(int(true_next(out[-1])))
+    return out
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain", "chain engine"])
+def test_what_is_learnt_is_what_was_accepted(shape):
+    """The policy hears of the accepted part of each chain, also when a sibling was accepted in its place, when rows
+    change places and when a request is gone."""
+    policy = Fixed(3)
+    seen = []
+    policy.record_acceptance = lambda ids, drafted, accepted, path: seen.append(
+        dict(zip(ids, zip(drafted.tolist(), accepted.tolist(), path.tolist(), strict=True), strict=True))
+    )
+    engine = Engine(policy, tree=shape == "tree", chains=shape == "chain engine")
+    for name, first, chosen in (("a", 1, "empty"), ("b", 2, "half"), ("c", 3, "all"), ("d", 4, "no such set")):
+        engine.add(name, first, chosen)
+    expected = None
+    orders = [["a", "b", "c", "d"], ["d", "b", "a", "c"], ["c", "a", "b"], ["b", "a", "c"], ["a", "b", "c"]]
+    for order in orders:
+        before = {name: len(engine.text[name]) for name in order}
+        tree = engine.step(order)
+        if expected is not None:
+            assert seen == [{name: expected[name] for name in expected if name in order}]
+            assert expected["a"] == (3, 3, 3) and expected["c"][:2] == (3, 0)
+        seen.clear()
+        expected = {}
+        for row, name in enumerate(order):
+            chain = tree.tokens[row, 1:4].tolist()
+            new = engine.text[name][before[name] :]
+            same = [x == y for x, y in zip(chain, new[:-1], strict=False)]
+            expected[name] = (3, int(np.cumprod(same).sum()) if same else 0, len(new) - 1)
+    for name in "abcd":
+        assert engine.text[name] == text(engine.text[name][0], len(engine.text[name]))
+    if shape == "tree":
+        assert len(engine.text["c"]) > len(orders) + 1, "a sibling beside a wrong token was never accepted"
+
+
+def test_what_was_cut_off_is_not_judged():
+    """An engine that verifies two of three drafted tokens says nothing of the third."""
+    policy, seen = Fixed(3), []
+    policy.record_acceptance = lambda ids, drafted, accepted, path: seen.append((drafted.tolist(), accepted.tolist()))
+    engine = Engine(policy, chains=True)
+    engine.add("a", 1)
+    tree = engine.method.draft(engine.as_step(["a"]))
+    chain = tree.tokens[0, 1:4].tolist()
+    engine.text["a"] += chain
+    engine.gained["a"], engine.drafted["a"] = chain, 2  # two accepted, and the third as the model's own
+    engine.method.update(engine.as_step(["a"]))
+    assert seen == [([2], [2])]
+
+
+def test_each_skip_set_runs_a_pass_of_its_own():
+    engine = Engine(Confidence(0.7))
+    for name, first, chosen in (("a", 1, "empty"), ("b", 2, "half"), ("c", 3, "empty"), ("d", 4, None)):
+        engine.add(name, first, chosen)
+    engine.step(["a", "b", "c", "d"])
+    first = [(skipped, rows) for skipped, depth, rows, _ in engine.model.passes if depth == 0]
+    assert first == [(0, [0, 2, 3]), (1, [1])]
+    # Only who is sure goes on; the token that it was not sure of is kept and verified.
+    for _, depth, rows, tokens in engine.model.passes:
+        for row, token in zip(rows, tokens, strict=True):
+            if depth:
+                made = engine.method._last
+                assert made.tokens[row, depth - 1, 0] == token
+                assert made.probabilities[row, depth - 1, 0] >= 0.7
+    for name in "abcde":
+        engine.method.finish(name, None, aborted=False)
+    assert not len(engine.method.selector) and not engine.method._requested
+
+
+def test_set_and_length_follow_the_context():
+    """A plan of two sets with a stretch of plain decoding between them; requests of all three in one batch."""
+    choices = Choice(SETS["half"], 2, 1.0), Choice(SETS["empty"], 0, 1.0), Choice(SETS["empty"], 3, 1.0)
+    plan = Plan((10, 40, 160), choices, "here")
+    engine = Engine(Fixed(5), sets=Selector(Knapsack(plan)))
+    for name, first in (("a", 1), ("b", 2), ("c", 4)):
+        engine.add(name, first)
+    engine.text["b"] += [0] * 30 + [2]
+    engine.text["c"] += [0] * 100 + [4]
+    seen = set()
+    for _ in range(120):
+        before = {name: int(plan.at(np.array([len(engine.text[name])]))[0]) for name in "abc"}
+        engine.model.passes.clear()
+        engine.step(["a", "b", "c"])
+        drafted = engine.method._last.drafted.tolist() if engine.method._last else [0, 0, 0]
+        assert drafted == [(2, 0, 3)[before[name]] for name in "abc"]
+        for skipped, _, rows, _ in engine.model.passes:
+            assert all(skipped == (1, None, 0)[before["abc"[row]]] for row in rows)
+        seen.add(before["a"])
+    assert seen == {0, 1, 2}
+
+
+STEP = {1: 1.0, 24: 1.1}
+
+
+def test_stops_where_it_cannot_pay_and_goes_on_where_it_can():
+    paying = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]})
+    paying.add("a", 1)
+    counts = [int(paying.step(["a"]).counts[0]) for _ in range(400)]
+    assert 2 <= counts.count(1) <= 20, "only now and then a step without drafts, to know what one takes"
+
+    losing = Engine(costs=(0.5, STEP), tree=False, sets={"all": SETS["all"]})
+    losing.add("a", 1)
+    for _ in range(100):
+        losing.step(["a"])
+    passes = len(losing.model.passes)
+    assert passes > 0
+    for _ in range(1000):
+        losing.step(["a"])
+    assert len(losing.model.passes) - passes <= 10
+    assert losing.text["a"] == text(1, 1101)
+
+
+def test_steps_without_drafts_come_first():
+    """Nothing is drafted by cost before it is known what a step without drafts takes."""
+    engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]})
+    engine.add("a", 1)
+    while not engine.model.passes:
+        engine.step(["a"])
+    assert engine.method.auto.times.count(1, 1, 1.0) >= 3
+
+
+def test_mixed_sets_draft_only_where_their_passes_pay_together():
+    sets = {f"s{i}": SkipSet(LAYERS, frozenset({i % 2}), frozenset({i // 2})) for i in range(4)}
+    for name, drafts in (("s0", True), (None, False)):
+        engine = Engine(costs=(0.6, STEP), sets=sets, chains=True)
+        for record in engine.method.lookahead.records:
+            record.held[:], record.reached[:] = 0.97 ** np.arange(1, 65), 0.97 ** np.arange(64)
+        for i, request in enumerate("abcd"):
+            engine.add(request, i + 1, name or f"s{i}")
+        for _ in range(8):
+            engine.step(list("abcd"))
+        assert bool(engine.model.passes) == drafts, name
+
+
+def test_the_parts_of_a_batch():
+    """As a part of the hybrid method: passes for some requests, the others get their roots."""
+    engine = Engine(costs=(0.2, STEP))
+    for name, first in (("a", 1), ("b", 2), ("c", 4)):
+        engine.add(name, first)
+    step = engine.as_step(["a", "b", "c"])
+    engine.method.update(step)
+    rows = np.array([2, 0])
+    estimate = engine.method.estimate(step, rows, np.array([1, 2]), 4)
+    assert estimate.gain.shape == (2, 4) and (estimate.gain[1] > estimate.gain[0]).all()
+    draft = engine.method.propose_for(step, np.array([0, 2]), np.array([3, 2], np.int32), RestOfBatch(1, 2, 1.0))
+    draft.check()
+    assert draft.counts[1] == 1 and 1 < draft.counts[0] <= 4 and 1 < draft.counts[2] <= 4
+    assert draft.depths[2, : draft.counts[2]].max() <= 2
+
+
+def test_sets_must_be_of_this_model():
+    with pytest.raises(ValueError, match="of 3 layers"):
+        Engine(Fixed(2), sets={"other": SkipSet.empty(3)})
+
+
+def test_a_model_whose_steps_cannot_be_priced_is_refused():
+    unreadable = SimpleNamespace(**SHAPE, to_dict=dict)
+    with pytest.raises(ConfigError, match="cannot price this model's steps"):
+        LayerSkipMethod(LayerSkipOptions(), EngineContext(hf_config=unreadable, vocab_size=VOCAB))

@@ -1,0 +1,104 @@
+"""Files that are whole or absent, and locks between processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from freedraft import files
+from freedraft.files import FileLock, one_line_error, write_atomically, write_json_atomically
+
+OVERWRITE = """
+import sys
+from pathlib import Path
+from freedraft.files import write_atomically
+print("ready", flush=True)
+while True:
+    for letter in b"ab":
+        write_atomically(Path(sys.argv[1]), bytes([letter]) * 500_000, durable=False)
+"""
+HOLD = """
+import sys, time
+from pathlib import Path
+from freedraft.files import FileLock
+lock = FileLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def start(code: str, path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline()
+    return process
+
+
+def test_whoever_reads_sees_one_version_even_after_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    process = start(OVERWRITE, path)
+    try:
+        for _ in range(200):
+            if path.exists():
+                content = path.read_bytes()
+                assert len(content) == 500_000 and len(set(content)) == 1
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    content = path.read_bytes()
+    assert len(content) == 500_000 and len(set(content)) == 1
+
+
+def test_permissions_and_no_other_file(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a", b"x")
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+    write_json_atomically(tmp_path / "b", {"é": [1]}, indent=1)
+    assert stat.S_IMODE((tmp_path / "b").stat().st_mode) & 0o600 == 0o600
+    assert json.loads((tmp_path / "b").read_text()) == {"é": [1]} and (tmp_path / "b").read_text().endswith("}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_disk_that_refuses_leaves_what_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def full(fd: int, data: bytes) -> None:
+        os.write(fd, data[:1])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_all", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_json_atomically(path, {"new": 1}, durable=durable)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+    with (
+        pytest.raises(ValueError, match=f"^cannot write {path}: No space left on device$"),
+        one_line_error("write", path),
+    ):
+        write_json_atomically(path, {"new": 1}, durable=durable)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_lock_goes_with_its_process(tmp_path: Path, folder: bool) -> None:
+    path = tmp_path if folder else tmp_path / "lock"
+    FileLock(path, create=not folder).release()
+    process = start(HOLD, path)
+    try:
+        with pytest.raises(BlockingIOError):
+            FileLock(path)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    lock = FileLock(path, wait=True)
+    assert lock.enforced
+    with pytest.raises(BlockingIOError):
+        FileLock(path)
+    lock.release()
+    lock.release()
+    FileLock(path).release()
