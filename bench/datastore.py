@@ -11,7 +11,7 @@ and, with --tokenizer, come from real text, whose tokenising is timed too.
 
 instead runs `freedraft datastore build --resume --workers N --memory 2GiB` on text of so many tokens, one worker for
 each core: killed halfway through reading, then run again to its end. The text is shuffled from passages of Python's
-standard library (bench/corpus.py), 6 to 14 lines each. Memory is that of all its processes together.
+standard library (bench/demo/store.py), 6 to 14 lines each. Memory is that of all its processes together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -29,10 +28,13 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import corpus
 import numpy as np
 from numpy.typing import NDArray
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.demo.store import documents
+from bench.lib.machine import cpu, write_json
 from sssd_plugin.datastore import tokenizer
 from sssd_plugin.datastore.build import sources
 from sssd_plugin.datastore.build.builder import StoreBuilder
@@ -108,7 +110,7 @@ def measure(name: str, tokens: NDArray[np.int32], vocab_size: int) -> dict[str, 
 def shuffled_text(path: Path, tokenizer_folder: Path, n_tokens: int) -> None:
     """JSON lines of passages in random order, of at least `n_tokens`."""
     rng = np.random.default_rng(0)
-    lines = [line for document in corpus.documents() for line in document.splitlines()]
+    lines = [line for document in documents() for line in document.splitlines()]
     lengths = rng.integers(6, 15, len(lines))
     starts = rng.integers(0, len(lines) - 15, len(lines))
     rows = ["\n".join(lines[s : s + n]) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
@@ -148,8 +150,7 @@ def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
         command += ["--tokenizer", str(tokenizer_folder), *flags, "--quiet"]
         size = text.stat().st_size
         progress = target.parent / f".{target.name}.resume" / "progress.json"
-        peak, seconds, interrupted_at = 0, 0.0, 0
-        said = ""
+        peak, seconds, interrupted_at, log = 0, 0.0, 0, ""
         for attempt in range(2):
             started = time.perf_counter()
             process = subprocess.Popen(
@@ -165,10 +166,10 @@ def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
                         interrupted_at = done["size"] // 4
                 time.sleep(0.05)
             output, errors = process.communicate()
-            said += output + errors
+            log += output + errors
             seconds += time.perf_counter() - started
         if process.returncode:
-            raise RuntimeError(said)
+            raise RuntimeError(log)
         with Datastore.open(target) as store:
             manifest = store.manifest
     return {
@@ -176,7 +177,7 @@ def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
         "store_tokens": manifest.n_tokens,
         "input_bytes": size,
         "killed_after_tokens": interrupted_at,
-        "resumed": "going on after" in said,
+        "resumed": "going on after" in log,
         "seconds_of_both_runs": round(seconds, 1),
         "us_per_token": round(seconds / manifest.n_tokens * 1e6, 3),
         "peak_memory_bytes": peak,
@@ -203,7 +204,7 @@ def main() -> None:
         if not options.tokenizer:
             parser.error("--large needs --tokenizer")
         result = before | {"large": large(options.tokenizer, options.large, options.memory)}
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(options.json, result, indent=2)
         print(json.dumps(result["large"], indent=2))
         return
     rows = [measure(f"zipf, {v} ids", zipf_tokens(options.tokens, v), v) for v in (49_152, 150_000)]
@@ -211,14 +212,8 @@ def main() -> None:
         tokens, seconds = real_tokens(options.text, options.glob, options.tokenizer, options.tokens)
         row = measure("text", tokens, tokenizer.vocab_size(tokenizer.load(options.tokenizer)))
         rows.append(row | {"tokenize_us_per_token": seconds / len(tokens) * 1e6})
-    result = before | {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "bars": BARS,
-        "rows": rows,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=2) + "\n")
+    figures = {"cpu": cpu(), "cores": os.cpu_count(), "bars": BARS, "rows": rows}
+    write_json(options.json, before | figures, indent=2)
     for row in rows:
         print(
             f"{row['name']}: {row['store_tokens']:,} tokens, build {row['build_us_per_token']:.3f} us/token "

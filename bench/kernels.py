@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -110,7 +111,7 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
     tree = random_trees(shape, device)
     generator = torch.Generator(device).manual_seed(1)
     seq_lens = torch.full((batch,), shape.seq_len, dtype=torch.int64, device=device)
-    room = batch * shape.seq_len
+    capacity = batch * shape.seq_len
     probs = torch.randn(batch, nodes, vocab, device=device, generator=generator).mul_(4).softmax(-1)
     # Much of the mass on drafts, so that the walks go down the trees.
     parents = tree.parents.clamp(min=0).long()
@@ -138,23 +139,19 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
     trees = 4 * batch * (3 * nodes + 1)
     outcome = 4 * batch * (2 * nodes + 2)
     moved = 2 * batch * (width - 1) * 2 * shape.layers * shape.heads * shape.dim * 2
+
+    def inputs(layout: Any) -> Callable[[Backend], object]:
+        total = capacity if layout == "full" else None
+        return lambda b: tree_inputs(tree, seq_lens, layout=layout, seq_lens_sum=total, backend=b)
+
+    query_bytes = trees + batch * nodes * (16 + nodes)
+    full_bytes = trees + batch * nodes * 16 + nodes * (capacity + batch * nodes)
+    greedy_bytes, sampled_bytes = trees + outcome + 8 * batch * nodes, trees + outcome + 4 * batch * vocab
     operations: list[tuple[str, Callable[[Backend], object], int]] = [
-        (
-            "tree inputs, query mask",
-            lambda b: tree_inputs(tree, seq_lens, layout="query", backend=b),
-            trees + batch * nodes * (16 + nodes),
-        ),
-        (
-            "tree inputs, full mask",
-            lambda b: tree_inputs(tree, seq_lens, layout="full", seq_lens_sum=room, backend=b),
-            trees + batch * nodes * 16 + nodes * (room + batch * nodes),
-        ),
-        ("verify greedy", lambda b: verify_greedy(tree, targets, backend=b), trees + outcome + 8 * batch * nodes),
-        (
-            "verify sampled",
-            lambda b: verify_sampled(tree, probs, seeds, seq_lens, backend=b),
-            trees + outcome + 4 * batch * vocab,
-        ),
+        ("tree inputs, query mask", inputs("query"), query_bytes),
+        ("tree inputs, full mask", inputs("full"), full_bytes),
+        ("verify greedy", lambda b: verify_greedy(tree, targets, backend=b), greedy_bytes),
+        ("verify sampled", lambda b: verify_sampled(tree, probs, seeds, seq_lens, backend=b), sampled_bytes),
         ("compact KV", compact, moved),
     ]
     with_triton = use_triton(device)
@@ -169,55 +166,21 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
         if with_triton and device.type == "cuda":
             triton_us = median_us(lambda run=run: run("triton"), device, repeats)  # type: ignore[misc]
             rate = size / (triton_us * 1e-6)
-        rows.append(
-            Row(
-                name,
-                f"{batch}x{nodes}",
-                equal,
-                size,
-                reference_us,
-                triton_us,
-                rate and rate / 1e9,
-                rate and rate / bandwidth,
-            )
-        )
+        shape_text, of_copy = f"{batch}x{nodes}", rate and rate / bandwidth
+        rows.append(Row(name, shape_text, equal, size, reference_us, triton_us, rate and rate / 1e9, of_copy))
     return rows
 
 
 def table(rows: list[Row]) -> str:
-    head = [
-        "kernel",
-        "batch x nodes",
-        "equal",
-        "MB moved",
-        "reference us",
-        "triton us",
-        "speed-up",
-        "GB/s",
-        "% of copy",
-    ]
-    lines = [head]
+    head = "kernel,batch x nodes,equal,MB moved,reference us,triton us,speed-up,GB/s,% of copy"
+    lines = [head.split(",")]
     for r in rows:
-        timed = r.triton_us is not None and r.gb_per_s is not None and r.share_of_copy is not None
-        lines.append(
-            [
-                r.kernel,
-                r.shape,
-                {True: "yes", False: "NO", None: "-"}[r.equal],
-                f"{r.bytes / 1e6:.3f}",
-                f"{r.reference_us:.1f}",
-                *(
-                    [
-                        f"{r.triton_us:.1f}",
-                        f"{r.reference_us / r.triton_us:.1f}x",  # type: ignore[operator]
-                        f"{r.gb_per_s:.0f}",
-                        f"{100 * r.share_of_copy:.0f}",  # type: ignore[operator]
-                    ]
-                    if timed
-                    else ["-"] * 4
-                ),
-            ]
-        )
+        line = [r.kernel, r.shape, {True: "yes", False: "NO", None: "-"}[r.equal]]
+        line += [f"{r.bytes / 1e6:.3f}", f"{r.reference_us:.1f}"]
+        if r.triton_us is not None and r.gb_per_s is not None and r.share_of_copy is not None:
+            line += [f"{r.triton_us:.1f}", f"{r.reference_us / r.triton_us:.1f}x"]
+            line += [f"{r.gb_per_s:.0f}", f"{100 * r.share_of_copy:.0f}"]
+        lines.append(line + ["-"] * (len(lines[0]) - len(line)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
@@ -239,14 +202,8 @@ def main() -> int:
     rows = [row for s in (shapes[:1] if args.quick else shapes) for row in measure(s, device, bandwidth, repeats)]
     print(table(rows))
     if args.json:
-        figures = {
-            "device": name,
-            "torch": torch.__version__,
-            "triton": triton_version,
-            "copy_bytes_per_s": bandwidth,
-            "shapes": [asdict(s) for s in shapes],
-            "rows": [asdict(r) for r in rows],
-        }
+        figures = {"device": name, "torch": torch.__version__, "triton": triton_version, "copy_bytes_per_s": bandwidth}
+        figures |= {"shapes": [asdict(s) for s in shapes], "rows": [asdict(r) for r in rows]}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(figures, indent=1) + "\n")
     if any(row.equal is False for row in rows):

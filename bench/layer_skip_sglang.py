@@ -1,10 +1,11 @@
-"""Layer skipping through SGLang's CPU platform, on the deep synthetic model (bench/deep_model.py) where it can pay.
+"""Layer skipping through SGLang's CPU platform, on the deep synthetic model of bench/lib/deep_model.py.
 
-Plain and speculative decoding take turns in one engine, request by request, so that both meet the same machine.
+Baseline and speculative decoding take turns in one engine, request by request, so that both meet the same machine.
 Reported by batch size: M (tokens per speculative step), alpha (share of drafted tokens accepted), c (a draft pass by a
 plain step, medians), the ratio of speeds (median over pairs of requests), and its share of
 M * alpha / ((M - 1) * c + alpha): what such a drafter can reach at most when verifying costs as much as a plain step
-and nothing else costs anything (SWIFT, section 3).
+and nothing else costs anything (SWIFT, section 3). With --mixed-sets also a batch of four requests that ask for four
+skip sets.
 
     python bench/layer_skip_sglang.py --model build/deep --json build/layer-skip-sglang.json
 """
@@ -13,75 +14,49 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.lib.deep_model import mixed_sets
+from bench.lib.machine import write_json
+from bench.lib.prompts import MIXED, chats
+from bench.lib.switch import Call, Switch, calls_in
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 LOG = "LAYER_SKIP_BENCH_LOG"
 ALGORITHM = "layerskip_in_turns"
-PLAIN = "plain"
+BASELINE, DRAFTING = "plain", "draft"
+KINDS = (BASELINE, DRAFTING)
 
 
 def register() -> None:
     """Entry point of `sglang.srt.plugins` in the bench's engines: layer skip that leaves "plain" requests alone."""
-    from freedraft.engines.sglang.registration import install
+    from freedraft.engines.sglang import registration
+    from layerskip_plugin.method import SPEC
 
-    install(ALGORITHM, make_source, runs_model=True)
+    install: Any = registration.install
+    install(replace(SPEC, name=ALGORITHM, factory=f"{__name__}:make_method"))
 
 
-def make_source(context):
-    from layerskip_plugin.sglang import LayerSkipSource
-    from layerskip_plugin.sglang import make_source as make
+def make_method(options: Any, context: Any, controller: Any = None) -> Any:
+    from layerskip_plugin.method import SPEC
 
-    class InTurns(LayerSkipSource):
-        """Writes a line per step: who, when it began and ended drafting, how far, and what its passes took."""
-
-        def width(self, batch_size):
-            self._batch = batch_size
-            return self.max_nodes
-
-        def draft(self, step, width):
-            began = time.perf_counter()
-            plain = step.request_ids[0].startswith(PLAIN)
-            drafts = not plain and super().width(len(step.request_ids)) > 1
-            self.passes = []
-            tree = super().draft(step, width if drafts else 1)
-            row = {
-                "kind": PLAIN if plain else "draft",
-                "batch": len(step.request_ids),
-                "began": began,
-                "ended": time.perf_counter(),
-                "passes": self.passes,
-                "gained": len(step.tokens),
-                "ids": list(step.request_ids),
-                "drafted": self._last.drafted.tolist() if drafts else [0] * len(step.request_ids),
-                "nodes": int(tree.counts.sum()),
-            }
-            with log.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            return tree
-
-        def _pass(self, *args):
-            began = time.perf_counter()
-            super()._pass(*args)
-            self.passes.append(time.perf_counter() - began)
-
-    log = Path(os.environ[LOG])
-    source = make(context)
-    source.__class__ = InTurns
-    return source
+    method = SPEC.make(options, context, controller)
+    Switch(method, lambda step: not step.request_ids[0].startswith(BASELINE), Path(os.environ[LOG]))
+    return method
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("build/deep"), help="folder that bench/deep_model.py wrote")
+    parser.add_argument("--model", type=Path, default=Path("build/deep"), help="what bench/lib/deep_model.py wrote")
     parser.add_argument("--skip-set", type=Path, help="default: skip_set.json of the model")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--lookahead", default="cost")
@@ -91,108 +66,110 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=6, help="of the demo's twelve")
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
+    parser.add_argument("--mixed-sets", action="store_true", help="also four skip sets in one batch")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result = measure(args, Path(folder))
-    for batch in result["batches"]:
+    result: dict[str, Any] = {
+        name: str(v) if isinstance(v, Path) else v
+        for name, v in vars(args).items()
+        if name not in ("json", "mixed_sets")
+    }
+    result["batches"] = measure(args, [args.skip_set or args.model / "skip_set.json"], args.batches)
+    if args.mixed_sets:
+        paths = mixed_sets(args.model)
+        (row,) = measure(args, paths, [len(paths)], [path.stem for path in paths])
+        result["mixed_sets"] = {"skip_sets": len(paths)} | row
+    for batch in [*result["batches"], *([result["mixed_sets"]] if args.mixed_sets else [])]:
         print(
-            f"batch {batch['batch']}: M {batch['M']:.2f}, alpha {batch['alpha']:.3f}, c {batch['c']:.3f}, verify "
-            f"{batch['verify']:.2f} of a plain step ({batch['plain_ms']:.1f} ms), {batch['ratio']:.2f}x plain, "
+            f"batch {batch['batch']}{', mixed sets' if 'skip_sets' in batch else ''}: M {batch['M']:.2f}, alpha "
+            f"{batch['alpha']:.3f}, c {batch['c']:.3f}, verify {batch['verify']:.2f} of a plain step "
+            f"({batch['plain_ms']:.1f} ms), {batch['ratio']:.2f}x plain, "
             f"{batch['share']:.2f} of the formula's {batch['formula']:.2f}; same tokens: {batch['same']}"
         )
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.json, result)
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict:
-    from transformers import AutoTokenizer
-
+def measure(
+    args: argparse.Namespace, skip_sets: Sequence[Path], batches: Sequence[int], choices: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """A row for each batch size, from one engine; with `choices`, request i of a batch asks for the i-th skip set."""
     from tests.sglang.conftest import sglang_engine
 
-    sys.path.insert(0, str(Path(__file__).parent))
-    from prompts import PROMPTS
+    prompts = chats(args.model, MIXED[: args.prompts], tokenize=False)
+    answers: dict[tuple[str, int], list[Any]] = {}
+    number = itertools.count()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        info, log = folder / "layer_skip_bench-0.dist-info", folder / "calls.jsonl"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: layer-skip-bench\nVersion: 0\n")
+        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = bench.layer_skip_sglang:register\n")
+        sys.path.insert(0, str(folder))
+        env = {
+            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            LOG: str(log),
+            "FREEDRAFT_SKIP_SET": ",".join(map(str, skip_sets)),
+            "FREEDRAFT_LOOKAHEAD": args.lookahead,
+            "FREEDRAFT_LENGTH": str(args.length),
+            "FREEDRAFT_TREE": str(int(args.tree)),
+        }
+        options = {"speculative_algorithm": ALGORITHM, "speculative_num_draft_tokens": args.nodes, "dtype": args.dtype}
+        options |= {"max_running_requests": max(batches), "disable_radix_cache": True}
+        with sglang_engine(args.model, env=env, **options) as engine:
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    texts = [prompt for kind in zip(*PROMPTS.values(), strict=True) for prompt in kind][: args.prompts]
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    sampling = {"temperature": 0, "max_new_tokens": args.tokens, "ignore_eos": True}
+            def generate(group: list[str], label: str, tokens: int) -> list[Any]:
+                sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+                each = [sampling | {"custom_params": {"skip_set": choice}} for choice in choices]
+                ids = [f"{label}-{next(number)}" for _ in group]
+                return [o["output_ids"] for o in engine.generate(group, each or sampling, rid=ids)]
 
-    info = folder / "layer_skip_bench-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: layer-skip-bench\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nbench = {Path(__file__).stem}:register\n")
-    log = folder / "steps.jsonl"
-    paths = [str(folder), str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    sys.path[:0] = paths[:2]
-    env = {
-        "PYTHONPATH": os.pathsep.join(paths),
-        LOG: str(log),
-        "FREEDRAFT_SKIP_SET": str(args.skip_set or args.model / "skip_set.json"),
-        "FREEDRAFT_LOOKAHEAD": args.lookahead,
-        "FREEDRAFT_LENGTH": str(args.length),
-        "FREEDRAFT_TREE": str(int(args.tree)),
-    }
-    most = max(args.batches)
-    answers: dict[tuple[str, int], list] = {}
-    with sglang_engine(
-        args.model,
-        env=env,
-        speculative_algorithm=ALGORITHM,
-        speculative_num_draft_tokens=args.nodes,
-        dtype=args.dtype,
-        max_running_requests=most,
-        disable_radix_cache=True,
-    ) as engine:
-        number = itertools.count()
-        for batch in args.batches:
-            for kind in (PLAIN, "draft"):  # warm-up: also teaches the policy what steps cost
-                ids = [f"{kind}-warm-{next(number)}" for _ in range(batch)]
-                engine.generate([prompts[0]] * batch, {**sampling, "max_new_tokens": 24}, rid=ids)
-            for start in range(0, len(prompts), batch):
-                group = [prompts[(start + i) % len(prompts)] for i in range(batch)]
-                for kind in (PLAIN, "draft"):
-                    ids = [f"{kind}-{batch}-{next(number)}" for _ in group]
-                    outputs = engine.generate(group, sampling, rid=ids)
-                    answers.setdefault((kind, batch), []).extend(o["output_ids"] for o in outputs)
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
-    result = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items() if name != "json"}
-    result["batches"] = [
-        {**figures(steps, batch), "same": answers[PLAIN, batch] == answers["draft", batch]} for batch in args.batches
+            for batch in batches:
+                for kind in KINDS:  # warm-up: also teaches the policy what steps cost
+                    generate([prompts[0]] * batch, f"{kind}-warm", 24)
+                for start in range(0, len(prompts), batch):
+                    group = [prompts[(start + i) % len(prompts)] for i in range(batch)]
+                    for kind in KINDS:
+                        answers.setdefault((kind, batch), []).extend(generate(group, f"{kind}-{batch}", args.tokens))
+        sys.path.remove(str(folder))
+        calls = calls_in(log)
+    return [
+        {**figures(calls, batch), "same": answers[BASELINE, batch] == answers[DRAFTING, batch]} for batch in batches
     ]
-    return result
 
 
-def speeds(steps: list[tuple[float, dict, int]]) -> list[float]:
+Steps = list[tuple[Call, Call]]
+"""Steps of the engine, each as the calls of the drafter before and after it."""
+
+
+def speeds(steps: Steps) -> list[float]:
     """Tokens per second of each group of requests, in the order they came."""
     groups: dict[str, list[float]] = {}
-    for seconds, step, gained in steps:
-        group = groups.setdefault(step["ids"][0], [0.0, 0.0])
-        group[0] += gained
-        group[1] += seconds
+    for call, after in steps:
+        group = groups.setdefault(call.ids[0], [0.0, 0.0])
+        group[0] += sum(after.gained)
+        group[1] += after.began - call.began
     return [tokens / seconds for tokens, seconds in groups.values()]
 
 
-def figures(steps: list[dict], batch: int) -> dict:
-    """What full batches of this size did. A step runs from the beginning of its draft to that of the next one."""
-    plain, drafting = [], []
-    for step, after in itertools.pairwise(steps):
-        name = f"{step['kind']}-{batch}-"
-        if step["ids"] == after["ids"] and step["batch"] == batch and step["ids"][0].startswith(name):
-            seconds = after["began"] - step["began"]
-            (plain if step["kind"] == PLAIN else drafting).append((seconds, step, after["gained"]))
-    plain_step = statistics.median(seconds for seconds, _, _ in plain)
-    tokens = sum(gained for _, _, gained in drafting)
-    per_step = tokens / batch / len(drafting)
-    drafted = sum(sum(step["drafted"]) for _, step, _ in drafting)
-    passes = [seconds for _, step, _ in drafting for seconds in step["passes"]]
-    verify = [after - sum(step["passes"]) for after, step, _ in drafting if step["passes"]]
-    alpha = (tokens - batch * len(drafting)) / drafted if drafted else 0.0
-    c = statistics.median(passes) / plain_step if passes else 0.0
-    # Plain and drafting requests came in turns: their speeds are compared pair by pair.
-    pairs = [b / a for a, b in zip(speeds(plain), speeds(drafting), strict=False)]
+def figures(calls: Sequence[Call], batch: int) -> dict[str, Any]:
+    """The figures of full batches. A step runs from the beginning of its draft to that of the next one."""
+    steps: dict[str, Steps] = {kind: [] for kind in KINDS}
+    for call, after in itertools.pairwise(calls):
+        for kind in KINDS:
+            if call.ids == after.ids and call.batch == batch and call.ids[0].startswith(f"{kind}-{batch}-"):
+                steps[kind].append((call, after))
+    baseline, drafting = steps[BASELINE], steps[DRAFTING]
+    baseline_step = statistics.median(after.began - call.began for call, after in baseline)
+    request_steps = batch * len(drafting)
+    tokens = sum(sum(after.gained) for _, after in drafting)
+    per_step = tokens / request_steps
+    drafted = sum(sum(call.drafted) for call, _ in drafting)
+    passes = [call.pass_seconds for call, _ in drafting if call.pass_seconds is not None]
+    verify = [after.began - call.ended for call, after in drafting if any(call.drafted)]
+    alpha = (tokens - request_steps) / drafted if drafted else 0.0
+    c = statistics.median(passes) / baseline_step if passes else 0.0
+    # Baseline and drafting requests came in turns: their speeds are compared pair by pair.
+    pairs = [b / a for a, b in zip(speeds(baseline), speeds(drafting), strict=False)]
     ratio = statistics.median(pairs)
     formula = per_step * alpha / ((per_step - 1) * c + alpha) if drafted else 1.0
     return {
@@ -201,10 +178,10 @@ def figures(steps: list[dict], batch: int) -> dict:
         "M": per_step,
         "alpha": alpha,
         "c": c,
-        "drafted_per_step": drafted / batch / len(drafting),
-        "nodes_per_step": sum(step["nodes"] for _, step, _ in drafting) / batch / len(drafting),
-        "verify": statistics.median(verify) / plain_step if verify else 1.0,
-        "plain_ms": 1e3 * plain_step,
+        "drafted_per_step": drafted / request_steps,
+        "nodes_per_step": sum(call.nodes for call, _ in drafting) / request_steps,
+        "verify": statistics.median(verify) / baseline_step if verify else 1.0,
+        "plain_ms": 1e3 * baseline_step,
         "pass_ms": 1e3 * statistics.median(passes) if passes else 0.0,
         "ratio": ratio,
         "ratio_spread": [min(pairs), max(pairs)],

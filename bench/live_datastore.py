@@ -14,54 +14,35 @@ are not run keep the figures that the file has of them.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import platform
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows, untainted_weights
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.lib.kills import engine_kills, kills
+from bench.lib.machine import cpu, timed, write_json
+from bench.replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows
+from bench.replay import untainted_weights as weights_for
 from sssd_plugin.datastore.index import runs as runs_module
 from sssd_plugin.datastore.index.runs import Run, merged, release, sorted_run
 from sssd_plugin.datastore.live.merging import NICE
-from sssd_plugin.datastore.live.segments import SegmentLog
 from sssd_plugin.datastore.live.store import LiveDatastore, open_live
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.trace import Row, Trace
 
 HUNDRED = 100
-
-LEARN_FOREVER = """
-import sys, time
-import numpy as np
-from sssd_plugin.datastore.live.store import segments, store as live
-live.MEMTABLE_TOKENS, segments.SEGMENT_TOKENS = 256, 2000
-store = live.open_live(sys.argv[1], 1000, max_tokens=1 << 18)
-number = int(sys.argv[2])
-print("ready", flush=True)
-while True:
-    parts = [number // 1000000, number // 1000 % 1000, number % 1000]
-    while not store.insert(np.array([*parts, *([number % 7] * (number % 50))], np.int32)):
-        time.sleep(0.001)
-    number += 1
-    if number % 20 == 0:
-        print(number, time.time(), flush=True)
-        time.sleep(0.002)
-"""
 
 
 def replay_row(
@@ -92,7 +73,8 @@ def rate(drafter: Drafter, rows: list[Row], budget: int) -> float:
 
 def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
     live = LiveDatastore(trace.vocab_size)
-    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=budget, weights=weights, live=live)
+    make = partial(Drafter, vocab_size=trace.vocab_size, max_nodes=budget, weights=weights)
+    drafter = make(live=live)
     by_hundred, steps, tokens = [], 0, 0
     for number, (prompt, output) in enumerate(trace.rows[:STORE_ROWS], 1):
         if len(prompt) >= MIN_PROMPT and len(output) >= MIN_OUTPUT:
@@ -102,14 +84,9 @@ def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
         if number % HUNDRED == 0 or number == STORE_ROWS:
             by_hundred.append({"rows": number, "tokens_per_step": round(tokens / max(1, steps), 4)})
             steps = tokens = 0
-    rows = test_rows(trace)
-    stats = live.stats()
-    at_end = rate(drafter, rows, budget)
-    none = rate(Drafter(vocab_size=trace.vocab_size, max_nodes=budget, weights=weights), rows, budget)
-    static = Drafter(
-        vocab_size=trace.vocab_size, max_nodes=budget, weights=weights, snapshot=build_store(trace)
-    )  # fmt: skip
-    prepared = rate(static, rows, budget)
+    rows, stats = test_rows(trace), live.stats()
+    rates = [rate(d, rows, budget) for d in (drafter, make(), make(snapshot=build_store(trace)))]
+    at_end, none, prepared = rates
     live.close()
     return {
         "by_hundred_rows": by_hundred,
@@ -126,20 +103,16 @@ def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
 
 def update_cost(trace: Trace) -> dict[str, Any]:
     """Learning the whole trace several times over, as fast as it goes."""
-    result = {}
+    result: dict[str, Any] = {}
     for where in ("memory", "disk"):
         with tempfile.TemporaryDirectory() as folder:
             live = open_live(Path(folder) if where == "disk" else None, trace.vocab_size)
-            seconds = []
+            seconds: list[float] = []
             for _ in range(5):
-                for _, output in trace.rows:
-                    started = time.perf_counter()
-                    live.insert(output)
-                    seconds.append(time.perf_counter() - started)
+                seconds += [timed(partial(live.insert, output))[1] for _, output in trace.rows]
             live.settle()
             stats = live.stats()
-            started = time.perf_counter()
-            live.close()
+            closing = timed(live.close)[1]
             result[where] = {
                 "tokens": stats.inserted,
                 "us_per_token": round(sum(seconds) / stats.inserted * 1e6, 3),
@@ -151,12 +124,11 @@ def update_cost(trace: Trace) -> dict[str, Any]:
                 "longest_merge_ms": round(stats.longest_merge * 1e3, 1),
                 "bytes_per_token": round(stats.nbytes / stats.tokens, 2),
                 "sub_indices": stats.max_sub_indices,
-                "close_ms": round((time.perf_counter() - started) * 1e3, 1),
+                "close_ms": round(closing * 1e3, 1),
             }
             if where == "disk":
-                started = time.perf_counter()
-                again = open_live(Path(folder), trace.vocab_size)
-                result["reopen_seconds"] = round(time.perf_counter() - started, 3)
+                again, took = timed(lambda: open_live(Path(folder), trace.vocab_size))
+                result["reopen_seconds"] = round(took, 3)
                 result["reopen_tokens"] = again.stats().tokens
                 again.close()
     return result
@@ -180,12 +152,12 @@ def with_the_gil(older: Run, newer: Run, vocab_size: int) -> dict[str, float]:
     inside = 0.0
     compiled = runs_module._merged
 
-    def timed(*arguments: Any) -> Any:
+    def watched(*arguments: Any) -> Any:
         nonlocal inside
         started = time.thread_time()
-        made = compiled(*arguments)
+        run = compiled(*arguments)
         inside += time.thread_time() - started
-        return made
+        return run
 
     def once() -> tuple[float, float]:
         nonlocal inside
@@ -198,7 +170,7 @@ def with_the_gil(older: Run, newer: Run, vocab_size: int) -> dict[str, float]:
         result.clear()
         return merging, time.thread_time() - started
 
-    runs_module._merged = timed
+    runs_module._merged = watched
     try:
         done = [once() for _ in range(20)]
     finally:
@@ -209,12 +181,8 @@ def with_the_gil(older: Run, newer: Run, vocab_size: int) -> dict[str, float]:
 
 def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, Any]:
     older, newer, documents = runs_of(trace, delta)
-    started = time.perf_counter()
-    sorted_run(documents, trace.vocab_size, 0)
-    sorting = time.perf_counter() - started
-    started = time.perf_counter()
-    merged(older, newer, trace.vocab_size)
-    merging = time.perf_counter() - started
+    sorting = timed(lambda: sorted_run(documents, trace.vocab_size, 0))[1]
+    merging = timed(lambda: merged(older, newer, trace.vocab_size))[1]
     gil = with_the_gil(older, newer, trace.vocab_size)
     live = LiveDatastore(trace.vocab_size)
     for _, output in trace.rows[:STORE_ROWS]:
@@ -229,10 +197,9 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
         nonlocal rebuilds
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while not stop.is_set():
-            if not go.wait(0.1):
-                continue
-            merged(older, sorted_run(documents, trace.vocab_size, 0), trace.vocab_size)
-            rebuilds += 1
+            if go.wait(0.1):
+                merged(older, sorted_run(documents, trace.vocab_size, 0), trace.vocab_size)
+                rebuilds += 1
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -262,136 +229,6 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
     }
 
 
-def kills(times: int) -> dict[str, Any]:
-    rng = np.random.default_rng()
-    number = wrong = lost = late = 0
-    opening: list[float] = []
-    longest = 0.0
-    with tempfile.TemporaryDirectory() as name:
-        folder, said = Path(name) / "store", Path(name) / "said"
-        for _ in range(times):
-            with said.open("w") as out:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", LEARN_FOREVER, str(folder), str(number)], stdout=out, start_new_session=True
-                )
-            while not said.read_text().startswith("ready\n"):
-                if process.poll() is not None:
-                    raise RuntimeError("a restart did not open the store")
-                time.sleep(0.01)
-            time.sleep(float(rng.random()) * 1.8)
-            killed = time.time()
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            # When each document was in: (how many there were, time).
-            told = [(int(n), float(t)) for n, t in (line.split() for line in said.read_text().split("\n")[1:-1])]
-            started = time.perf_counter()
-            log = SegmentLog.open(folder, vocab_size=1000, max_tokens=1 << 18)
-            texts = [record.tokens.tolist() for record in log.take_recovered()]
-            log.close()
-            opening.append(time.perf_counter() - started)
-            found = [text[0] * 1_000_000 + text[1] * 1000 + text[2] for text in texts]
-            wrong += any(t[3:] != [n % 7] * (n % 50) for t, n in zip(texts, found, strict=True))
-            wrong += bool(found) and found != list(range(found[0], found[0] + len(found)))
-            have = found[-1] + 1 if found else 0
-            missing = [t for n, t in told if n > have]
-            if missing:
-                lost += 1
-                longest = max(longest, killed - missing[0])
-                late += killed - missing[0] > 1.0
-            late += have < number
-            number = max(number, have)
-    return {
-        "kills": times,
-        "restarts_that_opened": times,
-        "documents_learnt": number,
-        "restarts_with_wrong_data": wrong,
-        "restarts_that_lost_what_was_older_than_1_s": late,
-        "restarts_that_lost_something": lost,
-        "oldest_lost_ms": round(longest * 1e3, 1),
-        "open_ms_p50": round(float(np.median(opening)) * 1e3, 1),
-    }
-
-
-def engine_kills(model: Path, times: int) -> dict[str, Any]:
-    """vLLM's server, killed with all its processes while it answers."""
-    import servers
-    from openai import OpenAI
-    from prompts import PROMPTS
-
-    tokens = 32
-    texts = [text for prompts in PROMPTS.values() for text in prompts][::2]
-    rng = np.random.default_rng()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        speculative: dict[str, object] = {
-            "method": "sssd",
-            "num_speculative_tokens": 6,
-            "policy": "fixed",
-            "live": True,
-            "datastore": str(folder / "store"),
-        }
-
-        def start(speculative: dict[str, object] | None) -> servers.Server:
-            server = servers.build("s", "vllm", model, folder / "log", speculative=speculative)
-            server.start()
-            server.wait_until_ready()
-            return server
-
-        def ask(server: servers.Server, text: str) -> tuple[int, ...]:
-            client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
-            answer = client.chat.completions.create(
-                model=servers.MODEL_NAME,
-                messages=[{"role": "user", "content": text}],
-                max_tokens=tokens,
-                temperature=0.0,
-                extra_body={"return_token_ids": True},
-            )
-            return tuple(answer.choices[0].token_ids)  # type: ignore[attr-defined]
-
-        plain_server = start(None)
-        try:
-            plain = [ask(plain_server, text) for text in texts]
-        finally:
-            plain_server.stop()
-        ended: list[float] = []  # when each answer was there
-        differ = wrong = lost = 0
-        for round_ in range(times + 1):
-            server = start(speculative)
-            try:
-                for text, expected in zip(texts, plain, strict=True):
-                    differ += ask(server, text) != expected
-                    ended.append(time.time())
-                if round_ == times:
-                    break
-                asking = threading.Thread(target=lambda: [_given_up(ask, server, text) for text in texts], daemon=True)  # noqa: B023
-                asking.start()
-                time.sleep(float(rng.random()) * 3.0)
-                assert server.process is not None
-                killed = time.time()
-                os.killpg(server.process.pid, signal.SIGKILL)
-            finally:
-                server.stop()
-            asking.join()
-            log = SegmentLog.open(folder / "store", vocab_size=1 << 30, max_tokens=1 << 24, writer=False)
-            documents = [tuple(record.tokens.tolist()) for record in log.take_recovered()]
-            log.close()
-            wrong += sum(document not in plain for document in documents)
-            lost += len(documents) < sum(moment < killed - 1.0 for moment in ended)
-    return {
-        "kills": times,
-        "answers": len(ended),
-        "answers_that_differ_from_plain": differ,
-        "documents_found": len(documents),
-        "documents_with_wrong_data": wrong,
-        "restarts_that_lost_what_was_older_than_1_s": lost,
-    }
-
-
-def _given_up(ask: Callable[..., Any], *arguments: Any) -> None:
-    with contextlib.suppress(Exception):  # its server was killed
-        ask(*arguments)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True, help='JSONL with "prompt" and "output"')
@@ -410,7 +247,7 @@ def main() -> int:
         trace = Trace.load(arguments.trace, arguments.tokenizer)
         if len(trace.rows) <= STORE_ROWS:
             raise ValueError(f"trace: {arguments.trace} has no row to replay after its first {STORE_ROWS}")
-        weights = untainted_weights(trace)
+        weights = weights_for(trace)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -426,13 +263,12 @@ def main() -> int:
     result = before | {
         "trace": arguments.trace.name,
         "budget": arguments.budget,
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "machine": {"cpu": cpu(), "cores": os.cpu_count()},
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         **{name: part() for name, part in parts.items() if not arguments.only or name in arguments.only},
     }
     print(json.dumps(result, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(arguments.json, result)
     return 0
 
 

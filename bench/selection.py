@@ -19,33 +19,34 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from draft_chains import draft_chains
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.lib.answers import answers_of, sample_of
+from bench.lib.machine import timed, write_json
+from bench.lib.selection_stream import stream
 from layerskip_plugin.calibrate import bayesian, knapsack
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knapsack import Candidate
-from layerskip_plugin.calibrate.knn import fit
 from layerskip_plugin.calibrate.pass_times import VERIFIED, PassTimes, blank, measure, seconds, tokens_per_time
-from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, encode, load_tokenizer
-from layerskip_plugin.calibrate.sample import Sample, Text
+from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
+from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.hardware import hardware
-from layerskip_plugin.selection.knn import Domains
 from layerskip_plugin.selection.swift import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
 
 SHARES = (0.1, 0.2, 0.3)
-MIX = (0.0, 0.3, 0.7, 1.0)
-DRAFT = 5
 
 
 def read_domains(paths: Sequence[Path], categories: Sequence[str]) -> dict[str, list[str]]:
@@ -61,21 +62,6 @@ def read_domains(paths: Sequence[Path], categories: Sequence[str]) -> dict[str, 
         else:
             domains[prompts.name] = prompts.texts
     return domains
-
-
-def sample_of(host: HostModel, answers: Sequence[Answered], tokens: int, seed: int) -> Sample:
-    tokens = min(tokens, sum(len(a.tokens) - a.prompt for a in answers))
-    return Sample.spread(host, [a.tokens for a in answers], tokens, [a.prompt for a in answers], seed)
-
-
-def weight_share(host: HostModel, skip: SkipSet) -> float:
-    """Weights that a draft pass reads, of those that a whole pass reads; the head included."""
-    sizes = [
-        sum(p.numel() for p in part.parameters()) for layer in host.layers for part in (layer.self_attn, layer.mlp)
-    ]
-    kept = sum(size for size, gone in zip(sizes, skip.bits, strict=True) if not gone)
-    head = host.head.weight.numel()
-    return (kept + head) / (sum(sizes) + head)
 
 
 def swift_over(host: HostModel, answers: Sequence[Answered], size: int, kept: Sequence[int], seed: int) -> SkipSet:
@@ -98,11 +84,7 @@ def swift_over(host: HostModel, answers: Sequence[Answered], size: int, kept: Se
 
 
 def agreement(
-    host: HostModel,
-    learn: list[Answered],
-    held: dict[str, list[Answered]],
-    options: argparse.Namespace,
-    steps: Checkpoint,
+    host: HostModel, learn: list[Answered], held: dict[str, list[Answered]], options: Any, steps: Checkpoint
 ) -> dict[str, Any]:
     """One row per search: held-out agreement, over all domains and in each, cosine and search seconds at each share;
     how cosine and agreement of all these sets go together."""
@@ -121,7 +103,10 @@ def agreement(
         by: dict[int, Candidate] = {c.weight: c for c in found}
         return [list(by[n].skip.sublayers) for n in sizes]
 
-    def one(name: str, size: int) -> SkipSet:
+    def one(name: str, size: int) -> list[int]:
+        return list(searched(name, size).sublayers)
+
+    def searched(name: str, size: int) -> SkipSet:
         space = BitSearch(host.n_layers, host.fingerprint, kept, size, seed)
         if name == "uniform":
             return space.uniform()
@@ -132,29 +117,26 @@ def agreement(
             return drawn[int(np.argmax(host.scores(drawn, sample)[0]))]
         return bayesian.search(lambda s: host.scores(s, sample)[0], space, options.iterations)
 
-    found: dict[str, tuple[list[list[int]], list[float]]] = {}
+    def held_out(sets: list[list[int]]) -> list[list[float]]:
+        return [x.tolist() for x in host.scores([host.skip(one) for one in sets], test)]
+
+    def by_domain_of(sets: list[list[int]]) -> dict[str, list[float]]:
+        skips = [host.skip(one) for one in sets]
+        return {d: host.scores(skips, part)[0].tolist() for d, part in of_domain.items()}
+
+    results: dict[str, tuple[list[list[int]], list[float]]] = {}
     for survivors in (1, options.survivors):
-        sets, took = steps.step(f"knapsack {survivors}", lambda n=survivors: timed(lambda: dynamic(n)))
-        found[f"knapsack, {survivors} per weight"] = sets, [singles + took] * len(sizes)
+        sets, took = steps.step(f"knapsack {survivors}", partial(timed, partial(dynamic, survivors)))
+        results[f"knapsack, {survivors} per weight"] = sets, [singles + took] * len(sizes)
     ranked = np.argsort(-np.array(single), kind="stable")
-    found["ranked by single skip"] = [ranked[:n].tolist() for n in sizes], [singles] * len(sizes)
+    results["ranked by single skip"] = [ranked[:n].tolist() for n in sizes], [singles] * len(sizes)
     for name in ("uniform", "best of random", "bayesian (Self-SD)", "swift"):
-        pairs = [
-            steps.step(f"{name} {size}", lambda n=name, k=size: timed(lambda: list(one(n, k).sublayers)))
-            for size in sizes
-        ]
-        found[name] = [p[0] for p in pairs], [p[1] + singles for p in pairs]
+        pairs = [steps.step(f"{name} {size}", partial(timed, partial(one, name, size))) for size in sizes]
+        results[name] = [p[0] for p in pairs], [p[1] + singles for p in pairs]
     rows = []
-    for name, (sets, took) in found.items():
-        scores, cosine = steps.step(
-            f"held out {name}", lambda s=sets: [x.tolist() for x in host.scores([host.skip(one) for one in s], test)]
-        )
-        by_domain = steps.step(
-            f"held out {name}, by domain",
-            lambda s=sets: {
-                d: host.scores([host.skip(one) for one in s], part)[0].tolist() for d, part in of_domain.items()
-            },
-        )
+    for name, (sets, took) in results.items():
+        scores, cosine = steps.step(f"held out {name}", partial(held_out, sets))
+        by_domain = steps.step(f"held out {name}, by domain", partial(by_domain_of, sets))
         row: dict[str, Any] = {"search": name, "held_out_tokens": len(test), "calibration_tokens": len(sample)}
         for i, (share, skip, score, cos, t) in enumerate(zip(SHARES, sets, scores, cosine, took, strict=True)):
             figures = {"agreement": round(score, 4), "cosine": round(cos, 4), "seconds": round(t, 2)}
@@ -170,152 +152,6 @@ def single_agreement(host: HostModel, sample: Sample) -> list[float]:
     return host.scores([host.skip([i]) for i in range(host.sublayers)], sample)[0].tolist()
 
 
-def timed(work: Callable[[], Any]) -> list[Any]:
-    """What `work` returns, and its seconds."""
-    start = time.perf_counter()
-    result = work()
-    return [result, time.perf_counter() - start]
-
-
-class Drafts:
-    """Acceptance of fixed-length drafts on held-out answers, measured once per (answer, set, length)."""
-
-    def __init__(self, host: HostModel, most: int, steps: Checkpoint) -> None:
-        self.host, self.most, self.steps = host, most, steps
-        self.texts: dict[int, Text] = {}
-
-    def __call__(self, number: int, one: Answered, skip: SkipSet, length: int = DRAFT) -> list[int]:
-        """[rounds, tokens judged, tokens accepted] of drafting the whole answer."""
-        key = f"drafts {number} {length} {','.join(map(str, skip.sublayers))}"
-        return self.steps.step(key, lambda: self._count(number, one, skip, length))
-
-    def _count(self, number: int, one: Answered, skip: SkipSet, length: int) -> list[int]:
-        tokens = one.tokens[: one.prompt + self.most]
-        if number not in self.texts:
-            self.texts[number] = self.host.read(tokens)
-        drafts, _, _ = draft_chains(self.host, skip, self.texts[number], one.prompt, length)
-        answer = np.array(tokens[one.prompt :])
-        rounds = judged = accepted = place = 0
-        while place + 1 < len(answer):
-            truth = answer[place + 1 : place + 1 + length]
-            right = int(np.cumprod(drafts[place][: len(truth)] == truth).sum())
-            rounds, judged, accepted = rounds + 1, judged + min(right + 1, len(truth)), accepted + right
-            place += right + 1
-        return [rounds, judged, accepted]
-
-
-def stream(
-    host: HostModel,
-    tokenizer: Any,
-    domains: dict[str, list[str]],
-    learn: dict[str, list[Answered]],
-    held: dict[str, list[Answered]],
-    options: argparse.Namespace,
-    steps: Checkpoint,
-) -> dict[str, Any]:
-    """Table 2 of KNN-SSD on this model, and the accuracy of routing."""
-    seed, size, names = options.seed, round(options.share * host.sublayers), list(domains)
-    everything = [a for part in learn.values() for a in part]
-    sample = sample_of(host, everything, options.tokens, seed)
-    kept = steps.step("protected", lambda: sorted(knapsack.protected_sublayers(host, sample)))
-
-    def searched(answers: Sequence[Answered]) -> list[list[Any]]:
-        part = sample_of(host, answers, max(knapsack.MIN_TOKENS, options.tokens), seed)
-        found = knapsack.search(host, part, max_weight=size, protected=kept, survivors=options.stream_survivors)
-        return [[list(c.skip.sublayers), c.agreement] for c in found]
-
-    def set_of(name: str, answers: Sequence[Answered]) -> list[list[Any]]:
-        found, took = steps.step(f"set of {name}", lambda: timed(lambda: searched(answers)))
-        print(f"set of {name}: {took:.0f} s, agreement {found[-1][1]:.2f}", flush=True)
-        return found
-
-    sets = {name: host.skip(set_of(name, learn[name])[-1][0]) for name in names}
-    found = set_of("all domains", everything)
-    mixed = host.skip(found[-1][0])
-    # KnapSpec's own choice of set and length, by the share of weights that its passes read.
-    rates = {
-        (i, d): tokens_per_time(agreement, weight_share(host, host.skip(skip)), lambda n: 1.0, d)
-        for i, (skip, agreement) in enumerate(found)
-        if skip
-        for d in range(1, 11)
-    }
-    (best, length), expected = max(rates.items(), key=lambda item: item[1])
-    chosen = host.skip(found[best][0])
-
-    n_learn, n_held = len(learn[names[0]]), len(held[names[0]])
-
-    def route() -> list[list[int]]:
-        def hidden(texts: Sequence[str]) -> Any:
-            return np.stack([host.read(encode(tokenizer, t, 256)).final[-1].numpy(force=True) for t in texts])
-
-        anchors: Domains = fit(
-            [hidden(domains[n][n_learn + n_held :][:20] + domains[n][:n_learn]) for n in names],
-            names,
-            [*(sets[n] for n in names), mixed],
-        )
-        return [anchors.route(hidden(domains[n][n_learn : n_learn + n_held])).tolist() for n in names]
-
-    routed = steps.step("routed", route)
-    accuracy = float(np.mean([np.mean(np.array(r) == i) for i, r in enumerate(routed)]))
-    print(f"routing of held-out prompts: {accuracy:.0%}", flush=True)
-    behind = [*(sets[n] for n in names), mixed]
-    drafts, rng = Drafts(host, options.answer, steps), np.random.default_rng(seed)
-    table: dict[str, Any] = {
-        "routing_accuracy": round(accuracy, 4),
-        "held_out_prompts": len(names) * n_held,
-        "draft_length": DRAFT,
-        "skipped": size,
-        "knapsack": {"skipped": len(chosen), "draft_length": length, "expected_over_plain": round(expected, 4)},
-        "rows": [],
-    }
-    for ratio in MIX:
-        domain, order = int(rng.integers(len(names))), []
-        for _ in range(options.requests):
-            order.append((domain, int(rng.integers(n_held))))
-            if rng.random() < ratio:
-                domain = int(rng.choice([d for d in range(len(names)) if d != domain]))
-        # Ratio 0 is "task by task": every domain in turn.
-        if ratio == 0:
-            order = [(i * len(names) // options.requests, p) for i, (_, p) in enumerate(order)]
-
-        def searching(order: Sequence[tuple[int, int]] = order) -> list[list[int]]:
-            """SWIFT's incumbent at each request; one batch of candidates is scored on the newest tokens of each."""
-            window: list[Sample] = []
-            swift = Swift(
-                host.n_layers, lambda s: host.scores(s, window[0])[0], host.fingerprint, options.share, kept, seed=seed
-            )
-            used = []
-            for d, p in order:
-                one = held[names[d]][p]
-                used.append(list(swift.incumbent.sublayers))
-                window[:] = [Sample.newest(host, one.tokens[: one.prompt + options.answer], WINDOW)]
-                swift.step(1e9, max_batches=1)
-            return used
-
-        by_swift = steps.step(f"swift {ratio}", searching)
-        sums: dict[str, Any] = defaultdict(lambda: np.zeros(4))
-        for (d, p), incumbent in zip(order, by_swift, strict=True):
-            one, number = held[names[d]][p], d * 1000 + p
-            choices = {
-                "static, first domain": (sets[names[order[0][0]]], DRAFT),
-                "static, mixed": (mixed, DRAFT),
-                "swift": (host.skip(incumbent), DRAFT),
-                "knn": (behind[routed[d][p]], DRAFT),
-                "knapsack": (chosen, length),
-            }
-            for method, (skip, far) in choices.items():
-                sums[method] += [*drafts(number, one, skip, far), weight_share(host, skip)]
-        for method, (rounds, judged, accepted, shares) in sums.items():
-            m, alpha, c = 1 + accepted / rounds, accepted / judged, shares / len(order)
-            row = {"mix": ratio, "selection": method, "M": m, "alpha": alpha, "c": c}
-            row["expected_speed"] = m * alpha / ((m - 1) * c + alpha)
-            table["rows"].append({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
-            print(
-                f"mix {ratio}  {method:<22} M {m:.2f}  alpha {alpha:.3f}  speed {row['expected_speed']:.3f}", flush=True
-            )
-    return table
-
-
 def context(
     host: HostModel, learn: list[Answered], options: argparse.Namespace, steps: Checkpoint, part: str
 ) -> dict[str, Any]:
@@ -324,16 +160,14 @@ def context(
     rows: list[dict[str, Any]] = []
     points: list[tuple[float, float]] = []
     for length in options.contexts:
-        times = pass_times(steps.step(f"times at {length}", lambda n=length: as_list(measure(host, n))))
+        times = pass_times(steps.step(f"times at {length}", partial(timed_passes, host, length)))
         if part == "times":
             continue
         kept = steps.step("kept", lambda: sorted(knapsack.protected_sublayers(host, sample)))
         weights = knapsack.integer_weights(times.attention, times.mlp)
         candidates = steps.step(
             f"sets of weights {weights}",
-            lambda w=weights, k=kept: [
-                [list(c.skip.sublayers), c.agreement] for c in knapsack.search(host, sample, w, protected=k)
-            ],
+            partial(candidates_of, host, sample, weights, kept),
         )
         tried = [(host.skip(skip), agreement) for skip, agreement in candidates if skip]
         rates = {
@@ -352,7 +186,7 @@ def context(
             skip, agreement = tried[i]
             rate = steps.step(
                 f"rate at {length} of {skip.sublayers} {d}",
-                lambda n=length, s=skip, k=d, a=agreement: measured_rate(host, n, s, k, a),
+                partial(measured_rate, host, length, skip, d, agreement),
             )
             measured[i] = rate
             points.append((rates[i, d], rate))
@@ -390,12 +224,19 @@ def context(
     }
 
 
-def as_list(times: PassTimes) -> list[Any]:
+def candidates_of(host: HostModel, sample: Sample, weights: tuple[int, int], kept: list[int]) -> list[list[Any]]:
+    """Sublayers and agreement of the best set of each weight."""
+    return [[list(c.skip.sublayers), c.agreement] for c in knapsack.search(host, sample, weights, protected=kept)]
+
+
+def timed_passes(host: HostModel, context: int) -> list[Any]:
+    """The times of passes at a context length, as JSON keeps them."""
+    times = measure(host, context)
     return [times.attention, times.mlp, times.head, 0.0, [times.verify(n) for n in VERIFIED]]
 
 
 def pass_times(values: Sequence[Any]) -> PassTimes:
-    """The inverse of `as_list`."""
+    """What `timed_passes` returned, as `PassTimes`."""
     attention, mlp, head, _, verify = values
     return PassTimes(attention, mlp, head, lambda n: float(np.interp(n, VERIFIED, verify)))
 
@@ -445,25 +286,14 @@ def main() -> None:
     domains = read_domains(options.data, options.categories)
     learn: dict[str, list[Answered]] = {}
     held: dict[str, list[Answered]] = {}
-    known = json.loads(options.answers.read_text()) if options.answers and options.answers.is_file() else {}
-    for name, texts in domains.items():
-        wanted = texts[: options.prompts + options.held]
-        made = known.setdefault(name, [])
-        while len(made) < len(wanted):
-            start = time.perf_counter()
-            group = answer(host, tokenizer, wanted[len(made) : len(made) + 6], options.answer, 256, batch=6)
-            made += [[a.prompt, a.tokens] for a in group]
-            print(f"{len(made)} answers of {name}: {time.perf_counter() - start:.0f} s", flush=True)
-            if options.answers:
-                options.answers.write_text(json.dumps(known))
-        answers = [Answered(t[: p + options.answer], p) for p, t in made[: len(wanted)]]
+    wanted = {name: texts[: options.prompts + options.held] for name, texts in domains.items()}
+    for name, answers in answers_of(host, tokenizer, wanted, options.answer, options.answers).items():
         learn[name], held[name] = answers[: options.prompts], answers[options.prompts :]
         if options.swap:
             learn[name], held[name] = held[name], learn[name]
     everything = [a for part in learn.values() for a in part]
-    settings = {
-        k: v for k, v in vars(options).items() if k not in ("parts", "contexts", "json", "answers", "requests", "name")
-    }
+    others = ("parts", "contexts", "json", "answers", "requests", "name")
+    settings = {k: v for k, v in vars(options).items() if k not in others}
     # Runs with other settings, perhaps at the same time, keep their steps elsewhere.
     mark = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:6]
     steps = Checkpoint(options.json.with_name(f"{options.json.name}.{name_of_model}.{mark}"), settings)
@@ -476,15 +306,15 @@ def main() -> None:
     }
     for part in options.parts.split(","):
         start = time.perf_counter()
-        made = parts[part]()
+        figures = parts[part]()
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if not made:
+        if not figures:
             continue
         results = json.loads(options.json.read_text()) if options.json.is_file() else {}
         result = results.setdefault(name_of_model, {})
         key = f"{part}, swapped" if options.swap else part
-        result |= {"hardware": hardware(host.device), "domains": list(domains), key: made}
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        result |= {"hardware": hardware(host.device), "domains": list(domains), key: figures}
+        write_json(options.json, results)
 
 
 if __name__ == "__main__":

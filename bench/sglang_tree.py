@@ -19,6 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.lib.machine import write_json
+from bench.lib.prompts import BY_KIND, chats
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -33,17 +36,10 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["SGLANG_PLATFORM"] = "freedraft_cpu"
 
-    from prompts import PROMPTS
-    from transformers import AutoTokenizer
-
     from tests.sglang.conftest import read_counts, sglang_engine
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    texts = [prompt for kind in PROMPTS.values() for prompt in kind]
-    if args.questions:
-        texts = questions(args.questions)[:: args.every]
-    chats = [[{"role": "user", "content": text}] for text in texts]
-    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    texts = questions(args.questions)[:: args.every] if args.questions else BY_KIND
+    prompts = chats(args.model, texts, tokenize=False)
     sampling = {"temperature": 0, "max_new_tokens": args.tokens}
     result: dict[str, object] = {"model": args.model.name, "nodes": args.nodes, "prompts": len(prompts)}
     answers = {}
@@ -55,13 +51,8 @@ def main() -> None:
     for name, algorithm in (("tree", "sssd"), ("chain", "sssd_chain")):
         with tempfile.TemporaryDirectory() as folder:
             counts = Path(folder) / "counts.json"
-            with sglang_engine(
-                args.model,
-                counts,
-                env=env,
-                speculative_algorithm=algorithm,
-                speculative_num_draft_tokens=args.nodes,
-            ) as engine:
+            options = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": args.nodes}
+            with sglang_engine(args.model, counts, env=env, **options) as engine:
                 answers[name] = [o["output_ids"] for o in engine.generate(prompts, sampling)]
             done = read_counts(counts)
         result[name] = done["tokens"] / done["request_steps"]
@@ -69,9 +60,7 @@ def main() -> None:
     result["gain"] = result["tree"] / result["chain"] - 1  # type: ignore[operator]
     result["same answers"] = answers["tree"] == answers["chain"]
     print(f"tree over chain: {result['gain']:+.1%}; same answers: {result['same answers']}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.json, result)
 
 
 def questions(path: Path) -> list[str]:

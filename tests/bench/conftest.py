@@ -1,8 +1,8 @@
-"""The benchmarks are scripts beside each other, not a package."""
+"""The benchmarks are a package in the repository, which need not be installed."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

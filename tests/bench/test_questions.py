@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import questions
+
+from bench.lib import questions
 
 
 def write(path: Path, *rows: object) -> Path:

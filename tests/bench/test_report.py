@@ -10,17 +10,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import report
-import serve
 from results import blocks
+
+from bench import report
+from bench.lib import serving
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    arms = {n: serve.asdict(serve.PRESETS[n]) for n in ("plain", "sssd", "ngram")}
+    arms = {n: serving.asdict(serving.PRESETS[n]) for n in ("plain", "sssd", "ngram")}
     settings = {"model": "m", "device": "cpu", "dtype": "float32", "eager": True, "max_tokens": 8, "arms": arms}
     settings["questions"] = {"files": ["q.jsonl"], "count": 8, "sha256": "0"}
-    result = serve.Report(tmp_path / "serve-test.json", settings, blocks(), ["arm 'x' is left out: <broken> & gone"])
+    result = serving.Report(tmp_path / "serve-test.json", settings, blocks(), ["arm 'x' is left out: <broken> & gone"])
     result.write()
     (tmp_path / "other.json").write_text('{"something": "else"}')
     (tmp_path / "damaged.json").write_text('{"benchmark": "serve"')

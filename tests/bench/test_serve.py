@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import serve
 from results import block
+
+from bench import serve
+from bench.lib import serving
 
 SCRIPT = Path(serve.__file__)
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["What is a lighthouse for?"]}\n'
@@ -23,23 +25,23 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_arms_from_the_command_line() -> None:
-    assert serve.parse_arm("sssd").speculative == {"method": "sssd", "num_speculative_tokens": 8, "live": True}
-    arm = serve.parse_arm('mine={"engine": "sglang", "method": "sssd", "num_speculative_tokens": 4}')
+    assert serving.parse_arm("sssd").speculative == {"method": "sssd", "num_speculative_tokens": 8, "live": True}
+    arm = serving.parse_arm('mine={"engine": "sglang", "method": "sssd", "num_speculative_tokens": 4}')
     assert (arm.name, arm.engine, arm.learns) == ("mine", "sglang", False)
     assert arm.speculative == {"method": "sssd", "num_speculative_tokens": 4}
-    assert serve.parse_arm('bare={"engine": "sglang"}').speculative is None
-    assert serve.parse_arm("gone=http://127.0.0.1:1/").url == "http://127.0.0.1:1"
+    assert serving.parse_arm('bare={"engine": "sglang"}').speculative is None
+    assert serving.parse_arm("gone=http://127.0.0.1:1/").url == "http://127.0.0.1:1"
     for wrong in ("nosuch", "x=[1]", "x=nothing"):
         with pytest.raises(argparse.ArgumentTypeError):
-            serve.parse_arm(wrong)
+            serving.parse_arm(wrong)
 
 
 def test_plain_is_that_of_the_same_engine() -> None:
     names = ("plain", "sssd", "sglang", "sglang-sssd")
-    arms = {n: serve.asdict(serve.PRESETS[n]) for n in names} | {
-        "far": serve.asdict(serve.parse_arm("far=http://127.0.0.1:1"))
+    arms = {n: serving.asdict(serving.PRESETS[n]) for n in names} | {
+        "far": serving.asdict(serving.parse_arm("far=http://127.0.0.1:1"))
     }
-    assert serve.plain_of(arms) == {
+    assert serving.baseline_of(arms) == {
         "plain": "plain",
         "sssd": "plain",
         "sglang": "sglang",
@@ -49,29 +51,29 @@ def test_plain_is_that_of_the_same_engine() -> None:
 
 
 def test_results_go_on_only_with_the_same_settings(tmp_path: Path) -> None:
-    settings = {"max_tokens": 8, "device": "cpu", "arms": {"plain": serve.asdict(serve.PRESETS["plain"])}}
-    report = serve.Report(tmp_path / "serve.json", settings, [block("plain", "qa", 0)])
+    settings = {"max_tokens": 8, "device": "cpu", "arms": {"plain": serving.asdict(serving.PRESETS["plain"])}}
+    report = serving.Report(tmp_path / "serve.json", settings, [block("plain", "qa", 0)])
     report.write()
-    again = serve.Report.open(tmp_path / "serve.json", settings, fresh=False)
-    assert again.done == {serve.Step("plain", 1, 0, 0)}
-    more = {**settings, "arms": {"ngram": serve.asdict(serve.PRESETS["ngram"])}}
-    assert list(serve.Report.open(tmp_path / "serve.json", more, fresh=False).settings["arms"]) == ["plain", "ngram"]
+    again = serving.Report.open(tmp_path / "serve.json", settings, fresh=False)
+    assert again.done == {serving.Step("plain", 1, 0, 0)}
+    more = {**settings, "arms": {"ngram": serving.asdict(serving.PRESETS["ngram"])}}
+    assert list(serving.Report.open(tmp_path / "serve.json", more, fresh=False).settings["arms"]) == ["plain", "ngram"]
     with pytest.raises(ValueError, match="max_tokens 8, not 16"):
-        serve.Report.open(tmp_path / "serve.json", {**settings, "max_tokens": 16}, fresh=False)
-    other = {**settings, "arms": {"plain": serve.asdict(serve.PRESETS["ngram"])}}
+        serving.Report.open(tmp_path / "serve.json", {**settings, "max_tokens": 16}, fresh=False)
+    other = {**settings, "arms": {"plain": serving.asdict(serving.PRESETS["ngram"])}}
     with pytest.raises(ValueError, match="another arm 'plain'"):
-        serve.Report.open(tmp_path / "serve.json", other, fresh=False)
-    assert serve.Report.open(tmp_path / "serve.json", other, fresh=True).blocks == []
+        serving.Report.open(tmp_path / "serve.json", other, fresh=False)
+    assert serving.Report.open(tmp_path / "serve.json", other, fresh=True).blocks == []
     (tmp_path / "serve.json").write_text("{}")
     with pytest.raises(ValueError, match="no results of this benchmark"):
-        serve.Report.open(tmp_path / "serve.json", settings, fresh=False)
+        serving.Report.open(tmp_path / "serve.json", settings, fresh=False)
 
 
 def test_a_failed_block_is_asked_again(tmp_path: Path) -> None:
-    settings = {"device": "cpu", "arms": {"plain": serve.asdict(serve.PRESETS["plain"])}}
+    settings = {"device": "cpu", "arms": {"plain": serving.asdict(serving.PRESETS["plain"])}}
     blocks = [block("plain", "qa", 0), block("plain", "rag", 1, errors=["refused"])]
-    report = serve.Report(tmp_path / "serve.json", settings, blocks)
-    assert report.done == {serve.Step("plain", 1, 0, 0)}
+    report = serving.Report(tmp_path / "serve.json", settings, blocks)
+    assert report.done == {serving.Step("plain", 1, 0, 0)}
 
 
 def test_an_unreachable_server_and_a_bad_file_are_named(tmp_path: Path) -> None:

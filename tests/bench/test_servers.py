@@ -10,12 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-import servers
+
+from bench.lib import servers
 
 PARENT = """
 import os, sys, time
 from pathlib import Path
-import servers
+from bench.lib import servers
 server = servers.Server("s", [sys.executable, "-c", "import time; time.sleep(300)"], dict(os.environ), 1, Path("log"))
 server.tied = True
 server.start()
@@ -26,7 +27,7 @@ time.sleep(300)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal on a parent's death is Linux's")
 def test_a_tied_server_ends_with_a_killed_parent(tmp_path: Path) -> None:
-    here = os.environ | {"PYTHONPATH": str(Path(servers.__file__).parent)}
+    here = os.environ | {"PYTHONPATH": str(Path(servers.__file__).parents[2])}
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=here, cwd=tmp_path)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import summary
 from results import block, blocks
+
+from bench.lib import summary
 
 PLAIN = {"plain": "plain", "sssd": "plain", "ngram": "plain"}
 

@@ -193,7 +193,13 @@ def test_retraction(drafting, stock):
 
 @pytest.mark.parametrize("drafting", [SMALL_POOL], indirect=True, ids=["small pool"])
 def test_failing_source(drafting, stock):
-    """Drafting that raises costs speed, not answers. The last test of this engine: it drafts no more."""
+    """Drafting that raises costs speed, not answers, and is tried again."""
     names = [f"broken-{i}" for i in range(4)]
     assert ids(drafting.generate(PROMPTS[:4], GREEDY, rid=names)) == stock["batch 4"][:4]
-    assert json.loads(drafting.counts.read_text())["failures"] == 1
+    before = json.loads(drafting.counts.read_text())
+    assert before["failures"] > 0
+    for _ in range(2):
+        assert ids(drafting.generate(PROMPTS[:4], LONGER)) == stock["longer"]
+    after = json.loads(drafting.counts.read_text())
+    assert after["failures"] == before["failures"]
+    assert after["drafts between failures"] > before["drafts between failures"]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.sglang.conftest import HAVE_SGLANG, read_counts, sglang_engine
+from tests.sglang.conftest import read_counts, sglang_engine
 
 
 def ask(engine, prompt, **keys):
@@ -42,43 +42,3 @@ def test_learns_for_its_tenant(tiny, tmp_path, overlap):
     assert [record.tokens.tolist() for record in records] == [answer] * 7, "each answer, whole"
     assert len({record.tenant for record in records}) == 5
     read_counts(counts)
-
-
-@pytest.mark.skipif(not HAVE_SGLANG, reason="sglang is not installed")
-def test_a_rebuilt_request_keeps_its_tenant():
-    """One that was swept while it waited, and runs again."""
-    import types
-    from weakref import WeakValueDictionary
-
-    import numpy as np
-    import torch
-
-    from freedraft.engines.sglang.requests import RequestTokens
-    from freedraft.engines.sglang.worker import TreeVerifyWorker
-
-    class Request:
-        rid, extra_key, cache_salt = "r", "a", "s"
-        origin_input_ids = origin_input_ids_unpadded = (1, 2)
-        output_ids = (3, 4, 5)
-        finished_len = 2
-
-        def finished(self):
-            return False
-
-    told = []
-    source = types.SimpleNamespace(
-        begin=lambda rid, tokens: told.append(("begin", rid, tokens.tolist())),
-        belongs=lambda rid, tenant: told.append(("belongs", rid, tenant)),
-        ended=lambda rid, tokens: told.append(("ended", rid, tokens.tolist())),
-        finish=lambda rids: told.append(("finish", *rids)),
-    )
-    worker = TreeVerifyWorker.__new__(TreeVerifyWorker)
-    worker._source, worker._requests, worker._known = source, RequestTokens(), WeakValueDictionary()
-    worker._draft_failed = worker._decoded_last = False
-    worker.max_nodes, worker.model_runner = 2, types.SimpleNamespace(max_running_requests=4)
-    request = Request()
-    batch = types.SimpleNamespace(reqs=[request], seq_lens_cpu=torch.tensor([4]))
-    worker._step(batch, np.array([[5, 0]], np.int32), np.array([1], np.int32))
-    worker.note_request_finished(rid="r", natural_stop=True)
-    assert told == [("begin", "r", [1, 2, 3, 4]), ("belongs", "r", "a\ns"), ("ended", "r", [1, 2, 3, 4]),
-                    ("finish", "r")]  # fmt: skip

@@ -67,6 +67,13 @@ def test_refused(changed, reason, remedy):
     assert reason in message and remedy in message and "\n" not in message
 
 
+def test_methods_that_run_the_model_have_one_rank():
+    refuse_unsupported(arguments(tp_size=2), "SSSD", cpu_platform=False)
+    refuse_unsupported(arguments(tp_size=1), "LAYERSKIP", cpu_platform=False, runs_model=True)
+    with pytest.raises(ConfigError, match="--speculative-algorithm layerskip .* --tp-size 1"):
+        refuse_unsupported(arguments(tp_size=2), "LAYERSKIP", cpu_platform=False, runs_model=True)
+
+
 def test_cpu_platform_takes_its_own_backend_only():
     cpu = {"device": "cpu", "page_size": 16}
     refuse_unsupported(arguments(attention_backend="torch_native", **cpu), "SSSD", cpu_platform=True)
@@ -82,7 +89,7 @@ def test_widths():
 
 
 def test_platform_is_off_unless_asked_for(monkeypatch):
-    from freedraft.engines.sglang.platform import activate
+    from freedraft.engines.sglang.cpu import activate
 
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     assert activate() is None
@@ -98,7 +105,7 @@ def test_stand_in_for_torchvision():
 import importlib.util
 if importlib.util.find_spec("torchvision"):
     raise SystemExit  # the real one is installed, and wins
-from freedraft.engines.sglang.torchvision_stand_in import install
+from freedraft.engines.sglang.cpu.torchvision_stand_in import install
 install(); install()
 import torchvision.transforms.v2.functional as F
 from torchvision.transforms import InterpolationMode
@@ -120,9 +127,9 @@ def needs_sglang():
 
 def test_all_hooks_are_there():
     needs_sglang()
-    from freedraft.engines.sglang.hooks import HOOKS
+    from freedraft.engines.sglang.hooks import HOOKS, MODEL_HOOKS
 
-    assert check(HOOKS) == []
+    assert check(HOOKS + MODEL_HOOKS) == []
 
 
 def test_nothing_registers_when_a_hook_is_renamed(monkeypatch, caplog):
@@ -130,12 +137,14 @@ def test_nothing_registers_when_a_hook_is_renamed(monkeypatch, caplog):
     from sglang.srt.speculative import spec_utils
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from freedraft.engines.sglang.registration import install
+    from freedraft.config import PluginOptions
+    from freedraft.engines.sglang.registration import register
+    from freedraft.method import METHODS, MethodSpec
 
     monkeypatch.delattr(spec_utils, "build_grammar_vocab_mask")
     with caplog.at_level("WARNING"):
-        assert install("doubled", lambda context: None) is False
-    assert get_spec("doubled") is None
+        assert register(MethodSpec("doubled", "nowhere:Nothing", PluginOptions)) is False
+    assert get_spec("doubled") is None and "doubled" not in METHODS
     (line,) = [r.getMessage() for r in caplog.records if "doubled" in r.getMessage()]
     assert "build_grammar_vocab_mask is missing" in line and "not registered" in line
 

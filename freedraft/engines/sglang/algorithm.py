@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from freedraft.engines.sglang.contexts import context_at_start
+from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.guards import refuse_unsupported
-from freedraft.engines.sglang.platform import selected
-from freedraft.engines.sglang.source import DraftSource, SourceContext
-
-logger = logging.getLogger(__name__)
-
-MakeSource = Callable[[SourceContext], DraftSource]
+from freedraft.method import MethodSpec
 
 DEFAULT_NODES = 16
-_taking_corpora: set[str] = set()
 
 
 class TreeAlgorithm(CustomSpecAlgo):
@@ -28,8 +22,7 @@ class TreeAlgorithm(CustomSpecAlgo):
     accepted tokens under overlap, the dummy input for graph capture, the manager of external corpora.
     """
 
-    check_start: Callable[[], None] | None = None
-    check_arguments: Callable[[Any], None] | None = None
+    spec: MethodSpec | None = None
 
     def is_ngram(self) -> bool:
         return True
@@ -60,12 +53,11 @@ class TreeAlgorithm(CustomSpecAlgo):
         """Set what the user left open, and refuse what cannot work.
 
         Raises:
-            ConfigError: an argument does not go with tree verification.
+            ValueError: an argument does not go with tree verification, or an option is wrong.
         """
         args = server_args
-        if self.check_start is not None:
-            self.check_start()
-        refuse_unsupported(args, self.name, cpu_platform=selected())
+        runs_model = self.spec is not None and self.spec.runs_model
+        refuse_unsupported(args, self.name, cpu_platform=selected(), runs_model=runs_model)
         if args.speculative_num_draft_tokens is None:
             args.speculative_num_draft_tokens = DEFAULT_NODES
         # FA3 reads the tree mask only with topk > 1. The product stays within the nodes, so that no more slots are
@@ -75,44 +67,23 @@ class TreeAlgorithm(CustomSpecAlgo):
         args.enable_mixed_chunk = False
         if args.max_running_requests is None:
             args.max_running_requests = 48
-        if self.check_arguments is not None:
-            self.check_arguments(args)
+        if self.spec is not None:
+            options = self.spec.option_type.read()
+            if self.spec.check is not None:
+                self.spec.check(options, context_at_start(args))
 
 
-def taking_corpora() -> set[str]:
-    """Names, in capitals, of the registered algorithms whose sources take external corpora."""
-    return _taking_corpora
-
-
-def register(
-    name: str,
-    make_source: MakeSource,
-    *,
-    corpora: bool = False,
-    runs_model: bool = False,
-    check_start: Callable[[], None] | None = None,
-    check_arguments: Callable[[Any], None] | None = None,
-) -> None:
-    """Register `--speculative-algorithm <name>`, whose draft trees come from `make_source`.
-
-    Args:
-        corpora: whether the source takes corpora over SGLang's HTTP calls.
-        runs_model: whether the source runs the target model: then every tensor-parallel rank has one.
-        check_start: raises in the front-end process, in one clear line, what would fail in the scheduler later.
-        check_arguments: the same, given ServerArgs with our defaults in.
-    """
+def add_algorithm(spec: MethodSpec) -> None:
+    """Register `--speculative-algorithm <name>`, whose draft trees come from the method that `spec` names."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
     def worker(server_args: Any) -> Any:
         from freedraft.engines.sglang.worker import TreeVerifyWorker
 
-        return functools.partial(TreeVerifyWorker, make_source=make_source, every_rank=runs_model)
+        return functools.partial(TreeVerifyWorker, spec=spec)
 
-    SpeculativeAlgorithm.register(name.upper(), supports_overlap=True, spec_class=TreeAlgorithm)(worker)
-    algorithm = get_spec(name)
+    SpeculativeAlgorithm.register(spec.name.upper(), supports_overlap=True, spec_class=TreeAlgorithm)(worker)
+    algorithm = get_spec(spec.name)
     assert isinstance(algorithm, TreeAlgorithm)
-    algorithm.check_start = check_start
-    algorithm.check_arguments = check_arguments
-    if corpora:
-        _taking_corpora.add(name.upper())
+    algorithm.spec = spec

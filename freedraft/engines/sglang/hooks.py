@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from freedraft.engines.hooks import Hook
-from freedraft.engines.sglang import torchvision_stand_in
+from freedraft.engines.sglang.cpu import torchvision_stand_in
 from freedraft.engines.sglang.patches import ASSIGN_SLOTS, CORPUS_SPEC
 
 _SRT = "sglang.srt"
@@ -45,12 +45,6 @@ HOOKS: tuple[Hook, ...] = (
         "note_request_finished",
         ("rid",),
         purpose="forgets a request's n-grams when it ends",
-    ),
-    Hook(
-        f"{_SRT}.speculative.base_spec_worker.BaseSpecWorker",
-        "on_verify_complete_cpu",
-        ("num_correct_drafts_per_req",),
-        purpose="feedback on what was accepted",
     ),
     Hook(
         f"{_SRT}.speculative.ngram_info.NgramVerifyInput",
@@ -126,10 +120,16 @@ HOOKS: tuple[Hook, ...] = (
         purpose="custom logit processors",
     ),
     Hook(f"{_SRT}.plugins.hook_registry.HookRegistry", "register", ("target", "hook"), purpose="the patches"),
+    Hook(
+        f"{_SRT}.utils.hf_transformers_utils",
+        "get_config",
+        ("model", "trust_remote_code", "revision"),
+        purpose="the model's configuration",
+    ),
     _patched(CORPUS_SPEC, (), "corpora over HTTP"),
 )
 
-# What a source that runs the target model needs besides.
+# What a method that runs the target model needs besides.
 MODEL_HOOKS: tuple[Hook, ...] = (
     Hook(
         f"{_SRT}.model_executor.forward_batch_info.ForwardBatch",
@@ -151,12 +151,6 @@ MODEL_HOOKS: tuple[Hook, ...] = (
         "forward",
         ("input_ids", "hidden_states", "lm_head", "logits_metadata"),
         purpose="the logits of a draft pass",
-    ),
-    Hook(
-        f"{_SRT}.utils.hf_transformers_utils",
-        "get_config",
-        ("model", "trust_remote_code", "revision"),
-        purpose="whether a skip set is this model's",
     ),
 )
 

@@ -1,12 +1,12 @@
-"""Loaded by the tests' engines through PYTHONPATH: draft sources that stress the product's worker, and a count of its
-work.
+"""Loaded by the tests' engines through PYTHONPATH: methods that stress the product's worker, and a count of its work.
 
 `sssd_cycle` drafts with SSSD, puts a wrong sibling before every draft token, so that every accepted one has to be
-moved, and changes the width at every step; requests whose id begins with `broken` make it fail at their third draft.
-`sssd_chain` is SSSD without branches. `wild` drafts random trees over a tiny vocabulary.
+moved, and changes the width at every step; it fails wherever a request's id begins with `broken`. `wild` drafts random
+trees over a tiny vocabulary. `repeat` is the example of a drafter; every other of its drafts fails with such an id.
 """
 
 import collections
+import dataclasses
 import itertools
 import json
 import os
@@ -16,25 +16,29 @@ import numpy as np
 
 
 def register():
-    from freedraft.engines.sglang.registration import install
+    from freedraft.engines.sglang.registration import register
+    from freedraft.method import MethodSpec
+    from sssd_plugin.method import SPEC
+    from sssd_plugin.options import SssdOptions
+    from tests.support.repeat_drafter import SPEC as REPEAT
 
-    install("sssd_cycle", make_cycle, corpora=True)
-    install("sssd_chain", make_chain)
-    install("wild", make_wild)
+    register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle", role=None))
+    register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
+    register(dataclasses.replace(REPEAT, factory=f"{__name__}:make_repeat"))
     if os.environ.get("TREE_TEST_COUNTS"):
         count_work(Path(os.environ["TREE_TEST_COUNTS"]))
 
 
 def count_work(path):
     """Write, after every verified step, what the worker has done so far."""
-    from freedraft.engines.sglang.worker import TreeVerifyWorker
+    from freedraft.engines.sglang.drafting import Drafting
+    from freedraft.engines.sglang.verify import TreeVerifier
 
     totals = collections.Counter()
-    compact, step, stop = TreeVerifyWorker._compact, TreeVerifyWorker._step, TreeVerifyWorker._stop_drafting
-    finished = TreeVerifyWorker.note_request_finished
+    verify, step_of, draft, finish = TreeVerifier.verify, Drafting._step, Drafting.draft, Drafting.finish
 
-    def counting(self, batch, verified):
-        compact(self, batch, verified)
+    def verifying(self, batch, host_tree, tree, output):
+        verified = verify(self, batch, host_tree, tree, output)
         accepted = verified.accepted
         here = np.arange(accepted.shape[1])
         moved = ((accepted.numpy() >= 0) & (accepted.numpy() != here)).any(1)
@@ -45,129 +49,114 @@ def count_work(path):
         totals[f"width {accepted.shape[1]}"] += 1
         totals["batch 4"] += accepted.shape[0] == 4
         path.write_text(json.dumps(totals))
+        return verified
 
     def stepping(self, batch, tokens, lengths):
-        before = dict(self._requests._lengths)
-        made = step(self, batch, tokens, lengths)
-        drafter = getattr(self._source, "drafter", None)
-        for row, request in enumerate(batch.reqs):
-            if request.finished():
-                continue
-            past = int(batch.seq_lens_cpu[row]) + 1 - int(lengths[row])  # the root is not in the KV cache
-            totals["rebuilt"] += before.get(request.rid, -1) != past
-            if drafter is not None and not self._draft_failed:
-                drafter._await_prompts([request.rid])
-                assert drafter.length(request.rid) == past, "the index does not hold the text so far"
-        return made
+        step = step_of(self, batch, tokens, lengths)
+        drafter = getattr(self.guarded.method, "drafter", None)
+        running = [row for row, request in enumerate(batch.reqs) if not request.finished()]
+        for row in running:
+            whole = step.history(row)
+            assert len(whole) == step.contexts[row] and whole[-1] == step.roots[row]
+            if drafter is not None and not totals["failures"]:
+                drafter._await_prompts([step.request_ids[row]])
+                held = drafter.tokens(step.request_ids[row]).tolist()
+                assert held == whole[: len(whole) - step.gained[row]].tolist(), "not the text so far"
 
-    def stopping(self):
-        totals["failures"] += 1
-        path.write_text(json.dumps(totals))
-        stop(self)
+        def history(row):
+            totals["rebuilt"] += row in running
+            return step.history(row)
 
-    def ending(self, **kwargs):
-        finished(self, **kwargs)
+        return dataclasses.replace(step, history=history)
+
+    def drafting(self, batch):
+        tree = draft(self, batch)
+        metrics = self.guarded.metrics
+        for name in ("drafted", "accepted", "failures"):
+            totals[name] = int(getattr(metrics, name)._value.get())
+        totals["drafts between failures"] += int((tree.counts - 1).sum()) if totals["failures"] else 0
+        return tree
+
+    def finishing(self, request_id):
+        finish(self, request_id)
         totals["finished"] += 1
-        drafter = getattr(self._source, "drafter", None)
-        totals["held"] = len(drafter) if drafter is not None else 0
+        drafter = getattr(self.guarded.method, "drafter", ())
+        totals["held"] = len(drafter) + len(self.guarded.running) + len(self._requests) + len(self._states)
         path.write_text(json.dumps(totals))
 
-    TreeVerifyWorker._compact, TreeVerifyWorker._step = counting, stepping
-    TreeVerifyWorker._stop_drafting, TreeVerifyWorker.note_request_finished = stopping, ending
+    TreeVerifier.verify, Drafting._step = verifying, stepping
+    Drafting.draft, Drafting.finish = drafting, finishing
 
 
-def make_cycle(context):
-    from sssd_plugin.options import SssdOptions
-    from sssd_plugin.sglang import SssdSource
-
-    class Cycle(SssdSource):
-        cycle = itertools.cycle((16, 4, 1, 8, 2))
-        broken = 0
-
-        def width(self, batch_size):
-            return next(w for w in self.cycle if w in self.widths)
-
-        def draft(self, step, width):
-            from freedraft.draft import DraftBatch
-
-            self.broken += any(name.startswith("broken") for name in step.request_ids)
-            if self.broken > 2:
-                raise RuntimeError("no more drafts")
-            tree = super().draft(step, max(1, (width + 1) // 2))
-            out = DraftBatch.empty(tree.batch_size, width)
-            for b in range(tree.batch_size):
-                place = [0]  # node i of the tree stands at place[i]
-                out.tokens[b, 0], out.parents[b, 0], out.scores[b, 0] = tree.tokens[b, 0], -1, 1
-                n = 1
-                for i in range(1, int(tree.counts[b])):
-                    if n + 2 > width:
-                        break
-                    parent = place[tree.parents[b, i]] if tree.parents[b, i] < len(place) else None
-                    if parent is None:
-                        break
-                    siblings = {int(tree.tokens[b, j]) for j in range(i, int(tree.counts[b]))}
-                    siblings |= {int(out.tokens[b, j]) for j in range(1, n) if out.parents[b, j] == parent}
-                    decoy = next(t for t in range(100, 1000) if t not in siblings)
-                    for token in (decoy, tree.tokens[b, i]):
-                        out.tokens[b, n], out.parents[b, n] = token, parent
-                        out.depths[b, n] = out.depths[b, parent] + 1
-                        n += 1
-                    place.append(n - 1)
-                out.counts[b] = n
-            out.check()
-            return out
-
-    return Cycle(context, SssdOptions.read())
-
-
-def make_chain(context):
-    """The best chain in place of the best tree: what an engine without tree attention would verify."""
-    from sssd_plugin.options import SssdOptions
-    from sssd_plugin.sglang import SssdSource
-
-    class Chain(SssdSource):
-        def draft(self, step, width):
-            self.drafter.append(step.request_ids, step.tokens, step.offsets)
-            return self.drafter.draft(step.request_ids, max_nodes=width, shape="chain")
-
-    return Chain(context, SssdOptions.read())
-
-
-class Simple:
-    """A source that keeps nothing."""
-
-    def __init__(self, context):
-        self.context = context
-
-    def width(self, batch_size):
-        return self.context.max_nodes
-
-    def begin(self, request_id, tokens):
-        pass
-
-    def observe(self, accepted):
-        pass
-
-    def finish(self, request_ids):
-        pass
-
-    def add_corpus(self, corpus_id, documents):
-        raise ValueError("this source takes no corpora")
-
-
-def make_wild(context):
+def make_cycle(options, context, controller):
     from freedraft.draft import DraftBatch
+    from sssd_plugin.method import SssdMethod
+
+    class Cycle(SssdMethod):
+        cycle = itertools.cycle((16, 4, 1, 8, 2))
+
+        def draft(self, step):
+            if any(name.startswith("broken") for name in step.request_ids):
+                raise RuntimeError("this drafter fails on purpose")
+            self.update(step)
+            width = min(next(self.cycle), int(step.capacities.max()) + 1)
+            return decoys_beside(self.propose(step, (width + 1) // 2 - 1), width) if width > 1 else roots(step)
+
+    def roots(step):
+        return DraftBatch.roots(step.roots)
+
+    def decoys_beside(tree, width):
+        out = DraftBatch.empty(tree.batch_size, width)
+        for b in range(tree.batch_size):
+            place = [0]  # node i of the tree stands at place[i]
+            out.tokens[b, 0], out.parents[b, 0], out.scores[b, 0] = tree.tokens[b, 0], -1, 1
+            n = 1
+            for i in range(1, int(tree.counts[b])):
+                if n + 2 > width:
+                    break
+                parent = place[tree.parents[b, i]] if tree.parents[b, i] < len(place) else None
+                if parent is None:
+                    break
+                siblings = {int(tree.tokens[b, j]) for j in range(i, int(tree.counts[b]))}
+                siblings |= {int(out.tokens[b, j]) for j in range(1, n) if out.parents[b, j] == parent}
+                decoy = next(t for t in range(100, 1000) if t not in siblings)
+                for token in (decoy, tree.tokens[b, i]):
+                    out.tokens[b, n], out.parents[b, n] = token, parent
+                    out.depths[b, n] = out.depths[b, parent] + 1
+                    n += 1
+                place.append(n - 1)
+            out.counts[b] = n
+        out.check()
+        return out
+
+    return Cycle(options, context, controller)
+
+
+def make_repeat(options, context, controller):
+    from tests.support.repeat_drafter import RepeatMethod, RepeatOptions
+
+    class Repeat(RepeatMethod):
+        def propose(self, step, max_draft_len):
+            broken = any(name.startswith("broken") for name in step.request_ids)
+            self.options = RepeatOptions(fail_every=2 if broken else 0)
+            return super().propose(step, max_draft_len)
+
+    return Repeat(options, context, controller)
+
+
+def make_wild(options, context, controller):
+    from freedraft.draft import DraftBatch
+    from freedraft.method import Method
 
     rng = np.random.default_rng(0)
 
-    class Wild(Simple):
-        def draft(self, step, width):
-            batch = len(step.request_ids)
-            out = DraftBatch.empty(batch, width)
-            for b in range(batch):
+    class Wild(Method):
+        def draft(self, step):
+            width = int(step.capacities.max()) + 1
+            out = DraftBatch.empty(step.batch_size, width)
+            out.tokens[:, 0], out.parents[:, 0], out.scores[:, 0] = step.roots, -1, 1
+            for b in range(step.batch_size):
                 out.counts[b] = rng.integers(1, width + 1)
-                out.tokens[b, 0] = step.tokens[step.offsets[b + 1] - 1]
-                out.parents[b, 0], out.scores[b, 0] = -1, 1
                 used = collections.defaultdict(set)
                 for i in range(1, out.counts[b]):
                     while True:
@@ -181,4 +170,4 @@ def make_wild(context):
                     out.depths[b, i] = out.depths[b, parent] + 1
             return out
 
-    return Wild(context)
+    return Wild(options, context, options.make_controller(context), "wild")

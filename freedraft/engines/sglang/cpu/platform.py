@@ -56,7 +56,7 @@ class CpuTreePlatform(CpuDeviceMixin, SRTPlatform):
         if kind != "mha":
             return None
         # Here and not above: SGLang resolves the platform while its own modules are half imported.
-        from freedraft.engines.sglang.cpu_kv_pool import CpuKVPool
+        from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
 
         return CpuKVPool
 

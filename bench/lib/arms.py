@@ -6,8 +6,6 @@ Several engines can be loaded at once; one works while the others wait, so arms 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +13,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.lib.engine import method_of
 
 
 @dataclass(frozen=True)
 class Run:
-    """What became of some prompts.
+    """The answers to some prompts.
 
     Attributes:
-        seconds: wall time of all of them. tokens: generated. answers: token ids by prompt.
-        steps: of the engine that generated. trace: what was recorded at each step, if asked for.
+        seconds: wall time of all of them. tokens: how many were generated. answers: token ids by prompt.
+        steps: how many the engine took. trace: figures of each step, if they were asked for.
     """
 
     seconds: float
@@ -47,9 +45,9 @@ class Arms:
         """Return when the engine is up."""
         self._receive()
 
-    def policy(self, name: str, most: int | None = None) -> None:
+    def policy(self, name: str, max_draft_tokens: int | None = None) -> None:
         """Decide from now on by this policy, with at most so many draft tokens per request."""
-        self._call("policy", name, most)
+        self._call("policy", name, max_draft_tokens)
 
     def generate(self, prompts: Sequence[list[int]], concurrency: int, max_tokens: int, *, trace: bool = False) -> Run:
         """Greedy answers of exactly `max_tokens` tokens to prompts of token ids, so many at a time."""
@@ -73,17 +71,6 @@ class Arms:
         return result
 
 
-def environment(cores: int) -> None:
-    """Set for this process, and its children, what vLLM's CPU build reads at import."""
-    from servers import environment as servers_environment
-
-    os.environ.update(servers_environment("vllm"))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    os.environ["OMP_NUM_THREADS"] = str(cores)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-
-
 def _serve(pipe: Connection, model: str, speculative: dict[str, Any] | None, engine: dict[str, Any]) -> None:
     try:
         from vllm import LLM
@@ -104,22 +91,19 @@ def _serve(pipe: Connection, model: str, speculative: dict[str, Any] | None, eng
 class _Worker:
     def __init__(self, llm: Any) -> None:
         self.engine = llm.llm_engine
-        self.runner = self.engine.model_executor.driver_worker.worker.model_runner
-        proposer = getattr(self.runner, "drafter", None)
-        self.proposer = proposer if hasattr(proposer, "cost_model") else None
-        self.controller = getattr(self.proposer, "controller", None)
+        self.method = method_of(self.engine)
+        self.controller = getattr(self.method, "controller", None)
         self.count = 0
 
-    def policy(self, name: str, most: int | None) -> None:
-        from freedraft.cost_model import CostModel
+    def policy(self, name: str, max_draft_tokens: int | None) -> None:
+        from freedraft.cost.policies import Fixed, Knee
 
-        proposer = self.proposer
-        assert proposer is not None, "this arm has no drafter of ours"
-        profile = proposer.cost_model.profile
-        most = proposer.max_draft_tokens if most is None else most
-        proposer.cost_model = CostModel(profile, most, policy=name)  # type: ignore[arg-type]
-        proposer.controller = self.controller if name == "auto" else None
-        proposer.min_score = profile.token_cost if name == "knee" else 0.0
+        assert self.controller is not None, "this arm has no drafter of ours"
+        method, profile = self.method, self.controller.profile
+        limit = self.controller.max_draft_tokens if max_draft_tokens is None else max_draft_tokens
+        policies = {"fixed": Fixed, "knee": Knee}
+        method.controller = policies[name](profile, limit) if name in policies else self.controller
+        method.min_score = profile.token_cost if name == "knee" else 0.0
 
     def generate(self, prompts: list[list[int]], concurrency: int, max_tokens: int, trace: bool) -> Run:
         from vllm import SamplingParams
@@ -142,20 +126,15 @@ class _Worker:
             outputs = self.engine.step()
             steps += 1
             if trace:
-                records.append(
-                    {"seconds": time.perf_counter() - began, "tokens": self._tokens_so_far(outputs)} | self._seen()
-                )
+                tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                records.append({"seconds": time.perf_counter() - began, "tokens": tokens} | self._decided())
             for output in outputs:
                 if output.finished:
                     answers[names.pop(output.request_id)] = list(output.outputs[0].token_ids)
         seconds = time.perf_counter() - started
         return Run(seconds, sum(map(len, answers)), answers, steps, records)
 
-    @staticmethod
-    def _tokens_so_far(outputs: Any) -> int:
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
-
-    def _seen(self) -> dict[str, float]:
+    def _decided(self) -> dict[str, float]:
         if self.controller is None:
             return {}
-        return {"draft_tokens": float(self.controller.chosen), "gain": float(self.controller.gain)}
+        return {"draft_tokens": float(self.controller.budget), "gain": float(self.controller.gain)}

@@ -1,5 +1,4 @@
-"""Entry point of the CPU platform: `SGLANG_PLATFORM=freedraft_cpu` serves SGLang, speculation included, without a
-GPU."""
+"""`SGLANG_PLATFORM=freedraft_cpu` serves SGLang, speculation included, without a GPU. This is its entry point."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ def activate() -> str | None:
     """SGLang's platform entry point: dotted path of the platform class, or None when it was not asked for."""
     if not selected():
         return None
-    from freedraft.engines.sglang.torchvision_stand_in import install
+    from freedraft.engines.sglang.cpu.torchvision_stand_in import install
 
     install()
-    return "freedraft.engines.sglang.cpu_platform:CpuTreePlatform"
+    return "freedraft.engines.sglang.cpu.platform:CpuTreePlatform"

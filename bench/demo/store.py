@@ -1,15 +1,15 @@
-"""Text for the demo's datastore that every machine has: the sources and documentation of Python's standard library.
-
-python bench/corpus.py build/corpus.jsonl
-"""
+"""The demo's datastore, of text that every machine has: the sources and documentation of Python's standard library."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+
+from rich.console import Console
 
 # Tests and data tables are half of the library, and nobody writes such code in a chat.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
@@ -29,18 +29,27 @@ def documents() -> Iterator[str]:
     yield from topics.values()
 
 
-def write(out: Path) -> int:
-    """Write one JSON line `{"text": ...}` per document; the number of characters."""
+def write(out: Path) -> None:
+    """Write one JSON line `{"text": ...}` per document."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(out.name + ".part")
-    characters = 0
     with part.open("w", encoding="utf-8") as file:
         for text in documents():
             file.write(json.dumps({"text": text}) + "\n")
-            characters += len(text)
     part.rename(out)
-    return characters
 
 
-if __name__ == "__main__":
-    print(f"{sys.argv[1]}: {write(Path(sys.argv[1])):,} characters")
+def ensure_store(store: Path, model: Path, console: Console) -> None:
+    """Build the datastore with the `freedraft` command, unless a whole one for this model is there."""
+    command = [str(Path(sys.executable).with_name("freedraft")), "datastore"]
+    verified = subprocess.run(
+        [*command, "verify", str(store), "--tokenizer", str(model)], capture_output=True, text=True, check=False
+    )
+    if verified.returncode == 0:
+        console.print(f"datastore: {verified.stdout.strip()}", soft_wrap=True)
+        return
+    console.print("datastore: from the sources and documentation of Python's standard library")
+    text = store.with_name(store.name + ".jsonl")
+    write(text)
+    quiet = [] if console.is_terminal else ["--quiet"]
+    subprocess.run([*command, "build", str(store), str(text), "--tokenizer", str(model), "--force", *quiet], check=True)

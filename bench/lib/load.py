@@ -15,14 +15,14 @@ CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of some requests.
+    """The results of some requests.
 
     Attributes:
-        seconds: from the first request to the last answer.
-        tokens: generated, of every request. latency_s, ttft_s: of every request; nan where it failed.
-        answers: fingerprint of every answer, special tokens included; None where it failed.
-        drafted, accepted: tokens, over all; None when the server does not tell.
-        errors: of requests that failed, the last line of each.
+        seconds: time from the first request to the last answer.
+        tokens: number that each request generated. latency_s, ttft_s: of each request; nan where it failed.
+        answers: fingerprint of each answer, special tokens included; None where it failed.
+        drafted, accepted: tokens of all requests; None where the server does not say.
+        errors: the last line of each different error.
     """
 
     seconds: float
@@ -45,35 +45,18 @@ def ask(url: str, model: str, texts: Sequence[str], concurrency: int, max_tokens
     from vllm.benchmarks.serve import TaskType, benchmark
 
     requests = [SampleRequest(prompt=text, prompt_len=0, expected_output_len=max_tokens) for text in texts]
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said):
-        result: dict[str, Any] = asyncio.run(
-            benchmark(
-                task_type=TaskType.GENERATION,
-                endpoint_type="openai-chat",
-                api_url=url + CHAT,
-                base_url=url,
-                model_id=model,
-                model_name=model,
-                tokenizer=None,
-                input_requests=requests,
-                logprobs=None,
-                request_rate=float("inf"),
-                burstiness=1.0,
-                disable_tqdm=True,
-                num_warmups=0,
-                profile=False,
-                selected_percentile_metrics=[],
-                selected_percentiles=[],
-                ignore_eos=True,
-                goodput_config_dict={},
-                max_concurrency=concurrency,
-                lora_modules=None,
-                extra_headers=None,
-                extra_body={"temperature": 0.0, "skip_special_tokens": False},
-                ready_check_timeout_sec=0,
-            )
-        )
+    server: dict[str, Any] = {"endpoint_type": "openai-chat", "api_url": url + CHAT, "base_url": url}
+    server |= {"model_id": model, "model_name": model, "tokenizer": None, "lora_modules": None, "extra_headers": None}
+    answers: dict[str, Any] = {"ignore_eos": True, "logprobs": None}
+    answers |= {"extra_body": {"temperature": 0.0, "skip_special_tokens": False}}
+    pace: dict[str, Any] = {"request_rate": float("inf"), "burstiness": 1.0, "max_concurrency": concurrency}
+    pace |= {"num_warmups": 0, "ready_check_timeout_sec": 0}
+    figures: dict[str, Any] = {"disable_tqdm": True, "profile": False, "goodput_config_dict": {}}
+    figures |= {"selected_percentile_metrics": [], "selected_percentiles": []}
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        call = benchmark(task_type=TaskType.GENERATION, input_requests=requests, **server, **answers, **pace, **figures)
+        result: dict[str, Any] = asyncio.run(call)
     failed = [bool(error) or not tokens for error, tokens in zip(result["errors"], result["output_lens"], strict=True)]
     nan = float("nan")
     return Outcome(
@@ -87,9 +70,11 @@ def ask(url: str, model: str, texts: Sequence[str], concurrency: int, max_tokens
         ],
         drafted=result.get("spec_decode_draft_tokens"),
         accepted=result.get("spec_decode_accepted_tokens"),
-        errors=sorted({(error.strip() or "no answer").splitlines()[-1] for error in _bad(result["errors"], failed)}),
+        errors=sorted(
+            {
+                (error.strip() or "no answer").splitlines()[-1]
+                for error, bad in zip(result["errors"], failed, strict=True)
+                if bad
+            }
+        ),
     )
-
-
-def _bad(errors: Sequence[str], failed: Sequence[bool]) -> list[str]:
-    return [error for error, bad in zip(errors, failed, strict=True) if bad]

@@ -41,7 +41,7 @@ def load(path: Path) -> list[Question]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise QuestionError(f"questions {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    found = []
+    questions = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -56,10 +56,10 @@ def load(path: Path) -> list[Question]:
                 'which is {"question_id": 1, "category": "qa", "turns": ["..."]} on every line'
             ) from None
         group = "mt_bench" if category in MT_BENCH else category
-        found.append(Question(f"{path.stem}:{row.get('question_id', number)}", group, text))
-    if not found:
+        questions.append(Question(f"{path.stem}:{row.get('question_id', number)}", group, text))
+    if not questions:
         raise QuestionError(f"questions {path}: no questions in it")
-    return found
+    return questions
 
 
 def download(folder: Path) -> Path:
@@ -83,15 +83,15 @@ def download(folder: Path) -> Path:
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """What tells one set of questions from another."""
+    """A fingerprint that differs between two sets of questions."""
     return hashlib.sha256("\0".join(f"{q.name}\0{q.group}\0{q.text}" for q in questions).encode()).hexdigest()[:16]
 
 
 def groups(questions: Iterable[Question]) -> dict[str, list[Question]]:
-    found: dict[str, list[Question]] = {}
+    by_group: dict[str, list[Question]] = {}
     for question in questions:
-        found.setdefault(question.group, []).append(question)
-    return found
+        by_group.setdefault(question.group, []).append(question)
+    return by_group
 
 
 def blocks(questions: Sequence[Question], size: int, limit: int | None = None) -> list[tuple[Question, ...]]:

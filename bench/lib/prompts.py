@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 NOTICE = """\
 Our buletin for the month of May. The libary will be closed on Monday becuase of the holiday. From Tuesday on it
 is open from nine to six again. The new books for childern have arived, and Mrs. Keller will read from them on
@@ -76,4 +80,21 @@ PROMPTS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+BY_KIND = [prompt for prompts in PROMPTS.values() for prompt in prompts]
+MIXED = [prompt for turn in zip(*PROMPTS.values(), strict=True) for prompt in turn]
+"""The same prompts, the kinds taking turns."""
+
 WARM_UP = "Write one sentence about the sea, then write the same sentence again."
+
+
+def chats(model: Path, texts: Sequence[str], *, tokenize: bool = True) -> list[Any]:
+    """Each text as a chat of one turn in the model's template: token ids, or text without `tokenize`."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=tokenize, add_generation_prompt=True, return_dict=False
+        )
+        for text in texts
+    ]

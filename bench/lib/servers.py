@@ -24,7 +24,7 @@ START_LIMIT_S = 420.0
 
 
 class ServerError(RuntimeError):
-    """A server that did not start, or ended by itself. The message ends with what it said last."""
+    """A server that did not start, or ended by itself. The message ends with the end of its log."""
 
 
 def free_port() -> int:
@@ -59,6 +59,13 @@ def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
         # Waiting threads of torch's OpenMP runtime spin otherwise: when anything else runs, steps take seconds.
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return env
+
+
+def in_process_environment() -> dict[str, str]:
+    """The environment of a process that holds one of vLLM's CPU engines itself, within reach; warnings only."""
+    env = environment("vllm")
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return {"VLLM_LOGGING_LEVEL": "WARNING"} | env
 
 
 def vllm_command(
@@ -153,9 +160,9 @@ class Server:
 
     def tail(self, lines: int = 15) -> str:
         """The last lines of its log, and the errors among the lines before."""
-        said = self.log.read_text(errors="replace").splitlines()
-        errors = [line for line in said[:-lines] if "rror:" in line][-5:]
-        return "\n".join([*errors, *said[-lines:], f"(all of it: {self.log})"])
+        log = self.log.read_text(errors="replace").splitlines()
+        errors = [line for line in log[:-lines] if "rror:" in line][-5:]
+        return "\n".join([*errors, *log[-lines:], f"(all of it: {self.log})"])
 
 
 def end_with_parent() -> None:
@@ -215,9 +222,9 @@ def build(
         speculative: vLLM's `--speculative-config`; None decodes plainly. For SGLang the keys other than `method` and
             `num_speculative_tokens` are options of the method and travel in the environment.
         device: "cpu", or "cuda" with the engine's own defaults.
-        requests: that it serves at a time, at most; None takes 8 for vLLM and 4 for SGLang.
-        python: of the environment that has the engine.
-        flags: of the engine, besides.
+        requests: how many it serves at a time at most; None takes 8 for vLLM and 4 for SGLang.
+        python: the interpreter of the environment that has the engine.
+        flags: further flags of the engine.
     """
     port = port or free_port()
     env = environment(engine, python) if device == "cpu" else {**os.environ, "PYTHONUNBUFFERED": "1"}

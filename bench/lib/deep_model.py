@@ -11,7 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
@@ -49,10 +52,22 @@ def build(source: Path, target: Path, scale: float = SCALE) -> SkipSet:
             shutil.copy(source / name, target / name)
     added = frozenset(range(1, 2 * layers, 2))
     skip_set = SkipSet(2 * layers, added, added, model_fingerprint(config))
-    skip_set.save(target / SKIP_SET, {"made by": "bench/deep_model.py", "scale": scale})
+    skip_set.save(target / SKIP_SET, {"made by": "bench/lib/deep_model.py", "scale": scale})
     # Last, so that a folder with a config is a whole one.
     (target / "config.json").write_text(json.dumps(config, indent=1))
     return skip_set
+
+
+def mixed_sets(folder: Path, count: int = 4) -> list[Path]:
+    """Files of `count` skip sets of the deep model in `folder`, written when missing: set i keeps added layer i."""
+    paths = [folder / f"mixed_{i}.json" for i in range(count)]
+    whole = SkipSet.load(folder / SKIP_SET)
+    for i, path in enumerate(paths):
+        if not path.is_file():
+            skipped = whole.attention - {2 * i + 1}
+            part = SkipSet(whole.n_layers, skipped, skipped, whole.model)
+            part.save(path, {"made by": "bench/lib/deep_model.py", "keeps": 2 * i + 1})
+    return paths
 
 
 def main() -> None:
@@ -60,9 +75,9 @@ def main() -> None:
     parser.add_argument("target", type=Path, help="folder to write")
     parser.add_argument("--model", type=Path, default=Path("build/model"), help="the demo model")
     parser.add_argument("--scale", type=float, default=SCALE, help="what is left of the added layers' output")
-    given = parser.parse_args()
-    skip_set = build(given.model, given.target, given.scale)
-    print(f"{given.target}: {skip_set.n_layers} layers; {given.target / SKIP_SET} skips {len(skip_set)} sublayers")
+    args = parser.parse_args()
+    skip_set = build(args.model, args.target, args.scale)
+    print(f"{args.target}: {skip_set.n_layers} layers; {args.target / SKIP_SET} skips {len(skip_set)} sublayers")
 
 
 if __name__ == "__main__":

@@ -15,20 +15,20 @@ Key = tuple[int, int, int]
 
 
 def key(block: Block) -> Key:
-    """What a block has in common with the same questions' block of another arm."""
+    """The key that a block shares with the block of the same questions of another arm."""
     return block["concurrency"], block["repeat"], block["block"]
 
 
-def rows(blocks: Sequence[Block], plain_of: dict[str, str | None]) -> list[dict[str, Any]]:
+def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[dict[str, Any]]:
     """One row for each arm, concurrency and group, and for all groups together.
 
     Args:
         blocks: as `serve.py` writes them.
-        plain_of: for each arm the one that it is compared with: plain decoding on its engine.
+        baseline_of: for each arm the one that it is compared with: plain decoding on its engine.
     """
-    arms = list(plain_of)
+    arms = list(baseline_of)
     groups = list(dict.fromkeys(b["group"] for b in blocks))
-    found = []
+    result = []
     for concurrency in sorted({b["concurrency"] for b in blocks}):
         for group in [*groups, ALL] if len(groups) > 1 else groups:
             for arm in arms:
@@ -40,15 +40,15 @@ def rows(blocks: Sequence[Block], plain_of: dict[str, str | None]) -> list[dict[
                 mine = {key(b): b for b in here if b["arm"] == arm}
                 if not mine:
                     continue
-                base = {key(b): b for b in here if b["arm"] == plain_of[arm]}
+                base = {key(b): b for b in here if b["arm"] == baseline_of[arm]}
                 row = {"arm": arm, "concurrency": concurrency, "group": group} | measures(list(mine.values()))
                 common = sorted(mine.keys() & base.keys())
-                if common and arm != plain_of[arm]:
+                if common and arm != baseline_of[arm]:
                     row |= against([mine[k] for k in common], [base[k] for k in common])
-                    others = {b["arm"] for b in here} - {arm, plain_of[arm]}
+                    others = {b["arm"] for b in here} - {arm, baseline_of[arm]}
                     row["over"] = {other: over(mine, here, other) for other in arms if other in others}
-                found.append(row)
-    return found
+                result.append(row)
+    return result
 
 
 def over(mine: dict[Key, Block], blocks: Sequence[Block], other: str) -> list[float] | None:
@@ -82,10 +82,10 @@ def measures(blocks: Sequence[Block]) -> dict[str, Any]:
         "decode_ms_per_token": statistics.median(decode) if decode else None,
         "ttft_ms": 1e3 * statistics.median(x for b in blocks for x in b["ttft_s"]),
     }
-    told = [b for b in blocks if b["accepted"] is not None]
-    if told:
-        produced, drafted = sum(sum(b["tokens"]) for b in told), sum(b["drafted"] for b in told)
-        accepted = sum(b["accepted"] for b in told)
+    counted = [b for b in blocks if b["accepted"] is not None]
+    if counted:
+        produced, drafted = sum(sum(b["tokens"]) for b in counted), sum(b["drafted"] for b in counted)
+        accepted = sum(b["accepted"] for b in counted)
         # Every accepted token saved its request a forward pass. A request's last step may accept beyond its end.
         passes = max(produced - accepted, 1)
         row["tokens_per_step"] = produced / passes

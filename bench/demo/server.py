@@ -1,7 +1,7 @@
 """Start an OpenAI-compatible vLLM server with SSSD, leave it running, and say how to ask it; or end it.
 
-python bench/server.py start --model build/model --port 8000
-python bench/server.py stop
+python -m bench.demo.server start --model build/model --port 8000
+python -m bench.demo.server stop
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import json
 import sys
 from pathlib import Path
 
-import demo
-import servers
+from rich.console import Console
+
+from bench.demo.store import ensure_store
+from bench.lib import servers
 
 STATE = Path("build/serve.json")
 
@@ -48,7 +50,7 @@ def start(model: Path, store: Path, port: int, draft_tokens: int) -> int:
     if servers.is_healthy(f"http://{servers.HOST}:{port}"):
         print(f"error: port {port} is taken: make serve PORT=...", file=sys.stderr)
         return 2
-    demo.ensure_store(store, model)
+    ensure_store(store, model, Console(highlight=False))
     settings = {"method": "sssd", "num_speculative_tokens": draft_tokens, "datastore": str(store.resolve())}
     server = servers.build("sssd", "vllm", model, Path("build/logs/serve.log"), port=port, speculative=settings)
     print("starting the server ...", flush=True)
@@ -85,7 +87,7 @@ def main() -> int:
     starting.add_argument("--model", type=Path, default=Path("build/model"))
     starting.add_argument("--store", type=Path, default=Path("build/store"))
     starting.add_argument("--port", type=int, default=8000)
-    starting.add_argument("--draft-tokens", type=int, default=demo.DRAFT_TOKENS["vllm"])
+    starting.add_argument("--draft-tokens", type=int, default=8)
     commands.add_parser("stop", help="end it")
     args = parser.parse_args()
     return stop() if args.command == "stop" else start(args.model, args.store, args.port, args.draft_tokens)

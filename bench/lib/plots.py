@@ -1,0 +1,221 @@
+"""The plots of the page of results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from bench.lib.summary import ALL
+
+Rows = Sequence[dict[str, Any]]
+
+# Okabe and Ito's colours, which the colour-blind tell apart; ours first.
+COLOURS = {
+    "sssd": "#0072B2",
+    "plain": "#555555",
+    "ngram": "#E69F00",
+    "suffix": "#D55E00",
+    "layerskip": "#009E73",
+    "sglang": "#999999",
+    "sglang-sssd": "#56B4E9",
+    "sglang-ngram": "#CC79A7",
+}
+SPARE = ("#CC79A7", "#F0E442", "#56B4E9", "#000000")
+MARKS = {"plain": "s", "sssd": "o", "ngram": "^", "suffix": "D", "layerskip": "v"}
+GROUPS = {
+    "mt_bench": "MT-Bench",
+    "qa": "QA",
+    "rag": "RAG",
+    "math_reasoning": "math",
+    "summarization": "summaries",
+    ALL: "all",
+}
+plt.rcParams.update({"figure.dpi": 100, "savefig.dpi": 160, "font.size": 11, "legend.frameon": False})
+plt.rcParams.update({"axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture on the page, written as `name`.png too."""
+
+    name: str
+    figure: Figure
+    caption: str
+
+
+def colour(arm: str, arms: Sequence[str]) -> str:
+    others = [a for a in arms if a not in COLOURS]
+    return COLOURS[arm] if arm in COLOURS else SPARE[others.index(arm) % len(SPARE)]
+
+
+def nice(group: str) -> str:
+    return GROUPS.get(group, group.replace("_", " "))
+
+
+def names(rows: Rows, field: str) -> list[Any]:
+    return list(dict.fromkeys(row[field] for row in rows))
+
+
+def overall(rows: Rows) -> Rows:
+    """The rows over all questions: of the only group, where there is one."""
+    return [r for r in rows if r["group"] == ALL] or rows
+
+
+# --- serving ---------------------------------------------------------------------------------------------------------
+
+
+def latency_throughput(name: str, rows: Rows) -> Plot:
+    figure, axis = plt.subplots(figsize=(7.2, 4.6))
+    arms = names(rows, "arm")
+    for arm in arms:
+        mine = sorted((r for r in overall(rows) if r["arm"] == arm), key=lambda r: r["concurrency"])
+        x, y = [r["tokens_per_second"] for r in mine], [r["ms_per_token"] for r in mine]
+        axis.plot(x, y, marker=MARKS.get(arm, "o"), color=colour(arm, arms), label=arm, linewidth=1.8, markersize=6)
+        for r in mine:
+            label, at = str(r["concurrency"]), (r["tokens_per_second"], r["ms_per_token"])
+            shade = colour(arm, arms)
+            axis.annotate(label, at, xytext=(6, 5), textcoords="offset points", fontsize=9, color=shade)
+    axis.set(xlabel="throughput, tokens per second", ylabel="latency, ms per token of a request")
+    axis.margins(0.08)  # room for the numbers at the outermost points
+    axis.set_xlim(0, None)
+    axis.set_ylim(0, None)
+    axis.legend(title="right and down is better", loc="best")
+    return Plot(
+        f"{name}-latency-throughput",
+        figure,
+        "Latency against throughput, prefill included. The numbers at the points are the requests at a time; latency "
+        "is the median over requests of the time to the whole answer, divided by its tokens.",
+    )
+
+
+def grouped_bars(
+    axis: Any, rows: Rows, groups: Sequence[str], arms: Sequence[str], field: str, interval: str | None
+) -> None:
+    width = 0.8 / max(len(arms), 1)
+    for i, arm in enumerate(arms):
+        by_group = {r["group"]: r for r in rows if r["arm"] == arm and r.get(field) is not None}
+        at = [g + (i - (len(arms) - 1) / 2) * width for g, group in enumerate(groups) if group in by_group]
+        mine = [by_group[group] for group in groups if group in by_group]
+        values = [r[field] for r in mine]
+        errors = None
+        if interval and mine:
+            errors = [[max(0.0, sign * (r[interval][i] - r[field])) for r in mine] for i, sign in ((0, -1), (1, 1))]
+        axis.bar(at, values, width, color=colour(arm, arms), label=arm, yerr=errors, capsize=2, ecolor="#333333")
+    axis.set_xticks(range(len(groups)), [nice(g) for g in groups])
+
+
+def ratios(name: str, rows: Rows) -> Plot | None:
+    compared = [r for r in rows if "ratio" in r]
+    if not compared:
+        return None
+    concurrencies, groups, arms = (names(compared, f) for f in ("concurrency", "group", "arm"))
+    n = len(concurrencies)
+    figure, axes = plt.subplots(n, 1, figsize=(9, 1 + 2.6 * n), sharex=True, squeeze=False)
+    for axis, concurrency in zip(axes[:, 0], concurrencies, strict=True):
+        here = [r for r in compared if r["concurrency"] == concurrency]
+        grouped_bars(axis, here, groups, arms, "ratio", "ratio_interval")
+        axis.axhline(1, color="#555555", linewidth=1.2)
+        axis.set_ylabel("throughput over plain")
+        axis.set_title(f"{concurrency} at a time", loc="left", fontsize=11)
+    axes[0, 0].legend(ncols=len(arms), loc="upper right", bbox_to_anchor=(1, 1.22))
+    return Plot(
+        f"{name}-ratios",
+        figure,
+        "Tokens per second over plain decoding on the same questions, prefill included; 1 is plain. Bars: 95 % "
+        "intervals, bootstrapped over blocks of questions.",
+    )
+
+
+def acceptance(name: str, rows: Rows) -> Plot | None:
+    drafting = [r for r in rows if r.get("drafted_per_step")]
+    if not drafting:
+        return None
+    lowest = min(r["concurrency"] for r in drafting)
+    drafting = [r for r in drafting if r["concurrency"] == lowest]
+    groups, arms = names(drafting, "group"), names(drafting, "arm")
+    figure, (left, right) = plt.subplots(2, 1, figsize=(9, 6), sharex=True)
+    grouped_bars(left, drafting, groups, arms, "tokens_per_step", None)
+    left.set_ylabel("tokens per forward pass")
+    left.axhline(1, color="#555555", linewidth=1.2)
+    left.legend(ncols=len(arms), loc="upper right", bbox_to_anchor=(1, 1.2))
+    percent = [r | {"acceptance": 100 * (r["acceptance"] or 0)} for r in drafting]
+    grouped_bars(right, percent, groups, arms, "acceptance", None)
+    right.set_ylabel("drafts accepted, %")
+    return Plot(
+        f"{name}-acceptance",
+        figure,
+        f"Acceptance by group of questions, {lowest} at a time: tokens that a request gets for each forward pass it "
+        "takes part in, and the share of drafted tokens that the model accepted. Few drafts, well chosen, are a high "
+        "share; many are a low one: the first figure is what counts, unless verifying costs time.",
+    )
+
+
+def drafted(name: str, rows: Rows) -> Plot | None:
+    drafting = [r for r in overall(rows) if r.get("drafted_per_step") is not None]
+    concurrencies = names(drafting, "concurrency")
+    if len(concurrencies) < 2:
+        return None
+    figure, axis = plt.subplots(figsize=(7.2, 4))
+    arms = names(drafting, "arm")
+    for arm in arms:
+        mine = [r for r in drafting if r["arm"] == arm]
+        x, y = [r["concurrency"] for r in mine], [r["concurrency"] * r["drafted_per_step"] for r in mine]
+        axis.plot(x, y, marker=MARKS.get(arm, "o"), color=colour(arm, arms), label=arm)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(concurrencies, [str(c) for c in concurrencies])
+    axis.set(xlabel="requests at a time", ylabel="draft tokens per step, whole batch", ylim=(0, None))
+    axis.legend()
+    return Plot(f"{name}-drafted", figure, "How much is drafted as the batch grows: all requests of a step together.")
+
+
+def accepted_from(rows: Rows) -> Plot:
+    figure, axis = plt.subplots(figsize=(9, 0.9 + 0.42 * len(rows)))
+    sources = list(rows[0]["accepted_from"])
+    palette = dict(zip(sources, ("#0072B2", "#E69F00", "#009E73", "#BBBBBB"), strict=False))
+    labels = [f"{r['trace'].removesuffix('.jsonl')}, {r['budget']} nodes" for r in rows]
+    left = [0.0] * len(rows)
+    for source in sources:
+        share = [100 * r["accepted_from"][source] / max(sum(r["accepted_from"].values()), 1) for r in rows]
+        axis.barh(labels, share, left=left, color=palette[source], label=source)
+        for i, value in enumerate(share):
+            if value >= 6:
+                axis.text(left[i] + value / 2, i, f"{value:.0f}", ha="center", va="center", color="white", fontsize=9)
+        left = [a + b for a, b in zip(left, share, strict=True)]
+    axis.invert_yaxis()
+    axis.set(xlabel="accepted draft tokens, %", xlim=(0, 100))
+    axis.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    return Plot(
+        "replay-sources",
+        figure,
+        "Where accepted tokens came from: whether the longer context that matched stood in the request (prompt and "
+        "output so far) or in the datastore; alike up to the four tokens that are told apart; neither: from frequency.",
+    )
+
+
+def budget_lines(axis: Any, rows: Rows) -> None:
+    batches = [r["batch"] for r in rows]
+    palette = {"auto": "#0072B2", "knee": "#009E73", "fixed 4": "#E69F00", "fixed 8": "#D55E00"}
+    for policy in rows[0]["ratio"]:
+        spread = [r["spread"][policy] for r in rows]
+        axis.plot(batches, [r["ratio"][policy] for r in rows], marker="o", label=policy, color=palette.get(policy))
+        low, high = zip(*spread, strict=True)
+        axis.fill_between(batches, low, high, color=palette.get(policy), alpha=0.15, linewidth=0)
+    axis.axhline(1, color="#555555", linewidth=1.2)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(batches, [str(b) for b in batches])
+    axis.set(xlabel="requests at a time", ylabel="throughput over plain")
+    axis.legend(title="draft tokens by")
+
+
+def budget(rows: Rows) -> Plot:
+    figure, axis = plt.subplots(figsize=(7.2, 4.2))
+    budget_lines(axis, rows)
+    return Plot("budget-by-batch", figure, "Throughput by batch size and policy; the band is the spread over rounds.")

@@ -1,0 +1,106 @@
+"""A `Method` inside an engine, watched and switched off and on from outside."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from freedraft.draft import DraftBatch
+from freedraft.method import Step
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `Method.draft`, which comes between two steps of the engine.
+
+    Attributes:
+        began, ended: seconds on the clock of `time.perf_counter`.
+        on: whether the method was asked.
+        ids: the requests of the step. contexts: their tokens, in all.
+        gained: tokens that each of them gained by the step that has just ended.
+        drafted: depth of each request's draft. nodes: of all drafts, roots included.
+    """
+
+    began: float
+    ended: float
+    on: bool
+    ids: list[str]
+    contexts: int
+    gained: list[int]
+    drafted: list[int]
+    nodes: int
+
+    @property
+    def batch(self) -> int:
+        return len(self.ids)
+
+    @property
+    def pass_seconds(self) -> float | None:
+        """The time of one draft pass, its share of the decisions included; None where nothing was drafted."""
+        depth = max(self.drafted, default=0)
+        return (self.ended - self.began) / depth if depth else None
+
+
+class Switch:
+    """Stands in for `method.draft` from now on.
+
+    Where `wants(step)` is false the method is not asked, and the drafts are nothing but roots.
+
+    Args:
+        log: a file that gets every call as a line of JSON; `calls_in` reads it.
+
+    Attributes:
+        calls: all calls so far; the caller may clear them.
+        error: the last exception of the method, which is also passed on to the engine.
+    """
+
+    def __init__(self, method: Any, wants: Callable[[Step], bool] = lambda step: True, log: Path | None = None) -> None:
+        self.wants, self.log = wants, log
+        self.calls: list[Call] = []
+        self.error: Exception | None = None
+        self._draft: Callable[[Step], DraftBatch] = method.draft
+        method.draft = self._watched
+
+    def _watched(self, step: Step) -> DraftBatch:
+        began, on = time.perf_counter(), self.wants(step)
+        try:
+            draft = self._draft(step) if on else DraftBatch.roots(step.roots)
+        except Exception as error:
+            self.error = error
+            raise
+        ended = time.perf_counter()
+        nodes = np.arange(draft.max_nodes) < draft.counts[:, None]
+        ids, gained, depths = list(step.request_ids), step.gained.tolist(), np.where(nodes, draft.depths, 0)
+        drafted, total = depths.max(1, initial=0).tolist(), int(nodes.sum())
+        self.calls.append(Call(began, ended, on, ids, int(step.contexts.sum()), gained, drafted, total))
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write(json.dumps(asdict(self.calls[-1])) + "\n")
+        return draft
+
+
+def calls_in(log: Path) -> list[Call]:
+    return [Call(**json.loads(line)) for line in log.read_text().splitlines()]
+
+
+def baseline_seconds(calls: Sequence[Call], batch: int) -> list[float]:
+    """Seconds of each step of `batch` requests that verified no drafts, from one call's end to the next one's begin."""
+    pairs = [(a, b) for a, b in pairwise(calls) if a.batch == batch and a.ids == b.ids]
+    return [after.began - call.ended for call, after in pairs if not any(call.drafted)]
+
+
+def verdicts(calls: Sequence[Call]) -> list[tuple[int, int]]:
+    """(drafted, accepted) tokens of each request in each step, as far as the request took part in the next one."""
+    return [
+        (drafted, after.gained[after.ids.index(name)] - 1)
+        for call, after in pairwise(calls)
+        for name, drafted in zip(call.ids, call.drafted, strict=True)
+        if name in after.ids
+    ]

@@ -1,0 +1,50 @@
+"""What methods are built for: `EngineContext` of an SGLang server, before it starts and in its scheduler."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from freedraft.engines.sglang.guards import decode_backend, widths_for
+from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
+from freedraft.method import EngineContext
+
+
+def published_config(args: Any) -> Any:
+    """The model's config as it was published: SGLang rounds the one that it works with to what its ranks can share."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    return get_config(args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision)
+
+
+def context_at_start(args: Any) -> EngineContext:
+    """In the front-end process, from ServerArgs with our defaults in."""
+    config = published_config(args)
+    nodes = args.speculative_num_draft_tokens
+    return EngineContext(
+        hf_config=config,
+        vocab_size=getattr(config.get_text_config(), "vocab_size", None),
+        max_draft_tokens=nodes - 1,
+        max_batch=args.max_running_requests,
+        widths=widths_for(decode_backend(args) or "", nodes),
+        tensor_parallel=args.tp_size,
+    )
+
+
+def context_of_worker(target_worker: Any, widths: tuple[int, ...]) -> EngineContext:
+    """In a scheduler."""
+    from sglang.srt.runtime_context import get_parallel
+
+    runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
+    return EngineContext(
+        hf_config=published_config(runner.server_args),
+        vocab_size=runner.model_config.vocab_size,
+        max_draft_tokens=widths[-1] - 1,
+        max_batch=runner.max_running_requests,
+        widths=widths,
+        dtype=str(runner.model_config.dtype).removeprefix("torch."),
+        tensor_parallel=runner.server_args.tp_size,
+        rank=get_parallel().dp_rank or 0,
+        hardware=hardware_name(str(runner.device)),
+        tokenizer_fingerprint=partial(tokenizer_fingerprint, tokenizer) if tokenizer else lambda: None,
+    )

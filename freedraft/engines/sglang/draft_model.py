@@ -1,0 +1,305 @@
+"""`PagedDraftModel`: the target model with some of its sublayers skipped, on the target's own weights and KV pool."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+
+from freedraft.draft_model import Drafted, DraftModel, DraftRound, MatchnessScorer, Recipe
+from freedraft.engines.many_sets import Sublayer, forward
+from freedraft.engines.sglang.cpu import selected
+from freedraft.engines.sglang.graphs import Captured, capture, swapped_in
+from freedraft.engines.sglang.layers import Stages, check_structure, run_stages, stages_of
+from freedraft.method import Step
+
+logger = logging.getLogger(__name__)
+
+HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+"""(token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed."""
+
+# SGLang keeps it for what padding writes; no request ever has it.
+SPARE_SLOT = 0
+
+
+class DraftPass(NamedTuple):
+    """One token per request through `stages`, and what is wanted of the next one; see `DraftModel.build`."""
+
+    stages: Stages
+    top_k: int
+    entropy: bool
+
+
+class PagedDraftModel(DraftModel):
+    """The target in SGLang, with plain pre-norm layers, on one tensor-parallel rank.
+
+    Kept attention reads the KV that the target wrote for the past, and writes where it is told.
+
+    Args:
+        runner: SGLang's ModelRunner of the target.
+
+    Raises:
+        ConfigError: this model is not built of plain pre-norm layers.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self._model = runner.model
+        check_structure(self._model)
+        self.decoder = self._model.model
+        self.n_layers = len(self.decoder.layers)
+        self._to_capture: dict[Stages, None] = {}
+        self._graphs: dict[Stages, Captured] = {}
+        # Whether a pass is run as the verification of one node, which graphs are captured of, not as plain decoding.
+        self.as_nodes = False
+
+    def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
+        """See `DraftModel.build`. What is built after `capture` runs without CUDA graphs."""
+        stages = stages_of(self.decoder, recipe)
+        if optimize:
+            self._to_capture[stages] = None
+        return DraftPass(stages, top_k, entropy)
+
+    def capture(self) -> None:
+        """Capture CUDA graphs of the passes built to be optimized; does nothing where SGLang captures none.
+
+        A graph is of a step of one node per request, as SGLang captures them under speculation. Where capturing fails,
+        passes run eagerly, which costs time only.
+        """
+        if self.runner.decode_cuda_graph_runner is None:
+            return
+        try:
+            for stages in self._to_capture:
+                with self._in_place(self._runs(stages)):
+                    self._graphs[stages] = capture(self.runner, 1)
+        except Exception as error:
+            self._graphs.clear()
+            logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
+            return
+        self.as_nodes = True
+
+    def capacities(self, step: Step) -> NDArray[np.int32]:
+        """SGLang has reserved slots for the widest tree."""
+        return step.capacities
+
+    def start(self, step: Step, rows: NDArray[np.intp], max_draft_len: int) -> PagedRound:
+        return PagedRound(self, step.engine, max_draft_len)
+
+    def scorer(self, window: int) -> PagedScorer:
+        return PagedScorer(self, window)
+
+    def run(self, stages: Stages, batch: ForwardBatch) -> torch.Tensor:
+        """Logits after one token per request, float [R, V]."""
+        return self.logits(self._runs(stages), batch, self._graphs.get(stages))
+
+    def logits(self, hidden_of: HiddenOf, batch: ForwardBatch, captured: Captured | None = None) -> torch.Tensor:
+        """Logits behind what `hidden_of` computes in place of the model, float [R, V]; eager unless `captured`."""
+        graphs = swapped_in(self.runner, captured or (self.runner.attn_backend, None))
+        with self._in_place(hidden_of), graphs, torch.no_grad():
+            return self.runner.forward(batch).logits_output.next_token_logits
+
+    def _runs(self, stages: Stages) -> HiddenOf:
+        return partial(run_stages, self.decoder, stages)
+
+    @contextlib.contextmanager
+    def _in_place(self, hidden_of: HiddenOf) -> Iterator[None]:
+        """SGLang runs `hidden_of` where it runs the model: everything around the model is its own."""
+        model = self._model
+
+        def forward_skipping(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
+            hidden = hidden_of(input_ids, positions, forward_batch)
+            return model.logits_processor(input_ids, hidden, model.lm_head, forward_batch)
+
+        model.forward = forward_skipping
+        try:
+            yield
+        finally:
+            del model.forward
+
+    def one_token_each(
+        self, whole: Any, rows: torch.Tensor, tokens: torch.Tensor, past: torch.Tensor, slots: torch.Tensor
+    ) -> ForwardBatch:
+        """A pass over one token for each of R rows.
+
+        Args:
+            whole: SGLang's ScheduleBatch; it is not changed.
+            rows: int64 [R] on the CPU, the request of the batch that each token belongs to; one may have several.
+            tokens: int64 [R].
+            past: int64 [R] on the CPU, how many tokens of its request each reads, those before it.
+            slots: int64 [R], where its KV is written.
+        """
+        part = copy.copy(whole)
+        rows_there = rows.to(whole.seq_lens.device)
+        past_there = past.to(whole.seq_lens.device, whole.seq_lens.dtype)
+        part.input_ids, part.out_cache_loc = tokens, slots
+        part.reqs = [whole.reqs[i] for i in rows.tolist()]
+        part.req_pool_indices = whole.req_pool_indices[rows_there]
+        if whole.orig_seq_lens is not None:
+            part.orig_seq_lens = whole.orig_seq_lens[rows_there]
+        if self.as_nodes:  # as the worker verifies a tree of nothing but its root
+            part.forward_mode = ForwardMode.TARGET_VERIFY
+            part.seq_lens, part.seq_lens_cpu = past_there, past
+            seen = len(rows) if selected() else int(past.sum()) + len(rows)
+            part.spec_info = NgramVerifyInput(
+                draft_token=tokens,
+                custom_mask=torch.ones(seen, dtype=torch.bool, device=tokens.device),
+                positions=past_there.to(torch.int64),
+                draft_token_num=1,
+            )
+        else:
+            part.forward_mode = ForwardMode.DECODE
+            part.seq_lens, part.seq_lens_cpu = past_there + 1, past + 1
+            part.spec_info = None
+        part.seq_lens_sum = int(part.seq_lens_cpu.sum())
+        part.return_logprob = False
+        part.top_logprobs_nums = part.token_ids_logprobs = None
+        return ForwardBatch.init_new(part, self.runner, return_hidden_states_before_norm=False)
+
+
+class PagedRound(DraftRound):
+    """One step's draft passes over a batch of B requests.
+
+    Position `seq_lens[b] + j` of request b is slot `slots[b, j]`: reserved by SGLang for this step's verification,
+    which rewrites it. Pass j reads the slots of positions below and writes that one: it never touches a committed
+    token.
+
+    Args:
+        batch: SGLang's ScheduleBatch in decoding, before its verification; it is not changed.
+        max_draft_len: most positions.
+    """
+
+    def __init__(self, model: PagedDraftModel, batch: Any, max_draft_len: int) -> None:
+        self._model = model
+        self._batch = batch
+        self.slots: torch.Tensor = assign_extend_cache_locs_func(
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=batch.req_to_token_pool.req_to_token,
+            start_offset=batch.seq_lens,
+            end_offset=batch.seq_lens + max_draft_len,
+            batch_size=len(batch.reqs),
+            draft_token_num=max_draft_len,
+            device=batch.seq_lens.device,
+        ).view(-1, max_draft_len)
+
+    def run(self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> Drafted:
+        batch, device = self._batch, self.slots.device
+        here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))
+        there = here.to(device)
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(device, non_blocking=True)
+        part = self._model.one_token_each(
+            batch, here, ids, batch.seq_lens_cpu[here] + position, self.slots[there, position]
+        )
+        logits = self._as_sampled(self._model.run(draft_pass.stages, part), there)
+        return most_likely(logits, draft_pass.top_k, draft_pass.entropy)
+
+    def _as_sampled(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The distribution that the request samples from, as far as one request's own settings go."""
+        sampling = self._batch.sampling_info
+        if sampling.logit_bias is not None:
+            logits = logits + sampling.logit_bias[rows]
+        return logits if sampling.is_all_greedy else logits / sampling.temperatures.view(-1, 1)[rows]
+
+
+def most_likely(logits: torch.Tensor, top_k: int, entropy: bool = False) -> Drafted:
+    """The most likely tokens of each row of float [R, V]."""
+    logits = logits.float()
+    total = torch.logsumexp(logits, -1, keepdim=True)
+    known = min(top_k, logits.shape[1])
+    values, tokens = logits.topk(known, -1) if known > 1 else logits.max(-1, keepdim=True)
+    parts = [tokens.double(), torch.exp(values - total).double()]
+    if entropy:
+        probabilities = torch.exp(logits - total)
+        parts.append((total - (probabilities * logits).nan_to_num(0.0).sum(-1, keepdim=True)).double())
+    host = torch.cat(parts, 1).cpu().numpy()  # one transfer
+    padding = ((0, 0), (0, top_k - known))
+    return Drafted(
+        np.pad(host[:, :known].astype(np.int32), padding),
+        np.pad(host[:, known : 2 * known].astype(np.float32), padding),
+        host[:, -1].astype(np.float32) if entropy else None,
+    )
+
+
+class PagedScorer(MatchnessScorer):
+    """Matchness of recipes on the newest tokens that a request has generated.
+
+    Each token of the window is a row of an eager decoding pass, under each recipe: it reads the target's KV of what
+    comes before it and writes into SGLang's spare slot, so that no committed KV is touched. Where the attention backend
+    reads the token's own KV from the pool (the CPU platform's does) it is the target's; in a real draft it would be the
+    draft's. All else is as there.
+    """
+
+    def __init__(self, model: PagedDraftModel, window: int) -> None:
+        self.model = model
+        self.window = window
+        # SGLang keeps memory for as many rows as there may be requests: so many recipes, and so many tokens of each,
+        # in one pass.
+        rows = int(model.runner.max_running_requests)
+        self._recipes, self._part = max(1, rows // window), min(window, rows)
+        self._turn = 0
+        self._batch: Any = None
+        self._row = self._length = 0
+        self._tokens = self._next = np.zeros(0, np.int64)
+
+    def observe(self, step: Step) -> bool:
+        batch = step.engine
+        prompts = np.array([len(request.origin_input_ids_unpadded) for request in batch.reqs])
+        able = np.flatnonzero(step.contexts - prompts > self.window)
+        if not len(able):
+            return False
+        row = int(able[self._turn % len(able)])
+        self._turn += 1
+        text = step.history(row)[-self.window - 1 :].astype(np.int64)
+        # The newest token's KV is not computed yet.
+        self._batch, self._row, self._length = batch, row, int(batch.seq_lens_cpu[row])
+        self._tokens, self._next = text[:-1], text[1:]
+        return True
+
+    def __call__(self, recipes: Sequence[Recipe]) -> NDArray[np.float64]:
+        bits = np.array([recipe.bits for recipe in recipes], np.bool_)
+        parts = range(0, self.window, self._part)
+        right = [
+            np.concatenate([self._right(bits[i : i + self._recipes], j, j + self._part) for j in parts], 1)
+            for i in range(0, len(bits), self._recipes)
+        ]
+        return np.concatenate(right).mean(1)
+
+    def _right(self, skipped: NDArray[np.bool_], start: int, end: int) -> NDArray[np.bool_]:
+        """bool [J, n]: after which tokens of the window from `start` on each recipe drafts what came."""
+        tokens = self._tokens[start:end]
+        recipes, count = len(skipped), len(tokens)
+        rows, device = recipes * count, self._batch.seq_lens.device
+        first = self._length - self.window + start
+        part = self.model.one_token_each(
+            self._batch,
+            torch.full((rows,), self._row),
+            torch.from_numpy(np.tile(tokens, recipes)).to(device),
+            torch.arange(first, first + count).repeat(recipes),
+            torch.full((rows,), SPARE_SLOT, device=device),
+        )
+
+        def hidden_of(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+            decoder = self.model.decoder
+            sublayers = []
+            for layer in decoder.layers:
+                attention = partial(_attend, layer.self_attn, positions, batch)
+                sublayers.append(Sublayer(layer.input_layernorm, attention, True))
+                sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
+            stream = forward(decoder.embed_tokens(ids).view(recipes, count, -1), sublayers, skipped)
+            return decoder.norm(stream.view(rows, -1))
+
+        drafted = self.model.logits(hidden_of, part).argmax(-1).view(recipes, count).cpu().numpy()
+        return drafted == self._next[start:end]
+
+
+def _attend(attention: Any, positions: torch.Tensor, batch: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return attention(positions=positions, hidden_states=hidden, forward_batch=batch)

@@ -1,0 +1,157 @@
+"""Verification of draft trees: from the logits of their nodes to the tokens that are accepted and the KV that stays."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from freedraft_kernels import KVPool, TreeBatch, Verification, target_probs, verify_greedy, verify_sampled
+from numpy.typing import NDArray
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.speculative.spec_utils import (
+    GrammarTree,
+    build_grammar_vocab_mask,
+    move_accept_tokens_to_target_kvcache,
+)
+
+from freedraft.draft import DraftBatch
+
+logger = logging.getLogger(__name__)
+
+
+class TreeVerifier:
+    """Verifies trees of B requests, of n nodes each: at most N.
+
+    Args:
+        max_nodes: N.
+        ranks: SGLang's group of tensor-parallel ranks.
+        device: of the logits.
+        allocator: of the KV pool that accepted paths are compacted in.
+    """
+
+    def __init__(self, max_nodes: int, ranks: Any, device: Any, allocator: Any) -> None:
+        self._max_nodes, self._ranks, self._device, self._allocator = max_nodes, ranks, device, allocator
+        self._pool: KVPool | None = None
+        kv = allocator.get_kvcache()
+        if isinstance(kv, MHATokenToKVPool) and not kv.is_quantized_kv_cache:
+            try:
+                self._pool = KVPool([buffer.flatten(0, -3) for buffer in (*kv.k_buffer, *kv.v_buffer)])
+            except (ValueError, RuntimeError) as error:  # a layout of its own: SGLang's move knows it
+                logger.info("freedraft: accepted tokens are moved by SGLang (%s)", error)
+
+    def verify(self, batch: Any, host_tree: DraftBatch, tree: TreeBatch, output: Any) -> Verification:
+        """The outcome of a verifying pass, the same on every tensor-parallel rank; KV and logprobs follow it.
+
+        Args:
+            batch: SGLang's ScheduleBatch as it was verified.
+            host_tree, tree: the trees, on the host and on the device.
+            output: the pass's LogitsProcessorOutput, whose logits (float [B * n, V]) are processed in place.
+        """
+        self._process_logits(batch, output.next_token_logits, host_tree)
+        verified = self._agree(self._verify(batch, tree, output.next_token_logits))
+        width = tree.max_nodes
+        if width > 1:
+            self._compact(batch, verified, width)
+        if batch.return_logprob:
+            compute_spec_logprobs(batch, output, _by_node(verified), accept_index=self._flat(verified.accepted, width))
+        return verified
+
+    def _process_logits(self, batch: Any, logits: torch.Tensor, tree: DraftBatch) -> None:
+        """In place: everything that SGLang's sampler does to logits before the softmax, at each node."""
+        sampling, width = batch.sampling_info, tree.max_nodes
+        grammar = self._grammar_mask(batch, tree) if batch.has_grammar else None
+        sampling.grammar_mask = None  # the prefill's, if any
+        if sampling.has_custom_logit_processor:
+            apply_custom_logit_processor(logits, sampling, num_tokens_in_batch=width)
+        if tree.counts.max() == 1:  # the only case with penalties, see `Step.capacities`
+            sampling.apply_logits_bias(logits.view(tree.batch_size, width, -1)[:, 0])
+        elif sampling.logit_bias is not None:
+            logits.add_(sampling.logit_bias.repeat_interleave(width, 0))
+        if grammar is not None:
+            grammar.apply(logits)
+
+    def _grammar_mask(self, batch: Any, tree: DraftBatch) -> Any:
+        child, sibling = tree_links(tree)
+        return build_grammar_vocab_mask(
+            reqs=batch.reqs,
+            tree=GrammarTree.from_host(child, sibling, torch.from_numpy(tree.tokens.astype(np.int64))),
+            sampling_info=batch.sampling_info,
+            device=self._device,
+            barrier=None,
+        )
+
+    def _verify(self, batch: Any, tree: TreeBatch, logits: torch.Tensor) -> Verification:
+        """logits: [B * n, V], processed."""
+        sampling = batch.sampling_info
+        logits = logits.view(tree.batch_size, tree.max_nodes, -1)
+        if sampling.is_all_greedy:
+            return verify_greedy(tree, logits.argmax(-1))
+        probs = target_probs(
+            logits,
+            sampling.temperatures.view(-1),
+            top_ks=sampling.top_ks if sampling.need_top_k_sampling else None,
+            top_ps=sampling.top_ps if sampling.need_top_p_sampling else None,
+            min_ps=sampling.min_ps if sampling.need_min_p_sampling else None,
+        )
+        seeds = sampling.sampling_seed
+        if seeds is None:
+            seeds = torch.randint(2**62, (tree.batch_size,), device=self._device)
+        return verify_sampled(tree, probs, seeds.to(torch.int64), batch.seq_lens)
+
+    def _agree(self, verified: Verification) -> Verification:
+        """Rank 0's outcome on all tensor-parallel ranks: their logits may differ in the last bit, and their coins."""
+        if self._ranks.world_size == 1:
+            return verified
+        width = verified.tokens.shape[1]
+        flat = torch.cat((verified.accepted, verified.tokens, verified.lengths[:, None], verified.bonus[:, None]), 1)
+        self._ranks.broadcast(flat, src=0)
+        accepted, tokens, lengths, bonus = flat.split((width, width, 1, 1), 1)
+        return Verification(
+            accepted.contiguous(), lengths.squeeze(1).contiguous(), tokens.contiguous(), bonus.squeeze(1).contiguous()
+        )
+
+    def _compact(self, batch: Any, verified: Verification, width: int) -> None:
+        """Bring the KV of the accepted path to the front of the verify window."""
+        if self._pool is not None:
+            self._pool.compact(batch.out_cache_loc.view(-1, width), verified)
+        else:
+            move_accept_tokens_to_target_kvcache(
+                batch,
+                self._flat(verified.accepted, width)[:, :width].contiguous(),
+                verified.lengths - 1,
+                self._allocator,
+            )
+
+    def _flat(self, accepted: torch.Tensor, width: int) -> torch.Tensor:
+        """int32 [B, N]: accepted nodes counted over the whole batch, -1 beyond each path."""
+        first = torch.arange(0, accepted.numel(), width, dtype=torch.int32, device=self._device)[:, None]
+        flat = torch.where(accepted >= 0, accepted + first, -1)
+        return F.pad(flat, (0, self._max_nodes - width), value=-1)
+
+
+def tree_links(tree: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """First child and next sibling of each node, int64 [B, n], -1 where there is none."""
+    nodes = np.arange(tree.max_nodes)
+    present = nodes < tree.counts[:, None]
+    parents = np.where(present, tree.parents, -2)
+    later = nodes[:, None] < nodes  # [i, j]: j comes after i
+    children = parents[:, None, :] == nodes[:, None]
+    siblings = (parents[:, None, :] == parents[:, :, None]) & later & (present & (tree.parents >= 0))[:, :, None]
+
+    def first(candidates: NDArray[np.bool_]) -> torch.Tensor:
+        return torch.from_numpy(np.where(candidates.any(-1), candidates.argmax(-1), -1).astype(np.int64))
+
+    return first(children), first(siblings)
+
+
+def _by_node(verified: Verification) -> torch.Tensor:
+    """int32 [B * n]: the token accepted after each node; 0 at nodes off the path."""
+    batch, width = verified.accepted.shape
+    spare = torch.where(verified.accepted >= 0, verified.accepted, width).to(torch.int64)
+    out = verified.tokens.new_zeros(batch, width + 1).scatter_(1, spare, verified.tokens.clamp(min=0))
+    return out[:, :width].reshape(-1)
