@@ -68,13 +68,6 @@ MACHINES: dict[str, tuple[StepTime, ModelShape, str, float]] = {
 }
 
 
-def cut(drafts: DraftBatch, total: int) -> None:
-    """Keep the `total` draft tokens of the highest scores in the batch."""
-    rows = np.arange(drafts.batch_size)
-    while (drafts.counts - 1).sum() > total:
-        drafts.counts[np.where(drafts.counts > 1, drafts.scores[rows, drafts.counts - 1], np.inf).argmin()] -= 1
-
-
 class Replay:
     """A batch of recorded answers that is always full, until all of them are done."""
 

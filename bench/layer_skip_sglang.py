@@ -42,8 +42,7 @@ def register() -> None:
     from freedraft.engines.sglang import registration
     from layerskip_plugin.method import SPEC
 
-    install: Any = registration.install
-    install(replace(SPEC, name=ALGORITHM, factory=f"{__name__}:make_method"))
+    registration.register(replace(SPEC, name=ALGORITHM, factory=f"{__name__}:make_method"))
 
 
 def make_method(options: Any, context: Any, controller: Any = None) -> Any:

@@ -33,7 +33,7 @@ from rich.table import Table
 
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
-from sssd_plugin.drafter import Drafter
+from sssd_plugin.drafter import Drafter, Scoring, Shape
 from sssd_plugin.scoring.weights import Weights
 from sssd_plugin.trace import Row, Trace
 
@@ -96,7 +96,7 @@ def source_of(kind: int) -> str:
 
 
 def sssd(
-    snapshot: Snapshot, budget: int, shape: str, scoring: str, vocab_size: int, weights: Path | None
+    snapshot: Snapshot, budget: int, shape: Shape, scoring: Scoring, vocab_size: int, weights: Path | None
 ) -> DraftFunction:
     drafter = Drafter(vocab_size=vocab_size, max_nodes=budget, scoring=scoring, weights=weights, snapshot=snapshot)
     current, known = "", 0
@@ -293,7 +293,7 @@ def run(trace: Trace, rows: list[Row], name: str, budget: int, arguments: argpar
         draft = reference(documents, budget, trace.vocab_size)
     else:
         snapshot = Snapshot.empty() if arguments.no_store else build_store(trace)
-        draft = sssd(snapshot, budget, shape, str(scoring), trace.vocab_size, weights)
+        draft = sssd(snapshot, budget, shape, scoring, trace.vocab_size, weights)
     used = Weights.load(weights) if weights else None
     return {
         **replay(rows, draft, sources=scoring == "learned"),

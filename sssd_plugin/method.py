@@ -123,7 +123,7 @@ class SssdMethod(Method):
         options, context = self.options, self.context
         return open_live(
             options.live_store,
-            context.vocab_size,
+            context.vocab_size or 0,
             static=self.store.snapshot if self.store else None,
             fingerprint=context.tokenizer_fingerprint(),
             isolation=options.isolation,

@@ -248,12 +248,13 @@ class StepTimes:
 
     def seconds(self, batch: int, query_tokens: ArrayLike, context: float) -> NDArray[np.float64]:
         """Seconds of one step, by query tokens."""
-        return np.interp(query_tokens, CENTRES, self.table(batch, context))
+        return np.interp(np.asarray(query_tokens, np.float64), CENTRES, self.table(batch, context))
 
     def pass_seconds(self, recipe: Recipe, batch: ArrayLike, context: float) -> NDArray[np.float64]:
         """Seconds of one draft pass, by batch size."""
         corrections = self._corrections(recipe).row(context_bucket(context))
-        return np.interp(batch, CENTRES, np.exp(self._log_passes(recipe, context) + corrections + self._level))
+        seconds = np.exp(self._log_passes(recipe, context) + corrections + self._level)
+        return np.interp(np.asarray(batch, np.float64), CENTRES, seconds)
 
     def _corrections(self, recipe: Recipe) -> _Corrections:
         found = self._passes.get(recipe)

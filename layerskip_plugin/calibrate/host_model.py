@@ -109,8 +109,7 @@ class HostModel:
         ids = torch.as_tensor(np.asarray(tokens, np.int64), device=self.embed.weight.device)
         h = self.embed(ids)
         cos, sin = (x[0] for x in self.rotary(h, torch.arange(len(ids), device=ids.device)[None]))
-        keep = torch.zeros(0, dtype=torch.int64) if keep is None else keep
-        keep = keep.to(ids.device)
+        keep = (torch.zeros(0, dtype=torch.int64) if keep is None else keep).to(ids.device)
         keys, values, states = [], [], [h[keep]]
         for layer in self.layers:
             q, k, v = self.project(layer, h, cos, sin)
@@ -196,16 +195,16 @@ class HostModel:
 
         Shapes: q [N, heads, D], past int64[N], near_k and near_v [N, c, kv heads, D]; gives [N, heads, D].
         """
-        longest = int(past.max())
-        keys, values = text.keys[layer][:, :longest], text.values[layer][:, :longest]
+        max_past = int(past.max())
+        keys, values = text.keys[layer][:, :max_past], text.values[layer][:, :max_past]
         n, _, kv, size = near_k.shape
         q = q.reshape(n, kv, -1, size) * self.scale
         far = torch.einsum("nkgd,ktd->nkgt", q, keys)
-        far.masked_fill_((torch.arange(longest, device=past.device) >= past[:, None])[:, None, None], -torch.inf)
+        far.masked_fill_((torch.arange(max_past, device=past.device) >= past[:, None])[:, None, None], -torch.inf)
         close = torch.einsum("nkgd,nckd->nkgc", q, near_k)
         weight = torch.cat([far, close], -1).softmax(-1)
-        mixed = torch.einsum("nkgt,ktd->nkgd", weight[..., :longest], values)
-        mixed += torch.einsum("nkgc,nckd->nkgd", weight[..., longest:], near_v)
+        mixed = torch.einsum("nkgt,ktd->nkgd", weight[..., :max_past], values)
+        mixed += torch.einsum("nkgc,nckd->nkgd", weight[..., max_past:], near_v)
         return mixed.reshape(n, -1, size)
 
     @torch.inference_mode()

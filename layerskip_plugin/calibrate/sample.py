@@ -95,7 +95,5 @@ class Sample:
 
     def states(self, index: int) -> Tensor:
         """float32[N, hidden]: the whole model's hidden states before sublayer `index`."""
-        pairs = zip(self.texts, self.positions, strict=True)
-        return torch.cat(
-            [text.states[index, torch.searchsorted(text.kept, p.to(text.kept.device))] for text, p in pairs]
-        )
+        pairs = [(text, p.to(text.kept.device)) for text, p in zip(self.texts, self.positions, strict=True)]
+        return torch.cat([text.states[index, torch.searchsorted(text.kept, p)] for text, p in pairs])

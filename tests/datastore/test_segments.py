@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.live.store import segments
 from sssd_plugin.datastore.live.forgetting import forget, live_key
 from sssd_plugin.datastore.live.records import Record, scan_segment
 from sssd_plugin.datastore.live.segments import SegmentLog, check_live
-from sssd_plugin.datastore.live.store import open_live
+from sssd_plugin.datastore.live.store import open_live, segments
 from sssd_plugin.datastore.live.tenants import tenant_digest
 from tests.support.stores import read_only_folder
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from freedraft.engines.sglang.source import DraftStep, SourceContext
+
 from freedraft.engines.vllm.tenants import SALT, _from_request
 from sssd_plugin.options import SssdOptions
 from sssd_plugin.sglang import SssdSource

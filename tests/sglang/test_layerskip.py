@@ -146,8 +146,9 @@ def test_another_models_skip_set_stops_the_start(tmp_path):
 
 
 def test_other_architectures_are_refused():
-    from freedraft.config import ConfigError
     from freedraft.engines.sglang.partial_model import check_structure
+
+    from freedraft.config import ConfigError
 
     def bare(cls, **attributes):
         made = cls.__new__(cls)
@@ -181,7 +182,6 @@ def test_other_architectures_are_refused():
 def test_candidates_of_a_pass():
     """The best tokens, their probabilities and the entropy, against numpy."""
     import torch
-
     from freedraft.engines.sglang.partial_model import best
 
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(1)) * 3

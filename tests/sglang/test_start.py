@@ -70,7 +70,7 @@ def test_refused(changed, reason, remedy):
 def test_methods_that_run_the_model_have_one_rank():
     refuse_unsupported(arguments(tp_size=2), "SSSD", cpu_platform=False)
     refuse_unsupported(arguments(tp_size=1), "LAYERSKIP", cpu_platform=False, runs_model=True)
-    with pytest.raises(ConfigError, match="--speculative-algorithm layerskip .* --tp-size 1"):
+    with pytest.raises(ConfigError, match=r"--speculative-algorithm layerskip .* --tp-size 1"):
         refuse_unsupported(arguments(tp_size=2), "LAYERSKIP", cpu_platform=False, runs_model=True)
 
 
