@@ -33,7 +33,7 @@ from rich.table import Table
 
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
-from sssd_plugin.drafter import Drafter, Scoring, Shape
+from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import Weights
 from sssd_plugin.trace import Row, Trace
 
@@ -96,9 +96,11 @@ def source_of(kind: int) -> str:
 
 
 def sssd(
-    snapshot: Snapshot, budget: int, shape: Shape, scoring: Scoring, vocab_size: int, weights: Path | None
+    snapshot: Snapshot, budget: int, shape: Any, scoring: Any, vocab_size: int, weights: Path | None
 ) -> DraftFunction:
-    drafter = Drafter(vocab_size=vocab_size, max_nodes=budget, scoring=scoring, weights=weights, snapshot=snapshot)
+    options: dict[str, Any] = {"scoring": scoring, "weights": weights, "snapshot": snapshot}
+    drafter = Drafter(vocab_size=vocab_size, max_nodes=budget, **options)
+    how: dict[str, Any] = {"max_nodes": budget, "shape": shape}
     current, known = "", 0
 
     def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
@@ -109,7 +111,7 @@ def sssd(
         else:
             drafter.update([request], tokens, np.array([known]), np.array([n]), np.array([n], np.int32))
         current, known = request, n
-        return drafter.draft([request], max_nodes=budget, shape=shape)
+        return drafter.draft([request], **how)
 
     return draft
 

@@ -235,7 +235,7 @@ class Drafter:
                 self._scratch = tuple(candidates.scratch(self.max_nodes, self._max_sub_indices)), None
 
     def _update_view(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
-        """See the live datastore, if there is one, as it is now; the group of each request in the view."""
+        """See the live datastore, if there is one, as it is now; return the group of each request in the view."""
         groups = None
         if self._live is not None:
             tenants = None

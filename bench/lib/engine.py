@@ -86,8 +86,8 @@ class Engine:
 
 def method_of(llm_engine: Any) -> Any:
     """The `Method` of an engine in this process; None without one of ours."""
-    drafter = getattr(llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
-    return getattr(drafter, "method", drafter)
+    drafter: Any = getattr(llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
+    return drafter.guarded.method if hasattr(drafter, "guarded") else None
 
 
 def in_process(script: str, *options: object) -> Any:

@@ -22,7 +22,7 @@ from sssd_plugin.datastore.live.segments import SegmentLog
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
-from sssd_plugin.datastore.live.store import segments, store as live
+from sssd_plugin.datastore.live import segments, store as live
 live.MEMTABLE_TOKENS, segments.SEGMENT_TOKENS = 256, 2000
 store = live.open_live(sys.argv[1], 1000, max_tokens=1 << 18)
 number = int(sys.argv[2])

@@ -15,13 +15,10 @@ class DatastoreError(ValueError):
 
 
 _REMEDIES = {
-    errno.ENOSPC: "free some space or choose another disk",
-    errno.EDQUOT: "free some space or choose another disk",
-    errno.EACCES: "give this user access or choose another path",
-    errno.EPERM: "give this user access or choose another path",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space or choose another disk"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user access or choose another path"),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "correct the path"),
     errno.EROFS: "choose a path on a writable disk",
-    errno.ENOENT: "correct the path",
-    errno.ENOTDIR: "correct the path",
     errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
 }
 

@@ -217,7 +217,7 @@ def _sample_orders(table, ranges, node, orders, skip, max_samples, out):
 
 @njit(nogil=True, cache=True)
 def _count_orders(samples, first_column, min_adding, scratch, n):
-    """Count the samples of each order in its column, longest first; the number of candidates.
+    """Count the samples of each order in its column, longest first; return the number of candidates.
 
     Orders of at least `min_adding` add candidates.
     """

@@ -40,7 +40,7 @@ _LOG_COUNT = np.log(np.arange(512) + 0.1)
 _LOG_TOTAL = np.log(np.arange(512) + 1.0)
 
 _COUNT_FEATURES = ((5, STORE + 1, STORE_ORDERS - 1), (8, INPUT, 4), (12, SKIP_STORE, 5))
-"""(first feature, first column, number of both) of the features ln(count + 0.1) - ln(total + 1); 0 without counts."""
+"""First feature, first column and number of the features ln(count + 0.1) - ln(total + 1), 0 without observations."""
 
 
 class Recorded(NamedTuple):
@@ -78,7 +78,7 @@ def _shares(store, candidates, n):
 
 @njit(nogil=True, cache=True)
 def _interpolation(columns, first, orders, discount):
-    """Write the terms of p <- max(count - discount, 0) / total + (discount * kinds / total) * p; the longest order."""
+    """Write p <- max(count - discount, 0) / total + (discount * kinds / total) * p; return the longest order seen."""
     longest = 0
     for k in range(orders):
         if columns[first + k].total > 0:
@@ -92,7 +92,7 @@ def _interpolation(columns, first, orders, discount):
 
 @njit(nogil=True, cache=True)
 def _choose(store, scratch, n):
-    """Write the shortlist of the n candidates; (its length, longest matching order of the store, of the request)."""
+    """Write the shortlist of the n candidates; return its length, the longest store and request orders."""
     candidates, counts, columns, shortlist = scratch.candidates, scratch.counts, scratch.columns, scratch.shortlist
     store_order = _interpolation(columns, STORE, STORE_ORDERS, STORE_DISCOUNT)
     input_order = _interpolation(columns, INPUT, ORDERS, INPUT_DISCOUNT)
@@ -131,11 +131,8 @@ def _choose(store, scratch, n):
 def score(store, request, scratch, n, weights):
     """Score the most promising of the n candidates that `gather` has counted.
 
-    The shortlist, its features and its probabilities are written: P(next token = candidate), which sum to 1 with
-    P(none of these).
-
-    Returns:
-        (length of the shortlist, weight set used).
+    The shortlist, its features and its probabilities P(next token = candidate) are written; with P(none of these) they
+    sum to 1. Returns the length of the shortlist and the weight set used.
     """
     m, store_order, input_order = _choose(store, scratch, n)
     weight_set = store_order * 6 + (input_order if input_order < 4 else (4 if input_order < 6 else 5))
@@ -172,7 +169,7 @@ def score(store, request, scratch, n, weights):
 
 @njit(nogil=True, cache=True)
 def _start(request, store, scratch):
-    """Write the ranges of the root, node 0; the node of its context without its last token, -1 if there is none."""
+    """Write the ranges of node 0, the root; return the node of its context without its last token, -1 for none."""
     length = len(request.tokens)
     before, here = len(scratch.ranges) - 1, -1
     scratch.samples[0, :, 0] = 0
@@ -187,7 +184,7 @@ def _start(request, store, scratch):
 
 @njit(nogil=True, cache=True)
 def _write_context(request, tree, node, context):
-    """Write the last tokens at `node`, newest first; their number."""
+    """Write the last tokens at `node`, newest first, and return their number."""
     filled, i = 0, len(request.tokens) - 1
     while node > 0 and filled < ORDERS:
         context[filled] = tree.tokens[node]
@@ -202,7 +199,7 @@ def _write_context(request, tree, node, context):
 
 @njit(nogil=True, cache=True)
 def _insert(frontier, pending, capacity, score, parent, token, kind):
-    """Insert a leaf in order of falling score, older ones first among equals; the number held, at most `capacity`."""
+    """Insert a leaf in order of falling score, behind its equals; return the number held, at most `capacity`."""
     if pending < capacity:
         k = pending
         pending += 1

@@ -68,7 +68,7 @@ def scratch() -> Scratch:
 
 @njit(nogil=True, cache=True)
 def _insert_sorted(tokens, suffixes, lo, hi, offset, take, trie, path, used):
-    """Insert evenly spaced suffixes of [lo, hi), which are sorted, into the trie; the number of its nodes afterwards.
+    """Insert evenly spaced suffixes of [lo, hi), which are sorted, into the trie; return its number of nodes.
 
     Both the suffixes and every list of siblings are sorted, so a cursor per level only moves forward.
     """
@@ -132,7 +132,7 @@ def _store_trie(table, tokens, trie, path):
 
 @njit(nogil=True, cache=True)
 def _push(heap, size, order, score, node, match, parent):
-    """Add an entry to the heap, highest score on top, then lowest order; the next size and order."""
+    """Add an entry to the heap, highest score on top, then lowest order; return the next size and order."""
     i = size
     while i > 0:
         up = (i - 1) >> 1
@@ -168,7 +168,7 @@ def _pop(heap, size):
 
 @njit(nogil=True, cache=True)
 def _occurrences(request, members):
-    """Write the newest occurrences of the last token and how far they match (Algorithm 1); their number."""
+    """Write the newest occurrences of the last token and how far they match (Algorithm 1); return their number."""
     tokens = request.tokens
     length, filled = len(tokens), 0
     i = request.heads[find(request.heads, tokens, tokens[length - 1])]
@@ -186,7 +186,7 @@ def _occurrences(request, members):
 
 @njit(nogil=True, cache=True)
 def _expand(tokens, node, groups, counts, members, used, filled):
-    """Group the members of `node` by the token that follows; (number of nodes, fill of `members`)."""
+    """Group the members of `node` by the token that follows; return the numbers of groups and members in use."""
     parent = groups[node]
     depth, first = parent.depth, used
     parent.first = first
@@ -225,7 +225,7 @@ def _expand(tokens, node, groups, counts, members, used, filled):
 
 @njit(nogil=True, cache=True)
 def draft_tree(request, table, max_nodes, chain, min_score, tree, scratch):
-    """Merge all sources, best first, into a tree of at most `max_nodes` nodes (Algorithm 3); their number.
+    """Merge all sources, best first, into a tree of at most `max_nodes` nodes (Algorithm 3); return their number.
 
     A node's kind is the match length of the input it comes from, 0 for the store.
 

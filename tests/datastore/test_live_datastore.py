@@ -12,8 +12,9 @@ import pytest
 
 from sssd_plugin.datastore.index.runs import Run, release, sorted_run
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
-from sssd_plugin.datastore.live.store import SEARCHED, LiveDatastore, merging, open_live
-from sssd_plugin.datastore.live.store import store as live_module
+from sssd_plugin.datastore.live import merging
+from sssd_plugin.datastore.live import store as live_module
+from sssd_plugin.datastore.live.store import SEARCHED, LiveDatastore, open_live
 from sssd_plugin.drafter import Drafter
 
 VOCAB = 500

@@ -77,7 +77,7 @@ class Request:
 
 
 def step(drafting, gained, *, overlap=True, penalties=None):
-    """A step after one by which requests gained tokens: {request: tokens}; without overlap SGLang knows them already."""
+    """A step after one by which requests gained tokens, {request: tokens}; without overlap SGLang knows them."""
     tokens = np.zeros((len(gained), NODES), np.int32)
     for row, new in enumerate(gained.values()):
         tokens[row, : len(new)] = new

@@ -146,9 +146,8 @@ def test_another_models_skip_set_stops_the_start(tmp_path):
 
 
 def test_other_architectures_are_refused():
-    from freedraft.engines.sglang.partial_model import check_structure
-
     from freedraft.config import ConfigError
+    from freedraft.engines.sglang.layers import check_structure
 
     def bare(cls, **attributes):
         made = cls.__new__(cls)
@@ -182,12 +181,13 @@ def test_other_architectures_are_refused():
 def test_candidates_of_a_pass():
     """The best tokens, their probabilities and the entropy, against numpy."""
     import torch
-    from freedraft.engines.sglang.partial_model import best
+
+    from freedraft.engines.sglang.draft_model import most_likely
 
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(1)) * 3
     p = torch.softmax(logits.double(), -1).numpy()
     for wanted in (1, 4, 10):
-        made = best(logits, wanted, entropy=True)
+        made = most_likely(logits, wanted, entropy=True)
         known = min(wanted, 7)
         order = np.argsort(-p, 1)[:, :known]
         assert made.tokens.shape == made.probabilities.shape == (3, wanted)
@@ -197,4 +197,4 @@ def test_candidates_of_a_pass():
         assert made.entropy == pytest.approx(-(p * np.log(p)).sum(1), rel=1e-5)
     forbidden = logits.clone()
     forbidden[:, 2] = -torch.inf
-    assert np.isfinite(best(forbidden, 1, entropy=True).entropy).all()
+    assert np.isfinite(most_likely(forbidden, 1, entropy=True).entropy).all()

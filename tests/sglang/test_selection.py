@@ -103,22 +103,22 @@ def test_knapsack_changes_set_and_length_as_context_grows(selecting):
 
 def test_a_plan_of_another_model_or_machine_is_refused(selecting, tmp_path):
     """The model in the front-end process, the machine in the scheduler's, which has the device."""
-    from types import SimpleNamespace
-
     from transformers import AutoConfig
 
-    from layerskip_plugin.sglang import Options, check_arguments
+    from freedraft.method import EngineContext
+    from layerskip_plugin.method import SPEC
+    from layerskip_plugin.options import LayerSkipOptions
 
     for name, model, where in (("model", "0123456789abcdef", hardware()), ("machine", "", "a Cray")):
         skip = SkipSet(LAYERS, frozenset({2}), frozenset(), model)
         Plan((64,), (Choice(skip, 2, 1.0),), where).save(tmp_path / f"{name}.json", {})
     other, elsewhere = (
-        Options.parse({"selection": "knapsack", "selection_file": str(tmp_path / f"{name}.json")})
+        LayerSkipOptions.parse({"selection": "knapsack", "selection_file": str(tmp_path / f"{name}.json")})
         for name in ("model", "machine")
     )
-    args = SimpleNamespace(tp_size=1, model_path=str(selecting.folder), trust_remote_code=False, revision=None)
+    config = AutoConfig.from_pretrained(selecting.folder)
     with pytest.raises(ValueError, match="another model"):
-        check_arguments(args, other)
-    check_arguments(args, elsewhere)
+        SPEC.check(other, EngineContext(hf_config=config))
+    SPEC.check(elsewhere, EngineContext(hf_config=config))
     with pytest.raises(ValueError, match="measured on a Cray"):
-        elsewhere.make_selector(AutoConfig.from_pretrained(selecting.folder), None, hardware())
+        SPEC.check(elsewhere, EngineContext(hf_config=config, hardware=hardware()))

@@ -95,10 +95,7 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host, port), CONNECT_SECONDS).close()
     except OSError as error:
-        raise DatastoreError(
-            f"cannot reach a Ray cluster at {address}: {error.strerror or error}; "
-            f"correct --ray, or build here with --workers"
-        ) from None
+        raise _unreachable(address, error.strerror or str(error)) from None
 
 
 def _check_health(address: str) -> None:
@@ -111,10 +108,13 @@ def _check_health(address: str) -> None:
     except subprocess.TimeoutExpired:
         healthy = False
     if not healthy:
-        raise DatastoreError(
-            f"cannot reach a Ray cluster at {address}: what listens there does not answer as one; "
-            f"correct --ray, or build here with --workers"
-        )
+        raise _unreachable(address, "what listens there does not answer as one")
+
+
+def _unreachable(address: str, reason: str) -> DatastoreError:
+    return DatastoreError(
+        f"cannot reach a Ray cluster at {address}: {reason}; correct --ray, or build here with --workers"
+    )
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,8 +56,7 @@ class _Audit:
         """Ids, counts, largest id and buckets."""
         tokens = self.sub.tokens[: self.sub.n]
         separators, largest = 0, SEPARATOR
-        for a in range(0, len(tokens), _BLOCK):
-            block = tokens[a : a + _BLOCK]
+        for a, block in _blocks(tokens):
             if int(block.min()) < SEPARATOR or int(block.max()) >= self.vocab_size:
                 raise self._fail("tokens", f"an id outside the vocabulary of {self.vocab_size} after token {a}")
             separators += int(np.count_nonzero(block == SEPARATOR))
@@ -64,26 +65,22 @@ class _Audit:
             raise self._fail("tokens", "document count or largest id differ from the manifest's")
         if len(tokens) and tokens[-1] != SEPARATOR:
             raise self._fail("tokens", "the last document is not closed")
-        if not np.array_equal(
-            self.sub.bucket_starts, bucket_starts(count_ids(tokens, len(self.sub.bucket_starts) - 1))
-        ):
+        starts = self.sub.bucket_starts
+        if not np.array_equal(starts, bucket_starts(count_ids(tokens, len(starts) - 1))):
             raise self._fail("bucket_starts", "it does not agree with the tokens")
 
     def _check_range(self) -> None:
-        order = self.sub.suffix_array
-        for a in range(0, len(order), _BLOCK):
-            block = order[a : a + _BLOCK]
+        for a, block in _blocks(self.sub.suffix_array):
             if int(block.min()) < 0 or int(block.max()) >= self.sub.n:
                 raise self._fail("suffix_array", f"an entry after {a} lies outside the tokens")
 
     def _check_sums(self) -> None:
-        tokens, order = self.sub.tokens[: self.sub.n], self.sub.suffix_array
-        wanted, found = np.zeros(2, np.uint64), np.zeros(2, np.uint64)
-        for a in range(0, len(tokens), _BLOCK):
-            wanted += _sums(a + np.flatnonzero(tokens[a : a + _BLOCK] != SEPARATOR))
-        for a in range(0, len(order), _BLOCK):
-            found += _sums(order[a : a + _BLOCK])
-        if (wanted != found).any():
+        sums = np.zeros(2, np.uint64)  # unsigned, so that they wrap around
+        for a, block in _blocks(self.sub.tokens[: self.sub.n]):
+            sums += _sums(a + np.flatnonzero(block != SEPARATOR))
+        for _, block in _blocks(self.sub.suffix_array):
+            sums -= _sums(block)
+        if sums.any():
             raise self._fail("suffix_array", "it is no permutation of the suffixes")
 
     def _check_neighbours(self, where: NDArray[np.int64]) -> None:
@@ -103,11 +100,10 @@ class _Audit:
         """Every suffix once, each not above the next: by first token, then by the rank of what follows it."""
         tokens, order = self.sub.tokens, self.sub.suffix_array
         rank = np.full(self.sub.n + 1, -1, np.int32)
-        for a in range(0, len(order), _BLOCK):
-            block = order[a : a + _BLOCK]
+        for a, block in _blocks(order):
             rank[block] = np.arange(a, a + len(block), dtype=np.int32)
-        for a in range(0, self.sub.n, _BLOCK):
-            if ((rank[a : min(a + _BLOCK, self.sub.n)] >= 0) != (tokens[a : min(a + _BLOCK, self.sub.n)] >= 0)).any():
+        for a, block in _blocks(tokens[: self.sub.n]):
+            if ((rank[a : a + len(block)] >= 0) != (block >= 0)).any():
                 raise self._fail("suffix_array", "it is no permutation of the suffixes")
         for a in range(0, len(order) - 1, _BLOCK):
             left, right = order[a : a + _BLOCK], order[a + 1 : a + _BLOCK + 1]
@@ -117,6 +113,12 @@ class _Audit:
             sorted_ = (x < y) | ((x == y) & ((next_x < next_y) | ((next_x == -1) & (next_y == -1))))
             if not sorted_.all():
                 raise self._fail("suffix_array", f"not sorted at entry {a + int(np.argmin(sorted_))}")
+
+
+def _blocks(array: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int32]]]:
+    """Parts of a mapped array, which may be larger than the memory, and where they start."""
+    for start in range(0, len(array), _BLOCK):
+        yield start, array[start : start + _BLOCK]
 
 
 def _sums(positions: NDArray[np.integer]) -> NDArray[np.uint64]:

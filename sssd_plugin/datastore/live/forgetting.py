@@ -35,20 +35,21 @@ def forget(directory: Path, stays: Callable[[Record], bool]) -> tuple[int, int]:
         manifest = LiveManifest.of(folder)
         if manifest is None:
             return 0, 0
-        erased: list[int] = []
+        documents = tokens = 0
         parts: list[SegmentEntry | list[Record]] = []
         for entry in manifest.segments:
             records = scan_segment(folder / entry.name).records
             kept = [record for record in records if stays(record)]
-            erased += [len(record.tokens) for record in records if not stays(record)]
+            documents += len(records) - len(kept)
+            tokens += sum(len(record.tokens) for record in records) - sum(len(record.tokens) for record in kept)
             if len(kept) == len(records):
                 parts.append(entry)
             elif kept:
                 parts.append(kept)
         with reporting("write", folder):
-            if erased:
+            if documents:
                 replace_segments(folder, manifest, parts)
-        return len(erased), sum(erased)
+        return documents, tokens
     finally:
         lock.release()
 

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from sssd_plugin.datastore.index.runs import Run, merged, release
@@ -20,6 +21,7 @@ _RELEASE_SECONDS = 1.0
 _RELEASED_TOKENS = 1 << 16  # smaller runs are unmapped in no time
 
 
+@dataclass(slots=True, eq=False)
 class Merge:
     """Runs to replace by one.
 
@@ -31,12 +33,12 @@ class Merge:
         done: set when `result` is there, or the merge failed.
     """
 
-    __slots__ = ("cut", "done", "due", "inputs", "owner", "result")
-
-    def __init__(self, owner: Any, inputs: list[Run], cut: int, due: int) -> None:
-        self.owner, self.inputs, self.cut, self.due = owner, inputs, cut, due
-        self.done = threading.Event()
-        self.result: Run | None = None
+    owner: Any
+    inputs: list[Run]
+    cut: int
+    due: int
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Run | None = None
 
 
 class MergeThread:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import dataclass, field
 
 from sssd_plugin.datastore.index.runs import Run
 from sssd_plugin.datastore.index.view import View
@@ -12,6 +13,7 @@ FACTOR = 4
 """An older run is merged with newer ones that are together more than a FACTOR-th of it."""
 
 
+@dataclass(slots=True, eq=False)
 class Tenant:
     """What is learnt from one tenant's requests, or from everybody's where tenants are not kept apart.
 
@@ -24,14 +26,12 @@ class Tenant:
         view: what the tenant's requests draft from.
     """
 
-    __slots__ = ("asked_for", "busy", "digest", "memtable", "runs", "view")
-
-    def __init__(self, digest: bytes, view: View) -> None:
-        self.digest, self.view = digest, view
-        self.runs: list[Run] = []
-        self.memtable: Run | None = None
-        self.busy = False
-        self.asked_for = time.monotonic()
+    digest: bytes
+    view: View
+    runs: list[Run] = field(default_factory=list)
+    memtable: Run | None = None
+    busy: bool = False
+    asked_for: float = field(default_factory=time.monotonic)
 
     @property
     def all_runs(self) -> list[Run]:

@@ -4,10 +4,12 @@ What a request does is in its id, as words between dashes: `set2` drafts with sk
 place of trees, `nodes` runs draft passes as verifications of one node (as with CUDA graphs), `replay` drafts nothing
 and verifies what the request with the same word `as...` had drafted.
 
-Algorithm `composed_any` is the composed one with draft passes for requests at random.
+Algorithm `hybrid_any` is the hybrid one with draft passes for requests at random.
 """
 
 import collections
+import copy
+import dataclasses
 import hashlib
 import json
 import os
@@ -21,95 +23,116 @@ TIMES = "LAYERSKIP_TEST_TIMES"  # what a draft pass and a step are said to take,
 
 def register():
     # Whatever the first engine of this process is for: SGLang loads plugins once.
-    from freedraft.engines.sglang.registration import install
+    from freedraft.engines.sglang.registration import register
+    from freedraft.hybrid import SPEC as HYBRID
+    from layerskip_plugin.method import SPEC as LAYERSKIP
 
-    install("layerskip_checked", make_checked, runs_model=True)
-    install("composed_any", make_any, runs_model=True)
+    register(dataclasses.replace(LAYERSKIP, name="layerskip_checked", factory=f"{__name__}:make_checked", role=None))
+    register(dataclasses.replace(HYBRID, name="hybrid_any", factory=f"{__name__}:make_any"))
 
 
-def make_any(context):
-    from freedraft.composition import Choice
-    from freedraft.engines.sglang.composed import make_source
+def make_any(options, context, controller):
+    from freedraft.cost.acceptance import PASS_KINDS
+    from freedraft.hybrid.choice import Choice
+    from freedraft.hybrid.method import HybridMethod
 
     path = Path(os.environ[LOG])
     coins = np.random.default_rng(1)
     totals = collections.Counter()
-    source = make_source(context)
-    composer = source.composer
-    chosen = composer.choose
 
-    def choose(request_ids, draft, allowed, most):
-        choice = chosen(request_ids, draft, allowed, most)  # what it would have been: its code runs, too
-        rows = np.flatnonzero(allowed & (coins.random(len(allowed)) < 0.5))
-        totals["mixed"] += 0 < len(rows) < len(allowed)
-        return Choice(rows, int(coins.integers(1, most + 1)), max(choice.rate, 100.0))
+    class Any(HybridMethod):
+        def _choose(self, step, draft, capacities):
+            choice, kept = super()._choose(step, draft, capacities)  # what it would have been: its code runs, too
+            allowed = capacities > 0
+            rows = np.flatnonzero(allowed & (coins.random(len(allowed)) < 0.5))
+            totals["mixed"] += 0 < len(rows) < len(allowed)
+            longest = int(coins.integers(1, max(1, capacities.max()) + 1))
+            return Choice(rows, longest, max(choice.rate, 100.0)), kept
 
-    composer.choose = choose
-    draft = source.draft
+        def draft(self, step):
+            tree = super().draft(step)
+            tree.check()
+            for b in range(tree.batch_size):
+                nodes = int(tree.counts[b]) - 1
+                if nodes > 0:
+                    totals["of the model" if tree.kinds[b, 1] >= PASS_KINDS else "of n-grams"] += nodes
+            path.write_text(json.dumps(totals))
+            return tree
 
-    def drafting(step, width):
-        tree = draft(step, width)
-        tree.check()
-        for b in range(tree.batch_size):
-            nodes = int(tree.counts[b]) - 1
-            if nodes > 0:
-                totals["of the model" if tree.kinds[b, 1] == MODEL_KIND else "of n-grams"] += nodes
-        path.write_text(json.dumps(totals))
-        return tree
-
-    from freedraft.composer import MODEL_KIND
-
-    source.draft = drafting
-    return source
+    return Any(options, context, controller)
 
 
-def make_checked(context):
-    from layerskip_plugin.sglang import LayerSkipSource, make_source
+def words(request_id):
+    return set(request_id.split("-"))
+
+
+def set_of(request_id):
+    """Number of the skip set that the id asks for; None for none."""
+    return next((number for number in range(4) if f"set{number}" in words(request_id)), None)
+
+
+def recorded_as(request_id):
+    return next((word for word in words(request_id) if word.startswith("as")), None)
+
+
+def make_checked(options, context, controller):
+    from layerskip_plugin.method import LayerSkipMethod
 
     path = Path(os.environ[LOG])
     totals = collections.Counter()
-    runner = context.target_worker.model_runner
     trees, hashes = {}, collections.defaultdict(list)
-
-    def words(request_id):
-        return set(request_id.split("-"))
-
-    def told(request_id):
-        return next((word for word in words(request_id) if word.startswith("as")), None)
 
     def write():
         path.write_text(json.dumps({**totals, "hashes": hashes}))
 
-    class Checked(LayerSkipSource):
-        def draft(self, step, width):
-            ids = step.request_ids
-            totals["steps"] += 1
-            totals["rounds"] += width > 1
+    class Checked(LayerSkipMethod):
+        def prepare(self, model):
+            super().prepare(model)
+            self.paged = model
+            record = self.lookahead.record_acceptance
+
+            def recording(request_ids, drafted, accepted, path):
+                for request_id, d, a in zip(request_ids, drafted.tolist(), accepted.tolist(), strict=True):
+                    totals[f"drafted by set {set_of(request_id)}"] += d
+                    totals[f"accepted of set {set_of(request_id)}"] += a
+                record(request_ids, drafted, accepted, path)
+
+            self.lookahead.record_acceptance = recording
             if os.environ.get(TIMES):
-                tree = super().draft(step, width)
-                write()
-                return tree
-            kv = runner.token_to_kv_pool
-            buffers = [*kv.k_buffer, *kv.v_buffer]
+                times, (one_pass, one_step) = self.auto.times, map(float, os.environ[TIMES].split())
+                update, update_pass = times.update, times.update_pass
+                times.update = lambda batch, tokens, context, seconds: update(batch, tokens, context, one_step)
+                times.update_pass = lambda recipe, batch, context, seconds: update_pass(
+                    recipe, batch, context, one_pass
+                )
+
+        def draft(self, step):
+            totals["steps"] += 1
+            tree = super().draft(step) if os.environ.get(TIMES) else self.checked(step)
+            totals["rounds"] += self._last is not None
+            write()
+            return tree
+
+        def checked(self, step):
+            ids, batch, runner = step.request_ids, step.engine, self.paged.runner
+            buffers = [*runner.token_to_kv_pool.k_buffer, *runner.token_to_kv_pool.v_buffer]
             rows = runner.req_to_token_pool.req_to_token
-            batch = step.batch
             lengths = batch.seq_lens_cpu.tolist()
             for request_id, row, length in zip(ids, batch.req_pool_indices.tolist(), lengths, strict=True):
-                if told(request_id):
+                if recorded_as(request_id):
                     slots = rows[row, :length].long()
                     kept = b"".join(buffer[slots].numpy().tobytes() for buffer in buffers)
                     hashes[request_id].append([length, hashlib.sha256(kept).hexdigest()])
-                for number in range(4):
-                    if f"set{number}" in words(request_id):
-                        self.selector.selection.asked[request_id] = number
-            self.model.as_nodes = any("nodes" in words(request_id) for request_id in ids)
-            self.tree = not any("chain" in words(request_id) for request_id in ids)
-            replays = "replay" in words(ids[0])
-            if replays:
-                return trees[told(ids[0])].pop(0)
+                if set_of(request_id) is not None:
+                    self.selector.selection.asked[request_id] = set_of(request_id)
+            self.paged.as_nodes = any("nodes" in words(request_id) for request_id in ids)
+            self.trees = not any("chain" in words(request_id) for request_id in ids)
+            if "replay" in words(ids[0]):
+                return trees[recorded_as(ids[0])].pop(0)
             before = [buffer.clone() for buffer in buffers]
-            tree = super().draft(step, width)
-            free = np.concatenate(
+            tree = super().draft(step)
+            width = int(step.capacities.max()) + 1
+            window = np.concatenate(
                 [
                     rows[row, length : length + width].numpy()
                     for row, length in zip(batch.req_pool_indices.tolist(), lengths, strict=True)
@@ -118,46 +141,25 @@ def make_checked(context):
             changed = set()
             for old, new in zip(before, buffers, strict=True):
                 changed |= set(np.flatnonzero((old != new).flatten(1).any(1).numpy()).tolist())
-            totals["written outside the window"] += len(changed - set(free.tolist()))
+            totals["written outside the window"] += len(changed - set(window.tolist()))
             totals["written"] += len(changed)
-            if self._last is not None and width > 1:
+            if self._last is not None:
                 drafted = self._last.drafted
                 totals["drafted"] += int(drafted.sum())
                 totals["batch 4"] += len(ids) == 4
                 totals["uneven"] += len(set(drafted.tolist())) > 1
-                totals["sets in a batch"] = max(totals["sets in a batch"], len(set(self.selector.last(ids).tolist())))
+                totals["sets in a batch"] = max(totals["sets in a batch"], len(set(self._sets.tolist())))
                 totals["branches"] += int((tree.counts - 1 - drafted).sum())
             for i, request_id in enumerate(ids):
-                if told(request_id):
-                    import copy
-
+                if recorded_as(request_id):
                     assert i == 0
-                    trees.setdefault(told(request_id), []).append(copy.deepcopy(tree))
+                    trees.setdefault(recorded_as(request_id), []).append(copy.deepcopy(tree))
             tree.check()
-            write()
             return tree
 
-        def finish(self, request_ids):
-            super().finish(request_ids)
-            totals["held"] = len(self.selector)
+        def finish(self, request_id, output, aborted):
+            super().finish(request_id, output, aborted)
+            totals["held"] = len(self.selector) + len(self._running) + len(self._requested)
             write()
 
-    source = make_source(context)
-    source.__class__ = Checked
-    observe = source.lookahead.observe
-
-    def observing(request_ids, drafted, accepted):
-        for request_id, d, a in zip(request_ids, drafted.tolist(), accepted.tolist(), strict=True):
-            for number in range(4):
-                if f"set{number}" in words(request_id):
-                    totals[f"drafted by set {number}"] += d
-                    totals[f"accepted of set {number}"] += a
-        observe(request_ids, drafted, accepted)
-
-    source.lookahead.observe = observing
-    if TIMES in os.environ:
-        times, (one_pass, one_step) = source.times, map(float, os.environ[TIMES].split())
-        note_draft, note_step = times.note_draft, times.note_step
-        times.note_draft = lambda batch, seconds: note_draft(batch, one_pass)
-        times.note_step = lambda batch, tokens, seconds: note_step(batch, tokens, one_step)
-    return source
+    return Checked(options, context, controller)

@@ -5,99 +5,98 @@ served with that selection, whose file is then read from the folder in SELECTION
 others run.
 """
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 
 
 def register():
-    from freedraft.engines.sglang.registration import install
+    from freedraft.engines.sglang.registration import register
+    from layerskip_plugin.method import SPEC
 
-    install("layerskip_selecting", make_selecting, runs_model=True)
+    register(dataclasses.replace(SPEC, name="layerskip_selecting", factory=f"{__name__}:make_selecting", role=None))
 
 
-def make_selecting(context):
+def make_selecting(options, context, controller):
+    from layerskip_plugin.method import LayerSkipMethod
     from layerskip_plugin.selection.base import Static
     from layerskip_plugin.selection.knapsack import Knapsack, Plan
     from layerskip_plugin.selection.knn import Domains, Knn
     from layerskip_plugin.selection.serving import Selector
-    from layerskip_plugin.sglang import LayerSkipSource, make_source
     from layerskip_plugin.skip_set import SkipSet
 
     folder = Path(os.environ["SELECTION_TEST_FOLDER"])
-    runner = context.target_worker.model_runner
     log = {"places": {}, "states": {}, "kv changed": 0, "mixed": 0, "swift sets": [], "searches": 0}
 
-    class Selecting(LayerSkipSource):
-        @property
-        def needs_states(self):
-            return True
+    def write():
+        (folder / "log.json").write_text(json.dumps(log))
 
-        @needs_states.setter
-        def needs_states(self, value):
-            pass
+    class Selecting(LayerSkipMethod):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.needs_prompt_states = True
+            self.swift = self.selector
+            evaluate = self.swift.selection.evaluate
 
-        def begin(self, request_id, tokens):
+            def scoring(recipes):
+                log["searches"] += len(recipes)
+                return evaluate(recipes)
+
+            self.swift.selection.evaluate = scoring
+            self.selectors = {"swift": self.swift}
+
+        def prepare(self, model):
+            super().prepare(model)
+            self.paged = model
+            layers = model.n_layers
+            self.makers = {
+                "static": lambda: Static({"": SkipSet.empty(layers)}),
+                "knn": lambda: Knn(Domains.load(folder / "knn.json", layers)),
+                "plan": lambda: Knapsack(Plan.load(folder / "plan.json", layers)),
+            }
+
+        def begin(self, request_id, tokens, tenant, extra):
             word = request_id.split("-")[0]
             if word not in self.selectors and word in self.makers:
                 self.selectors[word] = Selector(self.makers[word]())
             if self.selector is not self.selectors.get(word, self.swift):
                 assert not len(self.selector)
                 self.selector = self.selectors.get(word, self.swift)
-                self.stages = [self.model.stages(s.attention, s.mlp) for s in self.selector.sets.values()]
-            super().begin(request_id, tokens)
+                self.recipes = list(self.selector.sets.values())
+                self.draft_passes = [self._build(recipe, optimize=False) for recipe in self.recipes]
+            super().begin(request_id, tokens, tenant, extra)
 
-        def take_state(self, request_id, state):
-            log["states"][request_id] = state.float().tolist()
-            super().take_state(request_id, state)
+        def set_prompt_state(self, request_id, state):
+            log["states"][request_id] = state.tolist()
+            super().set_prompt_state(request_id, state)
 
-        def _search(self, step):
-            if self.selector is not self.swift:
-                return
-            kv = runner.token_to_kv_pool
+        def update(self, step):
+            kv = self.paged.runner.token_to_kv_pool
             buffers = [*kv.k_buffer, *kv.v_buffer]
             before = [buffer.clone() for buffer in buffers]
-            super()._search(step)
+            super().update(step)
             for old, new in zip(before, buffers, strict=True):
                 changed = set((old != new).flatten(1).any(1).nonzero().flatten().tolist())
                 log["kv changed"] += len(changed - {0})
 
-        def draft(self, step, width):
-            tree = super().draft(step, width)
+        def draft(self, step):
+            tree = super().draft(step)
             tree.check()
-            if width > 1:
-                places = self.selector.last(step.request_ids).tolist()
-                log["mixed"] = max(log["mixed"], len(set(places)))
-                past, drafted = step.batch.seq_lens_cpu.tolist(), self._last.drafted.tolist()
-                for request_id, *seen in zip(step.request_ids, past, places, drafted, strict=True):
-                    log["places"].setdefault(request_id, []).append([seen[0] + 1, *seen[1:]])
+            places = self.selector.last_choices(step.request_ids).tolist()
+            drafted = [0] * step.batch_size if self._last is None else self._last.drafted.tolist()
+            log["mixed"] = max(log["mixed"], len(set(places)))
+            for request_id, *seen in zip(step.request_ids, step.contexts.tolist(), places, drafted, strict=True):
+                log["places"].setdefault(request_id, []).append(seen)
             swift = self.swift.selection
             if swift.incumbent.sublayers not in [tuple(s) for s in log["swift sets"]]:
                 log["swift sets"].append(list(swift.incumbent.sublayers))
-            log["held"] = len(self.selector)
-            (folder / "log.json").write_text(json.dumps(log))
+            write()
             return tree
 
-        def finish(self, request_ids):
-            super().finish(request_ids)
-            log["held"] = len(self.selector) + len(self._newest) + len(self._states)
-            (folder / "log.json").write_text(json.dumps(log))
+        def finish(self, request_id, output, aborted):
+            super().finish(request_id, output, aborted)
+            log["held"] = len(self.selector) + len(self._running) + len(self._requested) + len(self._prompt_states)
+            write()
 
-    source = make_source(context)
-    source.__class__ = Selecting
-    source.swift = source.selector
-    evaluate = source.swift.selection.evaluate
-
-    def scoring(skips):
-        log["searches"] += len(skips)
-        return evaluate(skips)
-
-    source.swift.selection.evaluate = scoring
-    source.selectors = {"swift": source.swift}
-    layers = source.model.n_layers
-    source.makers = {
-        "static": lambda: Static({"": SkipSet.empty(layers)}),
-        "knn": lambda: Knn(Domains.load(folder / "knn.json", layers)),
-        "plan": lambda: Knapsack(Plan.load(folder / "plan.json", layers)),
-    }
-    return source
+    return Selecting(options, context, controller)

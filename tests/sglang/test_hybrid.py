@@ -21,7 +21,7 @@ def composed(tmp_path_factory):
         folder,
         counts,
         env,
-        speculative_algorithm="composed_any",
+        speculative_algorithm="hybrid_any",
         speculative_num_draft_tokens=8,
         skip_tokenizer_init=True,
     ) as engine:
@@ -55,20 +55,22 @@ def test_same_tokens(composed, tmp_path, batch):
     ],
 )
 def test_refused_in_one_line(monkeypatch, environment, words):
+    from transformers import LlamaConfig
+
     from freedraft.config import ConfigError
-    from freedraft.engines.sglang import composed
-    from freedraft.engines.sglang.registration import PARTS
+    from freedraft.hybrid import SPEC
+    from freedraft.method import METHODS, EngineContext
     from layerskip_plugin import sglang as layerskip
     from sssd_plugin import sglang as sssd
 
     for part in (sssd, layerskip):  # unless an engine of this process has loaded them
-        if part.NAME not in PARTS:
+        if part.SPEC.name not in METHODS:
             part.register()
     monkeypatch.delenv("FREEDRAFT_POLICY", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises((ConfigError, ValueError)) as error:
-        composed.check_start()
+        SPEC.check(SPEC.option_type.read(), EngineContext(hf_config=LlamaConfig(), widths=(1, 8)))
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
