@@ -30,13 +30,13 @@ from bench.lib.machine import write_json
 from freedraft.cost.acceptance import Acceptance
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import Recipe
+from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, RocThreshold
 from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.lookahead.disco import Comparison, train
 from layerskip_plugin.lookahead.records import Verifications
-from layerskip_plugin.selection.hardware import hardware
 from layerskip_plugin.skip_set import SkipSet
 
 

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib.answers import answers_of, sample_of
 from bench.lib.machine import timed, write_json
 from bench.lib.selection_stream import stream
+from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate import bayesian, knapsack
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
@@ -42,7 +43,6 @@ from layerskip_plugin.calibrate.pass_times import VERIFIED, PassTimes, blank, me
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
 from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.selection.bit_search import BitSearch
-from layerskip_plugin.selection.hardware import hardware
 from layerskip_plugin.selection.swift import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
 

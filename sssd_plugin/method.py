@@ -36,7 +36,7 @@ def check(options: SssdOptions, context: EngineContext) -> None:
     choose_profile(options.hardware)
     if options.metrics_port is not None:
         check_port(options.metrics_port)
-    if options.scoring == "learned":
+    if options.scoring == "learned" or options.weights is not None:
         from sssd_plugin.scoring.weights import Weights
 
         Weights.load(options.weights)

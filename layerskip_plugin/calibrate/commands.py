@@ -116,10 +116,10 @@ def knapsack(
     seed: SeedOption = 0,
 ) -> None:
     """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
+    from freedraft.fingerprints import hardware_name as hardware
     from layerskip_plugin.calibrate.knapsack import best_choice, integer_weights
     from layerskip_plugin.calibrate.pass_times import measure
     from layerskip_plugin.calibrate.run import Run
-    from layerskip_plugin.selection.hardware import hardware
     from layerskip_plugin.selection.knapsack import Plan
 
     try:

@@ -9,12 +9,12 @@ from typing import Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knapsack import Candidate, protected_sublayers, require_tokens, search
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
 from layerskip_plugin.calibrate.sample import Sample
-from layerskip_plugin.selection.hardware import hardware
 
 INTERRUPTED = 130
 GROUP = 8

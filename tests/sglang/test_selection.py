@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.knn import fit
-from layerskip_plugin.selection.hardware import hardware
 from layerskip_plugin.selection.knapsack import Choice, Plan
 from layerskip_plugin.skip_set import SkipSet
 from tests.sglang.conftest import read_counts, sglang_engine

@@ -330,7 +330,7 @@ def test_the_controller_stops_where_a_draft_costs_too_much(layerskip: Any, promp
 
 def test_lookahead_stops_each_request_by_itself(layerskip: Any, prompts: list, plain: dict) -> None:
     """Rows that stop early leave the round; the others' drafts are not affected."""
-    policy = runner_of(layerskip).drafter.guarded.method.lookahead
+    policy = runner_of(layerskip).drafter.guarded.method.lookahead.policies[1]
     lengths: list[list[int]] = []
     policy.threshold, before = 0.7, policy.threshold
     try:
