@@ -189,7 +189,8 @@ def test_a_drafter_that_fails_costs_drafts_and_nothing_else(
         patch.setattr(logging.getLogger("freedraft"), "propagate", True)
         outputs = sssd.generate(prompts[:2], parameters(TOKENS), use_tqdm=False)
     assert tokens_of(outputs) == plain["prompts"][:2]
-    lines = [record for record in caplog.records if "drafting failed" in record.message]
+    # A handler may stand at two loggers and see a record twice.
+    lines = {id(record) for record in caplog.records if "drafting failed" in record.message}
     assert failures(proposer) == len(lines) >= 1
     proposer.guarded.metrics.failures.reset()
     # After its pause it drafts again.
