@@ -66,12 +66,17 @@ class Switch:
         self.calls: list[Call] = []
         self.error: Exception | None = None
         self._draft: Callable[[Step], DraftBatch] = method.draft
+        self._controller = method.controller
         method.draft = self._watched
 
     def _watched(self, step: Step) -> DraftBatch:
         began, on = time.perf_counter(), self.wants(step)
         try:
-            draft = self._draft(step) if on else DraftBatch.roots(step.roots)
+            if on:
+                draft = self._draft(step)
+            else:
+                self._controller.interrupt()
+                draft = DraftBatch.roots(step.roots)
         except Exception as error:
             self.error = error
             raise

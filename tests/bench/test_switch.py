@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from bench.lib.switch import Switch, baseline_seconds, calls_in, verdicts
+from freedraft.cost.hardware import choose_profile
+from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
 from freedraft.method import EngineContext, Method, Step
 
@@ -29,8 +30,7 @@ class Chains(Method):
 
 
 def method() -> Method:
-    controller: Any = None
-    return Chains(None, EngineContext(), controller, "test")
+    return Chains(None, EngineContext(), Fixed(choose_profile("cpu"), LENGTH), "test")
 
 
 def step(ids: list[str], gained: int, drafted: int) -> Step:
