@@ -13,95 +13,50 @@ ENTRY_POINT_GROUP = "vllm.general_plugins"
 # Needed to give an engine's speculative config a method name of ours, or to take it out again.
 CONFIG_HOOKS = (
     Hook("vllm.engine.arg_utils.EngineArgs", "create_speculative_config", purpose="method names"),
-    Hook(
-        "vllm.engine.arg_utils.EngineArgs", fields=("speculative_config", "additional_config"), purpose="method names"
-    ),
-)
+    Hook("vllm.engine.arg_utils.EngineArgs", fields=("speculative_config", "additional_config"),
+         purpose="method names"),
+)  # fmt: skip
 
 # Needed to draft.
 RUNNER_HOOKS = (
     Hook("vllm.config.SpeculativeConfig", fields=("method", "model", "num_speculative_tokens"), purpose="method names"),
     Hook("vllm.config.VllmConfig", fields=("additional_config", "speculative_config"), purpose="options"),
-    Hook(
-        "vllm.v1.spec_decode.custom_class_proposer",
-        "create_custom_proposer",
-        parameters=("vllm_config",),
-        purpose="custom proposers",
-    ),
-    Hook(
-        "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
-        "propose_draft_token_ids",
-        parameters=("scheduler_output", "sampled_token_ids"),
-        purpose="drafting",
-    ),
-    Hook(
-        "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
-        "_update_states",
-        parameters=("scheduler_output",),
-        purpose="start and end of requests",
-    ),
-    Hook(
-        "vllm.v1.core.sched.output.SchedulerOutput",
-        fields=("finished_req_ids", "scheduled_new_reqs", "scheduled_spec_decode_tokens"),
-        purpose="start and end of requests",
-    ),
+    Hook("vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", parameters=("vllm_config",),
+         purpose="custom proposers"),
+    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "propose_draft_token_ids",
+         parameters=("scheduler_output", "sampled_token_ids"), purpose="drafting"),
+    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "_update_states", parameters=("scheduler_output",),
+         purpose="start and end of requests"),
+    Hook("vllm.v1.core.sched.output.SchedulerOutput", fields=("finished_req_ids", "scheduled_new_reqs",
+         "scheduled_spec_decode_tokens"), purpose="start and end of requests"),
     Hook("vllm.v1.core.sched.output.NewRequestData", fields=("req_id",), purpose="start and end of requests"),
     Hook("vllm.v1.worker.gpu_input_batch.InputBatch", "req_ids", purpose="tokens of each request"),
-)
+)  # fmt: skip
 
 # Needed besides to run the target itself as the drafter.
 MODEL_DRAFT_HOOKS = (
     Hook("vllm.config.VllmConfig", "num_lookahead_tokens", purpose="KV slots for drafts"),
     Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "initialize_kv_cache", purpose="building draft passes"),
-    Hook(
-        "vllm.v1.worker.block_table.BlockTable",
-        "__init__",
-        parameters=("block_size", "max_num_blocks_per_req"),
-        purpose="KV slots for drafts",
-    ),
-    Hook(
-        "vllm.v1.attention.backend.CommonAttentionMetadata",
-        fields=(
-            "query_start_loc",
-            "query_start_loc_cpu",
-            "seq_lens",
-            "num_reqs",
-            "num_actual_tokens",
-            "max_query_len",
-            "max_seq_len",
-            "block_table_tensor",
-            "slot_mapping",
-            "causal",
-            "positions",
-            "is_prefilling",
-            "seq_lens_cpu_upper_bound",
-        ),
-        purpose="attention of draft passes",
-    ),
-    Hook(
-        "vllm.v1.worker.utils.AttentionGroup",
-        "build_metadata_for_drafting",
-        parameters=("common_attn_metadata", "draft_index"),
-        purpose="attention of draft passes",
-    ),
-    Hook(
-        "vllm.forward_context",
-        "create_forward_context",
-        parameters=("attn_metadata", "vllm_config"),
-        purpose="attention of draft passes",
-    ),
+    Hook("vllm.v1.worker.block_table.BlockTable", "__init__", parameters=("block_size", "max_num_blocks_per_req"),
+         purpose="KV slots for drafts"),
+    Hook("vllm.v1.attention.backend.CommonAttentionMetadata", fields=("query_start_loc", "query_start_loc_cpu",
+         "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "block_table_tensor",
+         "slot_mapping", "causal", "positions", "is_prefilling", "seq_lens_cpu_upper_bound"),
+         purpose="attention of draft passes"),
+    Hook("vllm.v1.worker.utils.AttentionGroup", "build_metadata_for_drafting", parameters=("common_attn_metadata",
+         "draft_index"), purpose="attention of draft passes"),
+    Hook("vllm.forward_context", "create_forward_context", parameters=("attn_metadata", "vllm_config"),
+         purpose="attention of draft passes"),
     Hook("vllm.forward_context", "override_forward_context", purpose="attention of draft passes"),
-    Hook(
-        "vllm.compilation.decorators",
-        "support_torch_compile",
-        parameters=("dynamic_arg_dims",),
-        purpose="compiled draft passes",
-    ),
+    Hook("vllm.compilation.decorators", "support_torch_compile", parameters=("dynamic_arg_dims",),
+         purpose="compiled draft passes"),
     Hook("vllm.compilation.backends", "set_model_tag", parameters=("tag",), purpose="compiled draft passes"),
-)
+)  # fmt: skip
 
 # Needed besides to tell tenants apart.
-TENANT_HOOKS = (Hook("vllm.v1.core.sched.output.NewRequestData", "from_request", purpose="tenants of live datastores"),)
+TENANT_HOOKS = (
+    Hook("vllm.v1.core.sched.output.NewRequestData", "from_request", purpose="tenants of live datastores"),
+)  # fmt: skip
 
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
 
