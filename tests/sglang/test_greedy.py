@@ -126,7 +126,7 @@ def test_same_answers(drafting, stock):
     done = settled(drafting)
     assert done["held"] == 0, "a request's n-grams outlive it"
     assert done["tokens"] > done["request_steps"], "nothing was accepted"
-    assert done["rebuilt"] == 0, "a request's tokens had to be read again although nothing was retracted"
+    assert done.get("rebuilt", 0) == 0, "a request's tokens had to be read again although nothing was retracted"
     assert done["batch 4"] > 0
     if drafting.settings["speculative_algorithm"] == "sssd_cycle":
         assert done["compacted"] >= 50

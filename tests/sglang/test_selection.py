@@ -53,7 +53,7 @@ def ask(engine, word):
 
 
 def test_swift_searches_while_it_serves(selecting):
-    for _ in range(4):
+    for _ in range(12):
         log, _ = ask(selecting, "swift")
         if len(log["swift sets"]) > 1:
             break
@@ -76,7 +76,7 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(selecting):
         assert state == pytest.approx(theirs, abs=1e-3 * float(np.abs(theirs).max()))
     # The prompts are random: every second one is made a domain of its own by what is said of it here.
     sets = [SETS["weak"], SETS["mixed"], SETS["empty"]]
-    fit([states[::2], states[1::2]], ["even", "odd"], sets, anchors=99).save(selecting.folder / "knn.json", {})
+    fit([states[::2], states[1::2]], ["even", "odd"], sets, max_anchors=99).save(selecting.folder / "knn.json", {})
     log, names = ask(selecting, "knn")
     last = [{place for _, place, _ in log["places"][name]} for name in names]
     assert all(len(places) == 1 for places in last), "a request keeps its set"
