@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
 from freedraft.metrics import check_port, serve
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree
-from layerskip_plugin.lookahead import Cost, Recording
+from layerskip_plugin.lookahead import Cost, Costs, Recording
 from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.swift import WINDOW
@@ -45,7 +45,7 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
         ValueError: one clear line that names the option or file and the remedy.
     """
     selector = options.make_selector(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
-    options.make_lookahead(context, list(selector.sets.values()), _NoCosts())
+    options.make_lookahead(context, list(selector.sets.values()), cast(Costs, None))  # its costs are asked later
     if options.metrics_port is not None:
         check_port(options.metrics_port)
 
@@ -174,7 +174,7 @@ class LayerSkipMethod(ModelMethod):
     def capacities(self, step: Step) -> NDArray[np.int32]:
         assert self._model is not None
         capacities = self._model.capacities(step)
-        lengths = self.selector.max_lengths(step.contexts)
+        lengths = self.selector.selection.max_lengths(step.contexts)
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
     def estimate(
@@ -275,7 +275,7 @@ class LayerSkipMethod(ModelMethod):
         same = inside & (step.tokens[np.minimum(place, len(step.tokens) - 1)] == chain)
         accepted = np.cumprod(same, 1).sum(1).astype(np.int32)
         request_ids = [last.request_ids[i] for i in before.tolist()]
-        self.selector.record_acceptance(request_ids, verified, accepted)
+        self.selector.selection.record_acceptance(request_ids, verified, accepted)
         self.lookahead.record_acceptance(request_ids, verified, accepted, step.accepted[now])
 
     def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
@@ -297,15 +297,3 @@ class _Round:
         self.tokens = np.zeros((batch, depth, top_k), np.int32)
         self.probabilities = np.zeros((batch, depth, top_k), np.float32)
         self.drafted = np.zeros(batch, np.int32)
-
-
-class _NoCosts:
-    """Stands for costs where options are only checked."""
-
-    acceptance: Any = None
-
-    def step_seconds(self, batch: int, query_tokens: Any) -> NDArray[np.float64]:
-        raise NotImplementedError
-
-    def pass_seconds(self, recipe: Any, batch: Any) -> NDArray[np.float64]:
-        raise NotImplementedError

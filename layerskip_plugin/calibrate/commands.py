@@ -116,7 +116,7 @@ def knapsack(
     seed: SeedOption = 0,
 ) -> None:
     """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
-    from freedraft.fingerprints import hardware_name as hardware
+    from freedraft.fingerprints import hardware_name
     from layerskip_plugin.calibrate.knapsack import best_choice, integer_weights
     from layerskip_plugin.calibrate.pass_times import measure
     from layerskip_plugin.calibrate.run import Run
@@ -142,7 +142,7 @@ def knapsack(
             details.append({"context": context, "weights": list(weights), "plain_tokens_per_second": rate})
             what = f"{len(choice.skip)} skipped, draft {choice.length}" if choice.length else "plain"
             typer.echo(f"context {context}: {what}, {choice.rate / baseline:.2f} of plain expected")
-        plan = Plan(tuple(lengths), tuple(choices), hardware(host.device))
+        plan = Plan(tuple(lengths), tuple(choices), hardware_name(host.device))
         plan.save(out, run.about(times=details, protected=protected))
         typer.echo(f"wrote {out}")
 

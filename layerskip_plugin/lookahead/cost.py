@@ -12,7 +12,7 @@ from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.draft_model import Recipe
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
-from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, Places, RoundLog
+from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
 from layerskip_plugin.lookahead.rates import BinnedRate
 
 BINS = 16
@@ -167,15 +167,13 @@ class Cost(Lookahead):
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
-    ) -> None:
-        super().begin(request_ids, sets, min(max_draft_tokens, MAX_DRAFT_LEN), rest)
-        self.log.begin(request_ids, self.max_draft_tokens)
+    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, sets, min(max_draft_len, MAX_DRAFT_LEN), rest)
+        self.log.begin(request_ids, self.max_draft_len)
         batch = len(request_ids)
         if not batch:
             return
-        others, beside, rate = rest or RestOfBatch(0, 0, None)
+        others, beside, rate = rest
         counts = np.bincount(sets, minlength=len(self.recipes))
         self.rate = float(self.rates(counts, batch + others).max()) if rate is None else rate
         self.sets, self.kinds = np.asarray(sets), kinds_of(sets)
@@ -184,7 +182,7 @@ class Cost(Lookahead):
         # What the decisions of this round look up: prices by number of requests and by number of query tokens.
         self.pass_price = {s: np.concatenate([[0.0], self.costs.pass_seconds(self.recipes[s], np.arange(1, n + 1))])
                            for s, n in enumerate(counts.tolist()) if n}  # fmt: skip
-        query_tokens = np.maximum(np.arange(batch * (self.max_draft_tokens + 1) + 1), batch)
+        query_tokens = np.maximum(np.arange(batch * (self.max_draft_len + 1) + 1), batch)
         self.step_price = self.costs.step_seconds(batch + others, beside + query_tokens)
         self.next = np.stack([record.next_given.rates for record in self.records])
         chances = np.array([record.next_given.mean for record in self.records])
@@ -192,9 +190,9 @@ class Cost(Lookahead):
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         more = np.zeros(len(rows), np.bool_)
-        if position < self.max_draft_tokens:
+        if position < self.max_draft_len:
             self.log.put(position, rows, top[:, :1])
-        left = self.max_draft_tokens - position - 1
+        left = self.max_draft_len - position - 1
         if left < 1 or not len(rows):
             return more
         confidence, sets = top[:, 0], self.sets[rows]

@@ -99,7 +99,7 @@ class Disco(Lookahead):
         self.classifier = classifier
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
-        if position + 1 >= self.max_draft_tokens:
+        if position + 1 >= self.max_draft_len:
             return np.zeros(len(rows), np.bool_)
         assert entropy is not None
         places = np.full(len(rows), position, np.int32)

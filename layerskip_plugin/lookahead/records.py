@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from freedraft.draft_model import Recipe
 from freedraft.hybrid.choice import RestOfBatch
-from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, Places, RoundLog
+from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
 
 TOP = 10
 FORMAT = "freedraft verifications 1"
@@ -107,13 +107,11 @@ class Recording(Lookahead):
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         self.inner.replace_recipe(place, recipe)
 
-    def begin(
-        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
-    ) -> None:
-        super().begin(request_ids, sets, max_draft_tokens, rest)
-        self.log.begin(request_ids, max_draft_tokens)
+    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, sets, max_draft_len, rest)
+        self.log.begin(request_ids, max_draft_len)
         self.sets = np.asarray(sets)
-        self.inner.begin(request_ids, sets, max_draft_tokens, rest)
+        self.inner.begin(request_ids, sets, max_draft_len, rest)
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         assert entropy is not None
