@@ -143,11 +143,11 @@ class LayerSkipMethod(ModelMethod):
         controller = self.auto
         controller.update(step)
         self.update(step)
-        rows = self._rows_to_draft(step)
+        limits = self.capacities(step)
+        rows = self._rows_to_draft(step, limits)
         if len(rows):
             rest = step.batch_size - len(rows)
-            limits = self.capacities(step)[rows]
-            draft = self.propose_for(step, rows, limits, RestOfBatch(rest, rest, None))
+            draft = self.propose_for(step, rows, limits[rows], RestOfBatch(rest, rest, None))
             controller.follow(draft)
         else:
             draft = DraftBatch.roots(step.roots)
@@ -157,7 +157,7 @@ class LayerSkipMethod(ModelMethod):
 
     def update(self, step: Step) -> None:
         """Learn what became of the last round, meet new requests, and let a selection that searches go on."""
-        self._judge(step)
+        self._record_acceptance(step)
         for i in self.selector.unknown(step.request_ids):
             request_id = step.request_ids[i]
             state = self._prompt_states.pop(request_id, None)
@@ -183,16 +183,15 @@ class LayerSkipMethod(ModelMethod):
         assert isinstance(self.lookahead, Cost)
         return self.lookahead.estimate(self._sets[rows], sizes, max_draft_len)
 
-    def _rows_to_draft(self, step: Step) -> NDArray[np.intp]:
+    def _rows_to_draft(self, step: Step, limits: NDArray[np.int32]) -> NDArray[np.intp]:
         """The requests that draft in this step. Where costs decide, some steps go without drafts, so that what drafting
         has to beat stays known."""
-        rows = np.flatnonzero(self.capacities(step) > 0) if step.batch_size else np.zeros(0, np.intp)
+        rows = np.flatnonzero(limits > 0)
         if not len(rows):
             return rows
-        if self.options.lookahead == "cost":
-            batch = step.batch_size
-            if not self.auto.baseline_known(batch) or self._baseline.due(batch):
-                return rows[:0]
+        batch = step.batch_size
+        if self.options.lookahead == "cost" and (not self.auto.baseline_known(batch) or self._baseline.due(batch)):
+            return rows[:0]
         return rows[self.lookahead.should_draft(self._sets[rows])]
 
     def propose_for(
@@ -252,8 +251,8 @@ class LayerSkipMethod(ModelMethod):
         one, more = self.auto.step_seconds(batch, np.array([tokens, tokens + batch]))
         return float(self.lookahead.rate * (more - one) / batch)
 
-    def _judge(self, step: Step) -> None:
-        """Tell the policy and the selection how much of the last round's chains was accepted: as far as the tokens that
+    def _record_acceptance(self, step: Step) -> None:
+        """Report to policy and selection how much of the last round's chains was accepted: as far as the tokens that
         each request gained agree with its chain. A sibling that was accepted ends the chain before it."""
         last, self._last = self._last, None
         if last is None:

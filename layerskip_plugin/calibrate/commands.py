@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -224,9 +225,7 @@ def disco(
             f"threshold ({measured.confidence:.3f}, standard error of the difference {measured.error:.3f}); nothing is "
             "written: use the lookahead cost or confidence, or record more traffic"
         )
-    f1 = {"error": measured.error, "classifier": measured.classifier}
-    f1 |= {"confidence": measured.confidence, "fixed": measured.fixed}
-    scores = {f"f1_{name}": round(value, 4) for name, value in f1.items()}
+    scores = {f"f1_{name}": round(value, 4) for name, value in asdict(measured).items()}
     classifier.save(out, {"records": records.name, "tokens": len(verifications)} | scores)
     typer.echo(f"wrote {out}: F1 {measured.classifier:.3f}, threshold alone {measured.confidence:.3f}")
 

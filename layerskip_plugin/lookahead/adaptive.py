@@ -61,9 +61,9 @@ class DraftVerify(Lookahead):
 class RocThreshold(Lookahead):
     """Transformers' adaptive threshold (`assistant_confidence_threshold`), over all requests.
 
-    Of the newest `window` judged tokens it takes the threshold t that minimises FPR(t) + `miss_cost` * FNR(t), where
+    Of the newest `window` verified tokens it takes the threshold t that minimises FPR(t) + `miss_cost` * FNR(t), where
     a token is called good when its probability is at least t. Until `enough` tokens of both kinds were seen: the first
-    threshold. One threshold for all requests, found anew after every `enough` judged tokens.
+    threshold. One threshold for all requests, fitted anew after every `enough` verified tokens.
     """
 
     needs_top = 1
@@ -83,7 +83,7 @@ class RocThreshold(Lookahead):
         return (top[:, 0] >= self.threshold) & (position + 1 < self.max_draft_len)
 
     def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
-        features, _, good, _ = self.log.judged(request_ids, drafted, accepted)
+        features, _, good, _ = self.log.verified(request_ids, drafted, accepted)
         window = len(self.good)
         features, good = features[-window:, 0], good[-window:]
         place = (self.seen + np.arange(len(good))) % window
@@ -91,8 +91,8 @@ class RocThreshold(Lookahead):
         self.seen += len(good)
         if self.seen - self.fitted >= self.enough:
             self.fitted = self.seen
-            held = min(self.seen, window)
-            probability, good = self.probability[:held], self.good[:held]
+            # Until the window is full, its end is empty.
+            probability, good = self.probability[: self.seen], self.good[: self.seen]
             self.threshold = best_threshold(probability, good, self.miss_cost, otherwise=self.threshold)
 
 

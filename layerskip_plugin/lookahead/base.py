@@ -85,7 +85,7 @@ class Lookahead(ABC):
 
 
 class RoundLog:
-    """Features of the tokens drafted in the running round, until verification has judged them."""
+    """Features of the tokens drafted in the running round, until they are verified."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -102,7 +102,7 @@ class RoundLog:
         self.features[rows, position] = features
         self.count[rows] = position + 1
 
-    def judged(
+    def verified(
         self, request_ids: Sequence[str], drafted: Ints, accepted: Ints
     ) -> tuple[Floats, NDArray[np.intp], Flags, NDArray[np.intp]]:
         """The tokens that have a verdict: those accepted, and the first rejected one of each request.

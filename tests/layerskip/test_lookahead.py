@@ -168,7 +168,7 @@ def test_judged_tokens_are_those_up_to_the_first_rejection() -> None:
             for position in range(d)
             if name in ids and position <= a
         ]
-        features, position, good, place = log.judged(asked, drafted, accepted)
+        features, position, good, place = log.verified(asked, drafted, accepted)
         found = [(int(f[0]), int(f[1]), bool(g), int(w)) for f, g, w in zip(features, good, place, strict=True)]
         assert found == expected and position.tolist() == [e[1] for e in expected]
 
