@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
 from freedraft.metrics import check_port, serve
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree
-from layerskip_plugin.lookahead import Cost, Recording
+from layerskip_plugin.lookahead import Cost, Costs, Recording
 from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.swift import WINDOW
@@ -45,7 +45,7 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
         ValueError: one clear line that names the option or file and the remedy.
     """
     selector = options.make_selector(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
-    options.make_lookahead(context, list(selector.sets.values()), _NoCosts())
+    options.make_lookahead(context, list(selector.sets.values()), cast(Costs, None))  # its costs are asked later
     if options.metrics_port is not None:
         check_port(options.metrics_port)
 
@@ -143,11 +143,11 @@ class LayerSkipMethod(ModelMethod):
         controller = self.auto
         controller.update(step)
         self.update(step)
-        rows = self._rows_to_draft(step)
+        limits = self.capacities(step)
+        rows = self._rows_to_draft(step, limits)
         if len(rows):
             rest = step.batch_size - len(rows)
-            limits = self.capacities(step)[rows]
-            draft = self.propose_for(step, rows, limits, RestOfBatch(rest, rest, None))
+            draft = self.propose_for(step, rows, limits[rows], RestOfBatch(rest, rest, None))
             controller.follow(draft)
         else:
             draft = DraftBatch.roots(step.roots)
@@ -157,7 +157,7 @@ class LayerSkipMethod(ModelMethod):
 
     def update(self, step: Step) -> None:
         """Learn what became of the last round, meet new requests, and let a selection that searches go on."""
-        self._judge(step)
+        self._record_acceptance(step)
         for i in self.selector.unknown(step.request_ids):
             request_id = step.request_ids[i]
             state = self._prompt_states.pop(request_id, None)
@@ -174,7 +174,7 @@ class LayerSkipMethod(ModelMethod):
     def capacities(self, step: Step) -> NDArray[np.int32]:
         assert self._model is not None
         capacities = self._model.capacities(step)
-        lengths = self.selector.max_lengths(step.contexts)
+        lengths = self.selector.selection.max_lengths(step.contexts)
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
     def estimate(
@@ -183,16 +183,15 @@ class LayerSkipMethod(ModelMethod):
         assert isinstance(self.lookahead, Cost)
         return self.lookahead.estimate(self._sets[rows], sizes, max_draft_len)
 
-    def _rows_to_draft(self, step: Step) -> NDArray[np.intp]:
+    def _rows_to_draft(self, step: Step, limits: NDArray[np.int32]) -> NDArray[np.intp]:
         """The requests that draft in this step. Where costs decide, some steps go without drafts, so that what drafting
         has to beat stays known."""
-        rows = np.flatnonzero(self.capacities(step) > 0) if step.batch_size else np.zeros(0, np.intp)
+        rows = np.flatnonzero(limits > 0)
         if not len(rows):
             return rows
-        if self.options.lookahead == "cost":
-            batch = step.batch_size
-            if not self.auto.baseline_known(batch) or self._baseline.due(batch):
-                return rows[:0]
+        batch = step.batch_size
+        if self.options.lookahead == "cost" and (not self.auto.baseline_known(batch) or self._baseline.due(batch)):
+            return rows[:0]
         return rows[self.lookahead.should_draft(self._sets[rows])]
 
     def propose_for(
@@ -252,8 +251,8 @@ class LayerSkipMethod(ModelMethod):
         one, more = self.auto.step_seconds(batch, np.array([tokens, tokens + batch]))
         return float(self.lookahead.rate * (more - one) / batch)
 
-    def _judge(self, step: Step) -> None:
-        """Tell the policy and the selection how much of the last round's chains was accepted: as far as the tokens that
+    def _record_acceptance(self, step: Step) -> None:
+        """Report to policy and selection how much of the last round's chains was accepted: as far as the tokens that
         each request gained agree with its chain. A sibling that was accepted ends the chain before it."""
         last, self._last = self._last, None
         if last is None:
@@ -275,7 +274,7 @@ class LayerSkipMethod(ModelMethod):
         same = inside & (step.tokens[np.minimum(place, len(step.tokens) - 1)] == chain)
         accepted = np.cumprod(same, 1).sum(1).astype(np.int32)
         request_ids = [last.request_ids[i] for i in before.tolist()]
-        self.selector.record_acceptance(request_ids, verified, accepted)
+        self.selector.selection.record_acceptance(request_ids, verified, accepted)
         self.lookahead.record_acceptance(request_ids, verified, accepted, step.accepted[now])
 
     def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
@@ -297,15 +296,3 @@ class _Round:
         self.tokens = np.zeros((batch, depth, top_k), np.int32)
         self.probabilities = np.zeros((batch, depth, top_k), np.float32)
         self.drafted = np.zeros(batch, np.int32)
-
-
-class _NoCosts:
-    """Stands for costs where options are only checked."""
-
-    acceptance: Any = None
-
-    def step_seconds(self, batch: int, query_tokens: Any) -> NDArray[np.float64]:
-        raise NotImplementedError
-
-    def pass_seconds(self, recipe: Any, batch: Any) -> NDArray[np.float64]:
-        raise NotImplementedError

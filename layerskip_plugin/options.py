@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import PluginOptions
 from freedraft.method import EngineContext
-from layerskip_plugin.lookahead import Lookahead, make_lookahead
-from layerskip_plugin.lookahead.cost import Costs
-from layerskip_plugin.selection import Evaluate, make_selection
+from layerskip_plugin.lookahead import (
+    Confidence,
+    Cost,
+    Costs,
+    Disco,
+    DraftVerify,
+    Fixed,
+    Lookahead,
+    PerSet,
+    Recording,
+    RocThreshold,
+)  # fmt: skip
+from layerskip_plugin.lookahead.disco import Classifier
+from layerskip_plugin.selection.base import Evaluate, Selection, Static
+from layerskip_plugin.selection.knapsack import Knapsack, Plan
+from layerskip_plugin.selection.knn import Domains, Knn
 from layerskip_plugin.selection.serving import Selector
-from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+from layerskip_plugin.selection.swift import Swift
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint, text_config
 
 LookaheadName = Literal["cost", "confidence", "adaptive", "roc", "disco", "fixed"]
 SelectionName = Literal["static", "swift", "knn", "knapsack"]
 MAX_SKIP_SETS = 4
+MADE_BY = {
+    "selection_file": "'freedraft calibrate knn' or 'freedraft calibrate knapsack'",
+    "disco": "'freedraft calibrate disco'",
+}
 
 
 def _paths(value: object) -> object:
@@ -87,18 +106,11 @@ class LayerSkipOptions(PluginOptions):
                 raise ValueError(f"{path} is not a file: make one with 'freedraft calibrate skip-set'")
         return paths
 
-    @field_validator("selection_file")
+    @field_validator("selection_file", "disco")
     @classmethod
-    def _selection_exists(cls, path: Path | None) -> Path | None:
+    def _file_exists(cls, path: Path | None, info: ValidationInfo) -> Path | None:
         if path is not None and not path.is_file():
-            raise ValueError("is not a file: make one with 'freedraft calibrate knn' or 'freedraft calibrate knapsack'")
-        return path
-
-    @field_validator("disco")
-    @classmethod
-    def _disco_exists(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.is_file():
-            raise ValueError("is not a file: make one with 'freedraft calibrate disco'")
+            raise ValueError(f"is not a file: make one with {MADE_BY[str(info.field_name)]}")
         return path
 
     @field_validator("record")
@@ -117,11 +129,7 @@ class LayerSkipOptions(PluginOptions):
         Raises:
             ValueError: one line: a file is no skip set, or one of another model; two have the same name.
         """
-        model = model_fingerprint(config)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        layers = text.num_hidden_layers
-        if not self.skip_set:
-            return {"": SkipSet.empty(layers, model)}
+        layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
         sets: dict[str, SkipSet] = {}
         for path in self.skip_set:
             if path.stem in sets:
@@ -129,9 +137,9 @@ class LayerSkipOptions(PluginOptions):
                     f"option 'skip_set': two files are called {path.stem}: rename one, requests choose by it"
                 )
             sets[path.stem] = SkipSet.load(path, layers, model)
-        return sets
+        return sets or {"": SkipSet.empty(layers, model)}
 
-    def make_selector(self, config: Any, evaluate: Evaluate | None = None, hardware: str | None = None) -> Selector:
+    def make_selector(self, config: Any, evaluate: Evaluate, hardware: str | None = None) -> Selector:
         """The selection that these options describe, for an engine to ask.
 
         Args:
@@ -143,39 +151,61 @@ class LayerSkipOptions(PluginOptions):
             ValueError: one line: a file is missing, damaged, or of another model or hardware, or options that do not go
                 together.
         """
-        if self.selection in ("static", "swift") and self.selection_file:
-            raise ValueError(f"option 'selection_file' does not go with selection {self.selection}: remove it")
-        if self.selection != "static" and self.skip_set:
-            raise ValueError(f"option 'skip_set' does not go with selection {self.selection}: remove one of the two")
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        selection = make_selection(
-            self.selection,
-            text.num_hidden_layers,
-            model_fingerprint(config),
-            self.skip_sets(config) if self.selection == "static" else None,
-            self.selection_file,
-            evaluate,
-            hardware,
-        )
-        return Selector(selection, self.search_share)
+        return Selector(self._selection(config, evaluate, hardware), self.search_share)
+
+    def _selection(self, config: Any, evaluate: Evaluate, hardware: str | None) -> Selection:
+        name, file = self.selection, self.selection_file
+        if name in ("static", "swift") and file:
+            raise ValueError(f"option 'selection_file' does not go with selection {name}: remove it")
+        if name == "static":
+            return Static(self.skip_sets(config))
+        if self.skip_set:
+            raise ValueError(f"option 'skip_set' does not go with selection {name}: remove one of the two")
+        layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
+        if name == "swift":
+            try:
+                # They take seconds to import: now, not in the midst of serving.
+                import bayes_opt.acquisition  # noqa: F401
+                import sklearn.gaussian_process  # noqa: F401
+            except ImportError as error:
+                raise ValueError(f"selection swift needs {error.name}: pip install 'freedraft[calibrate]'") from None
+            # The first and the last layer stay, as published: a start without them would be useless.
+            return Swift(layers, evaluate, model, protected=(0, 1, 2 * layers - 2, 2 * layers - 1))
+        if file is None:
+            raise ValueError(
+                f"selection {name} needs the option 'selection_file': make one with freedraft calibrate {name}"
+            )
+        if name == "knn":
+            return Knn(Domains.load(file, layers, model))
+        return Knapsack(Plan.load(file, layers, model, hardware))
 
     def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs) -> Lookahead:
         """The lookahead policy that these options describe.
 
         Args:
-            recipes: the skip sets, in the order of their places.
+            recipes: the skip sets, in the order of their places; what a policy learns, it learns of each by itself.
             costs: what "cost" goes by.
 
         Raises:
             ValueError: one line: the classifier is missing, damaged or of another model.
         """
-        return make_lookahead(
-            self.lookahead,
-            length=self.length or (context.max_draft_tokens if context.widths is None else 5),
-            threshold=self.threshold,
-            classifier=self.disco,
-            costs=costs,
-            recipes=recipes,
-            model=model_fingerprint(context.hf_config),
-            record=self.record,
-        )
+        model = model_fingerprint(context.hf_config)
+        lookahead: Lookahead
+        if self.lookahead == "cost":
+            lookahead = Cost(costs, recipes)
+        else:
+            make = self._policy(context, model)
+            lookahead = PerSet(make, len(recipes)) if len(recipes) > 1 else make()
+        return lookahead if self.record is None else Recording(lookahead, self.record, model)
+
+    def _policy(self, context: EngineContext, model: str) -> Callable[[], Lookahead]:
+        """What makes a policy that knows of no costs."""
+        if self.lookahead == "fixed":
+            return partial(Fixed, self.length or (context.max_draft_tokens if context.widths is None else 5))
+        if self.lookahead == "disco":
+            if self.disco is None:
+                raise ValueError("lookahead disco needs a classifier: train one with freedraft calibrate disco")
+            return partial(Disco, Classifier.load(self.disco, model))
+        kinds = {"confidence": Confidence, "adaptive": DraftVerify, "roc": RocThreshold}
+        make: Callable[..., Lookahead] = kinds[self.lookahead]
+        return make if self.threshold is None else partial(make, self.threshold)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from freedraft.files import one_line_error, write_json_atomically
 
 FORMAT = "freedraft skip set 1"
 SHAPE_FIELDS = (
@@ -26,9 +27,7 @@ def model_fingerprint(config: Mapping[str, Any] | object) -> str:
     Raises:
         ValueError: the config lacks one of the fields that every decoder has.
     """
-    if not isinstance(config, Mapping):
-        inner = getattr(config, "get_text_config", None)
-        config = inner() if callable(inner) else config
+    config = text_config(config)
     get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
     shape = {name: get(name) for name in SHAPE_FIELDS}
     # Some exporters leave these out where they have the usual value; an engine fills them in.
@@ -39,6 +38,11 @@ def model_fingerprint(config: Mapping[str, Any] | object) -> str:
     if missing:
         raise ValueError(f"the model's config has no {', '.join(missing)}: not a decoder that layers can be skipped in")
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def text_config(config: Any) -> Any:
+    """The part of a Hugging Face config, or of a mapping like one, that describes the decoder."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +170,9 @@ class SkipSet:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
+    """Write a JSON file whole or not at all. Raises ValueError, one line, where the disk refuses."""
+    with one_line_error("write", path):
+        write_json_atomically(path, values, indent=1)
 
 
 def read_json(path: Path, form: str, what: str) -> dict[str, Any]:

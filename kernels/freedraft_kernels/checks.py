@@ -8,11 +8,7 @@ import torch
 
 
 def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    shape: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
+    name: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> None:
     """Raise `ValueError` naming the argument unless it is a contiguous tensor of this shape, dtype and device."""
     if not isinstance(tensor, torch.Tensor):

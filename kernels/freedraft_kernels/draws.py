@@ -18,23 +18,17 @@ _MASK = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-def philox(
-    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    key: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+
+def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     """Philox 4x32-10 over int64 tensors that hold unsigned 32-bit words (shapes broadcast)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
         # The 64-bit products wrap into the sign: their bits are right, and masking after a shift drops its copies.
         a, b = c0 * _ROUND_A, c2 * _ROUND_B
-        c0, c1, c2, c3 = (
-            ((b >> 32) & _MASK) ^ c1 ^ k0,
-            b & _MASK,
-            ((a >> 32) & _MASK) ^ c3 ^ k1,
-            a & _MASK,
-        )
+        c0, c1, c2, c3 = ((b >> 32) & _MASK) ^ c1 ^ k0, b & _MASK, ((a >> 32) & _MASK) ^ c3 ^ k1, a & _MASK
         k0, k1 = (k0 + _KEY_A) & _MASK, (k1 + _KEY_B) & _MASK
     return c0, c1, c2, c3
 

@@ -40,7 +40,6 @@ def tree_inputs(
     *,
     layout: Layout,
     seq_lens_sum: int | None = None,
-    out: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> TreeInputs:
     """Token ids, positions and tree mask of `tree`.
@@ -49,44 +48,33 @@ def tree_inputs(
         tree: B trees of at most N nodes.
         seq_lens: int32 or int64 [B], tokens of each request in the KV cache (the root is not among them).
         layout: of the mask, see `TreeInputs`.
-        seq_lens_sum: the sum of `seq_lens`, or an upper bound, as the host knows it. The full layout needs it or `out`.
-        out: bool, contiguous, to hold the mask: [B, N, N] for the query layout, [any size] for the full one. A full
-            mask that does not fit is cut off at the end; what lies beyond a shorter one is left as it was (undefined if
-            `seq_lens_sum` was a bound).
+        seq_lens_sum: the sum of `seq_lens`, or an upper bound, as the host knows it; the full layout needs it. Beyond
+            the true sum the mask is undefined; a smaller one cuts it off at the end.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or layout, or neither or both of `seq_lens_sum` and `out`.
+        ValueError: a wrong shape, dtype, device or layout, or a full one without `seq_lens_sum`.
     """
     batch, nodes = tree.batch_size, tree.max_nodes
     check_tensor("seq_lens", seq_lens, (batch,), (torch.int32, torch.int64), tree.device)
     if layout == "query":
         shape: tuple[int, ...] = (batch, nodes, nodes)
     elif layout == "full":
-        if (seq_lens_sum is None) == (out is None):
-            raise ValueError("the full layout needs exactly one of seq_lens_sum and out")
-        if seq_lens_sum is not None and seq_lens_sum < 0:
-            raise ValueError(f"seq_lens_sum is {seq_lens_sum}, expected at least 0")
-        shape = (nodes * (seq_lens_sum + batch * nodes),) if seq_lens_sum is not None else (-1,)
+        if seq_lens_sum is None or seq_lens_sum < 0:
+            raise ValueError(f"seq_lens_sum is {seq_lens_sum}: the full layout needs it, at least 0")
+        shape = (nodes * (seq_lens_sum + batch * nodes),)
     else:
         raise ValueError(f"layout is {layout!r}: use 'full' or 'query'")
-    if out is None:
-        mask = torch.empty(shape, dtype=torch.bool, device=tree.device)
-    else:
-        check_tensor("out", out, (out.numel(),) if layout == "full" else shape, (torch.bool,), tree.device)
-        mask = out
     if use_triton(tree.device, backend):
         from freedraft_kernels.device.inputs import launch_tree_inputs
 
-        input_ids, positions = launch_tree_inputs(tree, seq_lens, mask, full=layout == "full")
-        return TreeInputs(input_ids, positions, mask)
+        mask = torch.empty(shape, dtype=torch.bool, device=tree.device)
+        return TreeInputs(*launch_tree_inputs(tree, seq_lens, mask, full=layout == "full"), mask)
     valid = tree.valid()
     input_ids = torch.where(valid, tree.tokens, 0).to(torch.int64)
     positions = seq_lens[:, None].to(torch.int64) + torch.where(valid, tree.depths, 0)
-    query = ancestors(tree)
-    if layout == "query":
-        mask.copy_(query)
-    else:
-        _spread(query, seq_lens.to(torch.int64), mask)
+    mask = ancestors(tree)
+    if layout == "full":
+        mask = _full_mask(mask, seq_lens.to(torch.int64), *shape)
     return TreeInputs(input_ids.view(-1), positions.view(-1), mask)
 
 
@@ -102,19 +90,15 @@ def ancestors(tree: TreeBatch) -> torch.Tensor:
     return reach > 0
 
 
-def _spread(query: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the full layout of `query` (bool [B, N, N]) into `out` (bool [size])."""
+def _full_mask(query: torch.Tensor, seq_lens: torch.Tensor, size: int) -> torch.Tensor:
+    """bool [size]: the full layout of `query` (bool [B, N, N])."""
     batch, nodes, _ = query.shape
-    if batch == 0 or out.numel() == 0:
-        return
+    if batch == 0:
+        return query.new_empty(size)
     ends = torch.cumsum((seq_lens + nodes).repeat_interleave(nodes, output_size=batch * nodes), 0)
-    cell = torch.arange(out.numel(), device=out.device)
-    row = torch.searchsorted(ends, cell, right=True)
-    inside = row < batch * nodes
-    row.clamp_(max=batch * nodes - 1)
-    request = row // nodes
-    length = seq_lens[request]
+    cell = torch.arange(size, device=query.device)
+    row = torch.searchsorted(ends, cell, right=True).clamp_(max=batch * nodes - 1)
+    length = seq_lens[row // nodes]
     column = cell - (ends[row] - length - nodes)  # within the row: the cache first, then the nodes
     node = (column - length).clamp_(0, nodes - 1)
-    seen = (column < length) | query.view(batch * nodes, nodes)[row, node]
-    out.copy_(torch.where(inside, seen, out))
+    return (column < length) | query.view(batch * nodes, nodes)[row, node]

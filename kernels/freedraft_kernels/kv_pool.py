@@ -56,11 +56,6 @@ class KVPool:
     def device(self) -> torch.device:
         return self._buffers[0].device
 
-    @property
-    def row_bytes(self) -> tuple[int, ...]:
-        """Bytes of one slot, by buffer."""
-        return tuple(b[0].numel() * b.element_size() for b in self._buffers)
-
     def compact(self, slots: torch.Tensor, verification: Verification, *, backend: Backend = "auto") -> None:
         """Copy the KV of each accepted path to the front of its window, in all buffers.
 
@@ -69,7 +64,7 @@ class KVPool:
 
         Args:
             slots: int32 or int64 [B, N], the KV slot of every node, all different and inside the buffers.
-            verification: of the same B trees. Only `accepted` (int32 [B, W], rising, W <= N) and `lengths` are read.
+            verification: of the same B trees. Only `accepted` (int32 [B, W <= N], rising) and `lengths` are read.
 
         Raises:
             ValueError: a wrong shape, dtype or device.
@@ -90,7 +85,8 @@ class KVPool:
             from freedraft_kernels.device.kv_pool import launch_compact
 
             assert self._table is not None  # Triton is possible now, so it was when this was made
-            launch_compact(self._table, max(self.row_bytes), slots, accepted, lengths)
+            row_bytes = max(b[0].numel() * b.element_size() for b in self._buffers)
+            launch_compact(self._table, row_bytes, slots, accepted, lengths)
             return
         step = torch.arange(width, device=self.device)
         node = torch.where(step < lengths[:, None], accepted, step).to(torch.int64)  # beyond the path: onto itself

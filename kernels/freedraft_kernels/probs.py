@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 
@@ -14,7 +12,6 @@ def target_probs(
     top_ks: torch.Tensor | None = None,
     top_ps: torch.Tensor | None = None,
     min_ps: torch.Tensor | None = None,
-    order: Literal["joint", "sequential"] = "joint",
 ) -> torch.Tensor:
     """float32 [B, N, V]: the distribution each node's next token is sampled from. Torch only; does not synchronise.
 
@@ -24,18 +21,15 @@ def target_probs(
         logits: float [B, N, V], penalties and grammar mask already applied.
         temperatures: float [B]; 0 or less is greedy: one-hot at the argmax.
         top_ks: int [B]; at most this many tokens are kept, ties going to the lower id; below 1 is no limit.
-        top_ps: float [B]; the smallest set of likeliest tokens whose mass reaches p.
+        top_ps: float [B]; the smallest set of likeliest tokens whose mass reaches p. The mass is that before top-k, as
+            in SGLang's samplers.
         min_ps: float [B]; tokens of at least this share of the likeliest one's probability.
-        order: whether top-p's mass is that of the whole vocabulary ("joint", SGLang's samplers) or of what top-k left
-            ("sequential", vLLM's).
 
     Raises:
-        ValueError: a wrong shape or order.
+        ValueError: a wrong shape.
     """
     if logits.dim() != 3:
         raise ValueError(f"logits has shape {list(logits.shape)}, expected [batch, nodes, vocabulary]")
-    if order not in ("joint", "sequential"):
-        raise ValueError(f"order is {order!r}: use 'joint' or 'sequential'")
     options = {"temperatures": temperatures, "top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps}
     for name, option in options.items():
         if option is not None and tuple(option.shape) != (logits.shape[0],):
@@ -50,9 +44,7 @@ def target_probs(
             limit = torch.where(top_ks < 1, ranked.shape[-1], top_ks)[:, None, None]
             keep &= torch.arange(ranked.shape[-1], device=ranked.device) < limit
         if top_ps is not None:
-            mass = ranked * keep if order == "sequential" else ranked
-            before = mass.cumsum(-1) - mass
-            keep &= before < top_ps[:, None, None] * (mass.sum(-1, keepdim=True) if order == "sequential" else 1.0)
+            keep &= ranked.cumsum(-1) - ranked < top_ps[:, None, None]
             keep[..., 0] = True
         if min_ps is not None:
             keep &= ranked >= ranked[..., :1] * min_ps[:, None, None]

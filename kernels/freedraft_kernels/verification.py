@@ -28,13 +28,13 @@ WEIGHT_ONE = 1 << WEIGHT_BITS
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The outcome for B requests. W = max_depth + 1.
+    """The outcome for B requests with trees of at most N nodes.
 
     Attributes:
-        accepted: int32 [B, W], the accepted nodes from the root (node 0) down; -1 beyond.
+        accepted: int32 [B, N], the accepted nodes from the root (node 0) down; -1 beyond.
         lengths: int32 [B], number of accepted nodes, root included, which is also the number of new tokens; 0 for a
             request without nodes.
-        tokens: int32 [B, W], the new tokens: those of the accepted nodes without the root, then the bonus token;
+        tokens: int32 [B, N], the new tokens: those of the accepted nodes without the root, then the bonus token;
             -1 beyond.
         bonus: int32 [B], the bonus token; -1 for a request without nodes.
     """
@@ -45,34 +45,30 @@ class Verification:
     bonus: torch.Tensor
 
 
-def verify_greedy(
-    tree: TreeBatch, targets: torch.Tensor, *, max_depth: int | None = None, backend: Backend = "auto"
-) -> Verification:
+def verify_greedy(tree: TreeBatch, targets: torch.Tensor, *, backend: Backend = "auto") -> Verification:
     """Accept the path whose tokens are the target's argmax at their parents.
 
     Args:
         tree: B trees of at most N nodes.
         targets: int32 or int64 [B, N], the target's argmax after each node. What stands at padding is not used.
-        max_depth: depth down to which nodes are accepted, at least 0; N - 1, so all, by default.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or depth.
+        ValueError: a wrong shape, dtype or device.
     """
-    depth = _check_depth(tree, max_depth)
     check_tensor("targets", targets, tree.tokens.shape, (torch.int32, torch.int64), tree.device)
     if use_triton(tree.device, backend):
         from freedraft_kernels.device.verification import launch_verify_greedy
 
-        return Verification(*launch_verify_greedy(tree, targets, depth))
+        return Verification(*launch_verify_greedy(tree, targets))
     current, taken = tree.counts.clamp(max=1) - 1, torch.zeros_like(tree.tokens, dtype=torch.bool)
     want = targets[:, 0]
-    offered = tree.valid() & (tree.depths <= depth)
+    valid = tree.valid()
     for node in range(1, tree.max_nodes):
-        hit = offered[:, node] & (tree.parents[:, node] == current) & (tree.tokens[:, node] == want)
+        hit = valid[:, node] & (tree.parents[:, node] == current) & (tree.tokens[:, node] == want)
         current = torch.where(hit, node, current)
         want = torch.where(hit, targets[:, node], want)
         taken[:, node] = hit
-    return _outcome(tree, taken, want.to(torch.int32), depth)
+    return _outcome(tree, taken, want.to(torch.int32))
 
 
 def verify_sampled(
@@ -81,7 +77,6 @@ def verify_sampled(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
-    max_depth: int | None = None,
     backend: Backend = "auto",
 ) -> Verification:
     """Accept draft tokens so that the output has exactly the distribution `probs`.
@@ -95,12 +90,10 @@ def verify_sampled(
             stands at padding is not used.
         seeds: int64 [B], one per request, the same at every step.
         positions: int32 or int64 [B], the root's position in its request: `seq_lens` before this step.
-        max_depth: depth down to which nodes are accepted, at least 0; N - 1, so all, by default.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or depth.
+        ValueError: a wrong shape, dtype or device.
     """
-    depth = _check_depth(tree, max_depth)
     _check_probs(tree, probs)
     batch = (tree.batch_size,)
     check_tensor("seeds", seeds, batch, (torch.int64,), tree.device)
@@ -108,13 +101,11 @@ def verify_sampled(
     if use_triton(tree.device, backend):
         from freedraft_kernels.device.verification import launch_verify_sampled
 
-        return Verification(*launch_verify_sampled(tree, probs, seeds, positions, depth))
-    return verify_with_draws(tree, probs, draws(seeds, positions, tree.max_nodes), max_depth=depth)
+        return Verification(*launch_verify_sampled(tree, probs, seeds, positions))
+    return verify_with_draws(tree, probs, draws(seeds, positions, tree.max_nodes))
 
 
-def verify_with_draws(
-    tree: TreeBatch, probs: torch.Tensor, draws: torch.Tensor, *, max_depth: int | None = None
-) -> Verification:
+def verify_with_draws(tree: TreeBatch, probs: torch.Tensor, draws: torch.Tensor) -> Verification:
     """The specification of `verify_sampled`: its outcome as a function of its random draws.
 
     Integrating over the draws gives the exact probability of every outcome: a node is accepted for all draws below one
@@ -123,24 +114,22 @@ def verify_with_draws(
     Args:
         draws: int64 [B, N] in [0, 2**48), independent and uniform: entry i >= 1 decides on node i, entry 0 on the
             bonus token.
-        tree, probs, max_depth: as in `verify_sampled`.
+        tree, probs: as in `verify_sampled`.
     """
-    depth = _check_depth(tree, max_depth)
     _check_probs(tree, probs)
     check_tensor("draws", draws, tree.tokens.shape, (torch.int64,), tree.device)
     vocab = probs.shape[2]
     valid = tree.valid()
-    offered = valid & (tree.depths <= depth)
     parents = torch.where(valid, tree.parents, 0).clamp(0, tree.max_nodes - 1).to(torch.int64)
     known = valid & (tree.tokens >= 0) & (tree.tokens < vocab)
     column = torch.where(known, tree.tokens, 0).to(torch.int64)
     rows = torch.arange(tree.batch_size, device=tree.device)
     weight = _weight(probs[rows[:, None], parents, column]) * known  # [B, N], of each node's token after its parent
 
-    current, taken = tree.counts.clamp(max=1) - 1, torch.zeros_like(offered)
+    current, taken = tree.counts.clamp(max=1) - 1, torch.zeros_like(valid)
     remaining = torch.full_like(draws[:, 0], WEIGHT_ONE)
     for node in range(1, tree.max_nodes):
-        child = offered[:, node] & (tree.parents[:, node] == current)
+        child = valid[:, node] & (tree.parents[:, node] == current)
         hit = child & (scale(draws[:, node], remaining.clamp(min=0)) < weight[:, node])
         remaining = torch.where(hit, WEIGHT_ONE, remaining - torch.where(child, weight[:, node], 0))
         current = torch.where(hit, node, current)
@@ -148,7 +137,7 @@ def verify_with_draws(
 
     stop = current.clamp(min=0).to(torch.int64)
     left = _weight(probs[rows, stop])  # [B, V]
-    rejected = offered & (tree.parents == current[:, None]) & known
+    rejected = known & (tree.parents == current[:, None])
     rejected[:, 0] = False
     kept = left.scatter_add(1, column, torch.where(rejected, -weight, 0))
     # Rounding can reject every token a row has. The chance is that of the rounding: draw from the whole row.
@@ -157,7 +146,7 @@ def verify_with_draws(
     threshold = scale(draws[:, 0], sums[:, -1])
     bonus = torch.searchsorted(sums, threshold[:, None], right=True).squeeze(1)
     bonus = torch.where(sums[:, -1] > 0, bonus, 0)  # a row of zeros, or of NaN: no token is right
-    return _outcome(tree, taken, bonus.to(torch.int32), depth)
+    return _outcome(tree, taken, bonus.to(torch.int32))
 
 
 def _weight(probs: torch.Tensor) -> torch.Tensor:
@@ -165,31 +154,20 @@ def _weight(probs: torch.Tensor) -> torch.Tensor:
     return (torch.where(probs > 0, probs, 0.0).clamp(max=1.0) * float(WEIGHT_ONE)).to(torch.int64)
 
 
-def _outcome(tree: TreeBatch, taken: torch.Tensor, bonus: torch.Tensor, max_depth: int) -> Verification:
+def _outcome(tree: TreeBatch, taken: torch.Tensor, bonus: torch.Tensor) -> Verification:
     """From which nodes were taken (bool [B, N], the root's entry False) and the bonus tokens (int32 [B])."""
-    width = max_depth + 1
     present = tree.counts > 0
     taken[:, 0] = present
     lengths = taken.sum(1, dtype=torch.int32)
     index = torch.arange(tree.max_nodes, dtype=torch.int32, device=tree.device)
-    order = torch.where(taken, index, tree.max_nodes).sort(1).values[:, :width]
+    order = torch.where(taken, index, tree.max_nodes).sort(1).values
     accepted = torch.where(order < tree.max_nodes, order, -1)
     drafted = tree.tokens.gather(1, accepted.clamp(min=0).to(torch.int64))
     tokens = torch.where(accepted >= 0, drafted, -1).roll(-1, 1)  # the root's moves to the end, and is overwritten
-    step = index[:width]
     last = lengths[:, None] - 1
     bonus = torch.where(present, bonus, -1)
-    tokens = torch.where(step < last, tokens, torch.where(step == last, bonus[:, None], -1))
+    tokens = torch.where(index < last, tokens, torch.where(index == last, bonus[:, None], -1))
     return Verification(accepted, lengths, tokens, bonus)
-
-
-def _check_depth(tree: TreeBatch, max_depth: int | None) -> int:
-    deepest = tree.max_nodes - 1
-    if max_depth is None:
-        return deepest
-    if not 0 <= max_depth <= deepest:
-        raise ValueError(f"max_depth is {max_depth}, expected 0 to {deepest} for trees of at most {deepest + 1} nodes")
-    return max_depth
 
 
 def _check_probs(tree: TreeBatch, probs: torch.Tensor) -> None:

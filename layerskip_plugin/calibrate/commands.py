@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -116,7 +117,7 @@ def knapsack(
     seed: SeedOption = 0,
 ) -> None:
     """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
-    from freedraft.fingerprints import hardware_name as hardware
+    from freedraft.fingerprints import hardware_name
     from layerskip_plugin.calibrate.knapsack import best_choice, integer_weights
     from layerskip_plugin.calibrate.pass_times import measure
     from layerskip_plugin.calibrate.run import Run
@@ -142,7 +143,7 @@ def knapsack(
             details.append({"context": context, "weights": list(weights), "plain_tokens_per_second": rate})
             what = f"{len(choice.skip)} skipped, draft {choice.length}" if choice.length else "plain"
             typer.echo(f"context {context}: {what}, {choice.rate / baseline:.2f} of plain expected")
-        plan = Plan(tuple(lengths), tuple(choices), hardware(host.device))
+        plan = Plan(tuple(lengths), tuple(choices), hardware_name(host.device))
         plan.save(out, run.about(times=details, protected=protected))
         typer.echo(f"wrote {out}")
 
@@ -224,9 +225,7 @@ def disco(
             f"threshold ({measured.confidence:.3f}, standard error of the difference {measured.error:.3f}); nothing is "
             "written: use the lookahead cost or confidence, or record more traffic"
         )
-    f1 = {"error": measured.error, "classifier": measured.classifier}
-    f1 |= {"confidence": measured.confidence, "fixed": measured.fixed}
-    scores = {f"f1_{name}": round(value, 4) for name, value in f1.items()}
+    scores = {f"f1_{name}": round(value, 4) for name, value in asdict(measured).items()}
     classifier.save(out, {"records": records.name, "tokens": len(verifications)} | scores)
     typer.echo(f"wrote {out}: F1 {measured.classifier:.3f}, threshold alone {measured.confidence:.3f}")
 

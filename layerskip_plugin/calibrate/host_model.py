@@ -211,12 +211,12 @@ class HostModel:
     def _check(self) -> None:
         """Compare with the model's own forward: its layers may have the names of Llama's and compute something else."""
         ids = torch.arange(3, 19, device=self.embed.weight.device) % self.embed.weight.shape[0]
-        theirs = self.model.model(ids[None], use_cache=False).last_hidden_state[0]
+        expected = self.model.model(ids[None], use_cache=False).last_hidden_state[0]
         positions = torch.arange(len(ids))
         text = self.read(ids.tolist(), positions)
         drafted = self.final_states([self.empty()], Sample([text], [positions]))[0]
         for states in (text.final, drafted):
-            if not torch.allclose(states, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().mean())):
+            if not torch.allclose(states, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().mean())):
                 raise ValueError(f"{type(self.model).__name__}: its layers compute something else than Llama's do")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from freedraft.fingerprints import hardware_name as hardware
+from freedraft.fingerprints import hardware_name
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knapsack import Candidate, protected_sublayers, require_tokens, search
@@ -119,5 +119,5 @@ class Run:
     def about(self, **more: Any) -> dict[str, Any]:
         """Where a file comes from: search, model, hardware, data, and `more`."""
         data = [{"file": p.name, "sha256": p.sha256} for p in self.prompts]
-        source = {"search": self.name, "model": self.model.resolve().name, "hardware": hardware(self.host.device)}
+        source = {"search": self.name, "model": self.model.resolve().name, "hardware": hardware_name(self.host.device)}
         return source | {"data": data} | more

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from freedraft.hybrid.choice import RestOfBatch
-from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, Places, RequestTable, RoundLog, unit
+from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places, RoundLog, unit
 
 
 class DraftVerify(Lookahead):
@@ -23,61 +23,47 @@ class DraftVerify(Lookahead):
     needs_top = 1
 
     def __init__(
-        self,
-        threshold: float = 0.7,
-        target: float = 0.9,
-        memory: float = 0.5,
-        step: float = 0.01,
-        inertia: float = 0.9,
+        self, threshold: float = 0.7, target: float = 0.9, memory: float = 0.5, step: float = 0.01, inertia: float = 0.9
     ) -> None:
-        self.target, self.memory, self.inertia = (
-            unit("target", target),
-            unit("memory", memory),
-            unit("inertia", inertia),
-        )
-        self.step = step
-        self.table = RequestTable((unit("threshold", threshold), self.target))
+        self.target, self.step = unit("target", target), step
+        self.memory, self.inertia = unit("memory", memory), unit("inertia", inertia)
+        self.first_threshold = unit("threshold", threshold)
+        # Threshold and acceptance rate by request.
+        self.requests: dict[str, tuple[float, float]] = {}
 
-    def begin(
-        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
-    ) -> None:
-        super().begin(request_ids, sets, max_draft_tokens, rest)
-        rows = self.table.rows(request_ids)  # first: it may put a larger array in the place of `values`
-        self.thresholds = self.table.values[rows, 0]
+    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, sets, max_draft_len, rest)
+        for request in request_ids:
+            self.requests.setdefault(request, (self.first_threshold, self.target))
+        self.thresholds = np.array([self.requests[request][0] for request in request_ids])
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
-        if position + 1 >= self.max_draft_tokens:
-            return np.zeros(len(rows), np.bool_)
-        return top[:, 0] >= self.thresholds[rows]
+        return (top[:, 0] >= self.thresholds[rows]) & (position + 1 < self.max_draft_len)
 
     def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
-        drafted, accepted = np.asarray(drafted), np.asarray(accepted)
-        some = np.flatnonzero(drafted > 0)
-        if not len(some):
+        some = [i for i, request in enumerate(request_ids) if drafted[i] > 0 and request in self.requests]
+        if not some:
             return
-        rows = self.table.rows([request_ids[i] for i in some])
-        drafted, accepted = drafted[some], accepted[some]
-        threshold, rate = self.table.values[rows].T
+        names, drafted, accepted = [request_ids[i] for i in some], drafted[some], accepted[some]
+        threshold, rate = np.array([self.requests[request] for request in names]).T
         rate = self.memory * rate + (1 - self.memory) * accepted / drafted
-        cut = (drafted >= self.max_draft_tokens) & (accepted == drafted)
+        cut = (drafted >= self.max_draft_len) & (accepted == drafted)
         change = np.where(rate < self.target, self.step, np.where(cut, 0.0, -self.step))
         threshold = np.clip(threshold + (1 - self.inertia) * change, 0.0, 1.0)
-        self.table.values[rows] = np.stack([threshold, rate], 1)
+        self.requests.update(zip(names, zip(threshold.tolist(), rate.tolist(), strict=True), strict=True))
 
     def finish(self, request_ids: Sequence[str]) -> None:
-        known = [request for request in request_ids if request in self.table._slot]
-        if known:
-            ended = self.table.values[self.table.rows(known), 0].mean()
-            self.table.fresh[0] += (ended - self.table.fresh[0]) * min(1.0, 0.1 * len(known))
-        self.table.drop(known)
+        ended = [self.requests.pop(request)[0] for request in request_ids if request in self.requests]
+        if ended:
+            self.first_threshold += (sum(ended) / len(ended) - self.first_threshold) * min(1.0, 0.1 * len(ended))
 
 
 class RocThreshold(Lookahead):
     """Transformers' adaptive threshold (`assistant_confidence_threshold`), over all requests.
 
-    Of the newest `window` judged tokens it takes the threshold t that minimises FPR(t) + `miss_cost` * FNR(t), where
+    Of the newest `window` verified tokens it takes the threshold t that minimises FPR(t) + `miss_cost` * FNR(t), where
     a token is called good when its probability is at least t. Until `enough` tokens of both kinds were seen: the first
-    threshold. One threshold for all requests, found anew after every `enough` judged tokens.
+    threshold. One threshold for all requests, fitted anew after every `enough` verified tokens.
     """
 
     needs_top = 1
@@ -88,20 +74,16 @@ class RocThreshold(Lookahead):
         self.probability, self.good = np.zeros(window, np.float32), np.zeros(window, np.bool_)
         self.seen = self.fitted = 0
 
-    def begin(
-        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
-    ) -> None:
-        super().begin(request_ids, sets, max_draft_tokens, rest)
-        self.log.begin(request_ids, max_draft_tokens)
+    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, sets, max_draft_len, rest)
+        self.log.begin(request_ids, max_draft_len)
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         self.log.put(position, rows, top[:, :1])
-        if position + 1 >= self.max_draft_tokens:
-            return np.zeros(len(rows), np.bool_)
-        return top[:, 0] >= self.threshold
+        return (top[:, 0] >= self.threshold) & (position + 1 < self.max_draft_len)
 
     def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
-        features, _, good, _ = self.log.judged(request_ids, drafted, accepted)
+        features, _, good, _ = self.log.verified(request_ids, drafted, accepted)
         window = len(self.good)
         features, good = features[-window:, 0], good[-window:]
         place = (self.seen + np.arange(len(good))) % window
@@ -109,10 +91,9 @@ class RocThreshold(Lookahead):
         self.seen += len(good)
         if self.seen - self.fitted >= self.enough:
             self.fitted = self.seen
-            held = min(self.seen, window)
-            self.threshold = best_threshold(
-                self.probability[:held], self.good[:held], self.miss_cost, otherwise=self.threshold
-            )
+            # Until the window is full, its end is empty.
+            probability, good = self.probability[: self.seen], self.good[: self.seen]
+            self.threshold = best_threshold(probability, good, self.miss_cost, otherwise=self.threshold)
 
 
 def best_threshold(probability: Floats, good: Flags, miss_cost: float, otherwise: float) -> float:

@@ -15,6 +15,7 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 Places = NDArray[np.intp]
+ALONE = RestOfBatch(0, 0, None)
 
 
 class Lookahead(ABC):
@@ -41,18 +42,16 @@ class Lookahead(ABC):
         To be asked once per step."""
         return np.ones(len(sets), np.bool_)
 
-    def begin(
-        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
-    ) -> None:
+    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
         """A round begins.
 
         Args:
             request_ids: those that draft; `rows` in `should_continue` are places in it.
             sets: intp [R], the place of each one's skip set.
-            max_draft_tokens: the most that may be drafted for one of them.
-            rest: the other requests of the step; None for none.
+            max_draft_len: limit of the tokens drafted for one of them.
+            rest: the other requests of the step.
         """
-        self.max_draft_tokens = max_draft_tokens
+        self.max_draft_len = max_draft_len
 
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         """The skip set at this place is another one from the next round on."""
@@ -71,9 +70,7 @@ class Lookahead(ABC):
             bool[R]; False everywhere once `position` is the last that is allowed.
         """
 
-    def record_acceptance(
-        self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints
-    ) -> None:
+    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
         """What verification said of the round.
 
         Args:
@@ -88,16 +85,16 @@ class Lookahead(ABC):
 
 
 class RoundLog:
-    """Features of the tokens drafted in the running round, until verification has judged them."""
+    """Features of the tokens drafted in the running round, until they are verified."""
 
     def __init__(self, width: int) -> None:
         self.width = width
         self.begin((), 0)
 
-    def begin(self, request_ids: Sequence[str], max_draft_tokens: int) -> None:
+    def begin(self, request_ids: Sequence[str], max_draft_len: int) -> None:
         """Forget the last round."""
         self.row = {request: i for i, request in enumerate(request_ids)}
-        self.features = np.zeros((len(request_ids), max_draft_tokens, self.width), np.float32)
+        self.features = np.zeros((len(request_ids), max_draft_len, self.width), np.float32)
         self.count = np.zeros(len(request_ids), np.int32)
 
     def put(self, position: int, rows: Ints, features: Floats) -> None:
@@ -105,7 +102,7 @@ class RoundLog:
         self.features[rows, position] = features
         self.count[rows] = position + 1
 
-    def judged(
+    def verified(
         self, request_ids: Sequence[str], drafted: Ints, accepted: Ints
     ) -> tuple[Floats, NDArray[np.intp], Flags, NDArray[np.intp]]:
         """The tokens that have a verdict: those accepted, and the first rejected one of each request.
@@ -122,41 +119,6 @@ class RoundLog:
         counts = np.minimum(np.minimum(drafted, accepted + 1), self.count[rows])
         place, position = np.nonzero(np.arange(self.features.shape[1]) < counts[:, None])
         return self.features[rows[place], position], position, position < accepted[place], known[place]
-
-
-class RequestTable:
-    """A row of floats for each running request."""
-
-    def __init__(self, fresh: Sequence[float]) -> None:
-        self.fresh = np.array(fresh, np.float64)
-        self.values = np.tile(self.fresh, (8, 1))
-        self._slot: dict[str, int] = {}
-        self._free = list(range(len(self.values)))
-
-    def rows(self, request_ids: Sequence[str]) -> NDArray[np.intp]:
-        """Where in `values` these requests are; those not seen before start as `fresh`."""
-        for request in request_ids:
-            if request not in self._slot:
-                self._add(request)
-        return np.array([self._slot[request] for request in request_ids], np.intp)
-
-    def drop(self, request_ids: Sequence[str]) -> None:
-        """Forget these requests."""
-        for request in request_ids:
-            slot = self._slot.pop(request, None)
-            if slot is not None:
-                self._free.append(slot)
-
-    def __len__(self) -> int:
-        return len(self._slot)
-
-    def _add(self, request: str) -> None:
-        if not self._free:
-            size = len(self.values)
-            self.values = np.concatenate([self.values, np.tile(self.fresh, (size, 1))])
-            self._free = list(range(size, 2 * size))
-        slot = self._slot[request] = self._free.pop()
-        self.values[slot] = self.fresh
 
 
 def unit(name: str, value: float) -> float:

@@ -12,7 +12,7 @@ from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.draft_model import Recipe
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
-from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, Places, RoundLog
+from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
 from layerskip_plugin.lookahead.rates import BinnedRate
 
 BINS = 16
@@ -45,17 +45,17 @@ def kinds_of(sets: Places) -> NDArray[np.uint8]:
 
 
 class _Record:
-    """What the rounds of one skip set brought.
+    """What drafting with one skip set has brought.
 
     Attributes:
-        reached, held: float64 [MAX_DRAFT_LEN], per place in the draft the share of rounds in which a token was drafted
-            there, and in which one was accepted there.
+        reached, accepted: float64 [MAX_DRAFT_LEN], per place in the draft the share of rounds in which a token was
+            drafted there, and in which one was accepted there.
         next_given: the chance that a further token is accepted, by the confidence in the one before it.
     """
 
     def __init__(self, prior: float) -> None:
         places = np.arange(MAX_DRAFT_LEN)
-        self.reached, self.held = prior**places, prior ** (places + 1)
+        self.reached, self.accepted = prior**places, prior ** (places + 1)
         self.weight = PRIOR_WEIGHT
         # Pooled: bins behind which nothing was drafted yet count as like the others. At a fixed prior that does not pay
         # for a pass nothing would ever be drafted behind them.
@@ -66,7 +66,7 @@ class _Record:
         places, new = np.arange(MAX_DRAFT_LEN), len(drafted)
         self.weight = min(self.weight * np.exp(-new / MEMORY), MEMORY) + new
         self.reached += ((drafted[:, None] > places).mean(0) - self.reached) * (new / self.weight)
-        self.held += ((accepted[:, None] > places).mean(0) - self.held) * (new / self.weight)
+        self.accepted += ((accepted[:, None] > places).mean(0) - self.accepted) * (new / self.weight)
 
 
 class Cost(Lookahead):
@@ -138,7 +138,7 @@ class Cost(Lookahead):
                 any_left = 1 - (1 - np.minimum(reached, 1)) ** n
                 rows = n * reached / np.maximum(any_left, 1e-9)
                 seconds += np.cumsum(any_left * self.costs.pass_seconds(recipe, np.maximum(rows, 1)), 1)
-                gain += n * np.cumsum(record.held[:max_len])
+                gain += n * np.cumsum(record.accepted[:max_len])
                 tokens += n * np.cumsum(reached)
         return DraftPassEstimate(sizes, gain, tokens, seconds)
 
@@ -167,34 +167,31 @@ class Cost(Lookahead):
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
-    ) -> None:
-        super().begin(request_ids, sets, min(max_draft_tokens, MAX_DRAFT_LEN), rest)
-        self.log.begin(request_ids, self.max_draft_tokens)
+    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, sets, min(max_draft_len, MAX_DRAFT_LEN), rest)
+        self.log.begin(request_ids, self.max_draft_len)
         batch = len(request_ids)
         if not batch:
             return
-        others, beside, rate = rest or RestOfBatch(0, 0, None)
         counts = np.bincount(sets, minlength=len(self.recipes))
-        self.rate = float(self.rates(counts, batch + others).max()) if rate is None else rate
+        self.rate = float(self.rates(counts, batch + rest.requests).max()) if rest.rate is None else rest.rate
         self.sets, self.kinds = np.asarray(sets), kinds_of(sets)
         self.survival = np.ones(batch)
         self.tokens = batch
         # What the decisions of this round look up: prices by number of requests and by number of query tokens.
         self.pass_price = {s: np.concatenate([[0.0], self.costs.pass_seconds(self.recipes[s], np.arange(1, n + 1))])
                            for s, n in enumerate(counts.tolist()) if n}  # fmt: skip
-        query_tokens = np.maximum(np.arange(batch * (self.max_draft_tokens + 1) + 1), batch)
-        self.step_price = self.costs.step_seconds(batch + others, beside + query_tokens)
+        query_tokens = np.maximum(np.arange(batch * (self.max_draft_len + 1) + 1), batch)
+        self.step_price = self.costs.step_seconds(batch + rest.requests, rest.query_tokens + query_tokens)
         self.next = np.stack([record.next_given.rates for record in self.records])
         chances = np.array([record.next_given.mean for record in self.records])
         self.series = np.cumsum(chances[:, None] ** np.arange(self.horizon), 1)
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         more = np.zeros(len(rows), np.bool_)
-        if position < self.max_draft_tokens:
+        if position < self.max_draft_len:
             self.log.put(position, rows, top[:, :1])
-        left = self.max_draft_tokens - position - 1
+        left = self.max_draft_len - position - 1
         if left < 1 or not len(rows):
             return more
         confidence, sets = top[:, 0], self.sets[rows]
@@ -214,7 +211,7 @@ class Cost(Lookahead):
         return more
 
     def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
-        features, position, good, place = self.log.judged(request_ids, drafted, accepted)
+        features, position, good, place = self.log.verified(request_ids, drafted, accepted)
         bins = to_bins(features[:, 0])
         pairs = np.flatnonzero((place[1:] == place[:-1]) & (position[1:] == position[:-1] + 1))
         known = np.array([self.log.row.get(request, -1) for request in request_ids], np.intp)

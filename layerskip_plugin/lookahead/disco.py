@@ -18,7 +18,7 @@ FORMAT = "freedraft disco 1"
 FEATURES = TOP + 2
 HIDDEN = 32
 WEIGHTS = ("mean", "scale", "w1", "b1", "w2", "b2")
-FEWEST = 100
+MIN_TOKENS = 100
 """Tokens of each kind, accepted and rejected, below which nothing can be said."""
 
 
@@ -29,7 +29,7 @@ class Classifier:
     Attributes:
         mean, scale: float32[12], standardise the features.
         w1, b1, w2, b2: float32[12, h], [h], [h, 1], [1]; ReLU between, a sigmoid behind.
-        threshold: least probability of acceptance at which drafting goes on.
+        threshold: minimum probability of acceptance at which drafting goes on.
         model: fingerprint of the model that it was trained on.
     """
 
@@ -99,7 +99,7 @@ class Disco(Lookahead):
         self.classifier = classifier
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
-        if position + 1 >= self.max_draft_tokens:
+        if position + 1 >= self.max_draft_len:
             return np.zeros(len(rows), np.bool_)
         assert entropy is not None
         places = np.full(len(rows), position, np.int32)
@@ -148,10 +148,10 @@ def train(records: Verifications, seed: int = 0) -> tuple[Classifier, Comparison
 
     rng = np.random.default_rng(seed)
     kinds = [int(records.accepted.sum()), int((~records.accepted).sum())]
-    if min(kinds) < FEWEST:
+    if min(kinds) < MIN_TOKENS:
         raise ValueError(
-            f"disco: {kinds[0]} accepted and {kinds[1]} rejected tokens are recorded; at least {FEWEST} of each are "
-            "needed: record more traffic"
+            f"disco: {kinds[0]} accepted and {kinds[1]} rejected tokens are recorded; at least {MIN_TOKENS} of each "
+            "are needed: record more traffic"
         )
     requests = rng.permutation(np.unique(records.request))
     if len(requests) < 4:
@@ -180,21 +180,22 @@ def compare(
     classifier: Classifier, threshold: float, tested: Verifications, rng: np.random.Generator, draws: int = 200
 ) -> Comparison:
     """The classifier, the confidence threshold and fixed lookahead on records that neither has seen."""
-    says = classifier.probability(tested.top, tested.entropy, tested.position) >= classifier.threshold
-    sure = tested.top[:, 0] >= threshold
+    by_classifier = classifier.probability(tested.top, tested.entropy, tested.position) >= classifier.threshold
+    by_confidence = tested.top[:, 0] >= threshold
     requests, number = np.unique(tested.request, return_inverse=True)
 
     def sums(predicted: Flags) -> NDArray[np.float64]:
         parts = (predicted & tested.accepted, predicted, tested.accepted)
         return np.stack([np.bincount(number, weights=part, minlength=len(requests)) for part in parts])
 
-    ours, theirs = sums(says), sums(sure)
+    first, second = sums(by_classifier), sums(by_confidence)
     chosen = rng.integers(0, len(requests), (draws, len(requests)))
 
     def drawn(parts: NDArray[np.float64]) -> NDArray[np.float64]:
         hits, predicted, actual = parts[:, chosen].sum(2)
         return 2 * hits / np.maximum(predicted + actual, 1)
 
-    error = float((drawn(ours) - drawn(theirs)).std())
+    error = float((drawn(first) - drawn(second)).std())
     always = np.ones(len(tested), np.bool_)
-    return Comparison(f1(says, tested.accepted), f1(sure, tested.accepted), f1(always, tested.accepted), error)
+    scores = [f1(go_on, tested.accepted) for go_on in (by_classifier, by_confidence, always)]
+    return Comparison(scores[0], scores[1], scores[2], error)

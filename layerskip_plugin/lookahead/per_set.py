@@ -8,7 +8,7 @@ import numpy as np
 
 from freedraft.draft_model import Recipe
 from freedraft.hybrid.choice import RestOfBatch
-from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, Places
+from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places
 
 
 class PerSet(Lookahead):
@@ -27,17 +27,15 @@ class PerSet(Lookahead):
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         self.policies[place] = self.make()
 
-    def begin(
-        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
-    ) -> None:
-        super().begin(request_ids, sets, max_draft_tokens, rest)
+    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, sets, max_draft_len, rest)
         self.sets = np.asarray(sets)
         self.set_of = dict(zip(request_ids, self.sets.tolist(), strict=True))
         self.place = np.zeros(len(sets), np.int32)
         for number, policy in enumerate(self.policies):
             rows = np.flatnonzero(self.sets == number)
             self.place[rows] = np.arange(len(rows))
-            policy.begin([request_ids[i] for i in rows.tolist()], self.sets[rows], max_draft_tokens, rest)
+            policy.begin([request_ids[i] for i in rows.tolist()], self.sets[rows], max_draft_len, rest)
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         more = np.zeros(len(rows), np.bool_)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from freedraft.draft_model import Recipe
 from freedraft.hybrid.choice import RestOfBatch
-from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead, Places, RoundLog
+from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
 
 TOP = 10
 FORMAT = "freedraft verifications 1"
@@ -64,11 +64,11 @@ class Verifications:
             ValueError: one line that names the file.
         """
         try:
-            with np.load(path, allow_pickle=False) as held:
-                about = json.loads(str(held["about"]))
+            with np.load(path, allow_pickle=False) as file:
+                about = json.loads(str(file["about"]))
                 if about.get("format") != FORMAT:
                     raise ValueError(f"{path} holds {about.get('format')!r}, not {FORMAT!r}")
-                arrays: dict[str, Any] = {f.name: held[f.name] for f in fields(cls) if f.name != "model"}
+                arrays: dict[str, Any] = {f.name: file[f.name] for f in fields(cls) if f.name != "model"}
                 loaded = cls(**arrays, model=about["model"])
         except OSError as error:
             raise ValueError(f"records: cannot read {path}: {error.strerror or error}") from None
@@ -107,24 +107,22 @@ class Recording(Lookahead):
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         self.inner.replace_recipe(place, recipe)
 
-    def begin(
-        self, request_ids: Sequence[str], sets: Places, max_draft_tokens: int, rest: RestOfBatch | None = None
-    ) -> None:
-        super().begin(request_ids, sets, max_draft_tokens, rest)
-        self.log.begin(request_ids, max_draft_tokens)
+    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, sets, max_draft_len, rest)
+        self.log.begin(request_ids, max_draft_len)
         self.sets = np.asarray(sets)
-        self.inner.begin(request_ids, sets, max_draft_tokens, rest)
+        self.inner.begin(request_ids, sets, max_draft_len, rest)
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         assert entropy is not None
         first = self.sets[rows] == 0
         self.log.put(position, rows[first], np.concatenate([top, entropy[:, None]], 1)[first])
-        wanted = entropy if self.inner.needs_entropy else None
-        return self.inner.should_continue(position, rows, top[:, : self.inner.needs_top], wanted)
+        needed = entropy if self.inner.needs_entropy else None
+        return self.inner.should_continue(position, rows, top[:, : self.inner.needs_top], needed)
 
     def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
         self.inner.record_acceptance(request_ids, drafted, accepted, path)
-        features, position, good, place = self.log.judged(request_ids, drafted, accepted)
+        features, position, good, place = self.log.verified(request_ids, drafted, accepted)
         if not len(good) or self.kept >= self.max_tokens:
             return
         numbers = np.zeros((len(request_ids), 2), np.int32)

@@ -29,11 +29,11 @@ class Selection(ABC):
     """Decides which sublayers the drafts of each running request skip.
 
     The engine calls `begin` once per request behind its prefill, `choose` at every round, `record_acceptance` after
-    its verification, `finish` when the request ends, and `step` off the critical path.
+    its verification and `finish` when the request ends.
 
     Attributes:
         needs_hidden: whether `begin` needs the last hidden state of each prompt.
-        searches: whether `step` searches, on the tokens of running requests.
+        searches: whether it searches while serving, on the tokens of running requests.
     """
 
     needs_hidden: bool = False
@@ -59,10 +59,6 @@ class Selection(ABC):
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget requests that have ended."""
-
-    def step(self, seconds: float) -> bool:
-        """Continue the search for at most `seconds`; True when `sets` has changed."""
-        return False
 
 
 class Static(Selection):

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layerskip_plugin.selection.base import Counts, Hidden, Requested, Selection, Static
-from layerskip_plugin.selection.time_budget import TimeBudget
+from layerskip_plugin.selection.swift import Swift
 from layerskip_plugin.skip_set import SkipSet
 
 logger = logging.getLogger("freedraft.layerskip")
 
 COMPILED = 4
 """Sets whose passes an engine compiles, or captures graphs of; the passes of others run uncompiled."""
-
-BETTER = "freedraft: a better skip set after %d candidates: %d of %d sublayers, %.0f %% of tokens as the model's"
 
 
 class Selector:
@@ -77,14 +76,6 @@ class Selector:
         """intp[B]: what `choose` last returned for each request: the set that drafted what is verified now."""
         return np.fromiter((self._last.get(request, 0) for request in request_ids), np.intp, len(request_ids))
 
-    def max_lengths(self, contexts: Counts) -> Counts | None:
-        """Draft length limit at each context length; None leaves it to the lookahead policy."""
-        return self.selection.max_lengths(contexts)
-
-    def record_acceptance(self, request_ids: Sequence[str], drafted: Counts, accepted: Counts) -> None:
-        """Learn from a verification how many tokens were drafted, and how many of them accepted."""
-        self.selection.record_acceptance(request_ids, drafted, accepted)
-
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget requests that have ended."""
         self.selection.finish(request_ids)
@@ -101,15 +92,52 @@ class Selector:
         Args:
             ready: prepares what the selection's `evaluate` looks at; False when there is nothing to look at.
         """
-        swift: Any = self.selection
-        if not swift.searches or not swift.searching:
+        swift = self.selection
+        if not isinstance(swift, Swift) or not swift.searching:
             return None
         if self.budget.seconds < min(swift.batch_seconds, 0.9 * self.budget.max_saved) or not ready():
             return None
         with self.budget.spending() as seconds:
-            changed = swift.step(seconds, max_batches=1)
-        if not changed:
-            return None
-        skip: SkipSet = swift.incumbent
-        logger.info(BETTER, swift.candidates, len(skip), 2 * skip.n_layers, 100 * swift.matchness)
+            if not swift.step(seconds, max_batches=1):
+                return None
+        skip = swift.incumbent
+        logger.info(
+            "freedraft: a better skip set after %d candidates: %d of %d sublayers, %.0f %% of tokens as the model's",
+            swift.candidates, len(skip), 2 * skip.n_layers, 100 * swift.matchness,
+        )  # fmt: skip
         return skip
+
+
+class TimeBudget:
+    """Accrues a share of elapsed time up to a limit, so that a search slows serving by no more than that share.
+
+    Args:
+        share: of the elapsed time that may be spent; 0.01 is 1 %.
+        max_saved: seconds that may accrue, so that a long pause does not pay for a long search at once.
+        clock: gives seconds; tests pass their own.
+    """
+
+    def __init__(
+        self, share: float = 0.01, max_saved: float = 1.0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        if not 0 < share < 1:
+            raise ValueError(f"time budget: share must lie between 0 and 1, not {share}")
+        self.share, self.max_saved, self.clock = share, max_saved, clock
+        self.saved, self.updated = 0.0, clock()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that may be spent now; negative while the last search is not paid for yet."""
+        now = self.clock()
+        self.saved = min(self.max_saved, self.saved + self.share * (now - self.updated))
+        self.updated = now
+        return self.saved
+
+    @contextmanager
+    def spending(self) -> Iterator[float]:
+        """Yield the seconds that may be spent, and charge what the block really takes."""
+        available, start = self.seconds, self.clock()
+        try:
+            yield available
+        finally:
+            self.saved -= self.clock() - start

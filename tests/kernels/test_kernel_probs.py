@@ -7,33 +7,30 @@ import torch
 from freedraft_kernels import target_probs
 
 
-def by_hand(
-    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, sequential: bool
-) -> torch.Tensor:
+def by_hand(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     probs = torch.softmax(logits.double() / temperature, -1)
     order = sorted(range(len(probs)), key=lambda t: (-float(probs[t]), t))
     kept = order[:top_k] if top_k >= 1 else order
-    mass, total, result = 0.0, float(probs[kept].sum()) if sequential else 1.0, torch.zeros_like(probs)
+    mass, result = 0.0, torch.zeros_like(probs)
     for rank, token in enumerate(kept):
-        if rank and (mass >= top_p * total or probs[token] < min_p * probs[order[0]]):
+        if rank and (mass >= top_p or probs[token] < min_p * probs[order[0]]):
             break
         result[token] = probs[token]
         mass += float(probs[token])
     return result / result.sum()
 
 
-@pytest.mark.parametrize("order", ["joint", "sequential"])
-def test_filters(order: str) -> None:
+def test_filters() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 3, 12) * 2
     temperatures, top_ks = torch.tensor([1.0, 0.5, 2.0, 0.7]), torch.tensor([0, 3, 8, 1])
     top_ps, min_ps = torch.tensor([0.8, 0.73, 1.0, 0.5]), torch.tensor([0.0, 0.0, 0.3, 0.1])
-    got = target_probs(logits, temperatures, top_ks=top_ks, top_ps=top_ps, min_ps=min_ps, order=order)  # type: ignore[arg-type]
+    got = target_probs(logits, temperatures, top_ks=top_ks, top_ps=top_ps, min_ps=min_ps)
     assert got.dtype == torch.float32
     for b in range(4):
         for n in range(3):
             options = temperatures[b].item(), int(top_ks[b]), top_ps[b].item(), min_ps[b].item()
-            want = by_hand(logits[b, n], *options, order == "sequential")
+            want = by_hand(logits[b, n], *options)
             assert torch.allclose(got[b, n].double(), want, atol=1e-6), (b, n)
 
 
@@ -44,11 +41,10 @@ def test_temperature_alone_and_greedy() -> None:
     assert got[1, 0].tolist() == [0.0, 1.0, 0.0]
 
 
-def test_orders_differ() -> None:
+def test_top_p_counts_the_mass_before_top_k() -> None:
     logits = torch.tensor([[[0.4, 0.3, 0.2, 0.1]]]).log()
     options = {"top_ks": torch.tensor([2]), "top_ps": torch.tensor([0.5])}
-    assert (target_probs(logits, torch.ones(1), **options, order="joint") > 0).sum() == 2
-    assert (target_probs(logits, torch.ones(1), **options, order="sequential") > 0).sum() == 1
+    assert (target_probs(logits, torch.ones(1), **options) > 0).sum() == 2
 
 
 def test_masked_tokens_stay_out() -> None:
@@ -62,5 +58,3 @@ def test_bad_input() -> None:
         target_probs(torch.zeros(2, 3), torch.ones(2))
     with pytest.raises(ValueError, match=r"top_ps has shape \[3\], expected \[2\]"):
         target_probs(torch.zeros(2, 1, 3), torch.ones(2), top_ps=torch.ones(3))
-    with pytest.raises(ValueError, match="order is 'other'"):
-        target_probs(torch.zeros(2, 1, 3), torch.ones(2), order="other")  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from freedraft.draft import DraftBatch
 TOP = 2**DRAW_BITS - 1
 
 
-def walk(drafts: DraftBatch, row: int, targets: np.ndarray, max_depth: int) -> tuple[list[int], list[int]]:
+def walk(drafts: DraftBatch, row: int, targets: np.ndarray) -> tuple[list[int], list[int]]:
     """(accepted nodes, new tokens) of greedy verification, in plain Python."""
     if drafts.counts[row] == 0:
         return [], []
@@ -30,22 +30,21 @@ def walk(drafts: DraftBatch, row: int, targets: np.ndarray, max_depth: int) -> t
     while True:
         want = int(targets[row, path[-1]])
         hits = [i for i in children(drafts, row, path[-1]) if drafts.tokens[row, i] == want]
-        if not hits or len(path) > max_depth:
+        if not hits:
             return path, [int(drafts.tokens[row, i]) for i in path[1:]] + [want]
         path.append(hits[0])
 
 
 @settings(max_examples=80, deadline=None)
-@given(batches(max_vocab=4), st.integers(0, 12))
-def test_greedy(case: tuple[DraftBatch, int, int], depth: int) -> None:
+@given(batches(max_vocab=4))
+def test_greedy(case: tuple[DraftBatch, int, int]) -> None:
     drafts, vocab, seed = case
-    depth = min(depth, drafts.max_nodes - 1)
     kind = np.int64 if seed % 2 else np.int32
     targets = np.random.default_rng(seed).integers(0, vocab, drafts.tokens.shape).astype(kind)
-    got = verify_greedy(on("cpu", drafts), torch.from_numpy(targets), max_depth=depth, backend="reference")
+    got = verify_greedy(on("cpu", drafts), torch.from_numpy(targets), backend="reference")
     for b in range(drafts.batch_size):
-        path, tokens = walk(drafts, b, targets, depth)
-        room = depth + 1
+        path, tokens = walk(drafts, b, targets)
+        room = drafts.max_nodes
         assert got.accepted[b].tolist() == path + [-1] * (room - len(path))
         assert got.tokens[b].tolist() == tokens + [-1] * (room - len(tokens))
         assert got.lengths[b] == len(path)
@@ -66,7 +65,7 @@ def test_greedy_accepts_a_branch() -> None:
     assert got.lengths.tolist() == [3] and got.bonus.tolist() == [7]
 
 
-def law(drafts: DraftBatch, probs: torch.Tensor, max_depth: int) -> dict[tuple[int, ...], float]:
+def law(drafts: DraftBatch, probs: torch.Tensor) -> dict[tuple[int, ...], float]:
     """Probability of every output of `verify_with_draws` for row 0, by integrating it over its draws.
 
     Each node of the tree is reached by one sequence of decisions: accept its ancestors (draw 0), reject their earlier
@@ -93,9 +92,7 @@ def law(drafts: DraftBatch, probs: torch.Tensor, max_depth: int) -> dict[tuple[i
             else:
                 draw[i, 0] = middle[i]
         batch = repeated(drafts, rows)
-        got = verify_with_draws(
-            on("cpu", batch), probs[:1].expand(rows, -1, -1).contiguous(), torch.from_numpy(draw), max_depth=max_depth
-        )
+        got = verify_with_draws(on("cpu", batch), probs[:1].expand(rows, -1, -1).contiguous(), torch.from_numpy(draw))
         accepted, bonus = got.accepted.numpy(), got.bonus.numpy()
         return np.array([n in accepted[i] if t < 0 else bonus[i] <= t for i, (n, t) in enumerate(questions)])
 
@@ -120,14 +117,14 @@ def law(drafts: DraftBatch, probs: torch.Tensor, max_depth: int) -> dict[tuple[i
     return outcomes
 
 
-def target_law(drafts: DraftBatch, probs: torch.Tensor, max_depth: int) -> dict[tuple[int, ...], float]:
-    """What plain sampling from the target says until it leaves the tree, or goes past `max_depth`."""
+def target_law(drafts: DraftBatch, probs: torch.Tensor) -> dict[tuple[int, ...], float]:
+    """What plain sampling from the target says until it leaves the tree."""
     outcomes: dict[tuple[int, ...], float] = defaultdict(float)
 
     def go(node: int, tokens: tuple[int, ...], chance: float) -> None:
         row = probs[0, node].double()
         row = row / row.sum()
-        next_nodes = {int(drafts.tokens[0, i]): i for i in children(drafts, 0, node)} if len(tokens) < max_depth else {}
+        next_nodes = {int(drafts.tokens[0, i]): i for i in children(drafts, 0, node)}
         for token, p in enumerate(row.tolist()):
             if token in next_nodes:
                 go(next_nodes[token], (*tokens, token), chance * p)
@@ -139,13 +136,12 @@ def target_law(drafts: DraftBatch, probs: torch.Tensor, max_depth: int) -> dict[
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.integers(1, 8), st.integers(0, 7))
-def test_sampled_has_exactly_the_targets_distribution(seed: int, vocab: int, nodes: int, depth: int) -> None:
+@given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.integers(1, 8))
+def test_sampled_has_exactly_the_targets_distribution(seed: int, vocab: int, nodes: int) -> None:
     rng = np.random.default_rng(seed)
     drafts = random_batch(rng, 1, nodes, vocab, [nodes])
     probs = random_probs(rng, 1, nodes, vocab)
-    depth = min(depth, nodes - 1)
-    ours, wanted = law(drafts, probs, depth), target_law(drafts, probs, depth)
+    ours, wanted = law(drafts, probs), target_law(drafts, probs)
     assert math.isclose(sum(ours.values()), 1.0, abs_tol=1e-9)
     distance = 0.5 * sum(abs(ours.get(k, 0.0) - wanted.get(k, 0.0)) for k in {*ours, *wanted})
     assert distance < 1e-6, distance
@@ -158,7 +154,7 @@ def test_enumeration_sees_a_biased_procedure(monkeypatch: pytest.MonkeyPatch) ->
     drafts, probs = random_batch(np.random.default_rng(5), 1, 5, 4, [5]), torch.full((1, 5, 4), 0.25)
     exact = verification.scale
     monkeypatch.setattr(verification, "scale", lambda draw, total: exact(draw, total) * 3 // 4)
-    ours, wanted = law(drafts, probs, 4), target_law(drafts, probs, 4)
+    ours, wanted = law(drafts, probs), target_law(drafts, probs)
     assert 0.5 * sum(abs(ours.get(k, 0.0) - wanted.get(k, 0.0)) for k in {*ours, *wanted}) > 0.01
 
 
@@ -178,7 +174,7 @@ def chi_square(drafts: DraftBatch, probs: torch.Tensor, samples: int, backend: s
     seen: dict[tuple[int, ...], int] = defaultdict(int)
     for tokens, length in zip(got.tokens.tolist(), got.lengths.tolist(), strict=True):
         seen[tuple(tokens[:length])] += 1
-    wanted = target_law(drafts, probs, drafts.max_nodes - 1)
+    wanted = target_law(drafts, probs)
     assert set(seen) <= {k for k, p in wanted.items() if p > 0}
     common = [k for k, p in wanted.items() if p * samples >= 5]
     observed = np.array([seen[k] for k in common] + [samples - sum(seen[k] for k in common)])
@@ -269,10 +265,6 @@ def test_bad_input() -> None:
         verify_greedy(tree, targets[:, :3])
     with pytest.raises(ValueError, match="targets is torch"):
         verify_greedy(tree, targets.float())
-    with pytest.raises(ValueError, match="max_depth is 4, expected 0 to 3"):
-        verify_greedy(tree, targets, max_depth=4)
-    with pytest.raises(ValueError, match="max_depth is -1"):
-        verify_sampled(tree, probs, seeds, seeds, max_depth=-1)
     with pytest.raises(ValueError, match=r"probs is \[8, 9\]"):
         verify_sampled(tree, probs.view(8, 9), seeds, seeds)
     with pytest.raises(ValueError, match=r"probs has shape \[1, 4, 9\]"):

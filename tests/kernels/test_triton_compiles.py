@@ -10,7 +10,7 @@ from freedraft_kernels.dispatch import interpreting  # noqa: E402
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="interpreted kernels are not compiled")
 
-TREE = {"tokens": "*i32", "parents": "*i32", "depths": "*i32", "counts": "*i32"}
+TREE = {"tokens": "*i32", "parents": "*i32", "counts": "*i32"}
 OUT = {"accepted": "*i32", "lengths": "*i32", "new_tokens": "*i32"}
 RANDOM = {"probs": "*fp32", "seeds": "*i64", "positions": "*i64"}
 
@@ -21,6 +21,7 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
 
     rows = {
         **TREE,
+        "depths": "*i32",
         "seq_lens": "*i64",
         "input_ids": "*i64",
         "positions": "*i64",
@@ -29,8 +30,8 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
         "size": "i64",
     }
     query = {"FULL": False, "BATCH_BLOCK": 64, "NODE_BLOCK": 32, "COLUMN_BLOCK": 1024}
-    greedy = {**TREE, "targets": "*i64", **OUT, "bonus": "*i32", "nodes": "i32", "max_depth": "i32"}
-    ints = {"nodes": "i32", "vocab": "i32", "max_depth": "i32"}
+    greedy = {**TREE, "targets": "*i64", **OUT, "bonus": "*i32", "nodes": "i32"}
+    ints = {"nodes": "i32", "vocab": "i32"}
     walk = {**TREE, **RANDOM, **OUT, "stops": "*i32", **ints}
     sums = {"probs": "*fp32", "stops": "*i32", "sums": "*i64", "nodes": "i32", "vocab": "i32"}
     bonus = {
@@ -53,10 +54,10 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
             {**query, "FULL": True},
             4,
         ),
-        "greedy": (verification.verify_greedy_kernel, greedy, {"WIDTH_BLOCK": 32}, 1),
-        "greedy, int32": (verification.verify_greedy_kernel, {**greedy, "targets": "*i32"}, {"WIDTH_BLOCK": 128}, 1),
-        "walk": (verification.verify_sampled_kernel, walk, {"WIDTH_BLOCK": 32}, 1),
-        "walk, int32": (verification.verify_sampled_kernel, {**walk, "positions": "*i32"}, {"WIDTH_BLOCK": 32}, 1),
+        "greedy": (verification.verify_greedy_kernel, greedy, {"NODE_BLOCK": 32}, 1),
+        "greedy, int32": (verification.verify_greedy_kernel, {**greedy, "targets": "*i32"}, {"NODE_BLOCK": 128}, 1),
+        "walk": (verification.verify_sampled_kernel, walk, {"NODE_BLOCK": 32}, 1),
+        "walk, int32": (verification.verify_sampled_kernel, {**walk, "positions": "*i32"}, {"NODE_BLOCK": 32}, 1),
         "chunk sums": (verification.chunk_sums_kernel, sums, block, 4),
         "bonus": (
             verification.bonus_kernel,
@@ -80,18 +81,18 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
         "greedy of roots": (
             verification.verify_greedy_kernel,
             {k: v for k, v in greedy.items() if k != "nodes"},
-            {"WIDTH_BLOCK": 1, "nodes": 1},
+            {"NODE_BLOCK": 1, "nodes": 1},
             1,
         ),
-        "walk of depth 1": (
+        "walk of roots": (
             verification.verify_sampled_kernel,
-            {k: v for k, v in walk.items() if k != "max_depth"},
-            {"WIDTH_BLOCK": 2, "max_depth": 1},
+            {k: v for k, v in walk.items() if k != "nodes"},
+            {"NODE_BLOCK": 1, "nodes": 1},
             1,
         ),
         "bonus of roots": (
             verification.bonus_kernel,
-            {**bonus, "vocab": "i32", "max_depth": "i32", "chunks": "i32"},
+            {**bonus, "vocab": "i32", "chunks": "i32"},
             {**block, "NODE_BLOCK": 1, "CHUNK_BLOCK": 1, "nodes": 1},
             4,
         ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,11 +93,8 @@ def test_scores_are_agreement_and_cosine(host: HostModel, texts: list[list[int]]
         assert cosine[j] == pytest.approx(float(torch.cosine_similarity(states, final, dim=-1).mean()), abs=1e-5)
 
 
-def test_chains_are_the_drafts_of_rounds_from_every_place(
-    host: HostModel, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "bench")
-    from draft_chains import draft_chains
+def test_chains_are_the_drafts_of_rounds_from_every_place(host: HostModel, texts: list[list[int]]) -> None:
+    from bench.lib.draft_chains import draft_chains
 
     skip = random_sets(host, 1, 5)[0]
     text = host.read(texts[2])

@@ -263,7 +263,7 @@ def test_mixed_sets_draft_only_where_their_passes_pay_together():
     for name, drafts in (("s0", True), (None, False)):
         engine = Engine(costs=(0.6, STEP), sets=sets, chains=True)
         for record in engine.method.lookahead.records:
-            record.held[:], record.reached[:] = 0.97 ** np.arange(1, 65), 0.97 ** np.arange(64)
+            record.accepted[:], record.reached[:] = 0.97 ** np.arange(1, 65), 0.97 ** np.arange(64)
         for i, request in enumerate("abcd"):
             engine.add(request, i + 1, name or f"s{i}")
         for _ in range(8):

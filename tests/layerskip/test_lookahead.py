@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,9 @@ from layerskip_plugin.lookahead import (
     PerSet,
     Recording,
     RocThreshold,
-    make_lookahead,
 )
 from layerskip_plugin.lookahead.adaptive import best_threshold
-from layerskip_plugin.lookahead.base import RequestTable, RoundLog
+from layerskip_plugin.lookahead.base import RoundLog
 from layerskip_plugin.lookahead.disco import Classifier
 
 SURE = np.float32(0.999)
@@ -103,8 +103,8 @@ def test_draft_and_verify_follows_its_formula_per_request() -> None:
             change = 0.02 if rate < 0.9 else 0.0 if d == 5 and a == d else -0.02
             state[name] = [min(1, max(0, 0.8 * threshold + 0.2 * (threshold + change))), rate]
     policy.finish(list(state))
-    assert len(policy.table) == 0
-    assert policy.table.fresh[0] == pytest.approx(
+    assert not policy.requests
+    assert policy.first_threshold == pytest.approx(
         0.6 + 0.6 * (np.mean([threshold for threshold, _ in state.values()]) - 0.6)
     )
 
@@ -142,13 +142,11 @@ def test_each_set_has_a_policy_of_its_own() -> None:
         drafted = driver.draft(ids, 4, lambda position, rows: np.full(len(rows), 0.9, np.float32), sets=[0, 1, 0])
         assert drafted.tolist() == [4, 4, 4]
         driver.judge(["c", "b", "a"], drafted, np.array([4, 0, 4], np.int32))
-    good, bad = (
-        part.table.values[part.table.rows([name]), 0] for part, name in zip(policy.policies, "ab", strict=True)
-    )
-    assert len(policy.policies[0].table) == 2 and len(policy.policies[1].table) == 1
+    good, bad = (part.requests[name][0] for part, name in zip(policy.policies, "ab", strict=True))
+    assert len(policy.policies[0].requests) == 2 and len(policy.policies[1].requests) == 1
     assert bad > good
     policy.finish(ids)
-    assert [len(part.table) for part in policy.policies] == [0, 0]
+    assert not any(part.requests for part in policy.policies)
 
 
 def test_judged_tokens_are_those_up_to_the_first_rejection() -> None:
@@ -170,33 +168,20 @@ def test_judged_tokens_are_those_up_to_the_first_rejection() -> None:
             for position in range(d)
             if name in ids and position <= a
         ]
-        features, position, good, place = log.judged(asked, drafted, accepted)
+        features, position, good, place = log.verified(asked, drafted, accepted)
         found = [(int(f[0]), int(f[1]), bool(g), int(w)) for f, g, w in zip(features, good, place, strict=True)]
         assert found == expected and position.tolist() == [e[1] for e in expected]
 
 
-def test_request_table_reuses_rows() -> None:
-    table = RequestTable((1.0, 2.0))
-    for first in range(0, 400, 20):
-        batch = [f"r{i}" for i in range(first, first + 20)]
-        rows = table.rows(batch)
-        assert len(set(rows)) == 20 and (table.values[rows] == [1, 2]).all()
-        table.values[rows] = -1
-        table.drop(batch)
-    assert len(table) == 0 and len(table.values) <= 32
-
-
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("make", "says"),
     [
-        ({"policy": "confidense"}, "no policy 'confidense'; choose from: cost, confidence"),
-        ({"policy": "cost"}, "needs measured costs"),
-        ({"policy": "disco"}, "freedraft calibrate disco"),
-        ({"policy": "confidence", "threshold": 1.5}, "between 0 and 1, not 1.5"),
-        ({"policy": "fixed", "length": 0}, "at least 1"),
-        ({"policy": "disco", "classifier": Path("missing.json")}, "cannot read missing.json"),
+        (lambda: Confidence(1.5), "threshold must lie between 0 and 1, not 1.5"),
+        (lambda: DraftVerify(target=-1), "target must lie between 0 and 1"),
+        (lambda: Fixed(0), "at least 1"),
+        (lambda: Classifier.load(Path("missing.json")), "cannot read missing.json"),
     ],
 )
-def test_wrong_options_are_named(options: dict, says: str) -> None:
+def test_wrong_values_are_named(make: Callable[[], object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        make_lookahead(**options)
+        make()

@@ -165,7 +165,7 @@ def test_sets_are_priced_together() -> None:
 def test_expected_rates_are_those_of_the_enumeration() -> None:
     policy = mixed(0.1, {1: 1.0, 20: 1.2})
     for record, a in zip(policy.records, (0.9, 0.5, 0.7, 0.8), strict=True):
-        record.reached, record.held = a ** np.arange(64), a ** np.arange(1, 65)
+        record.reached, record.accepted = a ** np.arange(64), a ** np.arange(1, 65)
     counts = np.array([1, 1, 0, 1])
     rates = policy.rates(counts, 4, 3)
     for m in (1, 2, 3):
@@ -178,7 +178,7 @@ def test_expected_rates_are_those_of_the_enumeration() -> None:
 
 def test_sets_that_pay_draft_beside_one_that_does_not() -> None:
     policy = mixed(0.05, {1: 1.0, 40: 1.4})
-    policy.records[2].held[:] = 0.0
+    policy.records[2].accepted[:] = 0.0
     wanted = policy.should_draft(np.array([0, 2, 1, 3, 2]))
     assert wanted.tolist() == [True, False, True, True, False]
 
@@ -192,9 +192,10 @@ def test_each_set_has_a_record_of_its_own() -> None:
         luck = np.cumprod(rng.random((4, 6)) < chance[:, None], 1).sum(1)
         driver.judge(ids, drafted, np.minimum(luck, drafted).astype(np.int32))
     assert drafted[[0, 2]].min() > drafted[[1, 3]].max()
-    assert policy.records[0].held[0] > 0.85 and policy.records[1].held[0] < 0.4 and policy.records[2].held[0] == 0.8
+    first, second, third = (record.accepted[0] for record in policy.records[:3])
+    assert first > 0.85 and second < 0.4 and third == 0.8
     policy.replace_recipe(0, SETS[0])
-    assert policy.records[0].held[0] == 0.8, "a new set is not judged by the old one's record"
+    assert policy.records[0].accepted[0] == 0.8, "a new set is not judged by the old one's record"
 
 
 def test_old_trials_fade() -> None:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from layerskip_plugin.selection import SELECTIONS, make_selection
+from layerskip_plugin.options import LayerSkipOptions, SelectionName
+from layerskip_plugin.selection.base import Selection
 from layerskip_plugin.selection.knapsack import Choice, Plan
 from layerskip_plugin.selection.knn import Domains
-from layerskip_plugin.selection.time_budget import TimeBudget
-from layerskip_plugin.skip_set import SkipSet
+from layerskip_plugin.selection.serving import TimeBudget
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+
+SIZES = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4,
+         "num_attention_heads": 2, "vocab_size": 8}  # fmt: skip
+MODEL = model_fingerprint(SIZES)
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    skip = SkipSet.of_sublayers([2], 4, "m")
+    skip = SkipSet.of_sublayers([2], 4, MODEL)
     paths = {name: tmp_path / f"{name}.json" for name in ("knn", "knapsack")}
     Plan((10,), (Choice(skip, 3, 1.0),), "here").save(paths["knapsack"], {})
     anchors = np.eye(2, 6, dtype=np.float32)
@@ -26,22 +33,25 @@ def files(tmp_path: Path) -> dict[str, Path]:
     return paths
 
 
+def select(name: str, file: Path | None, hardware: str = "here", **sizes: int) -> Selection:
+    options = LayerSkipOptions.parse({"selection": name, "selection_file": file})
+    config = SimpleNamespace(**SIZES | sizes)
+    return options.make_selector(config, lambda skips: np.zeros(len(skips)), hardware).selection
+
+
 def test_every_selection_by_name(files: dict[str, Path]) -> None:
-    for name in SELECTIONS:
-        file = files.get(name)
-        given = {"one": SkipSet.of_sublayers([2], 4, "m")} if name == "static" else None
-        made = make_selection(name, 4, "m", given, file, lambda skips: np.zeros(len(skips)), "here")
+    for name in get_args(SelectionName):
+        made = select(name, files.get(name))
         assert type(made).__name__.lower() == name
-        assert all(skip.n_layers == 4 and skip.model == "m" for skip in made.sets().values())
+        assert all(skip.n_layers == 4 and skip.model == MODEL for skip in made.sets().values())
         assert made.choose(["r"], np.array([5], np.int32))[0] < len(made.sets())
-    assert [len(skip) for skip in make_selection("static", 4, "m").sets().values()] == [0]
+    assert [len(skip) for skip in select("static", None).sets().values()] == [0]
 
 
 @pytest.mark.parametrize(
     ("name", "given", "says"),
     [
-        ("statik", "knn", "none called 'statik'; choose from: static, swift, knn, knapsack"),
-        ("swift", None, "needs an engine"),
+        ("statik", "knn", "'static', 'swift', 'knn' or 'knapsack'"),
         ("knn", None, "freedraft calibrate knn"),
         ("knn", "knapsack", "has the format 'freedraft knapsack plan 1'"),
         ("knapsack", "knapsack", "measured on here, this is there"),
@@ -49,15 +59,15 @@ def test_every_selection_by_name(files: dict[str, Path]) -> None:
 )
 def test_what_cannot_be_used_is_refused(files: dict[str, Path], name: str, given: str | None, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        make_selection(name, 4, "m", None, files[given] if given else None, hardware="there")
+        select(name, files[given] if given else None, "there")
 
 
 @pytest.mark.parametrize("name", ["knn", "knapsack"])
 def test_files_of_another_model_are_refused(files: dict[str, Path], name: str) -> None:
     with pytest.raises(ValueError, match="another model"):
-        make_selection(name, 4, "other", None, files[name])
+        select(name, files[name], hidden_size=16)
     with pytest.raises(ValueError, match="4 layers, this one has 5"):
-        make_selection(name, 5, "m", None, files[name])
+        select(name, files[name], num_hidden_layers=5)
 
 
 def test_time_budget_is_a_share_of_the_time_whatever_a_search_takes() -> None:

@@ -52,7 +52,7 @@ def test_requests_ask_for_a_set_by_name(caplog: pytest.LogCaptureFixture) -> Non
 def test_one_set_for_all_keeps_nothing() -> None:
     selector = Selector(Static({"": SkipSet.empty(LAYERS)}))
     assert selector.unknown(["a"]) == [] and selector.choose(["a", "b"], np.zeros(2, np.int32)).tolist() == [0, 0]
-    assert not len(selector) and selector.max_lengths(np.zeros(2, np.int32)) is None
+    assert not len(selector) and selector.selection.max_lengths(np.zeros(2, np.int32)) is None
 
 
 def test_verdicts_are_of_the_set_that_drafted() -> None:
@@ -63,7 +63,7 @@ def test_verdicts_are_of_the_set_that_drafted() -> None:
     # `a` has grown since, but what is verified now was drafted before.
     assert selector.last_choices(["a", "b"]).tolist() == [0, 1]
     assert selector.choose(["a", "b"], np.array([40, 200], np.int32)).tolist() == [1, 1]
-    assert selector.max_lengths(np.array([20, 40], np.int32)).tolist() == [2, 4]
+    assert selector.selection.max_lengths(np.array([20, 40], np.int32)).tolist() == [2, 4]
 
 
 def test_domains_that_share_a_set_share_its_module() -> None:
@@ -177,5 +177,3 @@ def test_options_of_each_selection(tmp_path: Path) -> None:
             selector(**options)
     with pytest.raises(ConfigError, match=r"'selection_file' is not a file.*freedraft calibrate"):
         LayerSkipOptions.parse({"selection_file": "/no/such/file"})
-    with pytest.raises(ValueError, match="needs an engine"):
-        LayerSkipOptions.parse({"selection": "swift"}).make_selector(CONFIG)

@@ -9,7 +9,7 @@ import triton.language as tl
 from freedraft_kernels.tree import TreeBatch
 
 _COLUMNS = 1024  # cells of a row written at a time
-_ROW_SPLITS = 64  # most programs that share one row of the full mask
+_ROW_SPLITS = 64  # programs that share one row of the full mask, at most
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -78,20 +78,8 @@ def launch_tree_inputs(
     # Lengths differ and the host does not know them: enough programs for a row of average length.
     splits = min(max(triton.cdiv(mask.numel() // rows, 4 * _COLUMNS), 1), _ROW_SPLITS) if full else 1
     tree_inputs_kernel[(rows, splits)](
-        tree.tokens,
-        tree.parents,
-        tree.depths,
-        tree.counts,
-        seq_lens,
-        input_ids,
-        positions,
-        mask.view(torch.uint8),
-        nodes,
-        mask.numel(),
-        FULL=full,
-        BATCH_BLOCK=triton.next_power_of_2(batch),
-        NODE_BLOCK=triton.next_power_of_2(nodes),
-        COLUMN_BLOCK=_COLUMNS,
-        num_warps=4 if full else 1,
-    )
+        tree.tokens, tree.parents, tree.depths, tree.counts, seq_lens, input_ids, positions, mask.view(torch.uint8),
+        nodes, mask.numel(), FULL=full, BATCH_BLOCK=triton.next_power_of_2(batch),
+        NODE_BLOCK=triton.next_power_of_2(nodes), COLUMN_BLOCK=_COLUMNS, num_warps=4 if full else 1,
+    )  # fmt: skip
     return input_ids, positions

@@ -64,13 +64,5 @@ def launch_compact(
     batch, nodes = slots.shape
     block = min(_WORDS, triton.next_power_of_2(triton.cdiv(row_bytes, 8)))
     grid = (batch, table.shape[0], triton.cdiv(row_bytes, 8 * block))
-    compact_kernel[grid](
-        table,
-        slots,
-        accepted,
-        lengths,
-        nodes,
-        accepted.shape[1],
-        BLOCK=block,
-        num_warps=min(4, max(1, block // 64)),
-    )
+    num_warps = min(4, max(1, block // 64))
+    compact_kernel[grid](table, slots, accepted, lengths, nodes, accepted.shape[1], BLOCK=block, num_warps=num_warps)

@@ -19,6 +19,8 @@ _ONE = tl.constexpr(WEIGHT_ONE)
 _VOCAB_BLOCK = 1024
 _MAX_CHUNKS = 64
 
+Outputs = tuple[torch.Tensor, ...]
+
 
 @triton.jit
 def weight(probs):
@@ -30,42 +32,38 @@ def weight(probs):
 def verify_greedy_kernel(
     tokens,  # int32 [B, N]
     parents,  # int32 [B, N]
-    depths,  # int32 [B, N]
     counts,  # int32 [B]
     targets,  # int32 or int64 [B, N]
-    accepted,  # out int32 [B, W]
+    accepted,  # out int32 [B, N]
     lengths,  # out int32 [B]
-    new_tokens,  # out int32 [B, W]
+    new_tokens,  # out int32 [B, N]
     bonus,  # out int32 [B]
     nodes,
-    max_depth,
-    WIDTH_BLOCK: tl.constexpr,
+    NODE_BLOCK: tl.constexpr,
 ):
     """Program b verifies request b."""
     request = tl.program_id(0).to(tl.int64)
     first = request * nodes
-    width = max_depth + 1
     count = tl.minimum(tl.load(counts + request), nodes)
     present = count > 0
-    step = tl.arange(0, WIDTH_BLOCK)
+    step = tl.arange(0, NODE_BLOCK)
     path = tl.where((step == 0) & present, 0, -1)
-    output = tl.full([WIDTH_BLOCK], -1, tl.int32)
+    output = tl.full([NODE_BLOCK], -1, tl.int32)
     current = tl.where(present, 0, -1)
     length = tl.where(present, 1, 0)
     want = tl.load(targets + first, mask=present, other=-1).to(tl.int32)
     for node in range(1, count):
         token = tl.load(tokens + first + node)
         parent = tl.load(parents + first + node)
-        depth = tl.load(depths + first + node)
-        if (parent == current) & (token == want) & (depth <= max_depth):
+        if (parent == current) & (token == want):
             path = tl.where(step == length, node, path)
             output = tl.where(step == length - 1, token, output)
             length += 1
             current = node
             want = tl.load(targets + first + node).to(tl.int32)
     output = tl.where(step == length - 1, want, output)
-    tl.store(accepted + request * width + step, path, mask=step < width)
-    tl.store(new_tokens + request * width + step, output, mask=step < width)
+    tl.store(accepted + first + step, path, mask=step < nodes)
+    tl.store(new_tokens + first + step, output, mask=step < nodes)
     tl.store(lengths + request, length)
     tl.store(bonus + request, want)
 
@@ -74,39 +72,35 @@ def verify_greedy_kernel(
 def verify_sampled_kernel(
     tokens,  # int32 [B, N]
     parents,  # int32 [B, N]
-    depths,  # int32 [B, N]
     counts,  # int32 [B]
     probs,  # float32 [B, N, V]
     seeds,  # int64 [B]
     positions,  # int32 or int64 [B]
-    accepted,  # out int32 [B, W]
+    accepted,  # out int32 [B, N]
     lengths,  # out int32 [B]
-    new_tokens,  # out int32 [B, W], without the bonus token
+    new_tokens,  # out int32 [B, N], without the bonus token
     stops,  # out int32 [B], the last accepted node, -1 for a request without nodes
     nodes,
     vocab,
-    max_depth,
-    WIDTH_BLOCK: tl.constexpr,
+    NODE_BLOCK: tl.constexpr,
 ):
     """Program b walks request b's tree."""
     request = tl.program_id(0).to(tl.int64)
     first = request * nodes
-    width = max_depth + 1
     count = tl.minimum(tl.load(counts + request), nodes)
     present = count > 0
     seed = tl.load(seeds + request)
     position = tl.load(positions + request)
-    step = tl.arange(0, WIDTH_BLOCK)
+    step = tl.arange(0, NODE_BLOCK)
     path = tl.where((step == 0) & present, 0, -1)
-    output = tl.full([WIDTH_BLOCK], -1, tl.int32)
+    output = tl.full([NODE_BLOCK], -1, tl.int32)
     current = tl.where(present, 0, -1)
     length = tl.where(present, 1, 0)
     one = tl.full([], _ONE, tl.int64)
     remaining = one
     for node in range(1, count):
         parent = tl.load(parents + first + node)
-        depth = tl.load(depths + first + node)
-        if (parent == current) & (depth <= max_depth):
+        if parent == current:
             token = tl.load(tokens + first + node)
             known = (token >= 0) & (token < vocab)
             p = tl.load(probs + (first + parent) * vocab + token, mask=known, other=0.0)
@@ -119,8 +113,8 @@ def verify_sampled_kernel(
                 remaining = one
             else:
                 remaining -= share
-    tl.store(accepted + request * width + step, path, mask=step < width)
-    tl.store(new_tokens + request * width + step, output, mask=step < width)
+    tl.store(accepted + first + step, path, mask=step < nodes)
+    tl.store(new_tokens + first + step, output, mask=step < nodes)
     tl.store(lengths + request, length)
     tl.store(stops + request, current)
 
@@ -152,7 +146,6 @@ def chunk_sums_kernel(
 def bonus_kernel(
     tokens,  # int32 [B, N]
     parents,  # int32 [B, N]
-    depths,  # int32 [B, N]
     counts,  # int32 [B]
     probs,  # float32 [B, N, V]
     seeds,  # int64 [B]
@@ -160,11 +153,10 @@ def bonus_kernel(
     stops,  # int32 [B]
     sums,  # int64 [B, C]
     lengths,  # int32 [B]
-    new_tokens,  # in and out int32 [B, W]
+    new_tokens,  # in and out int32 [B, N]
     bonus,  # out int32 [B]
     nodes,
     vocab,
-    max_depth,
     chunks,
     CHUNK: tl.constexpr,
     VOCAB_BLOCK: tl.constexpr,
@@ -183,7 +175,6 @@ def bonus_kernel(
         node = tl.arange(0, NODE_BLOCK)
         inside = (node > 0) & (node < count)
         rejected = inside & (tl.load(parents + first + node, mask=inside, other=-1) == stop)
-        rejected &= tl.load(depths + first + node, mask=inside, other=0) <= max_depth
         token = tl.load(tokens + first + node, mask=inside, other=-1)
         rejected &= (token >= 0) & (token < vocab)
         share = weight(tl.load(row + token, mask=rejected, other=0.0))
@@ -208,8 +199,7 @@ def bonus_kernel(
             left = weight(tl.load(row + candidate, mask=candidate < vocab, other=0.0))
             for i in range(1, count):
                 parent = tl.load(parents + first + i)
-                depth = tl.load(depths + first + i)
-                if (parent == stop) & (depth <= max_depth) & restrict:
+                if (parent == stop) & restrict:
                     left = tl.where(candidate == tl.load(tokens + first + i), 0, left)
             until = passed + tl.cumsum(left, 0)
             after = passed + tl.sum(left)
@@ -217,89 +207,48 @@ def bonus_kernel(
                 choice = here * CHUNK + offset + tl.sum((until <= threshold).to(tl.int32))
             passed = after
         tl.store(bonus + request, choice)
-        tl.store(new_tokens + request * (max_depth + 1) + tl.load(lengths + request) - 1, choice)
+        tl.store(new_tokens + first + tl.load(lengths + request) - 1, choice)
 
 
-def launch_verify_greedy(
-    tree: TreeBatch, targets: torch.Tensor, max_depth: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_verify_greedy(tree: TreeBatch, targets: torch.Tensor) -> Outputs:
     """accepted, lengths, tokens and bonus of a `Verification`."""
-    accepted, lengths, new_tokens, bonus = _outputs(tree, max_depth)
+    accepted, lengths, new_tokens, bonus = outputs = _outputs(tree)
     if tree.batch_size:
         verify_greedy_kernel[(tree.batch_size,)](
-            tree.tokens,
-            tree.parents,
-            tree.depths,
-            tree.counts,
-            targets,
-            accepted,
-            lengths,
-            new_tokens,
-            bonus,
-            tree.max_nodes,
-            max_depth,
-            WIDTH_BLOCK=triton.next_power_of_2(max_depth + 1),
-            num_warps=1,
-        )
-    return accepted, lengths, new_tokens, bonus
+            tree.tokens, tree.parents, tree.counts, targets, accepted, lengths, new_tokens, bonus, tree.max_nodes,
+            NODE_BLOCK=triton.next_power_of_2(tree.max_nodes), num_warps=1,
+        )  # fmt: skip
+    return outputs
 
 
 def launch_verify_sampled(
-    tree: TreeBatch, probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, max_depth: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    tree: TreeBatch, probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+) -> Outputs:
     """accepted, lengths, tokens and bonus of a `Verification`."""
-    accepted, lengths, new_tokens, bonus = _outputs(tree, max_depth)
+    accepted, lengths, new_tokens, bonus = outputs = _outputs(tree)
     batch, nodes, vocab = probs.shape
     if batch == 0:
-        return accepted, lengths, new_tokens, bonus
+        return outputs
     # A power of two, so that the kernels are compiled for few sizes.
     chunk = max(_VOCAB_BLOCK, triton.next_power_of_2(triton.cdiv(vocab, _MAX_CHUNKS)))
     chunks = triton.cdiv(vocab, chunk)
     stops = torch.empty_like(lengths)
     sums = torch.empty(batch, chunks, dtype=torch.int64, device=tree.device)
-    trees = (tree.tokens, tree.parents, tree.depths, tree.counts)
+    given = (tree.tokens, tree.parents, tree.counts, probs, seeds, positions)
+    node_block = triton.next_power_of_2(nodes)
     verify_sampled_kernel[(batch,)](
-        *trees,
-        probs,
-        seeds,
-        positions,
-        accepted,
-        lengths,
-        new_tokens,
-        stops,
-        nodes,
-        vocab,
-        max_depth,
-        WIDTH_BLOCK=triton.next_power_of_2(max_depth + 1),
-        num_warps=1,
+        *given, accepted, lengths, new_tokens, stops, nodes, vocab, NODE_BLOCK=node_block, num_warps=1
     )
     chunk_sums_kernel[(batch, chunks)](
         probs, stops, sums, nodes, vocab, CHUNK=chunk, VOCAB_BLOCK=_VOCAB_BLOCK, num_warps=4
     )
     bonus_kernel[(batch,)](
-        *trees,
-        probs,
-        seeds,
-        positions,
-        stops,
-        sums,
-        lengths,
-        new_tokens,
-        bonus,
-        nodes,
-        vocab,
-        max_depth,
-        chunks,
-        CHUNK=chunk,
-        VOCAB_BLOCK=_VOCAB_BLOCK,
-        NODE_BLOCK=triton.next_power_of_2(nodes),
-        CHUNK_BLOCK=triton.next_power_of_2(chunks),
-        num_warps=4,
-    )
-    return accepted, lengths, new_tokens, bonus
+        *given, stops, sums, lengths, new_tokens, bonus, nodes, vocab, chunks, CHUNK=chunk, VOCAB_BLOCK=_VOCAB_BLOCK,
+        NODE_BLOCK=node_block, CHUNK_BLOCK=triton.next_power_of_2(chunks), num_warps=4,
+    )  # fmt: skip
+    return outputs
 
 
-def _outputs(tree: TreeBatch, max_depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    empty = tree.counts.new_empty
-    batch, width = tree.batch_size, max_depth + 1
-    return empty(batch, width), empty(batch), empty(batch, width), empty(batch)
+def _outputs(tree: TreeBatch) -> Outputs:
+    """int32 [B, N], [B], [B, N], [B], not initialised."""
+    return tuple(torch.empty_like(like) for like in (tree.tokens, tree.counts, tree.tokens, tree.counts))
