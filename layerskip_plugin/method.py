@@ -180,8 +180,14 @@ class LayerSkipMethod(ModelMethod):
     def estimate(
         self, step: Step, rows: NDArray[np.intp], sizes: NDArray[np.int64], max_draft_len: int
     ) -> DraftPassEstimate:
-        assert isinstance(self.lookahead, Cost)
-        return self.lookahead.estimate(self._sets[rows], sizes, max_draft_len)
+        assert self._cost is not None
+        return self._cost.estimate(self._sets[rows], sizes, max_draft_len)
+
+    @property
+    def _cost(self) -> Cost | None:
+        """The policy that goes by costs, if it is one, recorded or not."""
+        policy = self.lookahead.inner if isinstance(self.lookahead, Recording) else self.lookahead
+        return policy if isinstance(policy, Cost) else None
 
     def _rows_to_draft(self, step: Step, limits: NDArray[np.int32]) -> NDArray[np.intp]:
         """The requests that draft in this step. Where costs decide, some steps go without drafts, so that what drafting
@@ -190,7 +196,7 @@ class LayerSkipMethod(ModelMethod):
         if not len(rows):
             return rows
         batch = step.batch_size
-        if self.options.lookahead == "cost" and (not self.auto.baseline_known(batch) or self._baseline.due(batch)):
+        if self._cost is not None and (not self.auto.baseline_known(batch) or self._baseline.due(batch)):
             return rows[:0]
         return rows[self.lookahead.should_draft(self._sets[rows])]
 
@@ -244,12 +250,12 @@ class LayerSkipMethod(ModelMethod):
         know no costs leave it to the confidence."""
         if not self.trees:
             return 1.0
-        if not isinstance(self.lookahead, Cost):
+        if self._cost is None:
             return 0.0
         batch = len(round_.drafted)
         tokens = batch * (1 + int(round_.drafted.max()))
         one, more = self.auto.step_seconds(batch, np.array([tokens, tokens + batch]))
-        return float(self.lookahead.rate * (more - one) / batch)
+        return float(self._cost.rate * (more - one) / batch)
 
     def _record_acceptance(self, step: Step) -> None:
         """Report to policy and selection how much of the last round's chains was accepted: as far as the tokens that

@@ -12,7 +12,7 @@ from freedraft.config import ConfigError
 from freedraft.draft_model import Drafted, DraftModel, DraftRound
 from freedraft.hybrid.choice import RestOfBatch
 from freedraft.method import EngineContext
-from layerskip_plugin.lookahead import Confidence, Cost, Fixed
+from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Recording, Verifications
 from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Static
@@ -285,6 +285,21 @@ def test_the_parts_of_a_batch():
     draft.check()
     assert draft.counts[1] == 1 and 1 < draft.counts[0] <= 4 and 1 < draft.counts[2] <= 4
     assert draft.depths[2, : draft.counts[2]].max() <= 2
+
+
+def test_a_recorded_policy_is_asked_as_itself(tmp_path):
+    """What is recorded drafts, and is a part of the hybrid method, as without the recording."""
+    engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]})
+    engine.method.lookahead = Recording(engine.method.lookahead, tmp_path / "seen.npz")
+    engine.add("a", 1)
+    for _ in range(20):
+        engine.step(["a"])
+    assert engine.model.passes and engine.method._baseline is not None
+    step = engine.as_step(["a"])
+    engine.method.update(step)
+    assert engine.method.estimate(step, np.zeros(1, np.intp), np.array([1]), 3).gain.shape == (1, 3)
+    engine.method.close()
+    assert len(Verifications.load(tmp_path / "seen.npz")) > 0
 
 
 def test_sets_must_be_of_this_model():
