@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.index.sub_index import Snapshot
-from sssd_plugin.datastore.live.store import SEARCHED, LiveDatastore, View
+from sssd_plugin.datastore.live.store import SEARCHED, LiveDatastore
 from sssd_plugin.request_index import RequestIndex
 from sssd_plugin.scoring import attribution, candidates, paper
 from sssd_plugin.scoring.batch import draft_batch

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.request_index import request_at
-from sssd_plugin.scoring.views import find_ngram
 
 SOURCES = ("input", "static", "live")
 CONTEXT = 4

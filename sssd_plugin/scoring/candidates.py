@@ -8,9 +8,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.index.search import bucket, narrow, narrow_bucket, narrow_within
+from sssd_plugin.datastore.index.search import bucket, narrow, narrow_bucket, narrow_within, suffixes_of
 from sssd_plugin.request_index import find
-from sssd_plugin.scoring.views import record, suffixes_of
+from sssd_plugin.scoring.views import record
 from sssd_plugin.scoring.weights import FEATURES
 
 ORDERS = 6  # longest context looked up in the request, in tokens

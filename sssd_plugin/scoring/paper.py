@@ -12,8 +12,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from sssd_plugin.datastore.index.search import find_ngram, suffixes_of
 from sssd_plugin.request_index import find
-from sssd_plugin.scoring.views import add_node, find_ngram, record, suffixes_of
+from sssd_plugin.scoring.views import add_node, record
 
 PREFIX = 4  # P: the longest context looked up
 OCCURRENCES = 128  # newest occurrences in the request

@@ -8,10 +8,6 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.index.search import bucket, narrow
-from sssd_plugin.datastore.index.sub_index import PAD
-from sssd_plugin.pointers import int32_at
-
 
 class Store(NamedTuple):
     """The sub-indices that one request drafts from.
@@ -48,21 +44,3 @@ def add_node(tree, i, token, parent, score, kind):
     tree.depths[i] = tree.depths[parent] + 1 if parent >= 0 else 0
     tree.scores[i] = score
     tree.kinds[i] = kind
-
-
-@njit(nogil=True, cache=True)
-def suffixes_of(table, j):
-    """Return the tokens (int32 [n + PAD]) and the suffix array (int32 [m]) of sub-index j."""
-    return int32_at(table[j, 0], table[j, 3] + PAD), int32_at(table[j, 1], table[j, 4])
-
-
-@njit(nogil=True, cache=True)
-def find_ngram(table, j, tokens, start, length):
-    """Return the range (lo, hi) of the suffixes of sub-index j that begin with tokens[start:start + length]."""
-    text, suffixes = suffixes_of(table, j)
-    lo, hi = bucket(table, j, tokens[start])
-    for offset in range(1, length):
-        if lo >= hi:
-            break
-        lo, hi = narrow(text, suffixes, lo, hi, offset, tokens[start + offset])
-    return lo, hi

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.live import segments
 from sssd_plugin.datastore.live.forgetting import forget, live_key
 from sssd_plugin.datastore.live.records import Record, scan_segment
 from sssd_plugin.datastore.live.segments import SegmentLog, check_live
-from sssd_plugin.datastore.live.store import open_live, segments
+from sssd_plugin.datastore.live.store import open_live
 from sssd_plugin.datastore.live.tenants import tenant_digest
 from tests.support.stores import read_only_folder
 
@@ -27,7 +28,7 @@ VOCAB = 1000
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
-from sssd_plugin.datastore.live.store import segments, store as live
+from sssd_plugin.datastore.live import segments, store as live
 from sssd_plugin.datastore.live.store import open_live
 
 live.MEMTABLE_TOKENS, segments.SEGMENT_TOKENS, segments.FLUSH_SECONDS = 64, 500, 0.02

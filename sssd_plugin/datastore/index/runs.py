@@ -1,4 +1,5 @@
-"""`Run`: an immutable sub-index over finished documents in memory, sorted and merged by compiled code without the GIL.
+"""`Run`: an immutable sub-index over finished documents in memory, sorted and merged by compiled code without the GIL;
+`View`: what the requests of one batch draft from.
 
 Suffixes are compared up to the end of their document and over at most `DEPTH` tokens, more than any look-up reads, so
 text that repeats for ever costs no more than other text. A suffix array that is sorted in full is sorted in this order
@@ -12,13 +13,14 @@ import mmap
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, SubIndex, direct_buckets
+from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, Snapshot, SubIndex, direct_buckets
 
 DEPTH = 32
 _SMALL = 12
@@ -27,22 +29,9 @@ _LARGE = 1 << 18  # bytes
 _BUCKETS_FROM = 4  # direct buckets cost 4 bytes an id, so only runs of at least a quarter as many tokens have them
 
 
-class RunArrays(NamedTuple):
-    """The arrays of a run, as compiled code takes and returns them; see `SubIndex`."""
-
-    tokens: NDArray[np.int32]
-    suffix_array: NDArray[np.int32]
-    bucket_starts: NDArray[np.int32]
-    sparse_index: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, sub: SubIndex) -> RunArrays:
-        return cls(sub.tokens, sub.suffix_array, sub.bucket_starts, sub.sparse_index)
-
-
 @njit(nogil=True, cache=True)
 def _before(tokens, p, q, depth):
-    """Whether suffix p comes before suffix q; both share their first `depth` tokens."""
+    """Return whether suffix p comes before suffix q; both share their first `depth` tokens."""
     for d in range(depth, DEPTH):
         x, y = tokens[p + d], tokens[q + d]
         if x != y:
@@ -54,7 +43,7 @@ def _before(tokens, p, q, depth):
 
 @njit(nogil=True, cache=True)
 def sort_into(tokens, begin, end, order):
-    """Sort the suffixes of tokens[begin:end] that do not start with a separator into `order`; their number.
+    """Sort the suffixes of tokens[begin:end] that do not start with a separator into `order`; return their number.
 
     Three-way radix quicksort (Bentley and Sedgewick, 1997) over tokens.
 
@@ -67,19 +56,15 @@ def sort_into(tokens, begin, end, order):
         if tokens[i] >= 0:
             order[n] = i
             n += 1
-    los = np.empty(_STACK, np.int64)
-    his = np.empty(_STACK, np.int64)
-    depths = np.empty(_STACK, np.int64)
-    parts = np.empty((3, 3), np.int64)
-    los[0], his[0], depths[0] = 0, n, 0
+    stack = np.empty((_STACK, 3), np.int64)
+    stack[0, 0], stack[0, 1], stack[0, 2] = 0, n, 0
     height = 1
     while height > 0:
         height -= 1
-        lo, hi, depth = los[height], his[height], depths[height]
+        lo, hi, depth = stack[height, 0], stack[height, 1], stack[height, 2]
         if hi - lo <= _SMALL:
             for i in range(lo + 1, hi):
-                p = order[i]
-                j = i
+                p, j = order[i], i
                 while j > lo and _before(tokens, p, order[j - 1], depth):
                     order[j] = order[j - 1]
                     j -= 1
@@ -94,30 +79,27 @@ def sort_into(tokens, begin, end, order):
             p = order[i]
             t = tokens[p + depth]
             if t < pivot:
-                order[i] = order[a]
-                order[a] = p
+                order[i], order[a] = order[a], p
                 a += 1
                 i += 1
             elif t > pivot:
                 b -= 1
-                order[i] = order[b]
-                order[b] = p
+                order[i], order[b] = order[b], p
             else:
                 i += 1
-        parts[0, 0], parts[0, 1], parts[0, 2] = lo, a, depth
-        parts[1, 0], parts[1, 1], parts[1, 2] = b, hi, depth
-        parts[2, 0], parts[2, 1], parts[2, 2] = a, b, depth + 1
-        if pivot < 0 or depth + 1 >= DEPTH:  # these are equal
-            parts[2, 1] = a
+        sorted_to = (
+            b if pivot < 0 or depth + 1 >= DEPTH else a
+        )  # of the middle part: suffixes as long as that are equal
+        parts = ((lo, a, depth), (b, hi, depth), (sorted_to, b, depth + 1))
         # The largest part is sorted last, so that few are waiting at any time.
         largest = 0
         for k in range(1, 3):
-            if parts[k, 1] - parts[k, 0] > parts[largest, 1] - parts[largest, 0]:
+            if parts[k][1] - parts[k][0] > parts[largest][1] - parts[largest][0]:
                 largest = k
         for k in range(3):
-            part = (largest + k) % 3
-            if parts[part, 1] - parts[part, 0] > 1:
-                los[height], his[height], depths[height] = parts[part, 0], parts[part, 1], parts[part, 2]
+            part = parts[(largest + k) % 3]
+            if part[1] - part[0] > 1:
+                stack[height, 0], stack[height, 1], stack[height, 2] = part
                 height += 1
     return n
 
@@ -135,35 +117,26 @@ def merge_into(tokens, first, cut, second, shift, order):
     Returns:
         Number of suffixes.
     """
-    n, i, j = 0, 0, 0
-    while i < len(first) and first[i] < cut:
-        i += 1
-    while i < len(first) and j < len(second):
-        p, q = first[i] - cut, second[j] + shift
-        if _before(tokens, q, p, 0):
-            order[n] = q
+    n, j = 0, 0
+    for i in range(len(first)):
+        p = first[i] - cut
+        if p < 0:
+            continue
+        while j < len(second) and _before(tokens, second[j] + shift, p, 0):
+            order[n] = second[j] + shift
             j += 1
-        else:
-            order[n] = p
-            i += 1
-            while i < len(first) and first[i] < cut:
-                i += 1
-        n += 1
-    while i < len(first):
-        if first[i] >= cut:
-            order[n] = first[i] - cut
             n += 1
-        i += 1
-    while j < len(second):
-        order[n] = second[j] + shift
-        j += 1
+        order[n] = p
+        n += 1
+    for q in second[j:]:
+        order[n] = q + shift
         n += 1
     return n
 
 
 @njit(nogil=True, cache=True)
 def _with_tables(tokens, order, direct):
-    """`RunArrays` of sorted suffixes, with buckets for the ids below `direct`."""
+    """Return the arrays of a `SubIndex` of sorted suffixes, with buckets for the ids below `direct`."""
     n = len(tokens) - PAD
     direct = direct if _BUCKETS_FROM * n >= direct else 0
     starts = np.zeros(direct + 1, np.int32)
@@ -175,19 +148,19 @@ def _with_tables(tokens, order, direct):
     sparse = np.empty((len(order) + SPARSE_STEP - 1) // SPARSE_STEP, np.int32)
     for i in range(len(sparse)):
         sparse[i] = tokens[order[i * SPARSE_STEP] + 1]
-    return RunArrays(tokens, order, starts, sparse)
+    return tokens, order, starts, sparse
 
 
 @njit(nogil=True, cache=True)
 def _next_document(tokens, at, n):
-    """Start of the first document at or after `at`; n if there is none."""
+    """Return the start of the first document at or after `at`; n if there is none."""
     at = min(at, n)
     while 0 < at < n and tokens[at - 1] >= 0:
         at += 1
     return at
 
 
-# Each of these makes a run in one call, so that a thread asks for the GIL once and not for every array.
+# Each of these makes the arrays of a run in one call, so that a thread asks for the GIL once and not for every array.
 
 
 @njit(nogil=True, cache=True)
@@ -198,27 +171,27 @@ def _sorted(tokens, direct):
 
 
 @njit(nogil=True, cache=True)
-def _with_document(run, document, direct):
-    old, end = len(run.tokens) - PAD, len(run.tokens) - PAD + len(document)
+def _with_document(older, older_order, document, direct):
+    old, end = len(older) - PAD, len(older) - PAD + len(document)
     tokens = np.full(end + 1 + PAD, SEPARATOR, np.int32)
-    tokens[:old] = run.tokens[:old]
+    tokens[:old] = older[:old]
     tokens[old:end] = document
     new = np.empty(len(document), np.int32)
     count = sort_into(tokens, old, end, new)
-    order = np.empty(len(run.suffix_array) + count, np.int32)
-    merge_into(tokens, run.suffix_array, 0, new[:count], 0, order)
+    order = np.empty(len(older_order) + count, np.int32)
+    merge_into(tokens, older_order, 0, new[:count], 0, order)
     return _with_tables(tokens, order, direct)
 
 
 @njit(nogil=True, cache=True)
-def _merged(older, start, newer, direct):
-    """Both runs as one, without what is before `start` in the older one."""
-    kept = len(older.tokens) - PAD - start
-    tokens = np.empty(kept + len(newer.tokens), np.int32)
-    tokens[:kept] = older.tokens[start : start + kept]
-    tokens[kept:] = newer.tokens
-    order = np.empty(len(older.suffix_array) + len(newer.suffix_array), np.int32)
-    count = merge_into(tokens, older.suffix_array, start, newer.suffix_array, kept, order)
+def _merged(older, older_order, start, newer, newer_order, direct):
+    """Merge two runs, without what is before `start` in the older one."""
+    kept = len(older) - PAD - start
+    tokens = np.empty(kept + len(newer), np.int32)
+    tokens[:kept] = older[start : start + kept]
+    tokens[kept:] = newer
+    order = np.empty(len(older_order) + len(newer_order), np.int32)
+    count = merge_into(tokens, older_order, start, newer_order, kept, order)
     if start > 0:
         order = order[:count].copy()
     return _with_tables(tokens, order, direct)
@@ -245,28 +218,27 @@ class Run:
 
 def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, first: int) -> Run:
     """A run of documents (int32, without separators), numbered from `first`."""
-    end = np.array([SEPARATOR], np.int32)
-    parts = [part for document in documents for part in (document, end)]
-    tokens = np.concatenate([*parts, np.full(PAD, SEPARATOR, np.int32)], dtype=np.int32)
+    parts = [part for document in documents for part in (document, [SEPARATOR])]
+    tokens = np.concatenate([*parts, _PADDING], dtype=np.int32)
     return Run(SubIndex(*_sorted(tokens, direct_buckets(vocab_size))), first, first + len(documents) - 1)
 
 
 def with_document(run: Run | None, document: NDArray[np.int32], vocab_size: int, number: int) -> Run:
-    """The run with one more document, which `number` numbers. Costs a pass over the run."""
+    """Return the run with one more document, which `number` numbers. It costs a pass over the run."""
     if run is None:
         return sorted_run([document], vocab_size, number)
     document = np.ascontiguousarray(document, np.int32)
-    arrays = _with_document(RunArrays.of(run.sub), document, direct_buckets(vocab_size))
+    arrays = _with_document(run.sub.tokens, run.sub.suffix_array, document, direct_buckets(vocab_size))
     return Run(SubIndex(*arrays), run.first, number)
 
 
 def merged(older: Run, newer: Run | None, vocab_size: int, cut: int = 0) -> Run | None:
-    """Two runs as one, without the documents that start in the first `cut` tokens; None if nothing is left."""
+    """Merge two runs, without the documents that start in the first `cut` tokens; None if nothing is left."""
     start = int(_next_document(older.sub.tokens, cut, older.n)) if cut else 0
     if older.n - start + (newer.n if newer else 0) == 0:
         return None
-    more = RunArrays.of(newer.sub) if newer else _NO_DOCUMENTS
-    arrays = _merged(RunArrays.of(older.sub), start, more, direct_buckets(vocab_size))
+    more = (newer.sub.tokens, newer.sub.suffix_array) if newer else (_PADDING, np.zeros(0, np.int32))
+    arrays = _merged(older.sub.tokens, older.sub.suffix_array, start, *more, direct_buckets(vocab_size))
     first = older.first + (older.last - older.first) * start // max(1, older.n)
     return Run(SubIndex(*arrays), first, newer.last if newer else older.last)
 
@@ -280,13 +252,13 @@ def warm_up() -> None:
 
 
 def release(runs: list[Run]) -> list[Run]:
-    """Free those of `runs` that nobody else holds; the others. The list must be the caller's only hold on them.
+    """Free those of `runs` that nobody else holds and return the others. The caller must hold them in this list only.
 
     Unmapping a large array takes milliseconds, in which whoever drops it last would have the GIL: the pages are handed
     back before, without it.
     """
     alone = [count == _ALONE for count in _holds(runs)]
-    for run in [run for run, free in zip(runs, alone, strict=True) if free]:
+    for run in compress(runs, alone):
         for array in (run.sub.tokens, run.sub.suffix_array):
             _hand_back(array)
     return [run for run, free in zip(runs, alone, strict=True) if not free]
@@ -296,7 +268,7 @@ def _holds(things: list[Any]) -> list[int]:
     return [sys.getrefcount(thing) for thing in things]
 
 
-_NO_DOCUMENTS = RunArrays(np.full(PAD, SEPARATOR, np.int32), *(np.zeros(0, np.int32) for _ in range(3)))
+_PADDING = np.full(PAD, SEPARATOR, np.int32)
 _ALONE = _holds([object()])[0]
 _PAGE = mmap.PAGESIZE
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -308,3 +280,42 @@ def _hand_back(array: NDArray[np.int32]) -> None:
     size = (array.ctypes.data + array.nbytes) // _PAGE * _PAGE - start
     if size >= _LARGE and sys.platform == "linux":
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """The sub-indices that each group of requests sees.
+
+    Attributes:
+        table: int64 [R, 7], rows as in `Snapshot.table`, group after group.
+        bounds: int64 [G + 1], where each group's rows start.
+        sizes: int64 [G], tokens that each group sees.
+        static_rows: int64 [G], how many of each group's rows, the first ones, are of the store that was built.
+        keeps: what keeps the addresses valid.
+        widest: the largest number of sub-indices of a group.
+    """
+
+    table: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    static_rows: NDArray[np.int64]
+    keeps: tuple[object, ...]
+    widest: int
+
+    @classmethod
+    def of(cls, static: Snapshot, runs: Sequence[Run] = ()) -> View:
+        """Return the view of one group, which sees `static` and then `runs`."""
+        table = np.concatenate([static.table, *(run.sub.row[None] for run in runs)])
+        size = static.n_tokens + sum(run.n for run in runs)
+        bounds, sizes, n_static = (np.array(v, np.int64) for v in ([0, len(table)], [size], [len(static.table)]))
+        return cls(table, bounds, sizes, n_static, (static, *runs), len(table))
+
+    @classmethod
+    def join(cls, views: Sequence[View]) -> View:
+        """Return a view with a group for each of these views of one group."""
+        bounds = np.zeros(len(views) + 1, np.int64)
+        np.cumsum([len(view.table) for view in views], out=bounds[1:])
+        table, sizes, static = (
+            np.concatenate([getattr(view, name) for view in views]) for name in ("table", "sizes", "static_rows")
+        )
+        return cls(table, bounds, sizes, static, tuple(views), max(view.widest for view in views))

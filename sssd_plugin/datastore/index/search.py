@@ -11,13 +11,13 @@ from sssd_plugin.pointers import int32_at
 
 @njit(nogil=True, cache=True)
 def narrow(tokens, suffixes, lo, hi, offset, token):
-    """The part of suffixes[lo:hi], which share their first `offset` tokens, that goes on with `token`: (lo, hi)."""
+    """Return the range (lo, hi) of suffixes[lo:hi], which share `offset` tokens, that goes on with `token`."""
     return narrow_within(tokens, suffixes, lo, hi, lo, hi, offset, token)
 
 
 @njit(nogil=True, cache=True)
 def narrow_within(tokens, suffixes, a, b, c, d, offset, token):
-    """As `narrow`, with the start of the part known to lie in [a, b] and its end in [c, d]."""
+    """Narrow as `narrow` does, with the start of the part known to lie in [a, b] and its end in [c, d]."""
     while a < b:
         m = (a + b) >> 1
         if tokens[suffixes[m] + offset] < token:
@@ -41,20 +41,20 @@ def narrow_within(tokens, suffixes, a, b, c, d, offset, token):
 
 
 @njit(nogil=True, cache=True)
-def _arrays(table, j):
-    """The tokens and the suffix array of sub-index j."""
+def suffixes_of(table, j):
+    """Return the tokens (int32 [n + PAD]) and the suffix array (int32 [m]) of sub-index j."""
     return int32_at(table[j, 0], table[j, 3] + PAD), int32_at(table[j, 1], table[j, 4])
 
 
 @njit(nogil=True, cache=True)
 def bucket(table, j, token):
-    """Suffixes of sub-index j that begin with `token`: (lo, hi)."""
+    """Return the suffixes of sub-index j that begin with `token`: (lo, hi)."""
     if 0 <= token < table[j, 5]:
         starts = int32_at(table[j, 2], table[j, 5] + 1)
         return starts[token], starts[token + 1]
     if token < 0:
         return 0, 0
-    tokens, suffixes = _arrays(table, j)
+    tokens, suffixes = suffixes_of(table, j)
     return narrow(tokens, suffixes, 0, table[j, 4], 0, token)
 
 
@@ -72,8 +72,8 @@ def _first_not_below(sparse, a, b, token):
 
 @njit(nogil=True, cache=True)
 def narrow_bucket(table, j, lo, hi, token):
-    """As `narrow` with offset 1, for part of a bucket of sub-index j: the sparse index says where to look."""
-    tokens, suffixes = _arrays(table, j)
+    """Narrow part of a bucket of sub-index j with offset 1, where the sparse index says."""
+    tokens, suffixes = suffixes_of(table, j)
     sparse = int32_at(table[j, 6], (table[j, 4] + SPARSE_STEP - 1) // SPARSE_STEP)
     # The entries of suffixes within [lo, hi).
     start, end = np.int64((lo + SPARSE_STEP - 1) // SPARSE_STEP), np.int64((hi - 1) // SPARSE_STEP + 1)
@@ -89,3 +89,15 @@ def narrow_bucket(table, j, lo, hi, token):
         1,
         token,
     )
+
+
+@njit(nogil=True, cache=True)
+def find_ngram(table, j, tokens, start, length):
+    """Return the range (lo, hi) of the suffixes of sub-index j that begin with tokens[start:start + length]."""
+    text, suffixes = suffixes_of(table, j)
+    lo, hi = bucket(table, j, tokens[start])
+    for offset in range(1, length):
+        if lo >= hi:
+            break
+        lo, hi = narrow(text, suffixes, lo, hi, offset, tokens[start + offset])
+    return lo, hi

@@ -21,9 +21,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.index.runs import Run, sorted_run, warm_up, with_document
+from sssd_plugin.datastore.index.runs import Run, View, sorted_run, warm_up, with_document
 from sssd_plugin.datastore.index.sub_index import Snapshot
-from sssd_plugin.datastore.index.view import View
 from sssd_plugin.datastore.live.merging import Merge, MergeThread
 from sssd_plugin.datastore.live.records import Record, in_parts
 from sssd_plugin.datastore.live.segments import SegmentLog

@@ -6,8 +6,7 @@ import hashlib
 import time
 from dataclasses import dataclass, field
 
-from sssd_plugin.datastore.index.runs import Run
-from sssd_plugin.datastore.index.view import View
+from sssd_plugin.datastore.index.runs import Run, View
 
 FACTOR = 4
 """An older run is merged with newer ones that are together more than a FACTOR-th of it."""
