@@ -97,9 +97,9 @@ class SssdOptions(PluginOptions):
     @property
     def live_store(self) -> Path | None:
         """The folder that what is learnt is kept in; None for memory only."""
-        from sssd_plugin.datastore.disk.remote import is_copy
+        from sssd_plugin.datastore.disk.remote import cache_folder
 
-        return None if self.datastore is None or is_copy(self.datastore) else self.datastore
+        return None if self.datastore is None or self.datastore.parent == cache_folder() else self.datastore
 
     def make_controller(self, context: EngineContext) -> Controller:
         """The controller that these options describe. Raises ConfigError where `hardware` names no usable profile."""

@@ -19,7 +19,7 @@ from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.build.memory import format_size, parse_size, peak_resident_bytes
 from sssd_plugin.datastore.build.sorting import ProcessSorter, Sorter
 from sssd_plugin.datastore.disk.format import Manifest, TokenizerEntry, read_manifest
-from sssd_plugin.datastore.disk.remote import is_remote, local_copy
+from sssd_plugin.datastore.disk.remote import local_copy
 from sssd_plugin.datastore.errors import DatastoreError
 
 SEARCHED_SUB_INDICES = 8
@@ -36,7 +36,7 @@ app = typer.Typer(
 def _place(text: str) -> Path:
     """A path; of a URL, the path of a local copy."""
     try:
-        return local_copy(text) if is_remote(text) else Path(text)
+        return local_copy(text) if "://" in text else Path(text)
     except DatastoreError as error:
         raise typer.BadParameter(str(error)) from None
 

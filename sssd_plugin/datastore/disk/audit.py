@@ -28,7 +28,14 @@ def audit(store: Datastore, *, full: bool = False) -> None:
     """
     rng = np.random.default_rng(0)
     for entry, sub in zip(store.manifest.sub_indices, store.snapshot.sub_indices, strict=True):
-        _Audit(store, entry, sub).run(full, rng)
+        checks = _Audit(store, entry, sub)
+        checks.check_tokens()
+        checks.check_range()
+        if full:
+            checks.check_order()
+        else:
+            checks.check_sums()
+            checks.check_neighbours(rng)
 
 
 class _Audit:
@@ -37,22 +44,10 @@ class _Audit:
         self.vocab_size = store.manifest.vocab_size
         self.entry, self.sub = entry, sub
 
-    def run(self, full: bool, rng: np.random.Generator) -> None:
-        self._check_tokens()
-        self._check_range()
-        if full:
-            self._check_order()
-        else:
-            self._check_sums()
-            m = len(self.sub.suffix_array)
-            if m > 1:
-                some = np.arange(m - 1) if m - 1 <= SAMPLES else np.unique(rng.integers(0, m - 1, SAMPLES))
-                self._check_neighbours(some)
-
     def _fail(self, role: Role, what: str) -> DatastoreError:
         return DatastoreError(f"{self.folder / file_name(role)} is wrong: {what}; {REBUILD}")
 
-    def _check_tokens(self) -> None:
+    def check_tokens(self) -> None:
         """Ids, counts, largest id and buckets."""
         tokens = self.sub.tokens[: self.sub.n]
         separators, largest = 0, SEPARATOR
@@ -69,12 +64,12 @@ class _Audit:
         if not np.array_equal(starts, bucket_starts(count_ids(tokens, len(starts) - 1))):
             raise self._fail("bucket_starts", "it does not agree with the tokens")
 
-    def _check_range(self) -> None:
+    def check_range(self) -> None:
         for a, block in _blocks(self.sub.suffix_array):
             if int(block.min()) < 0 or int(block.max()) >= self.sub.n:
                 raise self._fail("suffix_array", f"an entry after {a} lies outside the tokens")
 
-    def _check_sums(self) -> None:
+    def check_sums(self) -> None:
         sums = np.zeros(2, np.uint64)  # unsigned, so that they wrap around
         for a, block in _blocks(self.sub.tokens[: self.sub.n]):
             sums += _sums(a + np.flatnonzero(block != SEPARATOR))
@@ -83,9 +78,10 @@ class _Audit:
         if sums.any():
             raise self._fail("suffix_array", "it is no permutation of the suffixes")
 
-    def _check_neighbours(self, where: NDArray[np.int64]) -> None:
-        """Compare the suffixes at `where` with their successors, token by token up to a separator."""
-        tokens = self.sub.tokens
+    def check_neighbours(self, rng: np.random.Generator) -> None:
+        """Compare some suffixes with their successors, token by token up to a separator."""
+        tokens, n = self.sub.tokens, len(self.sub.suffix_array) - 1
+        where = np.arange(n) if n <= SAMPLES else np.unique(rng.integers(0, n, SAMPLES))
         left = self.sub.suffix_array[where].astype(np.int64)
         right = self.sub.suffix_array[where + 1].astype(np.int64)
         while len(left):
@@ -96,7 +92,7 @@ class _Audit:
             go_on = (x == y) & (x != SEPARATOR)
             left, right, where = left[go_on] + 1, right[go_on] + 1, where[go_on]
 
-    def _check_order(self) -> None:
+    def check_order(self) -> None:
         """Every suffix once, each not above the next: by first token, then by the rank of what follows it."""
         tokens, order = self.sub.tokens, self.sub.suffix_array
         rank = np.full(self.sub.n + 1, -1, np.int32)

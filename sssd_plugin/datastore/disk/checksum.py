@@ -7,12 +7,11 @@ import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 
@@ -21,10 +20,8 @@ _READ_BYTES = 1 << 20
 _ITEMS = 1 << 20
 
 
-class FileEntry(BaseModel):
+class FileEntry(BaseModel, frozen=True):
     """What a manifest records of a file: its size in bytes and the CRC-32 of each block of `BLOCK_BYTES`, in hex."""
-
-    model_config = ConfigDict(frozen=True)
 
     size: Annotated[int, Field(ge=0)]
     crc32: tuple[Annotated[str, Field(pattern="^[0-9a-f]{8}$")], ...]
@@ -72,7 +69,7 @@ class ChecksummedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
 
 
@@ -98,27 +95,20 @@ def check_size(path: Path, entry: FileEntry) -> None:
 def check_contents(files: Iterable[tuple[Path, FileEntry]]) -> None:
     """Raise `DatastoreError` at the first block that differs from its checksum; all blocks are read, in parallel."""
     blocks = [(path, i, crc) for path, entry in files for i, crc in enumerate(entry.crc32)]
-    threads = min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(max_workers=max(1, min(threads, len(blocks)))) as pool:
-        try:
-            for _ in pool.map(_check_block, blocks):
-                pass
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(_check_block, blocks))  # cancels what is left at the first that raises
 
 
 def _check_block(block: tuple[Path, int, str]) -> None:
     path, index, expected = block
-    crc, left = 0, BLOCK_BYTES
+    crc, left, start = 0, BLOCK_BYTES, index * BLOCK_BYTES
     buffer = memoryview(bytearray(_READ_BYTES))
     with reporting("read", path), path.open("rb", buffering=0) as file:
-        file.seek(index * BLOCK_BYTES)
+        file.seek(start)
         while left and (n := file.readinto(buffer[: min(left, _READ_BYTES)])):
             crc = zlib.crc32(buffer[:n], crc)  # lets other threads run meanwhile
             left -= n
     if f"{crc:08x}" != expected:
-        start = index * BLOCK_BYTES
         raise DatastoreError(
             f"{path} is corrupted: checksum of the block at byte {start} is {crc:08x}, not {expected}; "
             f"restore it, or {REBUILD}"

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 import freedraft
 from sssd_plugin.datastore.disk.checksum import BLOCK_BYTES, FileEntry
@@ -42,7 +42,7 @@ def file_name(role: Role) -> str:
     return f"{role}.i32"
 
 
-class SubIndexEntry(BaseModel):
+class SubIndexEntry(BaseModel, frozen=True):
     """One sub-index: its folder, what is in it, and its files.
 
     Attributes:
@@ -50,8 +50,6 @@ class SubIndexEntry(BaseModel):
         n_documents: documents; each has one separator after it.
         max_token: largest token id.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
     n_tokens: Count
@@ -65,16 +63,14 @@ class SubIndexEntry(BaseModel):
         return sum(entry.size for entry in self.files.values())
 
 
-class TokenizerEntry(BaseModel):
+class TokenizerEntry(BaseModel, frozen=True):
     """The tokenizer whose ids the store holds; see `sssd_plugin.datastore.tokenizer.fingerprint`."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Manifest(ChecksummedManifest):
+class Manifest(ChecksummedManifest, frozen=True):
     """What a datastore holds, and how to tell that it is whole.
 
     Attributes:
@@ -86,7 +82,6 @@ class Manifest(ChecksummedManifest):
     DESCRIBES: ClassVar[str] = "a freedraft datastore"
     REMEDY: ClassVar[str] = REBUILD
     ALTERNATIVE: ClassVar[str] = REBUILD
-    LAST: ClassVar[str] = "\n"
 
     format: Literal["freedraft-datastore"] = "freedraft-datastore"
     format_version: Literal[1] = 1
@@ -102,8 +97,7 @@ class Manifest(ChecksummedManifest):
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Manifest:
-        names = {sub.name for sub in self.sub_indices}
-        if len(names) != len(self.sub_indices):
+        if len({sub.name for sub in self.sub_indices}) != len(self.sub_indices):
             raise ValueError("two sub-indices have the same name")
         for sub in self.sub_indices:
             items = {

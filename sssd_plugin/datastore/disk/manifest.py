@@ -11,17 +11,15 @@ import zlib
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 import freedraft
-from freedraft.files import write_atomically
+from freedraft.files import write_json_atomically
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 
 
-class ChecksummedManifest(BaseModel):
+class ChecksummedManifest(BaseModel, frozen=True):
     """The base of manifests; `format` and `format_version` are literals with a default in each of them."""
-
-    model_config = ConfigDict(frozen=True)
 
     DESCRIBES: ClassVar[str]
     """What the manifest describes, in a few words."""
@@ -29,10 +27,6 @@ class ChecksummedManifest(BaseModel):
     """What helps against damage, where there is nothing to restore."""
     ALTERNATIVE: ClassVar[str]
     """What helps, other than an upgrade, against a version that is too new."""
-    FEATURES: ClassVar[frozenset[str]] = frozenset()
-    """What a manifest may require."""
-    LAST: ClassVar[str] = ""
-    """What ends the file."""
 
     format: str
     format_version: int
@@ -44,8 +38,7 @@ class ChecksummedManifest(BaseModel):
             OSError: the disk refuses.
         """
         content = self.model_dump(mode="json")
-        text = json.dumps(content | {"checksum": checksum(content)}, indent=1) + self.LAST
-        write_atomically(path, text.encode())
+        write_json_atomically(path, content | {"checksum": checksum(content)}, indent=1, mode=0o600)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -72,10 +65,9 @@ class ChecksummedManifest(BaseModel):
         if content.pop("checksum", None) != checksum(content):
             raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {cls.REMEDY}")
         required = content.get("requires")
-        missing = [f for f in required if f not in cls.FEATURES] if isinstance(required, list) else []
-        if missing:
+        if isinstance(required, list) and required:  # there is no such feature yet
             raise DatastoreError(
-                f"{path} requires {', '.join(map(str, missing))}, which {newer} does not know: "
+                f"{path} requires {', '.join(map(str, required))}, which {newer} does not know: "
                 f"upgrade freedraft, or {cls.ALTERNATIVE}"
             )
         try:

@@ -14,34 +14,23 @@ from sssd_plugin.datastore.disk.format import MANIFEST, read_manifest
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, first_line, reporting
 
-CACHE_VARIABLE = "FREEDRAFT_CACHE"
 
-
-def is_remote(place: str) -> bool:
-    """Whether `place` is a URL ("s3://bucket/store") instead of a path."""
-    return "://" in place
-
-
-def is_copy(path: Path) -> bool:
-    """Whether `local_copy` made the store at `path`."""
-    return path.parent == _cache()
-
-
-def _cache() -> Path:
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "freedraft" / "stores")
+def cache_folder() -> Path:
+    """Return the folder of local copies: the variable FREEDRAFT_CACHE, or ~/.cache/freedraft/stores."""
+    return Path(os.environ.get("FREEDRAFT_CACHE") or Path.home() / ".cache" / "freedraft" / "stores")
 
 
 def local_copy(url: str, cache: Path | None = None) -> Path:
-    """A local copy of the store at `url`; the files are fetched once per version of the store.
+    """Return a local copy of the store at `url`, whose files are fetched once per version of the store.
 
     Args:
         url: whatever the installed fsspec opens.
-        cache: folder of the copies; None for that of the variable FREEDRAFT_CACHE, or ~/.cache/freedraft/stores.
+        cache: folder of the copies; None for `cache_folder`.
 
     Raises:
         DatastoreError: fsspec or its driver is not installed; the store is missing, out of reach or damaged.
     """
-    cache = cache or _cache()
+    cache = cache or cache_folder()
     try:
         import fsspec
     except ImportError:
@@ -65,7 +54,7 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
             with _reaching(url):
                 files.get_file(f"{root}/{path.relative_to(temporary).as_posix()}", str(path))
         Datastore.open(temporary).close()  # before anyone uses it: every byte as recorded
-        with reporting("write", target), contextlib.suppress(FileExistsError):
+        with reporting("write", target):
             try:
                 temporary.rename(target)
             except OSError:
@@ -88,6 +77,5 @@ def _reaching(url: str) -> Iterator[None]:
     except (ImportError, ValueError) as error:
         raise DatastoreError(f"cannot open {url}: {first_line(error)}; install its fsspec driver") from None
     except Exception as error:
-        raise DatastoreError(
-            f"cannot reach {url}: {first_line(error)}; check the address and the access rights"
-        ) from None
+        reason = first_line(error)
+        raise DatastoreError(f"cannot reach {url}: {reason}; check the address and the access rights") from None

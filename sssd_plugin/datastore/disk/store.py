@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -77,30 +76,29 @@ class Datastore:
         return self.manifest.n_tokens
 
     def close(self) -> None:
-        """Let go of the maps; may be called twice."""
+        """Release the maps; may be called twice."""
         self._snapshot = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
 def check_fits(path: Path, manifest: Manifest, vocab_size: int | None, tokenizer_fingerprint: str | None) -> None:
     """Raise `DatastoreError` if the store at `path` was made for another tokenizer or a larger vocabulary."""
-    made_with = manifest.tokenizer
-    if tokenizer_fingerprint is not None and made_with is not None and made_with.fingerprint != tokenizer_fingerprint:
+    other = manifest.tokenizer
+    command = f"`freedraft datastore build {path} --force --tokenizer MODEL INPUT...`"
+    if tokenizer_fingerprint is not None and other is not None and other.fingerprint != tokenizer_fingerprint:
         raise DatastoreError(
-            f"{path / MANIFEST}: the store was built with another tokenizer ({made_with.name}, fingerprint "
-            f"{made_with.fingerprint[:12]}, not {tokenizer_fingerprint[:12]}): "
-            f"build it with this model's, `freedraft datastore build {path} --force --tokenizer MODEL INPUT...`"
+            f"{path / MANIFEST}: the store was built with another tokenizer ({other.name}, fingerprint "
+            f"{other.fingerprint[:12]}, not {tokenizer_fingerprint[:12]}): build it with this model's, {command}"
         )
     if vocab_size is not None and manifest.max_token >= vocab_size:
         raise DatastoreError(
             f"{path / MANIFEST}: the store holds token ids up to {manifest.max_token}, the model's vocabulary has only "
-            f"{vocab_size}: build it with this model's tokenizer, "
-            f"`freedraft datastore build {path} --force --tokenizer MODEL INPUT...`"
+            f"{vocab_size}: build it with this model's tokenizer, {command}"
         )
 
 

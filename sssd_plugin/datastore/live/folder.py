@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from freedraft.files import FileLock
 from sssd_plugin.datastore.disk.manifest import ChecksummedManifest
@@ -18,10 +18,8 @@ MANIFEST = "manifest.json"
 LOCK = "lock"
 
 
-class SegmentEntry(BaseModel):
+class SegmentEntry(BaseModel, frozen=True):
     """A segment; its size in bytes and its tokens, separators included, are recorded once it is full."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: Annotated[str, Field(pattern=r"^\d{6,}\.seg$")]
     size: int | None = None
@@ -32,7 +30,7 @@ def segment_name(number: int) -> str:
     return f"{number:06d}.seg"
 
 
-class LiveManifest(ChecksummedManifest):
+class LiveManifest(ChecksummedManifest, frozen=True):
     """What the folder holds.
 
     Attributes:
