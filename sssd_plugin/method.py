@@ -66,12 +66,8 @@ def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -
     from sssd_plugin.datastore.disk.store import Datastore
 
     assert options.static_store is not None
-    return Datastore.open(
-        options.static_store,
-        vocab_size=context.vocab_size,
-        tokenizer_fingerprint=context.tokenizer_fingerprint(),
-        verify=verify,
-    )
+    fingerprint = context.tokenizer_fingerprint()
+    return Datastore.open(options.static_store, vocab_size=context.vocab_size, fingerprint=fingerprint, verify=verify)
 
 
 class SssdMethod(Method):

@@ -220,7 +220,7 @@ def verify(
 
     with _one_line():
         fingerprint = None if tokenizer is None else tokenizers.fingerprint(tokenizers.load(tokenizer))
-        with Datastore.open(store, vocab_size=vocab_size, tokenizer_fingerprint=fingerprint) as opened:
+        with Datastore.open(store, vocab_size=vocab_size, fingerprint=fingerprint) as opened:
             audit(opened, full=full)
             manifest = opened.manifest
         if fingerprint is not None and manifest.tokenizer is None:

@@ -46,7 +46,7 @@ def test_build_info_verify(tmp_path: Path, source: Path, tokenizer_folder: Path)
     result = run("build", out, source, "--tokenizer", tokenizer_folder, "--sub-index-tokens", 5_000)
     assert result.exit_code == 0, result.output
     assert "tokens in" in result.stdout and "us/token" in result.stdout
-    with Datastore.open(out, tokenizer_fingerprint=fingerprint(load(tokenizer_folder))) as opened:
+    with Datastore.open(out, fingerprint=fingerprint(load(tokenizer_folder))) as opened:
         manifest = opened.manifest
     assert manifest.n_documents >= 50 and len(manifest.sub_indices) > 1
     assert manifest.tokenizer is not None and manifest.tokenizer.name == tokenizer_folder.name

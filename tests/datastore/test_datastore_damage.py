@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sssd_plugin.datastore.disk.audit import audit
-from sssd_plugin.datastore.disk.format import Manifest, TokenizerEntry, read_manifest, write_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, TokenizerEntry, read_manifest
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from tests.support.stores import build_store, edit_manifest, replace_array
@@ -48,7 +48,7 @@ def array_files(store: Path) -> list[Path]:
 
 
 def test_a_whole_store_opens(store: Path) -> None:
-    with Datastore.open(store, vocab_size=100, tokenizer_fingerprint=FINGERPRINT) as opened:
+    with Datastore.open(store, vocab_size=100, fingerprint=FINGERPRINT) as opened:
         assert len(opened.snapshot.sub_indices) == 2
         audit(opened)
 
@@ -131,7 +131,7 @@ def test_a_flipped_bit_anywhere_in_the_manifest(whole: Path, tmp_path: Path) -> 
 
 
 def test_foreign_tokenizer(store: Path) -> None:
-    message = refusal(store, tokenizer_fingerprint="cd" * 32)
+    message = refusal(store, fingerprint="cd" * 32)
     assert "another tokenizer (some-model" in message and "freedraft datastore build" in message
 
 
@@ -208,7 +208,7 @@ def test_unreadable_file(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_empty_store_opens(tmp_path: Path) -> None:
-    write_manifest(tmp_path, Manifest(vocab_size=10, sub_indices=()))
+    Manifest(vocab_size=10, sub_indices=()).write(tmp_path / MANIFEST)
     with Datastore.open(tmp_path, vocab_size=1) as store:
         assert store.n_tokens == 0 and store.snapshot.sub_indices == ()
         audit(store)

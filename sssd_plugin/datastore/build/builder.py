@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -18,12 +17,12 @@ from sssd_plugin.datastore.build.sorting import Sorter
 from sssd_plugin.datastore.build.sources import check_ids
 from sssd_plugin.datastore.disk.checksum import ChecksummedFile, FileEntry, write_array
 from sssd_plugin.datastore.disk.format import (
+    MANIFEST,
     MAX_VOCAB_SIZE,
     Manifest,
     SubIndexEntry,
     TokenizerEntry,
     file_name,
-    write_manifest,
 )
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, bucket_starts, count_ids, direct_buckets
@@ -68,9 +67,7 @@ class StoreBuilder:
     ) -> None:
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise DatastoreError(f"the vocabulary size must be from 1 to {MAX_VOCAB_SIZE}, not {vocab_size}")
-        self._vocab_size = vocab_size
-        self._tokenizer = tokenizer
-        self._on_phase = on_phase
+        self._vocab_size, self._tokenizer, self._on_phase = vocab_size, tokenizer, on_phase
         memory = resident_bytes() + DEFAULT_MEMORY if memory is None else memory
         self._sorter = sorter or Sorter()
         self._limit = SubIndexLimit.of(
@@ -94,12 +91,17 @@ class StoreBuilder:
             raise DatastoreError(
                 f"token ids must be a one-dimensional integer array, not {tokens.dtype} {tokens.shape}"
             )
-        for a in range(0, len(tokens), _BUFFER_TOKENS):
-            self._append(tokens[a : a + _BUFFER_TOKENS])
+        for start in range(0, len(tokens), _BUFFER_TOKENS):
+            part = tokens[start : start + _BUFFER_TOKENS]
+            check_ids(part, self._vocab_size)
+            if self._buffered + len(part) > _BUFFER_TOKENS:
+                self._flush()
+            self._buffer[self._buffered : self._buffered + len(part)] = part
+            self._buffered += len(part)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens so far, separators and what is still buffered included."""
+        """The tokens so far, separators and what is still buffered included."""
         done = sum(entry.n_tokens + entry.n_documents for entry, _ in self._closed)
         return done + (self._open.length if self._open else 0) + self._buffered
 
@@ -119,7 +121,8 @@ class StoreBuilder:
             for entry, order in self._closed
         ]
         manifest = Manifest(vocab_size=self._vocab_size, tokenizer=self._tokenizer, sub_indices=tuple(entries))
-        write_manifest(self._publish.path, manifest)
+        with reporting("write", self._publish.path / MANIFEST):
+            manifest.write(self._publish.path / MANIFEST)
         self._publish.publish()
         self._finished = True
         return manifest
@@ -127,19 +130,12 @@ class StoreBuilder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._sorter.close()
         if not self._finished:
             if self._open:
-                self._open.file.__exit__(kind, value, tb)
+                self._open.file.__exit__()
             self._publish.discard()
-
-    def _append(self, tokens: NDArray[np.integer]) -> None:
-        check_ids(tokens, self._vocab_size)
-        if self._buffered + len(tokens) > _BUFFER_TOKENS:
-            self._flush()
-        self._buffer[self._buffered : self._buffered + len(tokens)] = tokens
-        self._buffered += len(tokens)
 
     def _flush(self) -> None:
         tokens, self._buffered = self._buffer[: self._buffered], 0
@@ -147,17 +143,11 @@ class StoreBuilder:
             if self._open is None:
                 if (tokens == SEPARATOR).all():
                     return
-                self._open = self._open_sub_index()
+                name = f"{len(self._closed):04d}-{secrets.token_hex(4)}"
+                self._open = _OpenSubIndex(self._publish.path / name, self._limit, direct_buckets(self._vocab_size))
             tokens = self._open.append(tokens)
             if len(tokens):
                 self._close_sub_index()
-
-    def _open_sub_index(self) -> _OpenSubIndex:
-        name = f"{len(self._closed):04d}-{secrets.token_hex(4)}"
-        folder = self._publish.path / name
-        with reporting("write", folder):
-            folder.mkdir(mode=0o700)
-        return _OpenSubIndex(folder, self._limit, direct_buckets(self._vocab_size))
 
     def _close_sub_index(self) -> None:
         if self._open is None:
@@ -172,16 +162,16 @@ class StoreBuilder:
     def _await_sorting(self, max_sorting: int) -> None:
         """Wait until at most so many sub-indices are being sorted; raises what went wrong with one."""
         while True:
-            going = [(i, order) for i, (_, order) in enumerate(self._closed) if not order.done()]
+            pending = {number: order for number, (_, order) in enumerate(self._closed, 1) if not order.done()}
             for _, order in self._closed:
                 if order.done():
                     order.result()
-            if len(going) <= max_sorting:
+            if len(pending) <= max_sorting:
                 return
-            length = sum(self._closed[i][0].n_tokens for i, _ in going)
-            which = f"sub-index {going[0][0] + 1}" if len(going) == 1 else f"{len(going)} sub-indices"
+            length = sum(self._closed[number - 1][0].n_tokens for number in pending)
+            which = f"sub-index {min(pending)}" if len(pending) == 1 else f"{len(pending)} sub-indices"
             self._on_phase(f"sorting {which} ({length / 1e6:.1f} M tokens)")
-            wait([order for _, order in going], return_when=FIRST_COMPLETED)
+            wait(pending.values(), return_when=FIRST_COMPLETED)
 
 
 class _OpenSubIndex:
@@ -189,6 +179,8 @@ class _OpenSubIndex:
 
     def __init__(self, folder: Path, limit: SubIndexLimit, direct: int) -> None:
         self.folder, self.limit, self.direct = folder, limit, direct
+        with reporting("write", folder):
+            folder.mkdir(mode=0o700)
         self.file = ChecksummedFile(folder / file_name("tokens"))
         self.length = self.n_documents = 0
         self.max_token = SEPARATOR
@@ -197,7 +189,10 @@ class _OpenSubIndex:
 
     def append(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Take as many of `tokens` (int32) as fit; returns the rest, for the next sub-index."""
-        tokens = self._without_empty_documents(tokens)
+        empty = tokens == SEPARATOR  # then: that ends a document without tokens
+        empty[1:] &= empty[:-1].copy()
+        empty[0] &= self.at_boundary
+        tokens = tokens[~empty] if empty.any() else tokens
         counts = count_ids(tokens, self.direct)
         total = self.counts + counts
         distinct = int(np.count_nonzero(total[:-1]) + total[-1]) + 1  # those beyond the direct ids, at most
@@ -206,13 +201,6 @@ class _OpenSubIndex:
         taken = tokens[: max(0, capacity)]
         self._take(taken, counts if len(taken) == len(tokens) else count_ids(taken, self.direct))
         return tokens[len(taken) :]
-
-    def _without_empty_documents(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        ends = tokens == SEPARATOR
-        repeated = ends.copy()
-        repeated[1:] &= ends[:-1]
-        repeated[0] &= self.at_boundary
-        return tokens[~repeated] if repeated.any() else tokens
 
     def _take(self, tokens: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
         if not len(tokens):

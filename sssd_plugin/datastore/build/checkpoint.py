@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -136,8 +135,8 @@ class BuildCheckpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if value is None:  # the build is done
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:  # the build is done
             shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
 

@@ -20,9 +20,6 @@ _MIN_BY_MEMORY = 1 << 20
 _READING_BYTES = 160 << 20
 """Tokenising a batch, buffers, and what the allocator keeps."""
 
-_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-_DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-
 
 def parse_size(text: str) -> int:
     """Bytes in "2GiB", "2G", "500 MB" or "1073741824".
@@ -34,8 +31,7 @@ def parse_size(text: str) -> int:
     if not match:
         raise DatastoreError(f"{text!r} is not a size for --memory: write for instance 2GiB or 500MB")
     number, prefix, suffix = match.groups()
-    factor = _DECIMAL[prefix + "b"] if prefix and suffix == "b" else 1 << _UNITS[prefix]
-    return int(float(number) * factor)
+    return int(float(number) * (1000 if suffix == "b" else 1024) ** " kmgt".index(prefix or " "))
 
 
 def format_size(size: float) -> str:
@@ -47,26 +43,22 @@ def format_size(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def resident_bytes() -> int:
-    """Memory of this process now; where the system does not say, its peak so far."""
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Return the memory of this process now; where the system does not say, its peak so far."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * resource.getpagesize()
-    except (OSError, IndexError, ValueError):
-        return peak_resident_bytes()
-
-
-def peak_resident_bytes() -> int:
-    """Largest memory of this process so far."""
-    try:
-        # Not ru_maxrss there: on Linux it begins with the peak of the process that started this one.
-        match = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        match = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:
         match = None
     if match:
         return int(match[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest memory of this process so far."""
+    # Not ru_maxrss: on Linux it begins with the peak of the process that started this one.
+    return resident_bytes("VmHWM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +93,10 @@ class SubIndexLimit:
         here = resident_bytes() + _READING_BYTES + 32 * direct_buckets(vocab_size) if sorts else 0
         parts = max(1, sorts)
         overhead = here + parts * each
-        limit = cls((memory - overhead) // parts, tokens or MAX_SUB_INDEX_TOKENS)
-        least = overhead + parts * _MIN_BY_MEMORY * _sort_bytes_per_token(4)
-        if memory < least:
-            raise DatastoreError(f"--memory {format_size(memory)} is too little: give at least {format_size(least)}")
-        return limit
+        minimum = overhead + parts * _MIN_BY_MEMORY * _sort_bytes_per_token(4)
+        if memory < minimum:
+            raise DatastoreError(f"--memory {format_size(memory)} is too little: give at least {format_size(minimum)}")
+        return cls((memory - overhead) // parts, tokens or MAX_SUB_INDEX_TOKENS)
 
     def for_width(self, width: int) -> int:
         """Tokens, separators included, at `width` bytes per token (see `suffix_sort`)."""

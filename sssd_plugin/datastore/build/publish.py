@@ -35,7 +35,7 @@ class AtomicPublish:
     def __init__(self, target: Path, *, replace: bool = False) -> None:
         # Resolved, so that replacing through a symbolic link replaces what it points to, on that disk.
         self.target = target.resolve()
-        self.replace = replace
+        self.replace, self._prefix = replace, f".{self.target.name}.building-"
         self._check_target()
         with reporting("write", self.target.parent):
             self.target.parent.mkdir(parents=True, exist_ok=True)
@@ -60,10 +60,6 @@ class AtomicPublish:
         """Remove the temporary directory."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
-
-    @property
-    def _prefix(self) -> str:
-        return f".{self.target.name}.building-"
 
     def _check_target(self) -> None:
         with reporting("read", self.target):

@@ -6,12 +6,10 @@ import contextlib
 import multiprocessing
 import signal
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,7 +18,6 @@ from sssd_plugin.datastore.disk.format import file_name
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.suffix_sort import sort_bytes, to_bytes
 
-T = TypeVar("T")
 _OUT_OF_MEMORY = "not enough memory to sort a sub-index: give a smaller --memory"
 
 
@@ -39,15 +36,22 @@ class Sorter:
     process_bytes = 0
 
     def sort(self, folder: Path, length: int, n_documents: int) -> Future[FileEntry]:
-        """Write the suffix array of the sub-index in `folder`, whose tokens are there.
-
-        Args:
-            length: tokens, separators included.
+        """Write the suffix array of the sub-index in `folder`, whose `length` tokens (with separators) are there.
 
         Returns:
             What to record of the file. Waiting for it can be interrupted; it raises what `write_order` does.
         """
-        return _in_thread(lambda: self._sort(folder, length, n_documents))
+        future: Future[FileEntry] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self._sort(folder, length, n_documents))
+            except BaseException as error:
+                future.set_exception(error)
+
+        # Compiled code that may take minutes: neither Ctrl-C nor the interpreter's end waits for this thread.
+        threading.Thread(target=run, daemon=True, name="freedraft-suffix-sort").start()
+        return future
 
     def close(self) -> None:
         """Give up what is not done."""
@@ -124,17 +128,3 @@ def _answer(pipe: Connection, folder: Path, length: int, n_documents: int) -> No
         answer = None, f"a worker failed to sort {folder.name}: {error!r}"
     with contextlib.suppress(OSError):  # the build is gone
         pipe.send(answer)
-
-
-def _in_thread(function: Callable[[], T]) -> Future[T]:
-    """Run compiled code that may take minutes in a thread that neither Ctrl-C nor the interpreter's end waits for."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="freedraft-suffix-sort").start()
-    return future

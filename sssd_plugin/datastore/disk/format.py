@@ -139,16 +139,6 @@ class Manifest(ChecksummedManifest, frozen=True):
         return [(directory / sub.name / file_name(r), sub.files[r]) for sub in self.sub_indices for r in ROLES]
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write (or atomically replace) the manifest of `directory`, mode 0600.
-
-    Raises:
-        DatastoreError: the disk refuses.
-    """
-    with reporting("write", directory / MANIFEST):
-        manifest.write(directory / MANIFEST)
-
-
 def read_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of `directory`.
 

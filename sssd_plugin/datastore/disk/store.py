@@ -29,19 +29,13 @@ class Datastore:
 
     @classmethod
     def open(
-        cls,
-        path: Path | str,
-        *,
-        vocab_size: int | None = None,
-        tokenizer_fingerprint: str | None = None,
-        verify: bool = True,
+        cls, path: Path | str, *, vocab_size: int | None = None, fingerprint: str | None = None, verify: bool = True
     ) -> Datastore:
         """Open the store at `path`.
 
         Args:
             vocab_size: the model's; every id of the store must be below it. None: not checked.
-            tokenizer_fingerprint: the model's (`tokenizer.fingerprint`); must be the store's, if that records one.
-                None: not checked.
+            fingerprint: of the model's tokenizer; must be the store's, if that records one. None: not checked.
             verify: read all files and compare their checksums; sizes are always compared.
 
         Raises:
@@ -49,7 +43,7 @@ class Datastore:
         """
         path = Path(path)
         manifest = read_manifest(path)
-        check_fits(path, manifest, vocab_size, tokenizer_fingerprint)
+        check_fits(path, manifest, vocab_size, fingerprint)
         files = manifest.files(path)
         for file, entry in files:
             check_size(file, entry)
@@ -86,14 +80,14 @@ class Datastore:
         self.close()
 
 
-def check_fits(path: Path, manifest: Manifest, vocab_size: int | None, tokenizer_fingerprint: str | None) -> None:
+def check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerprint: str | None) -> None:
     """Raise `DatastoreError` if the store at `path` was made for another tokenizer or a larger vocabulary."""
     other = manifest.tokenizer
     command = f"`freedraft datastore build {path} --force --tokenizer MODEL INPUT...`"
-    if tokenizer_fingerprint is not None and other is not None and other.fingerprint != tokenizer_fingerprint:
+    if fingerprint is not None and other is not None and other.fingerprint != fingerprint:
         raise DatastoreError(
             f"{path / MANIFEST}: the store was built with another tokenizer ({other.name}, fingerprint "
-            f"{other.fingerprint[:12]}, not {tokenizer_fingerprint[:12]}): build it with this model's, {command}"
+            f"{other.fingerprint[:12]}, not {fingerprint[:12]}): build it with this model's, {command}"
         )
     if vocab_size is not None and manifest.max_token >= vocab_size:
         raise DatastoreError(
