@@ -257,24 +257,12 @@ def forget(
     ] = None,
 ) -> None:
     """Erase what was learnt while serving. With --tenant and --before, only what both apply to. No server may write."""
-    from sssd_plugin.datastore.live.forgetting import forget as erase
-    from sssd_plugin.datastore.live.forgetting import live_key, milliseconds
-    from sssd_plugin.datastore.live.records import Record
-    from sssd_plugin.datastore.live.tenants import tenant_digest
+    from sssd_plugin.datastore.live import segments
 
     with _one_line():
         if not tenant and before is None:
             raise DatastoreError("say what to forget: --tenant NAME, --before TIME, or both")
-        key = live_key(store)
-        if key is None:
-            raise DatastoreError(f"{store} has learnt nothing: correct the path")
-        digests = {tenant_digest(key, name) for name in tenant or ()}
-        end = milliseconds(before) if before is not None else None
-
-        def stays(record: Record) -> bool:
-            return (bool(digests) and record.tenant not in digests) or (end is not None and record.milliseconds >= end)
-
-        documents, tokens = erase(store, stays)
+        documents, tokens = segments.forget(store, tenant or (), before)
     typer.echo(f"{store}: {documents:,} documents, {tokens:,} tokens forgotten")
 
 

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,9 @@ import pytest
 
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import segments
-from sssd_plugin.datastore.live.forgetting import forget, live_key
+from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.records import Record, scan_segment
-from sssd_plugin.datastore.live.segments import SegmentLog, check_live
+from sssd_plugin.datastore.live.segments import SegmentLog, check_live, forget
 from sssd_plugin.datastore.live.store import open_live
 from sssd_plugin.datastore.live.tenants import tenant_digest
 from tests.support.stores import read_only_folder
@@ -302,16 +303,16 @@ def test_forgetting_erases_from_the_disk(tmp_path: Path) -> None:
     for number in range(10):
         store.insert(np.array([number, 500 + number], np.int32), store.tenant("a" if number % 2 else None))
     with pytest.raises(DatastoreError, match="stop it first"):
-        forget(tmp_path, lambda record: False)
+        forget(tmp_path, ["a"])
     store.close()
-    key = live_key(tmp_path)
-    assert key is not None
-    digest = tenant_digest(key, "a")
-    assert forget(tmp_path, lambda record: record.tenant != digest) == (5, 10)
+    manifest = LiveManifest.of(tmp_path / "live")
+    assert manifest is not None
+    digest = tenant_digest(bytes.fromhex(manifest.key), "a")
+    assert forget(tmp_path, ["a"]) == (5, 10)
     assert read(tmp_path) == [[n, 500 + n] for n in range(0, 10, 2)]
     content = b"".join(path.read_bytes() for path in (tmp_path / "live").iterdir())
     assert struct.pack("<2i", 3, 503) not in content and digest not in content
-    assert forget(tmp_path, lambda record: record.milliseconds >= time.time_ns() // 1_000_000 + 1000) == (5, 10)
+    assert forget(tmp_path, before=(datetime.now(UTC) + timedelta(seconds=1)).isoformat()) == (5, 10)
     assert read(tmp_path) == [] and segment_files(tmp_path) == []
 
 

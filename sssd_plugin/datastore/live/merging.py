@@ -60,14 +60,18 @@ class MergeThread:
         self.failed = False
         self.merges, self.seconds, self.longest = 0, 0.0, 0.0
 
-    def submit(self, merge: Merge) -> None:
-        self._put(merge)
+    def submit(self, task: Merge | list[Run]) -> None:
+        """Give the thread a merge to do, or runs to free."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="freedraft-live", daemon=True)
+            self._thread.start()
+        self._tasks.put(task)
 
     def release(self, runs: list[Run]) -> None:
         """Free these runs once nobody holds them; who sees them still may go on."""
         large = [run for run in runs if run.n >= _RELEASED_TOKENS]
         if large:
-            self._put(large)
+            self.submit(large)
 
     def close(self) -> None:
         """Stop the thread after what it was given; may be called twice."""
@@ -78,19 +82,11 @@ class MergeThread:
 
     def merge(self, task: Merge) -> Run | None:
         """Merge the runs, the newest two first."""
-        *older, newest = task.inputs
-        if not older:
-            return merged(newest, None, self._vocab_size, task.cut)
-        result: Run | None = newest
+        result: Run | None
+        *older, result = task.inputs
         for run in reversed(older):
             result = merged(run, result, self._vocab_size)
-        return result
-
-    def _put(self, task: Merge | list[Run]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="freedraft-live", daemon=True)
-            self._thread.start()
-        self._tasks.put(task)
+        return result if older else merged(task.inputs[0], None, self._vocab_size, task.cut)
 
     def _work(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # where the system can: the engine's threads go first
@@ -112,7 +108,7 @@ class MergeThread:
             del task  # or it would hold its runs while the thread waits
 
     def _done(self, task: Merge) -> bool:
-        """Do a merge; whether that went well."""
+        """Do a merge and return whether it succeeded."""
         started = time.perf_counter()
         try:
             task.result = self.merge(task)
@@ -122,9 +118,7 @@ class MergeThread:
             task.done.set()
             return False
         seconds = time.perf_counter() - started
-        self.merges += 1
-        self.seconds += seconds
-        self.longest = max(self.longest, seconds)
+        self.merges, self.seconds, self.longest = self.merges + 1, self.seconds + seconds, max(self.longest, seconds)
         task.done.set()
         if self._on_merged is not None:
             self._on_merged(task)

@@ -11,17 +11,14 @@ if TYPE_CHECKING:
     from sssd_plugin.datastore.live.store import LiveDatastore
 
 _GAUGES = {
-    "tokens": Gauge("freedraft_live_tokens", "Tokens in the live datastore", multiprocess_mode="livesum"),
-    "delta_tokens": Gauge(
-        "freedraft_live_delta_tokens", "Of these, in runs that grow with each document", multiprocess_mode="livesum"
-    ),
-    "max_sub_indices": Gauge(
-        "freedraft_live_sub_indices",
-        "Most live sub-indices that a request is drafted from",
-        multiprocess_mode="livemax",
-    ),
-    "nbytes": Gauge("freedraft_live_bytes", "Memory of the live datastore", multiprocess_mode="livesum"),
-    "named_tenants": Gauge("freedraft_live_tenants", "Tenants that have learnt something", multiprocess_mode="livesum"),
+    attribute: Gauge(f"freedraft_live_{name}", text, multiprocess_mode=mode)  # type: ignore[arg-type]
+    for attribute, name, text, mode in (
+        ("tokens", "tokens", "Tokens in the live datastore", "livesum"),
+        ("delta_tokens", "delta_tokens", "Of these, in runs that grow with each document", "livesum"),
+        ("max_sub_indices", "sub_indices", "Most live sub-indices that a request is drafted from", "livemax"),
+        ("nbytes", "bytes", "Memory of the live datastore", "livesum"),
+        ("named_tenants", "tenants", "Tenants that have learnt something", "livesum"),
+    )
 }
 _COUNTERS = {
     "documents": Counter("freedraft_live_documents", "Finished requests that were learnt from"),

@@ -21,9 +21,7 @@ from sssd_plugin.datastore.live.folder import MANIFEST, LiveManifest, SegmentEnt
 
 SEGMENT_HEADER = b"FDLIVE1\n"
 _MAGIC = b"FDr1"
-_HEADER = struct.Struct("<4sIQ16sI")  # magic, tokens, time in ms, tenant, CRC-32 of the tokens
-_CRC = struct.Struct("<I")  # of the header
-_HEADER_BYTES = _HEADER.size + _CRC.size
+_HEADER = struct.Struct("<4sIQ16sI")  # magic, tokens, time in ms, tenant, CRC-32 of the tokens; then its own CRC-32
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +46,21 @@ class Record:
     def to_bytes(self) -> bytes:
         payload = np.ascontiguousarray(self.tokens, "<i4").tobytes()
         header = _HEADER.pack(_MAGIC, len(self.tokens), self.milliseconds, self.tenant, zlib.crc32(payload))
-        return header + _CRC.pack(zlib.crc32(header)) + payload
+        return header + zlib.crc32(header).to_bytes(4, "little") + payload
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What is in a segment.
+    """The contents of a segment."""
 
-    Attributes:
-        end: byte at which the last good record ends.
-        size: bytes of the file.
-        damaged: bytes before `end` that belong to no good record.
-    """
-
-    records: list[Record]
-    end: int
-    size: int
-    damaged: int
+    records: list[Record]  # the good ones
+    end: int  # byte at which the last good record ends
+    size: int  # bytes of the file
+    damaged: int  # bytes before `end` that belong to no good record
 
     @property
     def tokens(self) -> int:
-        """Tokens of the good records, separators included."""
+        """The tokens of the good records, separators included."""
         return sum(record.size for record in self.records)
 
 
@@ -85,41 +77,29 @@ def scan_segment(path: Path) -> Scan:
     if not data.startswith(SEGMENT_HEADER):
         raise DatastoreError(f"{path} is no segment of a live datastore: restore it, or {LiveManifest.REMEDY}")
     records: list[Record] = []
-    end, damaged = len(SEGMENT_HEADER), 0
-    for record, start, stop in _records(data):
-        damaged += start - end
-        end = stop
-        if record is None:
-            damaged += stop - start
-        else:
-            records.append(record)
+    at = end = len(SEGMENT_HEADER)
+    damaged = 0
+    while (at := data.find(_MAGIC, at)) >= 0 and (start := at + _HEADER.size + 4) <= len(data):
+        header = data[at : start - 4]
+        if zlib.crc32(header) != int.from_bytes(data[start - 4 : start], "little"):
+            at += 1
+            continue
+        _, n, milliseconds, tenant, crc = _HEADER.unpack(header)
+        stop = start + 4 * n
+        payload = data[start:stop]
+        good = zlib.crc32(payload) == crc
+        if stop > len(data) or (stop == len(data) and not good):
+            break  # torn; in the second case, the file had its length before its contents
+        if good:
+            tokens = np.frombuffer(payload, "<i4").astype(np.int32)
+            records.append(Record(tenant if any(tenant) else b"", milliseconds, tokens))
+        damaged += (at if good else stop) - end
+        at = end = stop
     return Scan(records, end, len(data), damaged)
 
 
-def _records(data: bytes) -> Iterator[tuple[Record | None, int, int]]:
-    """(record, start, end) of all whose header is good; None for the record where its tokens are not."""
-    at = len(SEGMENT_HEADER)
-    while (at := data.find(_MAGIC, at)) >= 0 and at + _HEADER_BYTES <= len(data):
-        header = data[at : at + _HEADER.size]
-        _, n, milliseconds, tenant, crc = _HEADER.unpack(header)
-        start = at + _HEADER_BYTES
-        if zlib.crc32(header) != _CRC.unpack_from(data, at + _HEADER.size)[0]:
-            at += 1
-            continue
-        end = start + 4 * n
-        if end > len(data):
-            return  # torn
-        payload = data[start:end]
-        good = zlib.crc32(payload) == crc
-        if not good and end == len(data):
-            return  # torn too: the file had its length before its contents
-        tokens = np.frombuffer(payload, "<i4").astype(np.int32)
-        yield Record(tenant if any(tenant) else b"", milliseconds, tokens) if good else None, at, end
-        at = end
-
-
 def in_parts(records: Iterable[Record], max_tokens: int) -> Iterator[list[Record]]:
-    """Consecutive documents, at most `max_tokens` together, separators included, unless one alone is larger."""
+    """Yield consecutive documents, at most `max_tokens` together, separators included, unless one alone is larger."""
     part: list[Record] = []
     total = 0
     for record in records:
@@ -135,13 +115,7 @@ def in_parts(records: Iterable[Record], max_tokens: int) -> Iterator[list[Record
 def replace_segments(
     folder: Path, manifest: LiveManifest, parts: Iterable[SegmentEntry | list[Record]]
 ) -> LiveManifest:
-    """Put other segments in the place of the manifest's; what is not named any more is removed.
-
-    Args:
-        parts: segments that stay, and documents of which new segments are made, in order.
-
-    Returns:
-        The manifest that is on the disk now.
+    """Replace the segments by `parts` (those that stay, documents for new ones) and return the new manifest.
 
     Raises:
         OSError: the disk refuses.

@@ -16,6 +16,8 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ from sssd_plugin.datastore.disk.format import LIVE
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.live.folder import LOCK, MANIFEST, LiveManifest, SegmentEntry, lock_writer, segment_name
 from sssd_plugin.datastore.live.records import SEGMENT_HEADER, Record, in_parts, replace_segments, scan_segment
+from sssd_plugin.datastore.live.tenants import tenant_digest
 
 logger = logging.getLogger("freedraft.datastore")
 
@@ -322,6 +325,56 @@ def check_live(
         lock = lock_writer(folder)
         if lock is None:
             raise _busy(folder)
+        lock.release()
+
+
+def forget(directory: Path, tenants: Sequence[str] = (), before: str | None = None) -> tuple[int, int]:
+    """Erase learnt documents from the disk: of these tenants (none: of all), from before a time (None: of any).
+
+    Args:
+        directory: the store's.
+        before: an ISO date or time; UTC unless it says otherwise.
+
+    Returns:
+        Documents and tokens erased.
+
+    Raises:
+        DatastoreError: nothing was ever learnt there, a writer lives, not a time, or the disk refuses.
+    """
+    folder = Path(directory) / LIVE
+    end = float("inf")
+    if before is not None:
+        try:
+            moment = datetime.fromisoformat(before)
+        except ValueError:
+            raise DatastoreError(
+                f"{before!r} is not a time: write for instance 2026-01-31 or 2026-01-31T12:00"
+            ) from None
+        end = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000
+    if LiveManifest.of(folder) is None:
+        raise DatastoreError(f"{directory} has learnt nothing: correct the path")
+    lock = lock_writer(folder)
+    if lock is None:
+        raise DatastoreError(f"a server is writing {folder}: stop it first")
+    try:
+        manifest = LiveManifest.read(folder / MANIFEST)
+        digests = {tenant_digest(bytes.fromhex(manifest.key), name) for name in tenants}
+        documents = tokens = 0
+        parts: list[SegmentEntry | list[Record]] = []
+        for entry in manifest.segments:
+            records = scan_segment(folder / entry.name).records
+            kept = [r for r in records if (digests and r.tenant not in digests) or r.milliseconds >= end]
+            documents += len(records) - len(kept)
+            tokens += sum(len(r.tokens) for r in records) - sum(len(r.tokens) for r in kept)
+            if len(kept) == len(records):
+                parts.append(entry)
+            elif kept:
+                parts.append(kept)
+        with reporting("write", folder):
+            if documents:
+                replace_segments(folder, manifest, parts)
+        return documents, tokens
+    finally:
         lock.release()
 
 
