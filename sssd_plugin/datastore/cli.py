@@ -25,12 +25,8 @@ from sssd_plugin.datastore.errors import DatastoreError
 SEARCHED_SUB_INDICES = 8
 """papers/sssd.txt 3.1.3: more sub-indices leave too few samples for each."""
 
-app = typer.Typer(
-    name="datastore",
-    help="Build, inspect and verify suffix-array datastores for SSSD.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+ABOUT = "Build, inspect and verify suffix-array datastores for SSSD."
+app = typer.Typer(name="datastore", help=ABOUT, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _place(text: str) -> Path:
@@ -44,9 +40,12 @@ def _place(text: str) -> Path:
 StorePath = Annotated[
     Path, typer.Argument(metavar="STORE", help="The datastore's directory, or a URL of one.", parser=_place)
 ]
+OutPath = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")]
 TokenizerOption = Annotated[
     Path | None, typer.Option("--tokenizer", metavar="DIR", help="Folder of the model (or its tokenizer.json).")
 ]
+MemoryOption = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory that the command may use.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the datastore at OUT.")]
 
 
 @contextmanager
@@ -54,54 +53,38 @@ def _one_line() -> Iterator[None]:
     """End the command with one line and an exit code instead of a traceback."""
     try:
         yield
-    except DatastoreError as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(1) from None
-    except MemoryError:
-        typer.echo("error: out of memory: give a smaller --memory", err=True)
+    except (DatastoreError, MemoryError) as error:
+        out_of_memory = isinstance(error, MemoryError)
+        message = "out of memory: give a smaller --memory" if out_of_memory else " ".join(str(error).split())
+        typer.echo(f"error: {message}", err=True)
         raise typer.Exit(1) from None
 
 
 @app.command()
 def build(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")],
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="INPUT...",
-            help="JSON lines (.jsonl), token ids (.npy; -1 between documents), text, or folders of these.",
-        ),
-    ],
+    out: OutPath,
+    inputs: Annotated[list[Path], typer.Argument(
+        metavar="INPUT...",
+        help="JSON lines (.jsonl), token ids (.npy; -1 between documents), text, or folders of these.")],
     tokenizer: TokenizerOption = None,
-    field: Annotated[
-        list[str] | None,
-        typer.Option(help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. (default: text)"),
-    ] = None,
+    field: Annotated[list[str] | None, typer.Option(
+        help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. (default: text)")] = None,
     glob: Annotated[str, typer.Option(help="Which files of a folder.")] = "**/*",
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that the build may use.")] = "2GiB",
-    sub_index_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Largest sub-index (default: what the memory allows).")
-    ] = None,
-    vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Ids are below it (default: the tokenizer's; needed without one).")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the datastore at OUT.")] = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Keep the tokens read so far beside OUT if interrupted, and go on from there when called again.",
-        ),
-    ] = False,
-    workers: Annotated[
-        int, typer.Option(metavar="N", min=1, max=1024, help="Processes that sort sub-indices, sharing the memory.")
-    ] = 1,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use."),
-    ] = None,
+    memory: MemoryOption = "2GiB",
+    sub_index_tokens: Annotated[int | None, typer.Option(
+        metavar="N", help="Largest sub-index (default: what the memory allows).")] = None,
+    vocab_size: Annotated[int | None, typer.Option(
+        metavar="N", help="Ids are below it (default: the tokenizer's; needed without one).")] = None,
+    force: ForceOption = False,
+    resume: Annotated[bool, typer.Option(
+        "--resume",
+        help="Keep the tokens read so far beside OUT if interrupted, and go on from there when called again.")] = False,
+    workers: Annotated[int, typer.Option(
+        metavar="N", min=1, max=1024, help="Processes that sort sub-indices, sharing the memory.")] = 1,
+    ray: Annotated[str | None, typer.Option(
+        metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
-) -> None:
+) -> None:  # fmt: skip
     """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing (but see --resume).
 
     Reading and tokenising use the cores of this machine (one where TOKENIZERS_PARALLELISM is false). Sorting takes one
@@ -188,18 +171,13 @@ def info(store: StorePath, as_json: Annotated[bool, typer.Option("--json", help=
     if as_json:
         typer.echo(json.dumps(_summary(manifest), indent=2))
         return
-    made_with = manifest.tokenizer
-    fingerprint = f"{made_with.name} (fingerprint {made_with.fingerprint})" if made_with else "not recorded"
-    lines = {
-        "datastore": str(store),
-        "contents": _contents(manifest),
-        "vocabulary": f"{manifest.vocab_size} ids, largest in use {manifest.max_token}",
-        "tokenizer": fingerprint,
-        "format": f"version {manifest.format_version}",
-        "built": f"{manifest.created_at:%Y-%m-%d %H:%M:%S %Z} by {manifest.created_by}",
-    }
-    for name, value in lines.items():
-        typer.echo(f"{name:<12}{value}")
+    known = manifest.tokenizer
+    typer.echo(f"datastore   {store}")
+    typer.echo(f"contents    {_contents(manifest)}")
+    typer.echo(f"vocabulary  {manifest.vocab_size} ids, largest in use {manifest.max_token}")
+    typer.echo(f"tokenizer   {f'{known.name} (fingerprint {known.fingerprint})' if known else 'not recorded'}")
+    typer.echo(f"format      version {manifest.format_version}")
+    typer.echo(f"built       {manifest.created_at:%Y-%m-%d %H:%M:%S %Z} by {manifest.created_by}")
     for sub in manifest.sub_indices:
         typer.echo(f"  {sub.name}  {sub.n_tokens} tokens, {sub.n_documents} documents, {format_size(sub.size)}")
 
@@ -209,10 +187,9 @@ def verify(
     store: StorePath,
     tokenizer: TokenizerOption = None,
     vocab_size: Annotated[int | None, typer.Option(metavar="N", help="The model's vocabulary size.")] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Prove the order of every suffix (slow; 4 bytes of memory per token).")
-    ] = False,
-) -> None:
+    full: Annotated[bool, typer.Option(
+        "--full", help="Prove the order of every suffix (slow; 4 bytes of memory per token).")] = False,
+) -> None:  # fmt: skip
     """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model. Exit code 1 if not."""
     from sssd_plugin.datastore import tokenizer as tokenizers
     from sssd_plugin.datastore.disk.audit import audit
@@ -231,13 +208,12 @@ def verify(
 
 @app.command()
 def merge(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")],
-    stores: Annotated[
-        list[Path], typer.Argument(metavar="STORE...", help="Datastores of the same tokenizer.", parser=_place)
-    ],
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory that it may use.")] = "2GiB",
-    force: Annotated[bool, typer.Option("--force", help="Replace the datastore at OUT.")] = False,
-) -> None:
+    out: OutPath,
+    stores: Annotated[list[Path], typer.Argument(
+        metavar="STORE...", help="Datastores of the same tokenizer.", parser=_place)],
+    memory: MemoryOption = "2GiB",
+    force: ForceOption = False,
+) -> None:  # fmt: skip
     """Make one datastore of several, in as few sub-indices as the memory allows. What was learnt is not taken along."""
     from sssd_plugin.datastore.build.merging import merge_stores
 
@@ -249,13 +225,11 @@ def merge(
 @app.command()
 def forget(
     store: StorePath,
-    tenant: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="What this tenant's requests wrote; may be repeated.")
-    ] = None,
-    before: Annotated[
-        str | None, typer.Option(metavar="TIME", help="What was learnt before, as 2026-01-31 or 2026-01-31T12:00.")
-    ] = None,
-) -> None:
+    tenant: Annotated[list[str] | None, typer.Option(
+        metavar="NAME", help="What this tenant's requests wrote; may be repeated.")] = None,
+    before: Annotated[str | None, typer.Option(
+        metavar="TIME", help="What was learnt before, as 2026-01-31 or 2026-01-31T12:00.")] = None,
+) -> None:  # fmt: skip
     """Erase what was learnt while serving. With --tenant and --before, only what both apply to. No server may write."""
     from sssd_plugin.datastore.live import segments
 
@@ -278,25 +252,18 @@ def _contents(manifest: Manifest) -> str:
 def _summary(manifest: Manifest) -> dict[str, object]:
     keep = {"format_version", "requires", "vocab_size", "tokenizer", "created_at", "created_by"}
     totals = {name: getattr(manifest, name) for name in ("n_tokens", "n_documents", "max_token", "size")}
-    subs = [
-        {"name": s.name, "n_tokens": s.n_tokens, "n_documents": s.n_documents, "size": s.size}
-        for s in manifest.sub_indices
-    ]
+    names = ("name", "n_tokens", "n_documents", "size")
+    subs = [{name: getattr(sub, name) for name in names} for sub in manifest.sub_indices]
     return {**manifest.model_dump(mode="json", include=keep), **totals, "sub_indices": subs}
 
 
 def _progress(quiet: bool) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
         TextColumn("{task.fields[tokens]:.1f} M tokens, {task.fields[rate]:.2f} M/s"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=Console(file=sys.stderr),
-        disable=quiet,
-    )
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        console=Console(file=sys.stderr), disable=quiet,
+    )  # fmt: skip
 
 
 @contextmanager
