@@ -90,7 +90,7 @@ class SssdMethod(Method):
             # The front-end process has verified every byte already.
             self.store = _open_store(options, context, verify=False)
         self.live = self._open_live() if options.live else None
-        self.live_metrics = LiveMetrics() if self.live else None
+        self.live_metrics = LiveMetrics()
         self._prompt_lengths: dict[str, int] = {}  # of requests to learn from
         self.drafter = Drafter(
             vocab_size=context.vocab_size,
@@ -130,8 +130,6 @@ class SssdMethod(Method):
             lockstep=context.lockstep,
         )
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         if self.live is not None:
             # A request that was preempted begins anew, with what it wrote behind its prompt.
@@ -142,7 +140,7 @@ class SssdMethod(Method):
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         prompt_length = self._prompt_lengths.pop(request_id, None)
-        if self.live is not None and self.live_metrics is not None and prompt_length is not None:
+        if self.live is not None and prompt_length is not None:
             if output is None or self.options.live_prompts:
                 tokens = self.drafter.tokens(request_id)
                 output = tokens[prompt_length:] if output is None else output
@@ -151,8 +149,6 @@ class SssdMethod(Method):
             self.live.insert(output, self.drafter.tenant_of(request_id))
             self.live_metrics.show(self.live)
         self.drafter.finish([request_id])
-
-    # -- one step ------------------------------------------------------------------------------------------------------
 
     def update(self, step: Step) -> None:
         drafter, request_ids = self.drafter, step.request_ids
@@ -173,8 +169,6 @@ class SssdMethod(Method):
         self.drafter.close()
         if self.store is not None:
             self.store.close()
-
-    # -- corpora -------------------------------------------------------------------------------------------------------
 
     def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
         from sssd_plugin.datastore.index.sub_index import SEPARATOR, SubIndex

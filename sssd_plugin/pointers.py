@@ -5,8 +5,6 @@ crosses into the call at the price of one array, however many there are. Whoever
 alive for as long as it is used.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic

@@ -200,10 +200,6 @@ class RequestIndex:
         assert request is not None
         return request.tokens[: self.slots[slot, LENGTH]]
 
-    def length(self, request_id: str) -> int:
-        slot = self._slot_of.get(request_id)
-        return 0 if slot is None else int(self.slots[slot, LENGTH])
-
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forget requests. Unknown ids are ignored."""
         for request_id in request_ids:

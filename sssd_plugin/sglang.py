@@ -1,7 +1,5 @@
 """SSSD in SGLang."""
 
-from __future__ import annotations
-
 from freedraft.engines.sglang.registration import register as register_method
 from sssd_plugin.method import SPEC
 

@@ -1,7 +1,5 @@
 """SSSD in vLLM, where live datastores need to be told whose a request is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from freedraft.engines.vllm.methods import register as register_method

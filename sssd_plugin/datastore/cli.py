@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sssd_plugin.datastore.build.builder import StoreBuilder
+from sssd_plugin.datastore.build.builder import StoreBuilder, merge_stores
 from sssd_plugin.datastore.build.memory import format_size, parse_size, peak_resident_bytes
 from sssd_plugin.datastore.build.sorting import ProcessSorter, Sorter
 from sssd_plugin.datastore.disk.format import Manifest, TokenizerEntry, read_manifest
@@ -215,8 +215,6 @@ def merge(
     force: ForceOption = False,
 ) -> None:  # fmt: skip
     """Make one datastore of several, in as few sub-indices as the memory allows. What was learnt is not taken along."""
-    from sssd_plugin.datastore.build.merging import merge_stores
-
     with _one_line(), _ended_by_sigterm():
         manifest = merge_stores(out, stores, memory=parse_size(memory), replace=force)
     typer.echo(f"{out}: {_contents(manifest)}")

@@ -5,8 +5,6 @@ longest context before it (at most `CONTEXT` tokens) was followed by it. On a ti
 then the prepared store, then what was learnt.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -249,8 +249,9 @@ def draft_tree(request, store, weights, max_nodes, chain, min_score, tree, scrat
                 parent = tree.parents[current]
                 advance(store.table, scratch.ranges, scratch.samples, parent, current, tree.tokens[current])
             filled = _write_context(request, tree, current, scratch.context)
-            found = gather(store, request, scratch, current, parent, DEEP_SAMPLES if current else MAX_SAMPLES, filled)
-            m, weight_set = score(store, request, scratch, found, weights)
+            samples = DEEP_SAMPLES if current else MAX_SAMPLES
+            n_candidates = gather(store, request, scratch, current, parent, samples, filled)
+            m, weight_set = score(store, request, scratch, n_candidates, weights)
             if recorded is not None:
                 recorded.weight_sets[current] = weight_set
                 recorded.sizes[current] = m

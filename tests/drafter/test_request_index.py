@@ -27,7 +27,7 @@ COLLIDING = [t for t in range(200_000) if (t * 2654435761 % 2**32) * 64 >> 32 in
 def append(index: RequestIndex, name: str, tokens: list[int]) -> None:
     """Append to a request; an unknown one starts."""
     if name in index:
-        contexts = int32([index.length(name) + len(tokens)])
+        contexts = int32([len(index.tokens(name)) + len(tokens)])
         stale = index.update(index.slot_ids([name]), int32(tokens), np.array([0]), np.array([len(tokens)]), contexts)
         assert stale == []
     else:
@@ -39,7 +39,7 @@ def check(index: RequestIndex, name: str, expected: list[int]) -> None:
     assert index.tokens(name).tolist() == expected
     row = index.slots[index.slot_ids([name])[0]]
     size = int(row[TABLE_SIZE])
-    assert row[LENGTH] == index.length(name) == len(expected)
+    assert row[LENGTH] == len(index.tokens(name)) == len(expected)
     heads, counts = int32_at(row[HEADS], size), uint16_at(row[COUNTS], size)
     previous = int32_at(row[PREVIOUS], max(len(expected), 1))
     occurrences: dict[int, list[int]] = {}
@@ -97,7 +97,7 @@ def test_ragged_batches() -> None:
         lengths = rng.integers(0, 30, len(names))
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         tokens = rng.integers(0, 500, offsets[-1]).astype(np.int32)
-        contexts = int32([index.length(name) + n for name, n in zip(names, lengths, strict=True)])
+        contexts = int32([len(index.tokens(name)) + n for name, n in zip(names, lengths, strict=True)])
         stale = rng.choice(len(names), 3, replace=False)
         contexts[stale] += rng.choice([-1, 1, 40], 3).astype(np.int32)
         refused = index.update(index.slot_ids(names), tokens, offsets[:-1], offsets[1:], contexts)
@@ -130,7 +130,7 @@ def test_ten_bytes_a_token(n: int, piece: int) -> None:
     index = RequestIndex()
     for start in range(0, n, piece):
         append(index, "r", text[start : start + piece])
-    assert index.length("r") == n
+    assert len(index.tokens("r")) == n
     assert 8 * n < index.nbytes() <= 10 * n
 
 

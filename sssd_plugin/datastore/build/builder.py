@@ -1,9 +1,9 @@
-"""`StoreBuilder`: writes a datastore from a stream of token ids, in bounded memory."""
+"""`StoreBuilder`: writes a datastore from a stream of token ids, or of other datastores, in bounded memory."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Self
@@ -24,6 +24,7 @@ from sssd_plugin.datastore.disk.format import (
     TokenizerEntry,
     file_name,
 )
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, bucket_starts, count_ids, direct_buckets
 from sssd_plugin.datastore.index.suffix_sort import width_of
@@ -46,7 +47,7 @@ class StoreBuilder:
             grows. By default 2 GiB more than it holds.
         sub_index_tokens: largest sub-index whatever the memory; at most 512 Mi.
         replace: whether a datastore at `target` may be replaced.
-        on_phase: told in words what goes on: reading, or sorting a sub-index.
+        on_phase: called with what goes on, in words: reading, or sorting a sub-index.
         sorter: where sub-indices are sorted; None for this process. Closed when the build ends.
 
     Raises:
@@ -226,3 +227,28 @@ class _OpenSubIndex:
             max_token=self.max_token,
             files={"tokens": tokens, "bucket_starts": starts},
         )
+
+
+def merge_stores(out: Path, stores: Sequence[Path], *, memory: int | None = None, replace: bool = False) -> Manifest:
+    """Build a store at `out` of the documents of `stores`, in their order. Memory is bounded as for `StoreBuilder`.
+
+    Raises:
+        DatastoreError: a store that cannot be opened, stores of different tokenizers, or an `out` that may not be
+            written.
+    """
+    opened = [Datastore.open(path) for path in stores]
+    makers = [store.manifest.tokenizer for store in opened if store.manifest.tokenizer is not None]
+    for maker in makers:
+        if maker.fingerprint != makers[0].fingerprint:
+            names = f"{makers[0].name}, {maker.name}"
+            raise DatastoreError(
+                f"the stores were built with different tokenizers ({names}): merge only stores of one tokenizer"
+            )
+    if makers and len(makers) < len(opened):
+        raise DatastoreError("some of the stores do not record their tokenizer: merge only stores of one tokenizer")
+    vocab_size, tokenizer = max(store.manifest.vocab_size for store in opened), makers[0] if makers else None
+    with StoreBuilder(out, vocab_size=vocab_size, tokenizer=tokenizer, memory=memory, replace=replace) as builder:
+        for store in opened:
+            for sub in store.snapshot.sub_indices:
+                builder.append(sub.tokens[: sub.n])
+        return builder.finish()

@@ -77,7 +77,7 @@ class BuildCheckpoint:
         """Read what is missing.
 
         Args:
-            on_read: told the input bytes of each batch.
+            on_read: called with the input bytes of each batch.
 
         Raises:
             DatastoreError: see `sources`; an id outside the vocabulary; a full disk.

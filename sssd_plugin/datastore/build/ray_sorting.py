@@ -125,5 +125,5 @@ def _one_line(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = lines[-1] if lines else type(error).__name__  # the first ones are a traceback
-        raise DatastoreError(f"{what}: {said[:300]}; see its logs, or build here with --workers") from None
+        reason = lines[-1] if lines else type(error).__name__  # the first ones are a traceback
+        raise DatastoreError(f"{what}: {reason[:300]}; see its logs, or build here with --workers") from None

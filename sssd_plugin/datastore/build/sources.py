@@ -138,12 +138,10 @@ def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Piece]:
             except (ValueError, RecursionError):
                 raise DatastoreError(f"{path}, line {number} is not JSON: correct the line or remove it") from None
             for field in fields:
-                *pieces, last = _split(_lookup(row, field, path, number))
-                for piece in pieces:
-                    yield Piece(piece, False, n_bytes)
+                pieces = _split(_lookup(row, field, path, number))
+                for i, piece in enumerate(pieces, start=1):
+                    yield Piece(piece, i == len(pieces), n_bytes)
                     n_bytes = 0
-                yield Piece(last, True, n_bytes)
-                n_bytes = 0
 
 
 def _lookup(row: Any, field: str, path: Path, number: int) -> str:
@@ -181,11 +179,9 @@ def _split(text: str) -> list[str]:
     """Cut a long text into pieces of about `PIECE_CHARS`, where a line or at least a word ends."""
     pieces = []
     while len(text) > 2 * PIECE_CHARS:
-        cut = PIECE_CHARS
-        for place in (_LINE_END, _SPACE):
-            if match := place.search(text, PIECE_CHARS, 2 * PIECE_CHARS):
-                cut = match.end()
-                break
+        window = PIECE_CHARS, 2 * PIECE_CHARS
+        match = _LINE_END.search(text, *window) or _SPACE.search(text, *window)
+        cut = match.end() if match else PIECE_CHARS
         pieces.append(text[:cut])
         text = text[cut:]
     return [*pieces, text]
@@ -208,7 +204,7 @@ def tokenize(
 
     Args:
         tokenizer: needed for text only.
-        on_read: told the input bytes of each batch once it is consumed.
+        on_read: called with the input bytes of each batch once it is consumed.
 
     Raises:
         DatastoreError: text and no tokenizer.

@@ -19,15 +19,17 @@ from sssd_plugin.datastore.errors import DatastoreError, reporting
 
 
 class ChecksummedManifest(BaseModel, frozen=True):
-    """The base of manifests; `format` and `format_version` are literals with a default in each of them."""
+    """The base of manifests; `format` and `format_version` are literals with a default in each of them.
+
+    Attributes:
+        DESCRIBES: what the manifest describes, in a few words.
+        REMEDY: what helps against damage, where there is nothing to restore.
+        ALTERNATIVE: what helps, other than an upgrade, against a version that is too new.
+    """
 
     DESCRIBES: ClassVar[str]
-    """What the manifest describes, in a few words."""
     REMEDY: ClassVar[str]
-    """What helps against damage, where there is nothing to restore."""
     ALTERNATIVE: ClassVar[str]
-    """What helps, other than an upgrade, against a version that is too new."""
-
     format: str
     format_version: int
 

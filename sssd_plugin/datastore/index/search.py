@@ -1,7 +1,5 @@
 """Compiled look-ups in the sub-indices of a `Snapshot.table`, whose columns `sub_index.TABLE_COLUMNS` names."""
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

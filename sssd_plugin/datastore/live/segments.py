@@ -303,7 +303,7 @@ class SegmentLog:
 def check_live(
     directory: Path, *, vocab_size: int, fingerprint: str | None, second_writer: Literal["refuse", "read"]
 ) -> None:
-    """Tell, before an engine starts, that `SegmentLog.open` would fail. Changes nothing.
+    """Refuse, before an engine starts, what `SegmentLog.open` would refuse. Changes nothing.
 
     Raises:
         DatastoreError: see `open_live`.

@@ -48,7 +48,6 @@ class LiveStats:
 
     tokens: int  # held, separators included
     delta_tokens: int  # of these, in memtables
-    sub_indices: int  # runs of all tenants
     max_sub_indices: int  # runs of one tenant
     nbytes: int  # memory of all runs
     tenants: int  # known, requests of none included
@@ -96,14 +95,14 @@ class LiveDatastore:
         if max_tokens < MIN_TOKENS:
             raise ValueError(f"a live datastore holds at least {MIN_TOKENS} tokens, not {max_tokens}")
         self.vocab_size, self.isolation, self.max_tokens = vocab_size, isolation, max_tokens
+        self.isolated = isolation == "tenant"  # whether requests of different tenants see different views
         self._log, self._lockstep = log, lockstep
         self._key = log.key if log else secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._merger = MergeThread(vocab_size, None if lockstep else self._on_merged)
         self._waiting: list[Merge] = []  # lockstep: in order, until they are due
         self._tokens = self._clock = self._documents = 0
-        self._inserted = self._taken = 0
-        self._insert_seconds = 0.0
+        self._inserted, self._taken, self._insert_seconds = 0, 0, 0.0
         self._set_static(static or Snapshot.empty())
         self._tenants = {0: Tenant(b"", self._static_view)}
         self._next_tenant = 1
@@ -112,11 +111,6 @@ class LiveDatastore:
         warm_up()
         if log is not None:
             self._load(log.take_recovered())
-
-    @property
-    def isolated(self) -> bool:
-        """Whether requests of different tenants see different views."""
-        return self.isolation == "tenant"
 
     def tenant(self, name: str | None) -> int:
         """Number of a tenant, 0 for requests of none. Only a keyed digest of the name is kept."""
@@ -198,7 +192,6 @@ class LiveDatastore:
             return LiveStats(
                 tokens=self._tokens,
                 delta_tokens=sum(tenant.memtable.n for tenant in tenants if tenant.memtable),
-                sub_indices=len(runs),
                 max_sub_indices=max(len(tenant.all_runs) for tenant in tenants),
                 nbytes=sum(run.sub.nbytes for run in runs),
                 tenants=len(self._tenants),
