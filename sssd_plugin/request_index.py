@@ -166,15 +166,7 @@ class RequestIndex:
         ends: NDArray[np.int64],
         contexts: NDArray[np.int32],
     ) -> list[int]:
-        """Append `tokens[starts[b]:ends[b]]` to request b, which then holds `contexts[b]` tokens.
-
-        Args:
-            slot_ids: int64 [B], from `slot_ids`.
-            tokens: int32 [T]; starts, ends: int64 [B]; contexts: int32 [B].
-
-        Returns:
-            The rows left untouched, because the request would not hold `contexts[b]` tokens or is unknown.
-        """
+        """Append tokens to the requests in these slots (int64 [B]) as `Drafter.update` does; return the same rows."""
         if len(slot_ids) >= len(self._stale):
             self._stale = np.zeros(2 * len(slot_ids), np.int64)
         b = _update(self.slots, slot_ids, tokens, starts, ends, contexts, self._stale, -1)

@@ -5,20 +5,19 @@ from dataclasses import replace
 from freedraft.engines.vllm.methods import register as register_method
 from freedraft.engines.vllm.tenants import carry_salt
 from freedraft.method import EngineContext
-from sssd_plugin.method import SPEC
+from sssd_plugin import method
 from sssd_plugin.options import SssdOptions
 
 
 def register() -> None:
     """Entry point of `vllm.general_plugins`: runs in every process of vLLM."""
-    if register_method(replace(SPEC, check=check)):
+    if register_method(replace(method.SPEC, check=check)):
         carry_salt()
 
 
 def check(options: SssdOptions, context: EngineContext) -> None:
     """See `MethodSpec.check`. Raises ValueError."""
-    if SPEC.check is not None:
-        SPEC.check(options, context)
+    method.check(options, context)
     if options.live and options.isolation == "tenant" and not carry_salt():
         raise ValueError(
             "this vLLM does not tell drafters whose a request is, so live datastores cannot keep tenants apart: "

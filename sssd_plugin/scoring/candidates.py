@@ -121,16 +121,11 @@ def advance(table, ranges, samples, source, target, token):
                     elif k == 1:
                         lo, hi = narrow_bucket(table, j, start, end, token)
                     else:
-                        lo, hi = narrow_within(
-                            tokens,
-                            suffixes,
-                            start + ((below - 1) * size // taken + 1 if below > 0 else 0),
-                            start + (below * size // taken if below < taken else size),
-                            start + ((upto - 1) * size // taken + 1 if upto > 0 else 0),
-                            start + (upto * size // taken if upto < taken else size),
-                            k,
-                            token,
-                        )
+                        a = start + ((below - 1) * size // taken + 1 if below > 0 else 0)
+                        b = start + (below * size // taken if below < taken else size)
+                        c = start + ((upto - 1) * size // taken + 1 if upto > 0 else 0)
+                        d = start + (upto * size // taken if upto < taken else size)
+                        lo, hi = narrow_within(tokens, suffixes, a, b, c, d, k, token)
                 elif end > start and k == 1:
                     lo, hi = narrow_bucket(table, j, start, end, token)
                 elif end > start:

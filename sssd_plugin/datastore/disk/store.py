@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sssd_plugin.datastore.disk.checksum import check_contents, check_size
-from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, Role, SubIndexEntry, file_name, read_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, ROLES, Manifest, SubIndexEntry, file_name, read_manifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
 
@@ -49,13 +48,7 @@ class Datastore:
             check_size(file, entry)
         if verify:
             check_contents(files)
-        try:
-            snapshot = Snapshot.of([_map(path, sub) for sub in manifest.sub_indices])
-        except DatastoreError:
-            raise
-        except ValueError as error:  # only with verify=False
-            raise DatastoreError(f"{path} is corrupted ({error}): {REBUILD}") from None
-        return cls(path, manifest, snapshot)
+        return cls(path, manifest, Snapshot.of([_map(path, sub) for sub in manifest.sub_indices]))
 
     @property
     def snapshot(self) -> Snapshot:
@@ -97,11 +90,12 @@ def check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerpri
 
 
 def _map(path: Path, sub: SubIndexEntry) -> SubIndex:
-    def array(role: Role) -> NDArray[np.int32]:
+    arrays = []
+    for role in ROLES:
         file = path / sub.name / file_name(role)
-        if sub.files[role].size == 0:
-            return np.zeros(0, np.int32)
         with reporting("map", file):
-            return np.asarray(np.memmap(file, "<i4", "r"))
-
-    return SubIndex(array("tokens"), array("suffix_array"), array("bucket_starts"))
+            arrays.append(np.asarray(np.memmap(file, "<i4", "r")) if sub.files[role].size else np.zeros(0, np.int32))
+    try:
+        return SubIndex(*arrays)
+    except ValueError as error:  # only where nothing was verified
+        raise DatastoreError(f"{path} is corrupted ({error}): {REBUILD}") from None

@@ -77,16 +77,11 @@ def narrow_bucket(table, j, lo, hi, token):
     start, end = np.int64((lo + SPARSE_STEP - 1) // SPARSE_STEP), np.int64((hi - 1) // SPARSE_STEP + 1)
     below = _first_not_below(sparse, start, end, token)
     upto = _first_not_below(sparse, below, end, np.int64(token) + 1)
-    return narrow_within(
-        tokens,
-        suffixes,
-        (below - 1) * SPARSE_STEP + 1 if below > start else lo,
-        below * SPARSE_STEP if below < end else hi,
-        (upto - 1) * SPARSE_STEP + 1 if upto > start else lo,
-        upto * SPARSE_STEP if upto < end else hi,
-        1,
-        token,
-    )
+    a = (below - 1) * SPARSE_STEP + 1 if below > start else lo
+    b = below * SPARSE_STEP if below < end else hi
+    c = (upto - 1) * SPARSE_STEP + 1 if upto > start else lo
+    d = upto * SPARSE_STEP if upto < end else hi
+    return narrow_within(tokens, suffixes, a, b, c, d, 1, token)
 
 
 @njit(nogil=True, cache=True)

@@ -58,11 +58,6 @@ class Scan:
     size: int  # bytes of the file
     damaged: int  # bytes before `end` that belong to no good record
 
-    @property
-    def tokens(self) -> int:
-        """The tokens of the good records, separators included."""
-        return sum(record.size for record in self.records)
-
 
 def scan_segment(path: Path) -> Scan:
     """Read a segment; records whose checksums do not match are left out.

@@ -184,7 +184,8 @@ class SegmentLog:
                     )
                     with reporting("write", path):
                         os.truncate(path, scan.end)
-                entry = SegmentEntry(name=entry.name, size=scan.end, tokens=scan.tokens)
+                tokens = sum(record.size for record in scan.records)
+                entry = SegmentEntry(name=entry.name, size=scan.end, tokens=tokens)
             elif scan.end < entry.size:
                 logger.error("freedraft: %s is truncated: %d bytes are missing", path, entry.size - scan.end)
             entries.append(entry)
