@@ -156,14 +156,6 @@ def _row(token, may_add, stamp, entries, candidates, counts, n):
 
 
 @njit(nogil=True, cache=True)
-def _size(ranges, node, k, n_sub_indices):
-    size = np.int64(0)
-    for j in range(n_sub_indices):
-        size += ranges[node, j, k, 1] - ranges[node, j, k, 0]
-    return size
-
-
-@njit(nogil=True, cache=True)
 def _sample(table, ranges, node, k, offset, size, max_samples, out):
     """Take the tokens at `offset` of evenly spaced members of the node's range k, all sub-indices end to end.
 
@@ -202,7 +194,9 @@ def _sample_orders(table, ranges, node, orders, skip, max_samples, out):
     """
     longer = np.int64(-1)  # size of the range one order up
     for k in range(orders - 1, -1, -1):
-        size = _size(ranges, node, k, len(table))
+        size = np.int64(0)
+        for j in range(len(table)):
+            size += ranges[node, j, k, 1] - ranges[node, j, k, 0]
         if size > 0 and size == longer:
             out[k, 0] = -1
         else:

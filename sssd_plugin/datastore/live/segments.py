@@ -73,10 +73,9 @@ class SegmentLog:
     def open(
         cls,
         directory: Path,
-        *,
         vocab_size: int,
-        fingerprint: str | None = None,
         max_tokens: int,
+        fingerprint: str | None = None,
         writer: bool = True,
         second_writer: Literal["refuse", "read"] = "refuse",
     ) -> SegmentLog:
@@ -137,7 +136,7 @@ class SegmentLog:
             self._thread.start()
 
     def flush(self) -> bool:
-        """Write what is queued, to the disk itself; whether the disk took it."""
+        """Write what is queued, to the disk itself, and return whether the disk took it."""
         with self._writing:
             return self._write_pending()
 
@@ -211,8 +210,7 @@ class SegmentLog:
     def _write_often(self) -> None:
         while not self._stop.wait(FLUSH_SECONDS):
             if self._pending and time.monotonic() >= self._retry_at:
-                with self._writing:
-                    self._write_pending()
+                self.flush()
 
     def _write_pending(self) -> bool:
         with self._mutex:
@@ -242,7 +240,7 @@ class SegmentLog:
         return True
 
     def _write(self, records: list[Record]) -> int:
-        """Append as many documents as the segment takes, at least one; how many."""
+        """Append as many documents as the segment takes, at least one, and return how many."""
         if self._fd is None or self._tokens >= self._segment_tokens:
             self._begin_segment()
         assert self._fd is not None
@@ -289,7 +287,7 @@ class SegmentLog:
                 (self.folder / entry.name).unlink(missing_ok=True)
 
     def _sealed(self) -> tuple[SegmentEntry, ...]:
-        """The segments, with what is in the one that was appended to."""
+        """Return the segments, with what is in the one that was appended to."""
         if self._fd is None:
             return self._manifest.segments
         *full, last = self._manifest.segments

@@ -113,7 +113,7 @@ class LiveDatastore:
             self._load(log.take_recovered())
 
     def tenant(self, name: str | None) -> int:
-        """Number of a tenant, 0 for requests of none. Only a keyed digest of the name is kept."""
+        """Return the number of a tenant, 0 for requests of none. Only a keyed digest of the name is kept."""
         if not name or self.isolation == "off":
             return 0
         digest = tenant_digest(self._key, name)
@@ -160,7 +160,7 @@ class LiveDatastore:
         return True
 
     def view(self, tenants: NDArray[np.int64] | None = None) -> tuple[View, NDArray[np.int64] | None]:
-        """What a batch drafts from. A tenant that is not known any more sees the static store only.
+        """Return what a batch drafts from. A tenant that is not known any more sees the static store only.
 
         Args:
             tenants: int64 [B], the tenant of each request; None if all are of none.
@@ -204,7 +204,7 @@ class LiveDatastore:
             )
 
     def settle(self, timeout: float = 60.0) -> bool:
-        """Wait until no merge is wanted; whether that came to pass. Not in lockstep, where documents drive merges."""
+        """Wait until no merge is wanted; return whether that came to pass. In lockstep, documents drive merges instead."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             with self._lock:
@@ -379,7 +379,7 @@ def open_live(
     second_writer: Literal["refuse", "read"] = "refuse",
     lockstep: bool = False,
 ) -> LiveDatastore:
-    """A live datastore over `directory` (None: in memory only).
+    """Open a live datastore over `directory` (None: in memory only).
 
     Args:
         directory: the store's; what is learnt goes into a folder `live` in it.
@@ -393,14 +393,7 @@ def open_live(
     """
     log = None
     if directory is not None:
-        log = SegmentLog.open(
-            directory,
-            vocab_size=vocab_size,
-            fingerprint=fingerprint,
-            max_tokens=max_tokens,
-            writer=writer,
-            second_writer=second_writer,
-        )
+        log = SegmentLog.open(directory, vocab_size, max_tokens, fingerprint, writer, second_writer)
     try:
         return LiveDatastore(
             vocab_size, static=static, isolation=isolation, max_tokens=max_tokens, log=log, lockstep=lockstep
