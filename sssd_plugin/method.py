@@ -58,7 +58,7 @@ SPEC = MethodSpec(NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, tak
 
 
 def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:
-    """The datastore that was built, if it fits the model's vocabulary and tokenizer.
+    """Open the datastore that was built, if it fits the model's vocabulary and tokenizer.
 
     Raises:
         DatastoreError: the store is missing, damaged, of another tokenizer or of a newer format.
@@ -113,7 +113,7 @@ class SssdMethod(Method):
         )
 
     def _open_live(self) -> LiveDatastore:
-        """The store that grows, over the static one. Of all processes that learn in its folder, one writes."""
+        """Open the store that grows, over the static one. Of all processes that learn in its folder, one writes."""
         from sssd_plugin.datastore.live.store import open_live
 
         options, context = self.options, self.context

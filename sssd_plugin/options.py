@@ -15,14 +15,14 @@ Scoring = Literal["learned", "paper"]
 
 
 def _expand(value: object) -> object:
-    """`~` in a path; an empty path means none."""
+    """Expand `~` in a path; an empty path means none."""
     if isinstance(value, str):
         return Path(value).expanduser() if value.strip() else None
     return value
 
 
 def _store(value: object) -> object:
-    """As `_expand`; a URL becomes the path of a local copy."""
+    """Expand as `_expand` does; a URL becomes the path of a local copy."""
     if isinstance(value, str) and "://" in value:
         from sssd_plugin.datastore.disk.remote import local_copy
 
@@ -102,7 +102,7 @@ class SssdOptions(PluginOptions):
         return None if self.datastore is None or self.datastore.parent == cache_folder() else self.datastore
 
     def make_controller(self, context: EngineContext) -> Controller:
-        """The controller that these options describe. Raises ConfigError where `hardware` names no usable profile."""
+        """Make the controller that these options describe. Raises ConfigError where `hardware` names no profile."""
         from freedraft.cost.controller import make_controller
 
         policy = self.policy or ("auto" if self.knee is None else "knee")

@@ -30,7 +30,7 @@ app = typer.Typer(name="datastore", help=ABOUT, no_args_is_help=True, pretty_exc
 
 
 def _place(text: str) -> Path:
-    """A path; of a URL, the path of a local copy."""
+    """Return the path that `text` is; of a URL, the path of a local copy."""
     try:
         return local_copy(text) if "://" in text else Path(text)
     except DatastoreError as error:

@@ -24,7 +24,7 @@ _REMEDIES = {
 
 
 def first_line(error: Exception) -> str:
-    """What `error` says, in one line of at most 200 characters."""
+    """Return the message of `error` in one line of at most 200 characters."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 

@@ -19,12 +19,12 @@ _NAMED_SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def vocab_size(tokenizer: HasVocabulary) -> int:
-    """Largest token id plus one."""
+    """Return the largest token id plus one."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def load(path: Path | str) -> Tokenizer:
-    """The tokenizer of a model folder (or of a `tokenizer.json`), that cuts nothing off and adds no padding.
+    """Return the tokenizer of a model folder (or of a `tokenizer.json`), with truncation and padding off.
 
     It has the vocabulary that `transformers.AutoTokenizer` gives the same folder: tokens that only
     `tokenizer_config.json` names are added.
@@ -58,7 +58,7 @@ def load(path: Path | str) -> Tokenizer:
 
 
 def _load_with_transformers(path: Path) -> Tokenizer:
-    """For folders in another format than tokenizers' own, which transformers can convert."""
+    """Load a folder in another format than tokenizers' own, which transformers can convert."""
     remedy = "give the folder of the model, with its tokenizer.json"
     try:
         from transformers import AutoTokenizer

@@ -40,7 +40,7 @@ def _in_request(request, p, following):
 
 @njit(nogil=True, cache=True)
 def _in_store(table, tokens, p, max_context, min_context, following):
-    """As `_in_request`, in a store: contexts of `min_context` to `max_context` tokens, else 0."""
+    """Return as `_in_request` does, in a store: contexts of `min_context` to `max_context` tokens, else 0."""
     for k in range(min(max_context, p), min_context - 1, -1):
         for j in range(len(table)):
             lo, hi = find_ngram(table, j, tokens, p - k, k + 1 if following else k)

@@ -342,4 +342,4 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_flushed(tmp_path: Path) -> 
 
 
 def scan_total(directory: Path) -> int:
-    return sum(scan_segment(path).tokens for path in segment_files(directory))
+    return sum(record.size for path in segment_files(directory) for record in scan_segment(path).records)

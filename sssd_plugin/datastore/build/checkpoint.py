@@ -122,7 +122,7 @@ class BuildCheckpoint:
             os.close(fd)
 
     def blocks(self) -> Iterator[NDArray[np.int32]]:
-        """The tokens (int32), a block at a time."""
+        """Yield the tokens (int32), a block at a time."""
         # Not mapped: pages of a map would count as this process's memory.
         with reporting("read", self._tokens), self._tokens.open("rb") as file:
             for start in range(0, self.n_tokens, _BLOCK):

@@ -22,7 +22,7 @@ _READING_BYTES = 160 << 20
 
 
 def parse_size(text: str) -> int:
-    """Bytes in "2GiB", "2G", "500 MB" or "1073741824".
+    """Return the bytes in "2GiB", "2G", "500 MB" or "1073741824".
 
     Raises:
         DatastoreError: not a size.
@@ -35,7 +35,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size: float) -> str:
-    """ "1.5 GiB"."""
+    """Write a number of bytes as "1.5 GiB"."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
@@ -77,7 +77,7 @@ class SubIndexLimit:
     def of(
         cls, memory: int, vocab_size: int, tokens: int | None = None, *, sorts: int = 1, each: int = 0
     ) -> SubIndexLimit:
-        """The limit for a build that may use `memory` bytes in all, what this process holds already included.
+        """Return the limit for a build that may use `memory` bytes in all, what this process holds already included.
 
         Args:
             sorts: that go on at the same time, all within `memory`; 0: each has as much of its own, elsewhere.
@@ -99,11 +99,11 @@ class SubIndexLimit:
         return cls((memory - overhead) // parts, tokens or MAX_SUB_INDEX_TOKENS)
 
     def for_width(self, width: int) -> int:
-        """Tokens, separators included, at `width` bytes per token (see `suffix_sort`)."""
+        """Return the tokens, separators included, at `width` bytes per token (see `suffix_sort`)."""
         by_memory = self.sort_bytes // _sort_bytes_per_token(width)
         return min(by_memory, MAX_SORTED_BYTES // width, self.tokens)
 
 
 def _sort_bytes_per_token(width: int) -> int:
-    """Peak of `suffix_sort`, with a tenth to spare: the text and its order; at width 1 the tokens' pages count more."""
+    """Return the peak of `suffix_sort` plus a tenth: text and order; at width 1, the pages of the tokens count more."""
     return max(5, 5 * width) + width // 2 + 1

@@ -75,14 +75,14 @@ class RaySorter(Sorter):
 
 
 def order_of(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Suffix array of `tokens` (int32 [n]), suffixes that begin with a separator included: int32 [n]."""
+    """Return the suffix array of `tokens` (int32 [n]) with the suffixes that begin with a separator: int32 [n]."""
     from sssd_plugin.datastore.index.suffix_sort import sort_bytes, to_bytes
 
     return np.ascontiguousarray(sort_bytes(to_bytes(tokens)), np.int32)
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes, and says why on many lines."""
+    """Refuse an address where nobody listens: Ray itself tries for minutes, and says why on many lines."""
     if address in ("auto", "local"):
         return
     try:
@@ -99,7 +99,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_health(address: str) -> None:
-    """Where something else than Ray listens, `ray.init` tries for minutes, too."""
+    """Refuse an address where something else than Ray listens: there `ray.init` tries for minutes, too."""
     if address in ("auto", "local") or "://" in address:  # Ray's client gives up by itself
         return
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]

@@ -118,7 +118,7 @@ def write_order(folder: Path, length: int, n_documents: int) -> FileEntry:
 
 
 def _answer(pipe: Connection, folder: Path, length: int, n_documents: int) -> None:
-    """What a worker process does."""
+    """Sort in a worker process and send what is recorded of the file, or an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the build, which ends its workers
     try:
         answer: tuple[FileEntry | None, str | None] = write_order(folder, length, n_documents), None

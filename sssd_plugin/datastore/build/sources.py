@@ -55,7 +55,7 @@ class Piece:
 
 
 def find_inputs(paths: Iterable[Path], pattern: str = "**/*") -> list[Input]:
-    """The files that `paths` name; of a folder those that match `pattern`, hidden and binary ones left out, sorted.
+    """Return the files that `paths` name; of a folder, sorted, those that match `pattern` and are not hidden or binary.
 
     Raises:
         DatastoreError: a path that does not exist, a named file that is binary, or nothing found.
@@ -88,7 +88,7 @@ def _walk(folder: Path, pattern: str) -> Iterator[Input]:
 
 
 def _input(path: Path) -> Input | None:
-    """None for a binary file."""
+    """Return the input file at `path`; None for a binary one."""
     kinds: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "npy"}
     kind = kinds.get(path.suffix.lower(), "text")
     if kind == "text":
@@ -99,7 +99,7 @@ def _input(path: Path) -> Input | None:
 
 
 def read_pieces(inputs: Iterable[Input], fields: Sequence[str] = ("text",)) -> Iterator[Piece]:
-    """All documents of `inputs`, in order, in pieces.
+    """Yield all documents of `inputs`, in order, in pieces.
 
     Raises:
         DatastoreError: a line that is not JSON or lacks a field, an array that holds no token ids; names file and line.
@@ -145,7 +145,7 @@ def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Piece]:
 
 
 def _lookup(row: Any, field: str, path: Path, number: int) -> str:
-    """The string at `field`, whose parts are separated by dots; "" for null."""
+    """Return the string at `field`, whose parts are separated by dots; "" for null."""
     value = row
     # A key that contains dots itself comes first.
     keys = [field] if isinstance(row, dict) and field in row else field.split(".")
@@ -200,7 +200,7 @@ def check_ids(tokens: NDArray[np.integer], vocab_size: int) -> None:
 def tokenize(
     pieces: Iterable[Piece], tokenizer: Tokenizer | None, on_read: Callable[[int], None] = lambda n_bytes: None
 ) -> Iterator[NDArray[np.integer]]:
-    """Token ids of `pieces`, batch after batch, with a `SEPARATOR` after each document.
+    """Yield the token ids of `pieces`, batch after batch, with a `SEPARATOR` after each document.
 
     Args:
         tokenizer: needed for text only.

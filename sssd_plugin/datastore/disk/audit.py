@@ -109,7 +109,7 @@ class _Audit:
 
 
 def _blocks(array: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int32]]]:
-    """Parts of a mapped array, which may be larger than the memory, and where they start."""
+    """Yield parts of a mapped array, which may be larger than the memory, after where they start."""
     for start in range(0, len(array), _BLOCK):
         yield start, array[start : start + _BLOCK]
 

@@ -135,7 +135,7 @@ class Manifest(ChecksummedManifest, frozen=True):
         return sum(sub.size for sub in self.sub_indices)
 
     def files(self, directory: Path) -> list[tuple[Path, FileEntry]]:
-        """Paths of all array files under `directory`, with what is recorded of them."""
+        """Return the paths of all array files under `directory`, with what is recorded of them."""
         return [(directory / sub.name / file_name(r), sub.files[r]) for sub in self.sub_indices for r in ROLES]
 
 

@@ -82,6 +82,6 @@ class ChecksummedManifest(BaseModel, frozen=True):
 
 
 def checksum(content: dict[str, Any]) -> str:
-    """CRC-32 of a manifest's content without its checksum, in canonical JSON."""
+    """Return the CRC-32 of a manifest's content without its checksum, in canonical JSON."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return f"{zlib.crc32(canonical.encode()):08x}"

@@ -217,7 +217,7 @@ class Run:
 
 
 def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, first: int) -> Run:
-    """A run of documents (int32, without separators), numbered from `first`."""
+    """Return a run of documents (int32, without separators), numbered from `first`."""
     parts = [part for document in documents for part in (document, [SEPARATOR])]
     tokens = np.concatenate([*parts, _PADDING], dtype=np.int32)
     return Run(SubIndex(*_sorted(tokens, direct_buckets(vocab_size))), first, first + len(documents) - 1)

@@ -58,7 +58,7 @@ def bucket(table, j, token):
 
 @njit(nogil=True, cache=True)
 def _first_not_below(sparse, a, b, token):
-    """First place in [a, b) of the sparse index whose entry is not below `token`, or b."""
+    """Return the first place in [a, b) of the sparse index whose entry is not below `token`, or b."""
     while a < b:
         m = (a + b) >> 1
         if sparse[m] < token:

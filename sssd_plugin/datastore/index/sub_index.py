@@ -92,12 +92,12 @@ class SubIndex:
 
 
 def direct_buckets(vocab_size: int) -> int:
-    """Ids that have a bucket of their own."""
+    """Return the number of ids that have a bucket of their own."""
     return min(vocab_size, MAX_DIRECT_BUCKETS)
 
 
 def count_ids(tokens: NDArray[np.int32], direct: int) -> NDArray[np.int64]:
-    """How often each id below `direct` occurs in `tokens` (int32 [n]), then how many others do: int64 [direct + 1]."""
+    """Count each id below `direct` in `tokens` (int32 [n]), and then all others: int64 [direct + 1]."""
     counts = np.zeros(direct + 1, np.int64)
     for start in range(0, len(tokens), _BLOCK):  # bincount makes an int64 copy of what it counts
         part = tokens[start : start + _BLOCK]
@@ -106,7 +106,7 @@ def count_ids(tokens: NDArray[np.int32], direct: int) -> NDArray[np.int64]:
 
 
 def bucket_starts(counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Where the suffixes that begin with each direct id start in the suffix array, from `count_ids`: int32 [D + 1]."""
+    """Return where each direct id's suffixes start in the suffix array, from its `count_ids`: int32 [D + 1]."""
     starts = np.zeros(len(counts), np.int32)
     np.cumsum(counts[:-1], out=starts[1:])
     return starts

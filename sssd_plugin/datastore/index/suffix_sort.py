@@ -20,12 +20,12 @@ MAX_SORTED_BYTES = (1 << 31) - 1
 
 
 def width_of(n_distinct: int) -> int:
-    """Bytes per token for so many different ids, the separator included."""
+    """Return the bytes per token for so many different ids, the separator included."""
     return max(1, ((n_distinct - 1).bit_length() + 7) // 8)
 
 
 def to_bytes(tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Dense ranks of `tokens` (int32 [n], each at least -1) as big-endian bytes: uint8 [n, w]."""
+    """Return dense ranks of `tokens` (int32 [n], each at least -1) as big-endian bytes: uint8 [n, w]."""
     blocks = range(0, len(tokens), _BLOCK)
     largest = max((int(tokens[a : a + _BLOCK].max()) for a in blocks), default=SEPARATOR)
     # A table beats a search per token, unless it is much larger than the text.
@@ -49,7 +49,7 @@ def to_bytes(tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
 
 
 def sort_bytes(text: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """Suffix array of `text` (uint8 [n, w], contiguous), counted in tokens: int32 or int64 [n].
+    """Return the suffix array of `text` (uint8 [n, w], contiguous), counted in tokens: int32 or int64 [n].
 
     The result is a view of a buffer w times as large: copy it to keep it.
     """
@@ -71,7 +71,7 @@ def sort_bytes(text: NDArray[np.uint8]) -> NDArray[np.int32]:
 
 
 def sort_suffixes(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Starts of the suffixes of `tokens` (int32 [n]) that do not begin with a separator, in lexicographic order."""
+    """Return the starts of the suffixes of `tokens` (int32 [n]), separators' left out, in lexicographic order."""
     separators = int(np.count_nonzero(tokens == SEPARATOR))
     return np.array(sort_bytes(to_bytes(tokens))[separators:], np.int32)
 

@@ -53,7 +53,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
 
     @classmethod
     def of(cls, folder: Path) -> LiveManifest | None:
-        """The manifest of a live folder; None if nothing was learnt there.
+        """Return the manifest of a live folder; None if nothing was learnt there.
 
         Raises:
             DatastoreError: see `ChecksummedManifest.read`; it is missing though there are segments.
@@ -76,7 +76,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
 
 
 def lock_writer(folder: Path) -> FileLock | None:
-    """The writer's lock of a live folder; None if another process has it.
+    """Take the writer's lock of a live folder; None if another process has it.
 
     Raises:
         DatastoreError: the disk refuses.

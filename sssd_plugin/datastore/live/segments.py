@@ -117,7 +117,7 @@ class SegmentLog:
         return log
 
     def take_recovered(self) -> list[Record]:
-        """The documents that were there, oldest first; the second call returns none."""
+        """Return the documents that were there, oldest first; the second call returns none."""
         records, self._recovered = self._recovered, []
         return records
 

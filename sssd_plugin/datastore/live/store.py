@@ -204,7 +204,7 @@ class LiveDatastore:
             )
 
     def settle(self, timeout: float = 60.0) -> bool:
-        """Wait until no merge is wanted; return whether that came to pass. In lockstep, documents drive merges instead."""
+        """Wait until no merge is wanted; return whether none is. In lockstep, documents drive merges instead."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             with self._lock:
@@ -318,7 +318,7 @@ class LiveDatastore:
             self._take_over(merge)
 
     def _settle(self) -> None:
-        """In lockstep: take over the merges that are due, waiting for them if need be."""
+        """Take over the merges that are due in lockstep, waiting for them if need be."""
         while self._waiting and self._waiting[0].due <= self._clock:
             merge = self._waiting.pop(0)
             merge.done.wait()

@@ -37,7 +37,7 @@ class Tenant:
         return [*self.runs, self.memtable] if self.memtable else self.runs
 
     def runs_to_merge(self, max_runs: int, max_tokens: int) -> list[Run]:
-        """Consecutive runs that should be one; none if all is well.
+        """Return consecutive runs that should be one; none if all is well.
 
         Args:
             max_runs: that the tenant may have, the memtable included. Where they are reached, the smallest pair is
@@ -60,5 +60,5 @@ class Tenant:
 
 
 def tenant_digest(key: bytes, name: str) -> bytes:
-    """What stands for a tenant's name in memory and on disk: 16 bytes that do not tell the name without the key."""
+    """Return what stands for a tenant's name in memory and on disk: 16 bytes that hide it from who lacks the key."""
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
