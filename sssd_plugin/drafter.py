@@ -221,6 +221,10 @@ class Drafter:
             known = request_id in self._index
             return self._index.tokens(request_id).copy() if known else np.zeros(0, np.int32)
 
+    def length(self, request_id: str) -> int:
+        """Return the number of tokens indexed for a request; 0 if it is unknown."""
+        return len(self.tokens(request_id))
+
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forget requests. Unknown ids are ignored."""
         request_ids = list(request_ids)
