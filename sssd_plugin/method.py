@@ -105,8 +105,7 @@ class SssdMethod(Method):
             serve(options.metrics_port + context.rank if options.metrics_port else 0)
         profile = self.controller.profile
         logger.info(
-            "freedraft: sssd drafts %s of up to %d tokens per request, %d query tokens per step are about free (%s)",
-            "chains" if context.widths is None else "trees",
+            "freedraft: sssd drafts up to %d tokens per request, %d query tokens per step are about free (%s)",
             context.max_draft_tokens,
             options.knee or profile.ridge,
             profile.name,

@@ -47,7 +47,11 @@ def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
     # A third faster than the OpenMP runtime that comes with torch. It is installed along with vLLM's CPU build.
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     if openmp.is_file():
-        env["LD_PRELOAD"] = ":".join(filter(None, (str(openmp), os.environ.get("LD_PRELOAD"))))
+        # In the place of another one: a process that has held a CPU engine hands on torch's, and vLLM refuses both.
+        preloaded = [
+            path for path in os.environ.get("LD_PRELOAD", "").split(":") if path and "omp" not in Path(path).name
+        ]
+        env["LD_PRELOAD"] = ":".join([str(openmp), *preloaded])
     if engine == "vllm":
         env |= {
             "VLLM_CPU_KVCACHE_SPACE": env.get("VLLM_CPU_KVCACHE_SPACE", "1"),
