@@ -115,3 +115,14 @@ def test_what_was_verified_is_counted_once_per_step(guarded: GuardedMethod) -> N
     before = count("draft"), count("accepted")
     guarded.draft(make_step(["a", "b"], [[1, 2, 3], [4]], drafted=[2, 3]))
     assert (count("draft") - before[0], count("accepted") - before[1]) == (5, 2)
+
+
+def test_the_budget_and_the_time_of_every_step_are_shown(guarded: GuardedMethod) -> None:
+    def value(name: str) -> float:
+        return REGISTRY.get_sample_value(f"freedraft_{name}", {"method": "fragile"}) or 0.0
+
+    steps = value("drafting_seconds_count")
+    guarded.draft(make_step(["a", "b"], [[1], [2]], capacities=3))
+    assert value("budget_tokens") == 6 and value("drafting_seconds_count") == steps + 1
+    guarded.draft(make_step(["a", "b"], [[1], [2]], capacities=0))
+    assert value("budget_tokens") == 0
