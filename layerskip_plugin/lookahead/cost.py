@@ -23,6 +23,8 @@ MEMORY = 64.0
 PRIOR_WEIGHT = 6.0
 FIRST_PROBE, RAREST_PROBE = 128, 512
 """Steps after which drafting is tried although no length seems to pay, at first and at most."""
+DECISION_STEPS = 4
+"""Steps for which it stays decided which skip sets draft, as long as as many requests have each."""
 ON_MARGIN = 1.02
 """How much better than no drafting it must look to be switched on again."""
 
@@ -101,6 +103,8 @@ class Cost(Lookahead):
         self.on = True
         self.rate = 0.0
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
+        self._probed = -1
+        self._decision: tuple[bytes, Flags, int] = b"", np.zeros(0, np.bool_), 0
 
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         self.recipes[place], self.records[place] = recipe, _Record(self.prior)
@@ -143,27 +147,39 @@ class Cost(Lookahead):
         return DraftPassEstimate(sizes, gain, tokens, seconds)
 
     def should_draft(self, sets: Places) -> Flags:
-        """The requests of the skip sets that together beat no drafting by most; of none where none do, but for rare
-        probes of all."""
-        batch = len(sets)
-        if not batch:
+        """The requests of the skip sets that together beat no drafting by most; where none do, those of one set now and
+        then, each set in its turn, to look again at the least price."""
+        if not len(sets):
             return np.zeros(0, np.bool_)
         counts = np.bincount(sets, minlength=len(self.recipes))
-        baseline = float(self.rates(np.zeros_like(counts), batch)[0])
-        alone = {s: float(self.rates(np.where(np.arange(len(counts)) == s, counts, 0), batch)[1:].max())
-                 for s in np.flatnonzero(counts).tolist()}  # fmt: skip
+        key, chosen, left = self._decision
+        if left == 0 or key != counts.tobytes():
+            chosen, left = self._sets_that_pay(counts), DECISION_STEPS
+        self._decision = counts.tobytes(), chosen, left - 1
+        self.on = bool(chosen.any())
+        if self.on:
+            self._probes.reset()
+            return chosen[sets]
+        if not self._probes.due():
+            return np.zeros(len(sets), np.bool_)
+        present = np.flatnonzero(counts)
+        self._probed += 1
+        return sets == present[self._probed % len(present)]
+
+    def _sets_that_pay(self, counts: NDArray[np.int64]) -> Flags:
+        """bool [S]: which skip sets are to draft, for so many requests of each."""
+        batch, numbers = int(counts.sum()), np.arange(len(counts))
+        present = np.flatnonzero(counts)
+        alone = {s: float(self.rates(np.where(numbers == s, counts, 0), batch)[1:].max()) for s in present.tolist()}
+        baseline = batch / float(self.costs.step_seconds(batch, batch))
         chosen, best = np.zeros(len(counts), np.bool_), baseline * (1.0 if self.on else ON_MARGIN)
-        tried = np.zeros(len(counts), np.bool_)
+        tried = chosen.copy()
         for s in sorted(alone, key=lambda s: -alone[s]):
             tried[s] = True
             rate = alone[s] if tried.sum() == 1 else float(self.rates(np.where(tried, counts, 0), batch)[1:].max())
             if rate > best:
                 chosen, best = tried.copy(), rate
-        self.on = bool(chosen.any())
-        if self.on:
-            self._probes.reset()
-            return chosen[sets]
-        return np.full(batch, self._probes.due())
+        return chosen
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
