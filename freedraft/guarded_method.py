@@ -68,10 +68,6 @@ class GuardedMethod:
         """See `Method.prepare`."""
         self.call(lambda: self.method.prepare(model))
 
-    def capture_graphs(self) -> None:
-        """See `Method.capture_graphs`."""
-        self.call(self.method.capture_graphs)
-
     def draft(self, step: Step) -> DraftBatch | None:
         """See `Method.draft`; None where there are no drafts because something failed."""
         if self._paused > 0:

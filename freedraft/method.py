@@ -82,7 +82,6 @@ class EngineContext:
         hf_config: the model's Hugging Face configuration, as it was published.
         vocab_size: of the target model.
         max_draft_tokens: most draft tokens per request, roots not counted.
-        max_batch: most requests in a batch.
         widths: see `Step`.
         dtype: what the engine computes in, as "bfloat16".
         tensor_parallel: number of tensor-parallel ranks.
@@ -96,7 +95,6 @@ class EngineContext:
     hf_config: Any = None
     vocab_size: int | None = None
     max_draft_tokens: int = 1
-    max_batch: int = 1
     widths: tuple[int, ...] | None = None
     dtype: str = "bfloat16"
     tensor_parallel: int = 1
@@ -130,9 +128,7 @@ class Method:
         self.options, self.context, self.controller = options, context, controller
         self.metrics = Metrics(name)
 
-    def begin(
-        self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]
-    ) -> None:
+    def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         """A request's prompt is known. Called while its prefill runs, so it must return at once.
 
         Args:
@@ -146,9 +142,6 @@ class Method:
 
     def prepare(self, model: DraftModel) -> None:
         """The target's weights and KV cache are there. Only methods that run the model are called."""
-
-    def capture_graphs(self) -> None:
-        """The engine has captured its own CUDA graphs; requests come next."""
 
     def draft(self, step: Step) -> DraftBatch:
         """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,10 +149,7 @@ class Auto(Controller):
 
     def follow(self, *drafts: DraftBatch) -> None:
         """Learn from what becomes of these drafts, whether they are verified or not."""
-        self._drafts = [
-            DraftBatch(draft.tokens, draft.parents, draft.depths, draft.scores, draft.counts.copy(), draft.kinds)
-            for draft in drafts
-        ]
+        self._drafts = [replace(draft, counts=draft.counts.copy()) for draft in drafts]
 
     def end(self, step: Step) -> None:
         now, batch = self._clock(), step.batch_size
@@ -206,7 +204,7 @@ class Auto(Controller):
         """A draft pass over `batch` requests has taken so long."""
         self.times.update_pass(recipe, batch, self._context, seconds)
 
-    def worth(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """What `truncate` would make of a draft, which stays as it is.
 
         Returns:

@@ -79,7 +79,8 @@ class Controller(ABC):
         """The longest draft that fits a width and is not longer than `draft_len`."""
         if self.widths is None:
             return max(0, draft_len)
-        return max((int(width) for width in self.widths if width <= draft_len + 1), default=1) - 1
+        fitting = int(np.searchsorted(self.widths, draft_len + 1, side="right"))
+        return int(self.widths[fitting - 1]) - 1 if fitting else 0
 
 
 class Fixed(Controller):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class HybridMethod(Method):
             controller.exclude(passes)
             counts = np.zeros_like(draft.counts)
             counts[rows] = draft.counts[rows]
-            unverified = DraftBatch(draft.tokens, draft.parents, draft.depths, draft.scores, counts, draft.kinds)
+            unverified = replace(draft, counts=counts)
             draft = replaced(draft, passed, rows)
             verified = controller.truncate(draft, unverified)
             self._by_model = {step.request_ids[i] for i in rows.tolist()}
@@ -101,7 +102,7 @@ class HybridMethod(Method):
         if max_len < 1:
             return choice, kept
         if self._passes_may_pay(step, max_len):
-            p, kept = self.auto.worth(draft)
+            p, kept = self.auto.estimate(draft)
             order = poorest_first(p, kept, capacities > 0)
             estimate = self.model.estimate(step, order, sizes_up_to(len(order)), max_len)
             rate = self.throughput.of(step.request_ids)
@@ -126,6 +127,8 @@ class HybridMethod(Method):
         return known
 
     def record_acceptance(self, step: Step) -> None:
+        if not self._by_model:
+            return self.host.record_acceptance(step)
         by_model = np.fromiter((i in self._by_model for i in step.request_ids), np.bool_, step.batch_size)
         self._by_model = set()
         for part, rows in ((self.host, ~by_model), (self.model, by_model)):
@@ -149,9 +152,6 @@ class HybridMethod(Method):
 
     def prepare(self, model: DraftModel) -> None:
         self.model.prepare(model)
-
-    def capture_graphs(self) -> None:
-        self.model.capture_graphs()
 
     def close(self) -> None:
         self.host.close()

@@ -18,7 +18,7 @@ VOCAB, NODES = 200, 8
 
 
 def method(**options: Any) -> SssdMethod:
-    context = EngineContext(vocab_size=VOCAB, max_draft_tokens=NODES - 1, max_batch=4, widths=(1, NODES))
+    context = EngineContext(vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=(1, NODES))
     return SssdMethod(SssdOptions(policy="fixed", live=True, **options), context)
 
 

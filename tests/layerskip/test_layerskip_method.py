@@ -80,7 +80,6 @@ class Engine:
             hf_config=CONFIG,
             vocab_size=VOCAB,
             max_draft_tokens=nodes - 1,
-            max_batch=4,
             widths=None if chains else tuple(range(1, nodes + 1)),
         )
         options = LayerSkipOptions(tree=tree, lookahead="fixed" if costs is None else "cost")

@@ -25,7 +25,6 @@ def context_at_start(args: Any) -> EngineContext:
         hf_config=config,
         vocab_size=getattr(config.get_text_config(), "vocab_size", None),
         max_draft_tokens=nodes - 1,
-        max_batch=args.max_running_requests,
         widths=widths_for(decode_backend(args) or "", nodes),
         tensor_parallel=args.tp_size,
     )
@@ -40,7 +39,6 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...]) -> EngineCont
         hf_config=published_config(runner.server_args),
         vocab_size=runner.model_config.vocab_size,
         max_draft_tokens=widths[-1] - 1,
-        max_batch=runner.max_running_requests,
         widths=widths,
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
         tensor_parallel=runner.server_args.tp_size,

@@ -87,13 +87,12 @@ class TreeVerifyWorker(BaseSpecWorker):
             except ConfigError as error:
                 raise ConfigError(f"--speculative-algorithm {self._spec.name} {error}") from None
             guarded.prepare(self._draft_model)
-        self._drafting = Drafting(guarded, self.widths, context.max_batch)
+        self._drafting = Drafting(guarded, self.widths, self.model_runner.max_running_requests)
 
     def init_cuda_graphs(self) -> None:
         self._graphs.capture(self.widths)
-        if self._draft_model is not None and self._drafting is not None:
+        if self._draft_model is not None:
             self._draft_model.capture()
-            self._drafting.guarded.capture_graphs()
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ def context_of_engine(vllm_config: Any) -> EngineContext:
     return _context(
         vllm_config.model_config,
         vllm_config.speculative_config.num_speculative_tokens,
-        max_batch=vllm_config.scheduler_config.max_num_seqs,
         tensor_parallel=ranks,
         rank=parallel.rank,
         writes_store=parallel.rank % ranks == 0 and not parallel.data_parallel_rank,

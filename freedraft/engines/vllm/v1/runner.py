@@ -53,7 +53,6 @@ class MethodProposer:
         """The KV cache of vLLM's GPUModelRunner is there; requests come next."""
         if self.backbone is not None:
             self.guarded.prepare(PagedDraftModel(runner, self.backbone, self.vllm_config))
-            self.guarded.capture_graphs()
 
     def begin(self, batch: Any, requests: Sequence[Any]) -> None:
         """vLLM's NewRequestData have their first step, in its InputBatch."""
