@@ -6,10 +6,10 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 CONFIG_VARIABLE = "FREEDRAFT_CONFIG"
 PREFIX = "FREEDRAFT_"
@@ -69,6 +69,16 @@ def one_line(error: ValidationError, known: Iterable[str], source: str) -> str:
         given = f" (given: {item['input']!r})" if option and not isinstance(item["input"], dict) else ""
         parts.append(f"{name} {message}{given}")
     return f"{source}: {'; '.join(parts)}"
+
+
+def expand_path(value: object) -> object:
+    """Expand `~` in a path; an empty path means none."""
+    if isinstance(value, str):
+        return Path(value).expanduser() if value.strip() else None
+    return value
+
+
+UserPath = Annotated[Path | None, BeforeValidator(expand_path)]
 
 
 class PluginOptions(BaseModel):

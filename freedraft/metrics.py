@@ -45,13 +45,13 @@ class Metrics:
         self.failures = _FAILURES.labels(method)
 
 
-def check_port(port: int) -> None:
-    """Tell, before the engine starts, that `serve(port)` would fail.
+def check_port(port: int | None) -> None:
+    """Tell, before the engine starts, that `serve(port)` would fail; None serves nothing.
 
     Raises:
         ConfigError: the port is taken.
     """
-    if port == 0 or port in _servers:
+    if not port or port in _servers:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -61,13 +61,14 @@ def check_port(port: int) -> None:
             raise _taken(port, error) from None
 
 
-def serve(port: int) -> int:
+def serve(port: int | None, rank: int = 0) -> int | None:
     """Serve this process's metrics at http://127.0.0.1:port/metrics, once per port and process.
 
     The engine runs in a process of its own, whose metrics the API server's own page does not show.
 
     Args:
-        port: 0 picks a free one.
+        port: 0 picks a free one, None serves nothing.
+        rank: of this process among those of the engine, each of which serves at a port of its own, port + rank.
 
     Returns:
         the port.
@@ -75,6 +76,9 @@ def serve(port: int) -> int:
     Raises:
         ConfigError: the port is taken.
     """
+    if port is None:
+        return None
+    port = port and port + rank
     with _lock:
         if port not in _servers:
             try:

@@ -46,8 +46,7 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
     """
     selector = options.make_selector(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
     options.make_lookahead(context, list(selector.sets.values()), cast(Costs, None))  # its costs are asked later
-    if options.metrics_port is not None:
-        check_port(options.metrics_port)
+    check_port(options.metrics_port)
 
 
 SPEC = MethodSpec(
@@ -72,7 +71,7 @@ class LayerSkipMethod(ModelMethod):
         super().__init__(options, context, controller, NAME)
         self.auto = controller
         self.selector = options.make_selector(context.hf_config, self._matchness, context.hardware)
-        self.needs_prompt_states = self.selector.needs_hidden
+        self.needs_prompt_states = self.selector.selection.needs_hidden
         self.recipes: list[SkipSet] = list(self.selector.sets.values())
         self.lookahead = options.make_lookahead(context, self.recipes, controller)
         self.trees = options.tree and context.widths is not None
@@ -80,15 +79,13 @@ class LayerSkipMethod(ModelMethod):
         self.draft_passes: list[Any] = []
         self._model: DraftModel | None = None
         self._scorer: MatchnessScorer | None = None
-        self._running: set[str] = set()
-        self._requested: dict[str, Any] = {}
+        self._requested: dict[str, Any] = {}  # by running request
         self._prompt_states: dict[str, NDArray[np.float32]] = {}
         self._last: _Round | None = None
         self._sets = np.zeros(0, np.intp)
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
         self._saved = 0.0
-        if options.metrics_port is not None:
-            serve(options.metrics_port + context.rank if options.metrics_port else 0)
+        serve(options.metrics_port, context.rank)
 
     def prepare(self, model: DraftModel) -> None:
         """Build the draft passes of every skip set, before the first request."""
@@ -113,19 +110,17 @@ class LayerSkipMethod(ModelMethod):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
-        self._running.add(request_id)
         self._requested[request_id] = extra.get(REQUESTED) or None
 
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
         self._prompt_states[request_id] = state
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
-        self._running.discard(request_id)
         self._requested.pop(request_id, None)
         self._prompt_states.pop(request_id, None)
         self.selector.finish([request_id])
         self.lookahead.finish([request_id])
-        if not self._running or time.monotonic() > self._saved + SAVE_SECONDS:
+        if not self._requested or time.monotonic() > self._saved + SAVE_SECONDS:
             self._save_records()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from freedraft.config import PluginOptions
+from freedraft.config import PluginOptions, UserPath
 from freedraft.method import EngineContext
 from layerskip_plugin.lookahead import (
     Confidence,
@@ -53,12 +53,6 @@ def _paths(value: object) -> object:
     return value
 
 
-def _expand(value: object) -> object:
-    if isinstance(value, str):
-        return Path(value).expanduser() if value.strip() else None
-    return value
-
-
 class LayerSkipOptions(PluginOptions):
     """Options of layer skipping.
 
@@ -85,13 +79,13 @@ class LayerSkipOptions(PluginOptions):
     source_name: ClassVar[str] = "layerskip"
 
     selection: SelectionName = "static"
-    selection_file: Annotated[Path | None, BeforeValidator(_expand)] = None
+    selection_file: UserPath = None
     search_share: float = Field(default=0.01, gt=0.0, le=0.5)
     skip_set: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
     lookahead: LookaheadName = "cost"
     threshold: float | None = Field(default=None, ge=0.0, le=1.0)
-    disco: Annotated[Path | None, BeforeValidator(_expand)] = None
-    record: Annotated[Path | None, BeforeValidator(_expand)] = None
+    disco: UserPath = None
+    record: UserPath = None
     tree: bool = True
     length: int | None = Field(default=None, ge=1, le=255)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)

@@ -34,8 +34,7 @@ def check(options: SssdOptions, context: EngineContext) -> None:
         ValueError: one clear line that names the option or file and the remedy.
     """
     choose_profile(options.hardware)
-    if options.metrics_port is not None:
-        check_port(options.metrics_port)
+    check_port(options.metrics_port)
     if options.scoring == "learned" or options.weights is not None:
         from sssd_plugin.scoring.weights import Weights
 
@@ -101,8 +100,7 @@ class SssdMethod(Method):
             live=self.live,
         )
         self.source_metrics = SourceMetrics(self._snapshot())
-        if options.metrics_port is not None:
-            serve(options.metrics_port + context.rank if options.metrics_port else 0)
+        serve(options.metrics_port, context.rank)
         profile = self.controller.profile
         logger.info(
             "freedraft: sssd drafts up to %d tokens per request, %d query tokens per step are about free (%s)",

@@ -7,30 +7,22 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from freedraft.config import PluginOptions
+from freedraft.config import PluginOptions, UserPath, expand_path
 from freedraft.cost.policies import Controller, Policy
 from freedraft.method import EngineContext
 
 Scoring = Literal["learned", "paper"]
 
 
-def _expand(value: object) -> object:
-    """Expand `~` in a path; an empty path means none."""
-    if isinstance(value, str):
-        return Path(value).expanduser() if value.strip() else None
-    return value
-
-
 def _store(value: object) -> object:
-    """Expand as `_expand` does; a URL becomes the path of a local copy."""
+    """Expand as `expand_path` does; a URL becomes the path of a local copy."""
     if isinstance(value, str) and "://" in value:
         from sssd_plugin.datastore.disk.remote import local_copy
 
         return local_copy(value.strip())
-    return _expand(value)
+    return expand_path(value)
 
 
-UserPath = Annotated[Path | None, BeforeValidator(_expand)]
 StorePath = Annotated[Path | None, BeforeValidator(_store)]
 
 

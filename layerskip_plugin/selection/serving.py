@@ -21,7 +21,7 @@ COMPILED = 4
 
 
 class Selector:
-    """Passes requests on to a selection, and remembers its last choice for each of them.
+    """Passes requests on to a selection, each of them once.
 
     The engine builds the modules of `sets` when it starts, in this order, and `choose` returns indices into them. Only
     a selection that searches changes its sets later; `search` then returns the new one.
@@ -34,19 +34,14 @@ class Selector:
     def __init__(self, selection: Selection, share: float = 0.01) -> None:
         self.selection = selection
         self.budget = TimeBudget(share)
-        # One set for all requests, for ever: there is nothing to ask or to remember.
+        # One set for all requests, for ever: there is nothing to ask.
         self.fixed = isinstance(selection, Static) and len(selection.sets()) == 1
-        self._last: dict[str, int] = {}
+        self._begun: set[str] = set()
 
     @property
     def sets(self) -> dict[str, SkipSet]:
         """The sets by name, in the order of the indices that `choose` returns."""
         return self.selection.sets()
-
-    @property
-    def needs_hidden(self) -> bool:
-        """Whether `begin` needs hidden states."""
-        return self.selection.needs_hidden
 
     @property
     def compiled(self) -> int:
@@ -55,36 +50,29 @@ class Selector:
 
     def unknown(self, request_ids: Sequence[str]) -> list[int]:
         """Indices in `request_ids` of the requests that have not begun."""
-        if self.fixed or self._last.keys() >= set(request_ids):
+        if self.fixed or self._begun.issuperset(request_ids):
             return []
-        return [i for i, request in enumerate(request_ids) if request not in self._last]
+        return [i for i, request in enumerate(request_ids) if request not in self._begun]
 
     def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
         """Take in requests behind their prefill."""
         self.selection.begin(request_ids, requested, hidden)
-        self._last.update(dict.fromkeys(request_ids, 0))
+        self._begun.update(request_ids)
 
     def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
         """intp[B]: index in `sets` of each request's set; `contexts`: the tokens of each request so far."""
         if self.fixed:
             return np.zeros(len(request_ids), np.intp)
-        choices = self.selection.choose(request_ids, contexts)
-        self._last.update(zip(request_ids, choices.tolist(), strict=True))
-        return choices
-
-    def last_choices(self, request_ids: Sequence[str]) -> NDArray[np.intp]:
-        """intp[B]: what `choose` last returned for each request: the set that drafted what is verified now."""
-        return np.fromiter((self._last.get(request, 0) for request in request_ids), np.intp, len(request_ids))
+        return self.selection.choose(request_ids, contexts)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget requests that have ended."""
         self.selection.finish(request_ids)
-        for request in request_ids:
-            self._last.pop(request, None)
+        self._begun.difference_update(request_ids)
 
     def __len__(self) -> int:
         """Requests that have begun and not finished."""
-        return len(self._last)
+        return len(self._begun)
 
     def search(self, ready: Callable[[], bool]) -> SkipSet | None:
         """Continue the search if there is time and text for it; return the new first set when it has changed.

@@ -13,24 +13,9 @@ import oracle
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import FEATURES, SETS, Weights
-
-Documents = Sequence[Sequence[int]]
-
-
-def int32(tokens: Sequence[int]) -> NDArray[np.int32]:
-    return np.array(tokens, np.int32)
-
-
-def joined(documents: Documents) -> list[int]:
-    """Tokens of a sub-index: a separator after each document."""
-    return [token for document in documents for token in [*map(int, document), SEPARATOR]]
-
-
-def snapshot_of(sub_indices: Sequence[Documents], vocab_size: int) -> Snapshot:
-    return Snapshot.of([SubIndex.build(int32(joined(documents)), vocab_size) for documents in sub_indices])
+from tests.support.stores import Documents, int32, joined, snapshot_of
 
 
 def random_weights(seed: int) -> NDArray[np.float64]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting import int32, replace
+from drafting import replace
 from prometheus_client import REGISTRY
 
 from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
@@ -14,6 +14,7 @@ from sssd_plugin.datastore.live.store import LiveDatastore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.metrics import EVERY, SourceMetrics
 from sssd_plugin.scoring.attribution import ACCEPTED, CONTEXT, HIT, HITS, LOOKUPS, SIZE
+from tests.support.stores import int32
 
 VOCAB = 60
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from drafting import Pair, append, int32, python_sources, replace, snapshot_of
+from drafting import Pair, append, python_sources, replace
 
 from sssd_plugin.drafter import Drafter
+from tests.support.stores import int32, snapshot_of
 
 SCORINGS = ("learned", "paper")
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from drafting import Documents, append, python_sources, replace, snapshot_of
+from drafting import append, python_sources, replace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR
 from sssd_plugin.drafter import Drafter
+from tests.support.stores import Documents, snapshot_of
 
 SCORINGS = ("learned", "paper")
 SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from drafting import Pair, int32
+from drafting import Pair
 from numpy.typing import NDArray
 
 from sssd_plugin.scoring.training import train
 from sssd_plugin.scoring.weights import FEATURES, SETS, Weights, initial_weights
+from tests.support.stores import int32
 
 VOCAB = 40
 Row = tuple[NDArray[np.int32], NDArray[np.int32]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from array import array
 
 import numpy as np
 import pytest
@@ -16,9 +17,18 @@ from freedraft.engines.sglang.drafting import Drafting
 from freedraft.guarded_method import FIRST_PAUSE, GuardedMethod
 from freedraft.method import EngineContext, Method, MethodSpec
 
-pytestmark = pytest.mark.engine_free
-
 NODES = 6
+VOCAB_SIZE = 100
+
+
+@pytest.fixture(autouse=True, scope="module")
+def scheduler_configuration():
+    """What SGLang's scheduler publishes, and its batches read."""
+    from sglang.srt.runtime_context import get_context
+
+    watermark = {"enable_watermark": True, "watermark_key": "1", "watermark_default_enabled": False}
+    with get_context().override_server_args(device="cpu", enable_custom_logit_processor=True, **watermark):
+        yield
 
 
 class Recorder(Method):
@@ -60,61 +70,87 @@ def drafting(widths=(1, 2, 4, NODES), max_batch=4):
     return Drafting(GuardedMethod(spec, None, EngineContext(widths=widths)), widths, max_batch)
 
 
-class Request:
-    extra_key = cache_salt = finished_len = finished_reason = None
+def request(rid, prompt, padded=None, *, extra_key=None, cache_salt=None, custom_logit_processor=None, **parameters):
+    """SGLang's Req, as its scheduler makes one from what a client sends."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
 
-    def __init__(self, rid, prompt, padded=None, **attributes):
-        self.rid, self.output_ids = rid, []
-        self.origin_input_ids_unpadded, self.origin_input_ids = list(prompt), list(padded or prompt)
-        self.sampling_params = types.SimpleNamespace(custom_params=attributes.pop("custom_params", None))
-        self.__dict__.update(attributes)
+    sampling = SamplingParams(**{"max_new_tokens": 1000} | parameters)
+    sampling.normalize(None)
+    sampling.verify(VOCAB_SIZE)
+    built = Req(
+        rid,
+        "",
+        array("q", prompt),
+        sampling,
+        extra_key=extra_key,
+        cache_salt=cache_salt,
+        custom_logit_processor=custom_logit_processor,
+    )
+    if padded:  # as the scheduler does when it has counted a prompt's images
+        built.origin_input_ids = array("q", padded)
+    return built
 
-    def finished(self):
-        return self.finished_reason is not None
 
-    def end(self, kind="length"):
-        self.finished_reason = types.SimpleNamespace(to_json=lambda: {"type": kind})
+def decoding_batch(gained):
+    """SGLang's ScheduleBatch before a decoding step, after one by which requests gained tokens: {request: tokens}.
 
+    `prepare_for_extend` and `prepare_for_decode` take slots of the KV pool, which an engine has: what they set and a
+    method is told of, the lengths, is set here.
+    """
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.speculative.ngram_info import NgramVerifyInput
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-def step(drafting, gained, *, overlap=True, penalties=None):
-    """A step after one by which requests gained tokens, {request: tokens}; without overlap SGLang knows them."""
-    tokens = np.zeros((len(gained), NODES), np.int32)
+    tokens = torch.zeros(len(gained), NODES, dtype=torch.int32)
     for row, new in enumerate(gained.values()):
-        tokens[row, : len(new)] = new
-    lengths = []
-    for request, new in gained.items():
-        if not overlap:
-            request.output_ids += new
-        known = len(request.origin_input_ids) + len(request.output_ids) + (len(new) if overlap else 0)
-        lengths.append(known - 1)  # in the KV cache
-    sampling = types.SimpleNamespace(
-        acc_additive_penalties=penalties,
-        acc_scaling_penalties=None,
-        has_custom_logit_processor=False,
-        has_watermark_candidates=False,
+        tokens[row, : len(new)] = torch.tensor(new)
+    pool = ReqToTokenPool(size=len(gained), max_context_len=8, device="cpu", enable_memory_saver=False)
+    model = types.SimpleNamespace(vocab_size=VOCAB_SIZE)  # all that is read of a ModelConfig
+    batch = ScheduleBatch.init_new(list(gained), pool, None, None, model, True, SpeculativeAlgorithm.NONE)
+    batch.forward_mode = ForwardMode.DECODE
+    # The newest token is not in the KV cache.
+    lengths = [len(r.origin_input_ids) + len(r.output_ids) + len(new) - 1 for r, new in gained.items()]
+    batch.seq_lens = batch.seq_lens_cpu = torch.tensor(lengths)
+    batch.spec_info = NgramVerifyInput(
+        draft_token_num=NODES,
+        new_seq_lens=batch.seq_lens,
+        accept_tokens=tokens.flatten(),
+        accept_lens=torch.tensor([len(new) for new in gained.values()], dtype=torch.int32),
     )
-    batch = types.SimpleNamespace(
-        reqs=list(gained),
-        seq_lens_cpu=torch.tensor(lengths),
-        sampling_info=sampling,
-        spec_info=types.SimpleNamespace(
-            accept_tokens=torch.from_numpy(tokens.reshape(-1)),
-            accept_lens=torch.tensor([len(new) for new in gained.values()], dtype=torch.int32),
-        ),
-    )
+    # The scheduler's own is copied for each pass, which counts penalties.
+    batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB_SIZE).copy_for_forward()
+    return batch
+
+
+def step(drafting, gained, *, overlap=True):
+    """A step after one by which requests gained tokens, {request: tokens}; without overlap SGLang knows them."""
+    batch = decoding_batch(gained)
+    if not overlap:
+        read_result(gained)
     tree = drafting.draft(batch)
     if overlap:  # the result of a step is read while the next one runs
-        for request, new in gained.items():
-            request.output_ids += new
+        read_result(gained)
     return tree
+
+
+def read_result(gained):
+    """What the scheduler does with the tokens of a step (BatchResultProcessor, which wants all of a scheduler)."""
+    for request, new in gained.items():
+        if not request.finished():
+            request.output_ids.extend(new)
+            request.update_finish_state(len(new))
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
 def test_a_step_says_what_requests_gained(overlap):
     seam = drafting()
     method = seam.guarded.method
-    a = Request("a", [1, 2, 3], extra_key="x", cache_salt="y", custom_params={"skip_set": "one"})
-    b = Request("b", [4, 5])
+    a = request("a", [1, 2, 3], extra_key="x", cache_salt="y", custom_params={"skip_set": "one"})
+    b = request("b", [4, 5])
     seam.begin([a])
     seam.begin([a, b])  # a later chunk of a's prompt
     assert method.take() == [("begin", "a", [1, 2, 3], "x\ny", {"skip_set": "one"}), ("begin", "b", [4, 5], None, {})]
@@ -131,7 +167,7 @@ def test_a_step_says_what_requests_gained(overlap):
     assert second.contexts.tolist() == [5, 7] and second.roots.tolist() == [10, 13]
     assert second.drafted.tolist() == [1, 3] and second.accepted.tolist() == [1, 2] and second.previous == (2, 8)
     assert [second.history(row).tolist() for row in (0, 1)] == [[4, 5, 8, 9, 10], [1, 2, 3, 7, 11, 12, 13]]
-    c = Request("c", [6])
+    c = request("c", [6])
     seam.interrupt()  # a prefill
     seam.begin([c])
     step(seam, {a: [14], c: [15]}, overlap=overlap)
@@ -143,34 +179,41 @@ def test_retracted_requests_begin_anew_and_ids_may_come_again():
     seam = drafting()
     method = seam.guarded.method
     method.nodes = {"a": 3}
-    a = Request("a", [1, 2])
+    a = request("a", [1, 2])
     seam.begin([a])
     step(seam, {a: [5]})
     step(seam, {a: [6, 7]})
-    a.output_ids = [5, 6]  # it is retracted, and what its last step gained is lost
+    a.reset_for_retract()  # what the running step gains is lost
     method.take()
     seam.begin([a])
-    assert method.take() == [("begin", "a", [1, 2, 5, 6], None, {})]
+    assert method.take() == [("begin", "a", [1, 2, 5, 6, 7], None, {})]
     step(seam, {a: [9]})
-    assert method.steps[-1].drafted.tolist() == [0] and method.steps[-1].history(0).tolist() == [1, 2, 5, 6, 9]
-    other = Request("a", [8, 8, 8, 8, 8])  # as long as the one of that id, which was aborted while it waited
+    assert method.steps[-1].drafted.tolist() == [0] and method.steps[-1].history(0).tolist() == [1, 2, 5, 6, 7, 9]
+    other = request("a", [8] * 5)  # as long as the one of that id when it began, which was aborted while it waited
     seam.begin([other])
-    assert method.take() == [("begin", "a", [8, 8, 8, 8, 8], None, {})]
+    assert method.take() == [("begin", "a", [8] * 5, None, {})]
 
 
-def test_the_end_of_a_request():
+@pytest.mark.parametrize(
+    ("parameters", "output"),
+    [({"max_new_tokens": 3}, [5, 6, 7]), ({"stop_token_ids": [6]}, [5, 6]), ({}, [5, 6, 7, 8])],
+    ids=["length", "stop", "abort"],
+)
+def test_the_end_of_a_request(parameters, output):
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
     seam = drafting()
     method = seam.guarded.method
-    for name, kind in (("a", "length"), ("b", "abort")):
-        request = Request(name, [1, 2])
-        seam.begin([request])
-        step(seam, {request: [5]})
-        step(seam, {request: [6, 7, 8]})
-        request.finished_len = 3
-        request.end(kind)
-        method.take()
-        seam.finish(name)
-        assert method.take() == [("finish", name, [5, 6, 7], kind == "abort")]
+    a = request("a", [1, 2], **parameters)
+    seam.begin([a])
+    step(seam, {a: [5]})
+    if not parameters:
+        a.to_finish = FINISH_ABORT("the client went away")  # as the scheduler does; it ends with its next tokens
+    step(seam, {a: [6, 7, 8]})
+    assert a.finished()
+    method.take()
+    seam.finish("a")
+    assert method.take() == [("finish", "a", output, not parameters)]
     seam.finish("never began")
     assert method.take() == [("finish", "never began", None, False)]
     assert not seam.guarded.running
@@ -180,10 +223,10 @@ def test_a_request_that_runs_after_its_end_is_not_kept():
     """With a grammar SGLang runs a request once more after its end."""
     seam = drafting()
     method = seam.guarded.method
-    a, b = Request("a", [1, 2]), Request("b", [3])
+    a, b = request("a", [1, 2], stop_token_ids=[5]), request("b", [3])
     seam.begin([a, b])
     step(seam, {a: [5], b: [6]})
-    a.end("stop")
+    assert a.finished()
     seam.finish("a")
     method.take()
     tree = step(seam, {a: [7], b: [8]})
@@ -196,15 +239,15 @@ def test_aborted_requests_do_not_pile_up_and_a_swept_one_keeps_its_tenant():
     """SGLang does not tell of requests that are aborted while they wait."""
     seam = drafting(max_batch=4)
     method = seam.guarded.method
-    running = Request("running", [1])
+    running = request("running", [1])
     seam.begin([running])
-    waiting = [Request(str(i), [1, 2], extra_key="t") for i in range(200)]
-    for request in waiting:
-        seam.begin([request])
+    waiting = [request(str(i), [1, 2], extra_key="t") for i in range(200)]
+    for one in waiting:
+        seam.begin([one])
         step(seam, {running: [5]})
     assert len(seam.guarded.running) <= 4 * 4 + 64 + 1 and "running" in seam.guarded.running
     assert ("finish", "0", None, True) in method.take()
-    waiting[0].output_ids = [3, 4]
+    waiting[0].output_ids.extend([3, 4])
     step(seam, {waiting[0]: [6, 7]})
     assert method.take() == [("begin", "0", [1, 2, 3, 4], "t", {})]
     assert method.steps[-1].history(0).tolist() == [1, 2, 3, 4, 6, 7]
@@ -212,7 +255,7 @@ def test_aborted_requests_do_not_pile_up_and_a_swept_one_keeps_its_tenant():
 
 def test_image_padding_is_not_counted():
     seam = drafting()
-    a = Request("a", [1, 2], padded=[10**9] * 6)
+    a = request("a", [1, 2], padded=[10**9] * 6)
     seam.begin([a])
     step(seam, {a: [3]})
     step(seam, {a: [4, 5]})
@@ -223,8 +266,8 @@ def test_image_padding_is_not_counted():
 def test_prompt_states_come_before_the_first_step():
     seam = drafting()
     method = seam.guarded.method
-    a, b = Request("a", [1, 2]), Request("b", [3])
-    b.output_ids = [4]  # it was retracted: the state is not that of its prompt
+    a, b = request("a", [1, 2]), request("b", [3])
+    b.output_ids.append(4)  # it was retracted: the state is not that of its prompt
     seam.begin([a, b])
     seam.take_states([a, b], torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
     seam.take_states([a], torch.tensor([[5.0, 6.0]], dtype=torch.bfloat16))  # a later chunk of the prompt
@@ -234,22 +277,40 @@ def test_prompt_states_come_before_the_first_step():
     assert method.take() == [("state", "a", [5.0, 6.0])]
 
 
-def test_no_drafts_where_tokens_of_the_step_count():
-    """Penalties: a tree has no one distribution."""
+def logit_processor():
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    return {"custom_logit_processor": DisallowedTokensLogitsProcessor.to_str(), "custom_params": {"token_ids": [1]}}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "capacity"),
+    [
+        (lambda: {"frequency_penalty": 0.5}, 0),
+        (lambda: {"repetition_penalty": 1.5}, 0),
+        (logit_processor, 0),
+        (lambda: {"watermark": {"enabled": True}}, 0),
+        (lambda: {"logit_bias": {"3": 1.0}, "top_p": 0.5, "min_p": 0.1}, NODES - 1),
+    ],
+    ids=["additive", "scaling", "processor", "watermark", "none of these"],
+)
+def test_no_drafts_where_tokens_of_the_step_count(sampling, capacity):
+    """Penalties, for one: a tree has no one distribution. One request decides for its batch."""
     seam = drafting()
-    seam.guarded.method.nodes = {"a": 4}
-    a = Request("a", [1])
-    seam.begin([a])
-    tree = step(seam, {a: [5]}, penalties=torch.zeros(1))
-    assert seam.guarded.method.steps[-1].capacities.tolist() == [0]
-    assert tree.tokens.tolist() == [[5]] and tree.counts.tolist() == [1]
+    seam.guarded.method.nodes = {"a": 4, "b": 4}
+    a, b = request("a", [1], **sampling()), request("b", [2])
+    seam.begin([a, b])
+    tree = step(seam, {a: [5], b: [6]})
+    assert seam.guarded.method.steps[-1].capacities.tolist() == [capacity] * 2
+    if capacity == 0:
+        assert tree.tokens.tolist() == [[5], [6]] and tree.counts.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(1, 1), (2, 2), (3, 4), (5, 6), (9, 6)])
 def test_the_smallest_prepared_width(nodes, width):
     seam = drafting()
     seam.guarded.method.nodes = {"a": nodes}
-    a = Request("a", [1])
+    a = request("a", [1])
     seam.begin([a])
     tree = step(seam, {a: [5]})
     assert tree.tokens.shape == (1, width) and tree.counts.tolist() == [min(nodes, NODES)]
@@ -258,7 +319,7 @@ def test_the_smallest_prepared_width(nodes, width):
 def test_one_width_for_all():
     """Some backends fix the width when they are built."""
     seam = drafting(widths=(NODES,))
-    a = Request("a", [1])
+    a = request("a", [1])
     seam.begin([a])
     tree = step(seam, {a: [5]})
     assert tree.tokens.shape == (1, NODES) and tree.counts.tolist() == [1]
@@ -268,7 +329,7 @@ def test_failures_leave_the_roots():
     """What raises, and what returns something that is no draft of this step."""
     seam = drafting()
     method = seam.guarded.method
-    a, b = Request("a", [1]), Request("b", [2])
+    a, b = request("a", [1]), request("b", [2])
     seam.begin([a, b])
     method.nodes = {"a": -1, "b": -1}
     assert step(seam, {a: [5], b: [6]}).tokens.tolist() == [[5], [6]]

@@ -82,7 +82,7 @@ def selecting(llm: Any, selection: Any) -> Iterator[Any]:
     names = ("selector", "recipes", "draft_passes", "needs_prompt_states", "_scorer")
     before = {name: getattr(method, name) for name in names}
     method.selector, method._scorer = Selector(selection), None
-    method.needs_prompt_states = method.selector.needs_hidden
+    method.needs_prompt_states = selection.needs_hidden
     method.recipes = list(method.selector.sets.values())
     method.draft_passes = [method._build(recipe, optimize=False) for recipe in method.recipes]
     try:
@@ -189,7 +189,7 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
         assert names == ["all domains", "chat", "text"]
 
         def record(step: Any, drafts: list[list[int]]) -> None:
-            places = method.selector.last_choices(step.request_ids).tolist()
+            places = method._sets.tolist()
             routed.update(zip(step.request_ids, places, strict=True))
             mixed.append(len(set(places)))
 

@@ -21,21 +21,20 @@ def padding_of(request: Any) -> int:
 
 def tenant_of(request: Any) -> str | None:
     """Whose a request is: its extra_key (which SGLang ends in the adapter's id, if there is one) and its cache_salt."""
-    given = (getattr(request, "extra_key", None), getattr(request, "cache_salt", None))
-    return "\n".join(filter(None, given)) or None
+    return "\n".join(filter(None, (request.extra_key, request.cache_salt))) or None
 
 
 def extra_of(request: Any) -> dict[str, Any]:
     """What the client sent for the drafter: `custom_params` of its sampling parameters."""
-    return getattr(request.sampling_params, "custom_params", None) or {}
+    return request.sampling_params.custom_params or {}
 
 
 def output_of(request: Any) -> NDArray[np.int32]:
     """The output of a request that has ended, without what the last step accepted beyond its end."""
-    return np.array(request.output_ids[: getattr(request, "finished_len", None)], np.int32)
+    return np.array(request.output_ids[: request.finished_len], np.int32)
 
 
 def was_aborted(request: Any) -> bool:
     """Whether a request that has ended was given up, by its client or by SGLang."""
-    reason = getattr(request, "finished_reason", None)
+    reason = request.finished_reason
     return reason is not None and reason.to_json()["type"] == "abort"

@@ -159,7 +159,7 @@ def make_checked(options, context, controller):
 
         def finish(self, request_id, output, aborted):
             super().finish(request_id, output, aborted)
-            totals["held"] = len(self.selector) + len(self._running) + len(self._requested)
+            totals["held"] = len(self.selector) + len(self._requested)
             write()
 
     return Checked(options, context, controller)

@@ -83,7 +83,7 @@ def make_selecting(options, context, controller):
         def draft(self, step):
             tree = super().draft(step)
             tree.check()
-            places = self.selector.last_choices(step.request_ids).tolist()
+            places = self._sets.tolist()
             drafted = [0] * step.batch_size if self._last is None else self._last.drafted.tolist()
             log["mixed"] = max(log["mixed"], len(set(places)))
             for request_id, *seen in zip(step.request_ids, step.contexts.tolist(), places, drafted, strict=True):
@@ -96,7 +96,7 @@ def make_selecting(options, context, controller):
 
         def finish(self, request_id, output, aborted):
             super().finish(request_id, output, aborted)
-            log["held"] = len(self.selector) + len(self._running) + len(self._requested) + len(self._prompt_states)
+            log["held"] = len(self.selector) + len(self._requested) + len(self._prompt_states)
             write()
 
     return Selecting(options, context, controller)

@@ -1,0 +1,105 @@
+"""What a method sees of a step of vLLM, from the state of its model runner. No engine needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from freedraft.draft import DraftBatch
+from freedraft.engines.vllm.v1.runner import draft_lists, make_step, output_of
+from freedraft.method import Step
+
+MAX_MODEL_LEN = 16
+ROWS = 4
+
+
+def request_of(request_id: str, prompt: list[int], output: list[int], **parameters: Any) -> Any:
+    """vLLM's CachedRequestState, with the stop tokens of a model whose end is token 9."""
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    sampling = SamplingParams(**parameters)
+    sampling.update_from_generation_config({}, eos_token_id=9)
+    return CachedRequestState(request_id, prompt, [], sampling, None, ([0],), 0, output)
+
+
+def step_of(
+    sampled: list[list[int]], lengths: list[int], drafts: dict[str, list[int]], query_tokens: int, **output: Any
+) -> Step:
+    """Requests "a", "b", ... whose tokens are 0, 1, ... in row 0, 100, 101, ... in row 1 and so on."""
+    import torch
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    batch = InputBatch(ROWS, MAX_MODEL_LEN, 64, torch.device("cpu"), 1000, [MAX_MODEL_LEN], [1])
+    for row, (tokens, length) in enumerate(zip(sampled, lengths, strict=True)):
+        text = list(range(100 * row, 100 * row + length))
+        prompt = length - len(tokens)
+        batch.add_request(request_of(chr(ord("a") + row), text[:prompt], text[prompt:]))
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.scheduled_spec_decode_tokens, scheduled.total_num_scheduled_tokens = drafts, query_tokens
+    scheduled.num_spec_tokens_to_schedule = 4
+    for name, value in output.items():
+        setattr(scheduled, name, value)
+    # vLLM's GPUModelRunner builds the model's buffers, and SpeculativeConfig wants a model: these are all that is read.
+    config = SimpleNamespace(num_speculative_tokens=4)
+    runner: Any = SimpleNamespace(input_batch=batch, max_model_len=MAX_MODEL_LEN, speculative_config=config)
+    return make_step(runner, {"scheduler_output": scheduled, "sampled_token_ids": sampled})
+
+
+def test_a_step_of_decoding() -> None:
+    step = step_of([[4], [105, 106, 107], [214]], [5, 8, 15], {"b": [105, 106, 1], "c": [3, -1]}, 7)
+    assert step.request_ids == ["a", "b", "c"] and step.contexts.tolist() == [5, 8, 15]
+    assert step.gained.tolist() == [1, 3, 1] and step.roots.tolist() == [4, 107, 214]
+    assert step.tokens[step.starts[1] : step.ends[1]].tolist() == [105, 106, 107]
+    # What the scheduler pads with is no draft; the last token that may be sampled is at max_model_len - 1.
+    assert step.drafted.tolist() == [0, 3, 1] and step.accepted.tolist() == [0, 2, 0]
+    assert step.capacities.tolist() == [4, 4, 0]
+    assert step.history(1).tolist() == list(range(100, 108))
+    assert step.previous == (3, 7) and step.widths is None
+
+
+def test_a_request_in_the_midst_of_its_prompt_is_left_out() -> None:
+    step = step_of([[], [105]], [9, 6], {}, 12)
+    assert step.request_ids == ["b"] and step.engine.rows.tolist() == [1] and step.roots.tolist() == [105]
+    assert step.previous is None, "the step did more than decode"
+    draft = DraftBatch.roots(step.roots)
+    assert draft_lists(draft, step, 2) == draft_lists(None, step, 2) == [[], []]
+    draft = DraftBatch.empty(1, 4)
+    draft.tokens[0, 1:], draft.counts[0] = (7, 8, 9), 4
+    assert draft_lists(draft, step, 2) == [[], [7, 8, 9]]
+
+
+def test_a_step_that_is_padded_or_schedules_less() -> None:
+    step = step_of([[4], [105]], [5, 6], {"b": [3, -1]}, 4, num_spec_tokens_to_schedule=2)
+    assert step.previous is None, "its query tokens are not those of the drafts"
+    assert step.capacities.tolist() == [2, 2]
+
+
+def test_a_step_without_requests() -> None:
+    step = step_of([], [], {}, 0)
+    assert step.batch_size == 0 and draft_lists(None, step, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parameters", "expected"),
+    [
+        ([1, 2, 9, 4, 5, 6], {}, [1, 2, 9]),
+        ([1, 2, 3, 4, 5, 6], {}, [1, 2, 3, 4, 5]),
+        ([1, 2, 3, 4, 5, 6], {"stop_token_ids": [4]}, [1, 2, 3, 4]),
+        ([1, 2, 9, 4, 5, 6], {"ignore_eos": True}, [1, 2, 9, 4, 5]),
+        ([1, 2], {}, [1, 2]),
+    ],
+)
+def test_the_output_of_a_request_ends_where_the_scheduler_ends_it(
+    tokens: list[int], parameters: dict[str, Any], expected: list[int]
+) -> None:
+    assert output_of(request_of("a", [0], tokens, max_tokens=5, **parameters)).tolist() == expected
+
+
+def test_a_request_without_sampling_parameters_keeps_its_output() -> None:
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    assert output_of(CachedRequestState("a", [0], [], None, None, ([0],), 0, [1, 2])).tolist() == [1, 2]
