@@ -2,6 +2,7 @@
 
     python bench/replay.py --trace FILE --tokenizer DIR --budget 16 --shape tree --drafter sssd --json OUT
     python bench/replay.py --trace FILE --tokenizer DIR --budget 4 8 16 32 --drafter sssd paper suffix lookup --json OUT
+    python bench/replay.py --long --tokenizer DIR --drafter sssd suffix --json OUT
 
 Several budgets or drafters print a table. Rivals: prompt lookup; `suffix`, ArcticInference's suffix decoding
 (`bench/arctic.py` builds it); `reference`, the SSSD authors' own code, where `sssd_speculator` is installed. One that
@@ -12,6 +13,9 @@ of any model tells what would have been accepted: the same figure on every machi
 605 rows are the datastore; the other rows are replayed, outputs cut at 512 tokens, rows with a prompt under 4 or an
 output under 9 tokens left out; a step yields the longest drafted path that equals the continuation, plus one token.
 The budget counts the root.
+
+--long replays answers that copy, or edit, 600 tokens of a prompt of 1 k to 128 k tokens of Python's library, without a
+datastore, as chains and as trees.
 """
 
 from __future__ import annotations
@@ -31,10 +35,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.lib import long_texts
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.scoring.weights import Weights
+from sssd_plugin.scoring.weights import BINS, Weights
 from sssd_plugin.trace import Row, Trace
 
 STORE_ROWS, MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 605, 512, 4, 9
@@ -86,8 +93,8 @@ def accepted(batch: DraftBatch, continuation: NDArray[np.int32]) -> int:
 
 
 def source_of(kind: int) -> str:
-    """Where the learned scorer found the longer context of a node: its kind is 6 x store order + bin of input order."""
-    store, request = divmod(kind, 6)
+    """Where the learned scorer found the longer context of a node: its kind is its weight set."""
+    store, request = divmod(kind, BINS)
     if not (store or request):
         return "neither"
     if store == request:
@@ -277,6 +284,53 @@ def untainted_weights(trace: Trace) -> Path:
     raise ValueError(f"all weights in {SHIPPED} were trained on this trace; give --weights")
 
 
+def long_contexts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Replay answers that copy or edit a part of a long prompt: a row per drafter, shape, kind and length.
+
+    Raises:
+        ImportError: a rival that is not installed; ValueError: no tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    file = arguments.tokenizer / "tokenizer.json" if arguments.tokenizer.is_dir() else arguments.tokenizer
+    text = long_texts.library(arguments.tokenizer, 2 * max(arguments.lengths))
+    vocab_size = Tokenizer.from_file(str(file)).get_vocab_size()
+    results = []
+    for name in arguments.drafter:
+        for shape in arguments.shapes if name not in ("lookup", "reference") else ("chain",):
+            for kind in long_texts.KINDS:
+                for length in arguments.lengths:
+                    budget = arguments.budget[0]
+                    if name == "suffix":
+                        draft = suffix([], budget, shape)
+                    elif name == "lookup":
+                        draft = lookup(budget)
+                    else:
+                        scoring = "paper" if name == "paper" else arguments.scoring
+                        draft = sssd(Snapshot.empty(), budget, shape, scoring, vocab_size, arguments.weights)
+                    found = replay(long_texts.rows(text, length, kind, arguments.rows), draft)
+                    results.append(
+                        {"drafter": name, "shape": shape, "kind": kind, "context": length, "budget": budget} | found
+                    )
+    return results
+
+
+def long_table(results: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Table:
+    """Tokens per step: a line for each drafter, shape and kind, a column for each length."""
+    view = Table(title="tokens per step, by tokens of context", title_justify="left")
+    for column in ("drafter", "kind"):
+        view.add_column(column)
+    for length in lengths:
+        view.add_column(str(length), justify="right")
+    lines: dict[tuple[str, str], list[str]] = {}
+    for r in results:
+        cells = lines.setdefault((f"{r['drafter']} ({r['shape']})", r["kind"]), [])
+        cells.append(f"{r['tokens_per_step']:.2f}")
+    for label, cells in lines.items():
+        view.add_row(*label, *cells)
+    return view
+
+
 def run(trace: Trace, rows: list[Row], name: str, budget: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Replay one drafter with one budget.
 
@@ -328,7 +382,11 @@ def table(results: Sequence[dict[str, Any]], budgets: Sequence[int]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trace", type=Path, required=True, help='JSONL with "prompt" and "output"')
+    parser.add_argument("--trace", type=Path, help='JSONL with "prompt" and "output"')
+    parser.add_argument("--long", action="store_true", help="copies and edits of long prompts, in place of a trace")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 8_000, 32_000, 128_000], help="of --long")
+    parser.add_argument("--shapes", choices=("tree", "chain"), nargs="+", default=["chain", "tree"], help="of --long")
+    parser.add_argument("--rows", type=int, default=4, help="of --long, per kind and length")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--budget", type=int, nargs="+", default=[16], help="nodes per step, root included")
     parser.add_argument("--shape", choices=("tree", "chain"), default="tree")
@@ -344,6 +402,14 @@ def main() -> int:
     try:
         if min(arguments.budget) < 1:
             raise ValueError("--budget must be at least 1 (the root)")
+        if arguments.long:
+            results = long_contexts(arguments)
+            Console().print(long_table(results, arguments.lengths))
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+            return 0
+        if arguments.trace is None:
+            raise ValueError("give --trace, or --long")
         trace = Trace.load(arguments.trace, arguments.tokenizer)
         rows = test_rows(trace)
         if not rows:

@@ -16,9 +16,9 @@ def scorer(
     out: Annotated[Path, typer.Option(help="Where to write the weights (JSON).")],
 ) -> None:
     """Train the weights of SSSD's learned scorer. Use them with the option "weights" of the engine's flag."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    from sssd_plugin.scoring.training import SCHEDULE, train
+    from sssd_plugin.scoring.training import train
     from sssd_plugin.scoring.weights import Weights
     from sssd_plugin.trace import Trace
 
@@ -26,9 +26,9 @@ def scorer(
     rows = [(p, o[:MAX_OUTPUT]) for p, o in loaded.rows if len(p) >= MIN_PROMPT and len(o) >= MIN_OUTPUT]
     if not out.parent.is_dir():
         raise ValueError(f"out: folder {out.parent} does not exist")
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
+    columns = (TextColumn("training"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar:
-        task = bar.add_task("training", total=len(rows) * len(SCHEDULE))
-        values = train(rows, loaded.vocab_size, progress=lambda: bar.advance(task))
+        task = bar.add_task("training", total=1.0)
+        values = train(rows, loaded.vocab_size, progress=lambda done: bar.update(task, completed=done))
     Weights(values, trace.stem, loaded.sha256).save(out)
     typer.echo(f"wrote {out}: trained on {len(rows)} answers of {trace}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +26,8 @@ from sssd_plugin.scoring.weights import Weights
 Shape = Literal["tree", "chain"]
 
 MAX_NODES = 256
+MAX_THREADS = 4
+MIN_ROWS = 8  # requests that are worth a thread of their own
 
 
 @njit(nogil=True, cache=True)
@@ -107,7 +110,9 @@ class Drafter:
         self._live = live
         self._tenants: dict[str, int] = {}  # of requests that have one
         self._max_sub_indices = -1  # that there is scratch space for
-        self._scratch: tuple[tuple | None, tuple | None]  # of the learned scorer, of the paper's
+        self._threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._pool: ThreadPoolExecutor | None = None
+        self._scratch: list[tuple[tuple | None, tuple | None]] = []  # by thread, of the learned scorer and the paper's
         self._set_view(View.of(Snapshot.empty() if snapshot is None else snapshot) if live is None else live.view()[0])
         self._warm_up()
 
@@ -193,11 +198,26 @@ class Drafter:
                     self._batch = DraftBatch.empty(2 * n, self.max_nodes)
                 self._out = self._batch.head(n)
             out = self._out
-            _draft_batch(
-                self._index.slots, slot_ids, view.table, view.bounds, view.sizes, groups,
-                max_nodes, shape == "chain", min_score,
-                (out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds), self._weights, *self._scratch,
-            )  # fmt: skip
+            trees = (out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds)
+            parts = max(1, min(self._threads, n // MIN_ROWS))
+
+            def draft_part(i: int, slot_ids: NDArray[np.int64], groups: NDArray[np.int64], trees: tuple) -> None:
+                _draft_batch(
+                    self._index.slots, slot_ids, view.table, view.bounds, view.sizes, groups, max_nodes,
+                    shape == "chain", min_score, trees, self._weights, *self._scratch[i],
+                )  # fmt: skip
+
+            if parts == 1:
+                draft_part(0, slot_ids, groups, trees)
+            else:
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(self._threads - 1, "freedraft-draft")
+                rows = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
+                of_part = [(i, slot_ids[r], groups[r], tuple(array[r] for array in trees)) for i, r in enumerate(rows)]
+                others = [self._pool.submit(draft_part, *arguments) for arguments in of_part[1:]]
+                draft_part(*of_part[0])
+                for other in others:
+                    other.result()
         return out
 
     def attribute(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:
@@ -246,6 +266,9 @@ class Drafter:
         if self._worker is not None:
             self._worker.shutdown(wait=True)
             self._worker = None
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
         self._prompts.clear()
         self.finish(self._index.request_ids())
         if self._live is not None:
@@ -268,9 +291,10 @@ class Drafter:
         if view.widest > self._max_sub_indices:
             self._max_sub_indices = view.widest if self._live is None else max(view.widest, SEARCHED)
             if self._weights is None:
-                self._scratch = None, tuple(paper.scratch())
+                self._scratch = [(None, tuple(paper.scratch())) for _ in range(self._threads)]
             else:
-                self._scratch = tuple(candidates.scratch(self.max_nodes, self._max_sub_indices)), None
+                n, j = self.max_nodes, self._max_sub_indices
+                self._scratch = [(tuple(candidates.scratch(n, j)), None) for _ in range(self._threads)]
 
     def _update_view(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
         """See the live datastore, if there is one, as it is now; return the group of each request in the view."""

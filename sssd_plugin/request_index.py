@@ -1,14 +1,19 @@
-"""`RequestIndex`: for each request, its tokens so far and where each token occurred before.
+"""`RequestIndex`: for each request, its tokens so far, and where each token and each four of them occurred before.
 
-A hash chain runs over the token array itself: `heads` maps a token to its newest position, and `previous[i]` links
-position i to the next older position of the same token. Every token is visible at the next step. A token costs 8 bytes
-plus its share of the table, where a trie of n-grams (papers/sssd.txt A.1) costs hundreds.
+Two hash chains run over the token array itself. `heads` maps a token to its newest position, and `previous[i]` links
+position i to the next older position of the same token; `gram_heads` and `gram_previous` do so for the last four tokens
+at a position, so that a copy from a long context is found however common its single tokens are. Every token is visible
+at the next step. A token costs 12 bytes plus its share of the tables, where a trie of n-grams (papers/sssd.txt A.1)
+costs hundreds.
+
+The hash functions are seeded, so that no client can choose tokens that collide.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -16,11 +21,16 @@ from numpy.typing import NDArray
 
 from sssd_plugin.pointers import int32_at, uint16_at
 
-# Columns of the slot table: addresses of a request's arrays, then their fill and sizes.
-TOKENS, PREVIOUS, HEADS, COUNTS, LENGTH, CAPACITY, TABLE_SIZE, DISTINCT = range(8)
-COLUMNS = 8
+# Columns of the slot table: addresses of a request's arrays, their fill and sizes, the seed of their hash functions.
+TOKENS, PREVIOUS, HEADS, COUNTS, GRAM_PREVIOUS, GRAM_HEADS = range(6)
+LENGTH, CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE, DISTINCT, SEED = range(6, 12)
+COLUMNS = 12
+
+GRAM = 4
+"""Tokens that `gram_heads` hashes."""
 
 _MIN_TABLE = 64
+_MIN_GRAM_TABLE = 16
 _MIN_SPARE = 64  # tokens of capacity beyond the present length
 
 
@@ -32,12 +42,24 @@ class Request(NamedTuple):
         previous: int32 [n], the next older position of the same token, -1 where there is none.
         heads: int32 [T], an open-addressing hash table of the newest position of each token, -1 in empty entries.
         counts: uint16 [T], how often the token of each entry occurs, at most 65535.
+        gram_previous: int32 [n], the next older position whose last four tokens have the same hash, -1 for none; not
+            set at the first three positions.
+        gram_heads: int32 [G], the newest position by hash of its last four tokens, -1 for none.
+        seed: of both hash functions.
     """
 
     tokens: NDArray[np.int32]
     previous: NDArray[np.int32]
     heads: NDArray[np.int32]
     counts: NDArray[np.uint16]
+    gram_previous: NDArray[np.int32]
+    gram_heads: NDArray[np.int32]
+    seed: np.int64
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """All but the seed, in the order of the slot table's columns."""
+        return self.tokens, self.previous, self.heads, self.counts, self.gram_previous, self.gram_heads
 
 
 @njit(nogil=True, cache=True)
@@ -48,6 +70,9 @@ def _request(slots, s, n):
         int32_at(slots[s, PREVIOUS], n),
         int32_at(slots[s, HEADS], size),
         uint16_at(slots[s, COUNTS], size),
+        int32_at(slots[s, GRAM_PREVIOUS], n),
+        int32_at(slots[s, GRAM_HEADS], slots[s, GRAM_TABLE_SIZE]),
+        slots[s, SEED],
     )
 
 
@@ -58,14 +83,41 @@ def request_at(slots, s):
 
 
 @njit(nogil=True, cache=True)
-def find(heads, tokens, token):
+def _mix(x):
+    """Return a hash of x (uint64) in 32 bits that depends on all of its bits (splitmix64, Steele et al. 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x >> np.uint64(32)
+
+
+@njit(nogil=True, cache=True)
+def find(request, token):
     """Return the entry of `token` in the hash table `heads`, or the empty entry where it belongs."""
-    mixed = (np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)
+    heads, tokens = request.heads, request.tokens
     size = len(heads)
-    i = np.int64((mixed * np.uint64(size)) >> np.uint64(32))
+    i = np.int64((_mix(np.uint64(token) + np.uint64(request.seed)) * np.uint64(size)) >> np.uint64(32))
     while heads[i] >= 0 and tokens[heads[i]] != token:
         i = np.int64(i + 1 if i + 1 < size else 0)
     return i
+
+
+@njit(nogil=True, cache=True)
+def find_gram(request, a, b, c, d):
+    """Return the entry of `gram_heads` for the four tokens a, b, c, d, in the order of the text."""
+    one = (np.uint64(a) << np.uint64(32)) | np.uint64(b)
+    two = (np.uint64(c) << np.uint64(32)) | np.uint64(d)
+    mixed = _mix((_mix(one + np.uint64(request.seed)) << np.uint64(32)) ^ two ^ np.uint64(request.seed))
+    return np.int64((mixed * np.uint64(len(request.gram_heads))) >> np.uint64(32))
+
+
+@njit(nogil=True, cache=True)
+def _link_gram(request, i):
+    """Put position i at the head of the chain of its last four tokens."""
+    tokens = request.tokens
+    if i >= GRAM - 1:
+        entry = find_gram(request, tokens[i - 3], tokens[i - 2], tokens[i - 1], tokens[i])
+        request.gram_previous[i] = request.gram_heads[entry]
+        request.gram_heads[entry] = i
 
 
 @njit(nogil=True, cache=True)
@@ -82,7 +134,7 @@ def ingest(slots, s, new, shift, target):
     max_distinct = len(heads) - (len(heads) >> 3)  # past 7/8 full, probing slows down
     while n < target:
         token = new[n + shift]
-        i = find(heads, tokens, token)
+        i = find(request, token)
         if heads[i] < 0:
             if distinct >= max_distinct:
                 break
@@ -92,6 +144,7 @@ def ingest(slots, s, new, shift, target):
         heads[i] = n
         if counts[i] < 65535:
             counts[i] += 1
+        _link_gram(request, n)
         n += 1
     slots[s, LENGTH] = n
     slots[s, DISTINCT] = distinct
@@ -122,12 +175,21 @@ def _update(slots, slot_ids, tokens, starts, ends, contexts, stale, resumed):
 
 
 @njit(nogil=True, cache=True)
-def _rehash(heads, counts, old_heads, old_counts, tokens):
-    for k in range(len(old_heads)):
-        if old_heads[k] >= 0:
-            i = find(heads, tokens, tokens[old_heads[k]])
-            heads[i] = old_heads[k]
-            counts[i] = old_counts[k]
+def _copy(request, old, n):
+    """Fill new arrays with the first n tokens of old ones, of which some may be as large."""
+    request.tokens[:n] = old.tokens[:n]
+    request.previous[:n] = old.previous[:n]
+    for k in range(len(old.heads)):
+        if old.heads[k] >= 0:
+            i = find(request, request.tokens[old.heads[k]])
+            request.heads[i] = old.heads[k]
+            request.counts[i] = old.counts[k]
+    if len(request.gram_heads) == len(old.gram_heads):
+        request.gram_heads[:] = old.gram_heads
+        request.gram_previous[:n] = old.gram_previous[:n]
+    else:
+        for i in range(n):
+            _link_gram(request, i)
 
 
 class RequestIndex:
@@ -135,9 +197,11 @@ class RequestIndex:
 
     Attributes:
         slots: int64 [S, COLUMNS], one row of addresses and sizes per request; compiled code reads it.
+        seed: of the hash functions; random, unless one is given.
     """
 
-    def __init__(self, max_requests: int = 64) -> None:
+    def __init__(self, max_requests: int = 64, seed: int | None = None) -> None:
+        self.seed = secrets.randbits(62) if seed is None else seed
         self.slots = np.zeros((max(1, max_requests), COLUMNS), np.int64)
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(self.slots) - 1, -1, -1))
@@ -203,7 +267,7 @@ class RequestIndex:
 
     def nbytes(self) -> int:
         """Return the bytes that all requests hold."""
-        return sum(array.nbytes for request in self._arrays if request is not None for array in request)
+        return sum(array.nbytes for request in self._arrays if request is not None for array in request.arrays)
 
     def _start(self, request_id: str) -> int:
         if not self._free:
@@ -212,31 +276,37 @@ class RequestIndex:
             self._arrays += [None] * old
             self._free = list(range(2 * old - 1, old - 1, -1))
         slot = self._slot_of[request_id] = self._free.pop()
-        self._allocate(slot, _MIN_SPARE, _MIN_TABLE)
+        self._allocate(slot, _MIN_SPARE, _MIN_TABLE, _MIN_GRAM_TABLE)
         return slot
 
-    def _allocate(self, slot: int, capacity: int, table_size: int) -> None:
+    def _allocate(self, slot: int, capacity: int, table_size: int, gram_table_size: int) -> None:
         new = Request(
             np.empty(capacity, np.int32),
             np.empty(capacity, np.int32),
             np.full(table_size, -1, np.int32),
             np.zeros(table_size, np.uint16),
+            np.empty(capacity, np.int32),
+            np.full(gram_table_size, -1, np.int32),
+            np.int64(self.seed),
         )
         row, old = self.slots[slot], self._arrays[slot]
         if old is not None:
-            n = row[LENGTH]
-            new.tokens[:n], new.previous[:n] = old.tokens[:n], old.previous[:n]
-            _rehash(new.heads, new.counts, old.heads, old.counts, new.tokens)
+            _copy(new, old, row[LENGTH])
         self._arrays[slot] = new
-        row[[TOKENS, PREVIOUS, HEADS, COUNTS]] = [array.ctypes.data for array in new]
-        row[CAPACITY], row[TABLE_SIZE] = capacity, table_size
+        row[: GRAM_HEADS + 1] = [array.ctypes.data for array in new.arrays]
+        row[CAPACITY], row[TABLE_SIZE], row[GRAM_TABLE_SIZE] = capacity, table_size, gram_table_size
+        row[SEED] = self.seed
 
     def _grow(self, slot: int, target: int) -> None:
         row = self.slots[slot]
-        capacity, table_size = int(row[CAPACITY]), int(row[TABLE_SIZE])
+        capacity, table_size, gram_table_size = (int(row[i]) for i in (CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE))
         if target > capacity:
-            capacity = target + max(_MIN_SPARE, target >> 6)
+            capacity = target + max(_MIN_SPARE, target >> 7)
             table_size = max(table_size, (target - int(row[LENGTH])) >> 2)  # text repeats at least that much
         else:
-            table_size += table_size >> 1
-        self._allocate(slot, capacity, table_size)
+            # The rest of a text may repeat itself as little as what has been read.
+            distinct = int(row[DISTINCT]) * target // max(1, int(row[LENGTH]))
+            table_size = max(table_size + (table_size >> 2), 8 * min(distinct, target) // 7 + 1)
+        if capacity >> 5 > gram_table_size:  # chains would become long
+            gram_table_size = capacity >> 4
+        self._allocate(slot, capacity, table_size, gram_table_size)

@@ -8,27 +8,46 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.index.search import bucket, narrow, narrow_bucket, narrow_within, suffixes_of
-from sssd_plugin.request_index import find
+from sssd_plugin.datastore.index.search import bucket, find_ngram, narrow, narrow_bucket, narrow_within, suffixes_of
+from sssd_plugin.request_index import GRAM, find
+from sssd_plugin.scoring.matches import (
+    KIND,
+    LENGTH,
+    MAX_ALIGNMENTS,
+    MAX_MATCHES,
+    POSITION,
+    SINCE,
+    align_child,
+    align_root,
+    match_child,
+    match_root,
+)
 from sssd_plugin.scoring.views import record
 from sssd_plugin.scoring.weights import FEATURES
 
-ORDERS = 6  # longest context looked up in the request, in tokens
-STORE_ORDERS = 4  # and in the store
+SHORT_ORDERS = 3  # contexts of 1 to 3 tokens are looked up in the request by their last token
+LONG_ORDERS = np.array([4, 5, 6, 8, 16, 32])  # and longer ones by their last four: tokens that match, at least
+ORDERS = SHORT_ORDERS + len(LONG_ORDERS)
+CONTEXT = 6  # last tokens at a node that are written down
+STORE_ORDERS = 4  # contexts of 1 to 4 tokens in the store, and one of many
+MANY = STORE_ORDERS
+MANY_SIZES = (8, 12, 16, 24, 32, 48, 64)
 SKIP_ORDERS = 3  # and in the store, the last token left out
 MAX_CANDIDATES = 256
 MAX_SAMPLES = 32  # suffixes looked at per range
-OCCURRENCES = 64  # newest occurrences of a token in the request that are looked at
+OCCURRENCES = 64  # newest occurrences of a single token in the request that are looked at
 SHORTLIST = 10
 _HASH_BITS = 9
 
-# Columns of the counts: store orders 1-4, request orders 1-6, then contexts that skip their last token.
-STORE, INPUT, SKIP_STORE, SKIP_INPUT = 0, 4, 10, 13
-COLUMNS = 15
+# Columns of the counts: store orders 1-4 and many, request orders, then contexts that skip their last token.
+STORE, INPUT = 0, STORE_ORDERS + 1
+SKIP_STORE = INPUT + ORDERS
+SKIP_INPUT = SKIP_STORE + SKIP_ORDERS
+COLUMNS = SKIP_INPUT + 2
 _ROW = 32  # bytes of a row of counts; every count is at most 64
 
 _HASH = np.dtype([("stamp", "i8"), ("token", "i4"), ("row", "i4")], align=True)
-_CANDIDATE = record("share store input promise", "token")
+_CANDIDATE = record("share store input promise", "token match since kind")
 _COLUMN = record("scale back_off", "total kinds")
 _LEAF = record("score", "parent token kind")
 
@@ -40,15 +59,23 @@ class Scratch(NamedTuple):
         clock: int64 [1], calls of `gather` so far; entries of `hash` with another stamp are empty.
         hash: [2^9], open addressing: row of each token among the candidates.
         candidates: [MAX_CANDIDATES], the token; its share of the store's tokens; its probability interpolated over the
-            store's orders, and over the request's; what the shortlist is chosen by.
+            store's orders, and over the request's; what the shortlist is chosen by; tokens of its longest match, 0 for
+            none; of its alignment the tokens equal since the edit, -1 for none, and the kind of edit.
         counts: uint8 [MAX_CANDIDATES, _ROW], how often each candidate followed, by column.
         columns: [COLUMNS], observations, distinct tokens among them; the terms that interpolate them.
-        context: int32 [ORDERS], the last tokens at the node, newest first, drafted ones included.
-        ranges: int32 [N, J, STORE_ORDERS, 2]; [i, j, k - 1] is the range of the last k tokens of node i's context.
-        samples: int32 [N, STORE_ORDERS, 1 + MAX_SAMPLES], number of samples of a range, then the token at each;
+        context: int32 [CONTEXT], the last tokens at the node, newest first, drafted ones included.
+        ranges: int32 [N, J, STORE_ORDERS + 1, 2]; [i, j, k - 1] is the range of the last k tokens of node i's context,
+            and the last one that of many tokens.
+        many: int32 [N], how many these are; 0 for none.
+        samples: int32 [N, STORE_ORDERS + 1, 1 + MAX_SAMPLES], number of samples of a range, then the token at each;
             0 where `gather` has not seen the node.
         skip_samples: int32 [SKIP_ORDERS, 1 + MAX_SAMPLES], the same for contexts that skip their last token.
+        matches: int32 [N, 1 + MAX_MATCHES, 2], alignments: int32 [N, 1 + MAX_ALIGNMENTS, 3]: `matches.match_root`,
+            `matches.align_root`.
+        leading: int32 [4], rows of the candidates of the longest match and of the newest one, -1 for none; what
+            `matches.align_root` returns.
         shortlist: int32 [SHORTLIST], rows of the most promising candidates, best first.
+        seen: int32 [COLUMNS, 2], features of columns with observations, and these columns.
         features: float64 [SHORTLIST, FEATURES]; probabilities: float64 [SHORTLIST].
         frontier: [N], the best nodes that are not in the tree yet, best first.
         path_scores: float64 [N], score of each node of the tree.
@@ -61,9 +88,14 @@ class Scratch(NamedTuple):
     columns: NDArray[Any]
     context: NDArray[np.int32]
     ranges: NDArray[np.int32]
+    many: NDArray[np.int32]
     samples: NDArray[np.int32]
     skip_samples: NDArray[np.int32]
+    matches: NDArray[np.int32]
+    alignments: NDArray[np.int32]
+    leading: NDArray[np.int32]
     shortlist: NDArray[np.int32]
+    seen: NDArray[np.int32]
     features: NDArray[np.float64]
     probabilities: NDArray[np.float64]
     frontier: NDArray[Any]
@@ -79,11 +111,16 @@ def scratch(max_nodes: int, max_sub_indices: int) -> Scratch:
         np.zeros(MAX_CANDIDATES, _CANDIDATE),
         np.zeros((MAX_CANDIDATES, _ROW), np.uint8),
         np.zeros(COLUMNS, _COLUMN),
-        np.zeros(ORDERS, np.int32),
-        np.zeros((n, max_sub_indices, STORE_ORDERS, 2), np.int32),
-        np.zeros((n, STORE_ORDERS, 1 + MAX_SAMPLES), np.int32),
+        np.zeros(CONTEXT, np.int32),
+        np.zeros((n, max_sub_indices, STORE_ORDERS + 1, 2), np.int32),
+        np.zeros(n, np.int32),
+        np.zeros((n, STORE_ORDERS + 1, 1 + MAX_SAMPLES), np.int32),
         np.zeros((SKIP_ORDERS, 1 + MAX_SAMPLES), np.int32),
+        np.zeros((n, 1 + MAX_MATCHES, 2), np.int32),
+        np.zeros((n, 1 + MAX_ALIGNMENTS, 3), np.int32),
+        np.zeros(4, np.int32),
         np.zeros(SHORTLIST, np.int32),
+        np.zeros((COLUMNS, 2), np.int32),
         np.zeros((SHORTLIST, FEATURES)),
         np.zeros(SHORTLIST),
         np.zeros(n, _LEAF),
@@ -92,14 +129,55 @@ def scratch(max_nodes: int, max_sub_indices: int) -> Scratch:
 
 
 @njit(nogil=True, cache=True)
-def advance(table, ranges, samples, source, target, token):
+def _narrow_many(table, ranges, source, target, k, known, token, many):
+    """Narrow range k of `source`, of `known` tokens, to what goes on with `token`: the range of many of `target`."""
+    for j in range(len(table)):
+        lo, hi = np.int64(ranges[source, j, k, 0]), np.int64(ranges[source, j, k, 1])
+        if lo < hi:
+            tokens, suffixes = suffixes_of(table, j)
+            lo, hi = narrow(tokens, suffixes, lo, hi, known, token)
+            if lo < hi:
+                many[target] = known + 1
+                ranges[target, j, MANY, 0] = lo
+                ranges[target, j, MANY, 1] = hi
+
+
+@njit(nogil=True, cache=True)
+def find_many(table, ranges, many, node, tokens):
+    """Write the node's range of many tokens: of as many of the last in `tokens` as the store has, by MANY_SIZES."""
+    many[node] = 0
+    ranges[node, : len(table), MANY] = 0
+    for k in MANY_SIZES:
+        if k > len(tokens):
+            break
+        for j in range(len(table)):
+            if ranges[node, j, MANY - 1, 0] < ranges[node, j, MANY - 1, 1]:
+                lo, hi = find_ngram(table, j, tokens, len(tokens) - k, k)
+                if lo < hi:
+                    if many[node] < k:
+                        many[node] = k
+                        ranges[node, : len(table), MANY] = 0
+                    ranges[node, j, MANY, 0] = lo
+                    ranges[node, j, MANY, 1] = hi
+        if many[node] < k:
+            break
+
+
+@njit(nogil=True, cache=True)
+def advance(table, ranges, many, samples, source, target, token):
     """Write the ranges of node `target`: the context of `source` followed by `token`.
 
     Args:
         table: int64 [J, 7], `Snapshot.table`.
-        ranges, samples: as in `Scratch`.
+        ranges, many, samples: as in `Scratch`.
         source, target: nodes; source may be -1 for an empty context.
     """
+    many[target] = 0
+    ranges[target, : len(table), MANY] = 0
+    if source >= 0 and many[source] > 0:
+        _narrow_many(table, ranges, source, target, MANY, many[source], token, many)
+    if source >= 0 and many[target] == 0:
+        _narrow_many(table, ranges, source, target, MANY - 1, STORE_ORDERS, token, many)
     for j in range(len(table)):
         tokens, suffixes = suffixes_of(table, j)
         for k in range(STORE_ORDERS - 1, 0, -1):
@@ -150,7 +228,8 @@ def _row(token, may_add, stamp, entries, candidates, counts, n):
     entries[h].stamp = stamp
     entries[h].token = token
     entries[h].row = n
-    candidates[n].token = token
+    candidate = candidates[n]
+    candidate.token, candidate.match, candidate.since = token, 0, -1
     counts[n, :] = 0
     return np.int64(n), n + 1
 
@@ -186,11 +265,12 @@ def _sample(table, ranges, node, k, offset, size, max_samples, out):
         at -= part
 
 
-@njit(nogil=True, cache=True)
-def _sample_orders(table, ranges, node, orders, skip, max_samples, out):
+@njit(nogil=True, cache=True, inline="always")
+def _sample_orders(table, ranges, node, orders, many, skip, max_samples, out):
     """Sample the node's ranges of `orders` tokens and of fewer, at the token after the next `skip`.
 
-    A shorter context that has the same suffixes adds nothing: its number of samples is -1.
+    The order above STORE_ORDERS is that of `many` tokens. A shorter context that has the same suffixes adds nothing:
+    its number of samples is -1.
     """
     longer = np.int64(-1)  # size of the range one order up
     for k in range(orders - 1, -1, -1):
@@ -200,11 +280,11 @@ def _sample_orders(table, ranges, node, orders, skip, max_samples, out):
         if size > 0 and size == longer:
             out[k, 0] = -1
         else:
-            _sample(table, ranges, node, k, k + 1 + skip, size, max_samples, out[k])
+            _sample(table, ranges, node, k, (many if k == MANY else k + 1) + skip, size, max_samples, out[k])
         longer = size
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _count_orders(samples, first_column, min_adding, scratch, n):
     """Count the samples of each order in its column, longest first; return the number of candidates.
 
@@ -238,7 +318,50 @@ def _count_orders(samples, first_column, min_adding, scratch, n):
     return n
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
+def _count_matches(request, scratch, node, parent, context_length, n, any_new):
+    """Count what followed the matches at a node, by their length, and look for alignments; return as `_row` does.
+
+    Args:
+        any_new: whether there may be matches that the parent has not.
+    """
+    tokens, candidates, counts, columns = request.tokens, scratch.candidates, scratch.counts, scratch.columns
+    matches, leading = scratch.matches[node], scratch.leading
+    leading[:2] = -1
+    if node == 0:
+        matches[0, 0] = 0
+        longest = match_root(request, matches) if any_new else 0
+        leading[2], leading[3] = align_root(request, longest, scratch.alignments[0])
+    elif context_length >= GRAM:
+        match_child(request, scratch.matches[parent], matches, scratch.context, any_new)
+        align_child(request, scratch.alignments[parent], scratch.alignments[node], scratch.context[0])
+    else:
+        matches[0, 0] = scratch.alignments[node, 0, 0] = 0
+    longest = 0
+    for m in range(1, 1 + matches[0, 0]):
+        match, first = matches[m, LENGTH], INPUT + SHORT_ORDERS
+        row, n = _row(
+            tokens[matches[m, POSITION] + 1], True, scratch.clock[0], scratch.hash, candidates, counts, n
+        )  # fmt: skip
+        for k in range(len(LONG_ORDERS)):
+            if match < LONG_ORDERS[k]:
+                break
+            columns[first + k].total += 1
+            if row >= 0:
+                if counts[row, first + k] == 0:
+                    columns[first + k].kinds += 1
+                counts[row, first + k] += 1
+        if row >= 0:
+            candidates[row].match = max(candidates[row].match, match)
+            if m == 1:
+                leading[1] = row
+            if match > longest:
+                longest = match
+                leading[0] = row
+    return n
+
+
+@njit(nogil=True, cache=True, inline="always")
 def gather(store, request, scratch, node, parent, max_samples, context_length):
     """Count the candidates at one node, by source and context length, and return their number.
 
@@ -251,25 +374,26 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
     scratch.clock[0] += 1
     stamp, entries, candidates = scratch.clock[0], scratch.hash, scratch.candidates
     counts, columns, context = scratch.counts, scratch.columns, scratch.context
-    tokens, previous = request.tokens, request.previous
+    tokens, previous, alignments = request.tokens, request.previous, scratch.alignments[node]
     length = len(tokens)
     for column in range(COLUMNS):
         columns[column].total = 0
         columns[column].kinds = 0
     samples = scratch.samples[node]
-    _sample_orders(store.table, scratch.ranges, node, STORE_ORDERS, 0, max_samples, samples)
+    _sample_orders(store.table, scratch.ranges, node, STORE_ORDERS + 1, scratch.many[node], 0, max_samples, samples)
     if parent >= 0:
-        _sample_orders(store.table, scratch.ranges, parent, SKIP_ORDERS, 1, max_samples, scratch.skip_samples)
+        _sample_orders(store.table, scratch.ranges, parent, SKIP_ORDERS, 0, 1, max_samples, scratch.skip_samples)
     n = _count_orders(samples, STORE, 0, scratch, 0)
 
-    i = request.heads[find(request.heads, tokens, context[0])]
-    seen = 0
+    i = request.heads[find(request, context[0])]
+    seen, longest = 0, 0
     while i >= 0 and seen < OCCURRENCES:
         if i < length - 1:
             seen += 1
             match = 1
-            while match < ORDERS and match < context_length and i >= match and tokens[i - match] == context[match]:
+            while match < min(SHORT_ORDERS, context_length) and i >= match and tokens[i - match] == context[match]:
                 match += 1
+            longest = max(longest, match)
             row, n = _row(tokens[i + 1], True, stamp, entries, candidates, counts, n)
             if row >= 0:
                 for k in range(match):
@@ -279,11 +403,20 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
                     columns[INPUT + k].total += 1
         i = previous[i]
 
+    # Longer matches are among these, unless there are more of them.
+    n = _count_matches(request, scratch, node, parent, context_length, n, longest == SHORT_ORDERS or i >= 0)
+
+    for m in range(1, 1 + alignments[0, 0]):
+        row, n = _row(tokens[alignments[m, POSITION] + 1], True, stamp, entries, candidates, counts, n)
+        if row >= 0 and alignments[m, SINCE] > candidates[row].since:
+            candidates[row].since = alignments[m, SINCE]
+            candidates[row].kind = alignments[m, KIND]
+
     if parent >= 0:
         n = _count_orders(scratch.skip_samples, SKIP_STORE, 1, scratch, n)
 
     if context_length >= 3:
-        i = request.heads[find(request.heads, tokens, context[1])]
+        i = request.heads[find(request, context[1])]
         seen = 0
         while i >= 0 and seen < OCCURRENCES:
             if i < length - 2:

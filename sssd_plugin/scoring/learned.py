@@ -1,5 +1,7 @@
 """The learned scorer: a gated log-linear model over the counts at a node; its scores are calibrated probabilities.
 
+What is called once at a node is inlined, since a call copies its bundles of arrays, a third of a draft's time.
+
 Where the paper samples whole continuations once, at the root, and merges the sources with fixed discounts
 (papers/sssd.txt, Algorithm 3), this asks every source again at every node and learns how far to trust each.
 """
@@ -16,30 +18,43 @@ from numpy.typing import NDArray
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.request_index import find
 from sssd_plugin.scoring.candidates import (
+    CONTEXT,
     INPUT,
+    MANY,
     MAX_SAMPLES,
     ORDERS,
+    SHORT_ORDERS,
     SHORTLIST,
     SKIP_INPUT,
     SKIP_STORE,
     STORE,
     STORE_ORDERS,
     advance,
+    find_many,
     gather,
 )
+from sssd_plugin.scoring.matches import DELETED, EVIDENCE, INSERTED, MAX_MATCH, MIN_RUN
 from sssd_plugin.scoring.views import add_node
-from sssd_plugin.scoring.weights import FEATURES
+from sssd_plugin.scoring.weights import BINS, CONTEXT_SETS, FEATURES, VARIETIES
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root, where it is MAX_SAMPLES
-MAX_DEPTH = 24
 STORE_DISCOUNT = 0.7
 INPUT_DISCOUNT = 0.4
 EXPAND_MARGIN = 0.7  # the best child a node can hope for, as a share of its own probability
+ALIGNED = 0.2  # what an alignment adds to the promise of a candidate
 
 _LOG_COUNT = np.log(np.arange(512) + 0.1)
 _LOG_TOTAL = np.log(np.arange(512) + 1.0)
 
-_COUNT_FEATURES = ((5, STORE + 1, STORE_ORDERS - 1), (8, INPUT, 4), (12, SKIP_STORE, 5))
+_LOG_MATCH = np.log(np.maximum(np.arange(MAX_MATCH + 1), 6) / 6)
+
+_COUNT_FEATURES = (
+    (5, STORE + 1, STORE_ORDERS - 1),
+    (8, INPUT, 4),
+    (12, SKIP_STORE, 5),
+    (17, STORE + MANY, 1),
+    (18, INPUT + SHORT_ORDERS + 3, 3),
+)
 """First feature, first column and number of the features ln(count + 0.1) - ln(total + 1), 0 without observations."""
 
 
@@ -47,7 +62,7 @@ class Recorded(NamedTuple):
     """What was seen at each expanded node of a tree, for training.
 
     Attributes:
-        weight_sets: int32 [N], the weight set that scored the node's candidates; sizes: int32 [N], their number.
+        weight_sets: int32 [N, 2], the weight sets that scored the node's candidates; sizes: int32 [N], their number.
         tokens: int32 [N, SHORTLIST]; probabilities: float64 [N, SHORTLIST].
         features: float64 [N, SHORTLIST, FEATURES].
     """
@@ -85,16 +100,18 @@ def _interpolation(columns, first, orders, discount):
             longest = k + 1
     for k in range(longest):
         column = columns[first + k]
-        column.scale = 1.0 / column.total
-        column.back_off = discount * column.kinds * column.scale
+        column.scale, column.back_off = 0.0, 1.0
+        if column.total > 0:
+            column.scale = 1.0 / column.total
+            column.back_off = discount * column.kinds * column.scale
     return longest
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _choose(store, scratch, n):
     """Write the shortlist of the n candidates; return its length, the longest store and request orders."""
     candidates, counts, columns, shortlist = scratch.candidates, scratch.counts, scratch.columns, scratch.shortlist
-    store_order = _interpolation(columns, STORE, STORE_ORDERS, STORE_DISCOUNT)
+    store_order = _interpolation(columns, STORE, STORE_ORDERS + 1, STORE_DISCOUNT)
     input_order = _interpolation(columns, INPUT, ORDERS, INPUT_DISCOUNT)
     skip_store = 0.1 / max(columns[SKIP_STORE + 1].total, 1)
     skip_input = 0.1 / max(columns[SKIP_INPUT + 1].total, 1)
@@ -112,6 +129,8 @@ def _choose(store, scratch, n):
         candidate.input = p
         v = 0.6 * p + 0.4 * candidate.store
         v = v + skip_store * counts[c, SKIP_STORE + 1] + skip_input * counts[c, SKIP_INPUT + 1]
+        if candidate.since >= 0:
+            v += ALIGNED
         candidate.promise = v
         if m < SHORTLIST:
             i = m
@@ -128,34 +147,83 @@ def _choose(store, scratch, n):
 
 
 @njit(nogil=True, cache=True)
-def score(store, request, scratch, n, weights):
-    """Score the most promising of the n candidates that `gather` has counted.
+def variety(column):
+    """Return how much the followers of a context differ: one of VARIETIES classes.
+
+    0: none were seen; 1: a single one; 2, 3: two or three alike, more alike; 4: all differ; 5: each three times or more
+    on average; 6: anything between.
+    """
+    total, kinds = column.total, column.kinds
+    if total == 0:
+        return 0
+    if kinds <= 1:
+        return 1 if total == 1 else 2 if total < 4 else 3
+    if kinds == total:
+        return 4
+    return 5 if total >= 3 * kinds else 6
+
+
+@njit(nogil=True, cache=True, inline="always")
+def score(store, request, scratch, node, n, weights):
+    """Score the most promising of the n candidates that `gather` has counted at a node.
 
     The shortlist, its features and its probabilities P(next token = candidate) are written; with P(none of these) they
-    sum to 1. Returns the length of the shortlist and the weight set used.
+    sum to 1. Returns the length of the shortlist and the two weight sets used.
     """
     m, store_order, input_order = _choose(store, scratch, n)
-    weight_set = store_order * 6 + (input_order if input_order < 4 else (4 if input_order < 6 else 5))
+    evidence = scratch.leading[3] / EVIDENCE
+    context = input_order if input_order <= SHORT_ORDERS + 1 else input_order - 1
+    if input_order <= SHORT_ORDERS and scratch.alignments[node, 0, 0] > 0:
+        context = BINS - 2 if evidence < 0.5 else BINS - 1
+    weight_set = min(store_order, STORE_ORDERS) * BINS + context
     probabilities, columns, counts = scratch.probabilities, scratch.columns, scratch.counts
-    heads, tokens, occurrences_of = request.heads, request.tokens, request.counts
+    many = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
+    run = math.log(max(scratch.leading[2], MIN_RUN) / MIN_RUN)
+    followers = variety(columns[STORE + max(store_order, 1) - 1]), variety(columns[INPUT + max(input_order, 1) - 1])
+    second_set = CONTEXT_SETS + VARIETIES * followers[0] + followers[1]
+    weights, second = weights[weight_set], weights[second_set]
+    seen, n_seen = scratch.seen, 0
+    for first, column, number in _COUNT_FEATURES:
+        for k in range(number):
+            if columns[column + k].total > 0:
+                seen[n_seen, 0], seen[n_seen, 1] = first + k, column + k
+                n_seen += 1
     top = 0.0
     for i in range(m):
         c = scratch.shortlist[i]
         candidate, x = scratch.candidates[c], scratch.features[i]
-        occurrences = np.int64(occurrences_of[find(heads, tokens, candidate.token)])
+        x[:] = 0.0
+        occurrences = np.int64(request.counts[find(request, candidate.token)])
         x[0] = 1.0
         x[1] = math.log(max(candidate.store, 1e-7))
         x[2] = math.log(max(candidate.input, 1e-6))
         x[3] = _LOG_COUNT[occurrences] if occurrences < 512 else math.log(occurrences + 0.1)
-        x[3] -= math.log(len(tokens) * candidate.share + 0.5)
+        x[3] -= math.log(len(request.tokens) * candidate.share + 0.5)
         x[4] = 1.0 if occurrences > 0 else 0.0
-        for first, column, number in _COUNT_FEATURES:
-            for k in range(number):
-                total = columns[column + k].total
-                x[first + k] = _LOG_COUNT[counts[c, column + k]] - _LOG_TOTAL[total] if total > 0 else 0.0
         z = 0.0
-        for f in range(FEATURES):
-            z += x[f] * weights[weight_set, f]
+        for f in range(5):
+            z += x[f] * (weights[f] + second[f])
+        for s in range(n_seen):
+            f, column = seen[s]
+            x[f] = _LOG_COUNT[counts[c, column]] - _LOG_TOTAL[columns[column].total]
+            z += x[f] * (weights[f] + second[f])
+        if counts[c, STORE + MANY] > 0:
+            x[21] = many
+        if candidate.match > 0:
+            x[22] = _LOG_MATCH[candidate.match]
+            x[23] = 1.0 if c == scratch.leading[0] else 0.0
+            x[24] = 1.0 if c == scratch.leading[1] else 0.0
+        for f in range(21, 25):
+            z += x[f] * (weights[f] + second[f])
+        if candidate.since >= 0:
+            x[25] = 1.0
+            x[26] = math.log(1.0 + candidate.since)
+            x[27] = run
+            x[28] = 1.0 if candidate.kind == INSERTED else 0.0
+            x[29] = 1.0 if candidate.kind == DELETED else 0.0
+            x[30] = evidence
+            for f in range(25, FEATURES):
+                z += x[f] * (weights[f] + second[f])
         probabilities[i] = z
         top = max(top, z)
     total = math.exp(-top)
@@ -164,10 +232,10 @@ def score(store, request, scratch, n, weights):
         total += probabilities[i]
     for i in range(m):
         probabilities[i] /= total
-    return m, weight_set
+    return m, weight_set, second_set
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def _start(request, store, scratch):
     """Write the ranges of node 0, the root; return the node of its context without its last token, -1 for none."""
     length = len(request.tokens)
@@ -177,8 +245,9 @@ def _start(request, store, scratch):
     first = max(0, length - STORE_ORDERS)
     for i in range(first, length):  # one token at a time, so the last node but one is what is returned
         target = 0 if (length - 1 - i) % 2 == 0 else before
-        advance(store.table, scratch.ranges, scratch.samples, here, target, request.tokens[i])
+        advance(store.table, scratch.ranges, scratch.many, scratch.samples, here, target, request.tokens[i])
         here = target
+    find_many(store.table, scratch.ranges, scratch.many, 0, request.tokens)
     return before if length - first > 1 else -1
 
 
@@ -186,11 +255,11 @@ def _start(request, store, scratch):
 def _write_context(request, tree, node, context):
     """Write the last tokens at `node`, newest first, and return their number."""
     filled, i = 0, len(request.tokens) - 1
-    while node > 0 and filled < ORDERS:
+    while node > 0 and filled < CONTEXT:
         context[filled] = tree.tokens[node]
         filled += 1
         node = tree.parents[node]
-    while i >= 0 and filled < ORDERS:
+    while i >= 0 and filled < CONTEXT:
         context[filled] = request.tokens[i]
         filled += 1
         i -= 1
@@ -243,17 +312,20 @@ def draft_tree(request, store, weights, max_nodes, chain, min_score, tree, scrat
         hope = path_scores[current] * EXPAND_MARGIN
         hopeless = current > 0 and not chain and pending >= capacity and hope <= frontier[capacity - 1].score
         pending = 0 if chain else min(pending, capacity)
-        if tree.depths[current] < MAX_DEPTH and not hopeless:
+        if not hopeless:
             parent = root_parent
             if current > 0:
                 parent = tree.parents[current]
-                advance(store.table, scratch.ranges, scratch.samples, parent, current, tree.tokens[current])
+                advance(
+                    store.table, scratch.ranges, scratch.many, scratch.samples, parent, current, tree.tokens[current]
+                )
             filled = _write_context(request, tree, current, scratch.context)
             samples = DEEP_SAMPLES if current else MAX_SAMPLES
             n_candidates = gather(store, request, scratch, current, parent, samples, filled)
-            m, weight_set = score(store, request, scratch, n_candidates, weights)
+            m, weight_set, second_set = score(store, request, scratch, current, n_candidates, weights)
             if recorded is not None:
-                recorded.weight_sets[current] = weight_set
+                recorded.weight_sets[current, 0] = weight_set
+                recorded.weight_sets[current, 1] = second_set
                 recorded.sizes[current] = m
                 for i in range(m):
                     recorded.tokens[current, i] = scratch.candidates[scratch.shortlist[i]].token

@@ -172,7 +172,7 @@ def _occurrences(request, members):
     """Write the newest occurrences of the last token and how far they match (Algorithm 1); return their number."""
     tokens = request.tokens
     length, filled = len(tokens), 0
-    i = request.heads[find(request.heads, tokens, tokens[length - 1])]
+    i = request.heads[find(request, tokens[length - 1])]
     while i >= 0 and filled < OCCURRENCES:
         if i < length - 1:
             match = 1

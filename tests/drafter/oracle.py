@@ -70,7 +70,8 @@ class OracleStore:
 
     def range(self, j: int, gram: Sequence[int]) -> list[int]:
         """Starts, in suffix order, of the suffixes of sub-index j that begin with `gram`."""
-        return self._starts[j].get(tuple(gram), [])
+        starts = self._starts[j].get(tuple(gram[: self.LONGEST]), [])
+        return [i for i in starts if self.sub_indices[j][i : i + len(gram)] == list(gram)]
 
     def members(self, gram: Sequence[int]) -> list[tuple[int, int]]:
         """(sub-index, start) of the suffixes that begin with `gram`, sub-indices end to end."""
@@ -87,9 +88,11 @@ def evenly(items: list, most: int) -> list:
 
 # ---------------------------------------------------------------------------------------------------- learned scorer
 
-STORE_ORDERS, ORDERS, OCCURRENCES, MAX_CANDIDATES = 4, 6, 64, 256
-SHORTLIST, ROOT_SAMPLES, DEEP_SAMPLES, MAX_DEPTH, EXPAND_MARGIN = 10, 32, 8, 24, 0.7
+OCCURRENCES, MAX_CANDIDATES = 64, 256
+LONG_ORDERS = (4, 5, 6, 8, 16, 32)  # tokens that a match of the request's last four has at least
+SHORTLIST, ROOT_SAMPLES, DEEP_SAMPLES, EXPAND_MARGIN = 10, 32, 8, 0.7
 # L(c, N) = ln(c + 0.1) - ln(N + 1). By numpy's vectorised log, which may differ from math.log in the last bit.
+LOG_MATCH = np.log(np.maximum(np.arange(65), 6) / 6)
 LOG_COUNT, LOG_TOTAL = np.log(np.arange(512) + 0.1), np.log(np.arange(512) + 1.0)
 
 
@@ -110,30 +113,148 @@ class Column:
         return float(LOG_COUNT[self.count.get(token, 0)] - LOG_TOTAL[self.total])
 
 
+def common(request: list[int], i: int, end: int) -> int:
+    """How many tokens up to position i equal those up to position `end`, at most 64."""
+    n = 0
+    while n < min(64, i + 1) and request[i - n] == request[end - n]:
+        n += 1
+    return n
+
+
+def grams(request: list[int], context: list[int], before: int) -> list[int]:
+    """Positions under `before`, newest first, at which the last four tokens are those of `context`."""
+    if len(context) < 4:
+        return []
+    return [i for i in range(before - 1, 2, -1) if request[i - 3 : i + 1] == context[-4:]]
+
+
+def longest_match(request: list[int], end: int) -> tuple[int, int]:
+    """The newest of the longest matches of the tokens up to `end`: position and length; of each four tokens the newest
+    256 places are looked at.
+    """
+    best, back = (0, 0), 0
+    while back < 64 and end - back >= 3:
+        places = grams(request, request[: end - back + 1], end - back)
+        for i in places[:256]:
+            length = common(request, i + back, end)
+            if length > best[1]:
+                best = i + back, length
+            if best[1] == 64:
+                return best
+        if len(places) <= 256:
+            break
+        back = max(2, 2 * back)
+    return best
+
+
+@dataclass
+class Copies:
+    """What a node knows of earlier text: matches (position, length), newest first; alignments (position, tokens equal
+    since the edit, kind); tokens copied before the edit; tokens of the store's longest context that are looked up.
+    """
+
+    matches: list[tuple[int, int]]
+    alignments: list[tuple[int, int, str]]
+    run: int
+    evidence: int
+    many: int
+
+    @classmethod
+    def of_root(cls, store: OracleStore, request: list[int]) -> Copies:
+        end = len(request) - 1
+        places = grams(request, request, end)
+        matches = [(i, common(request, i, end)) for i in places[:64]]
+        if len(places) > 64:
+            older = longest_match(request, end)
+            if older[1] > max(length for _, length in matches):
+                matches[63] = older
+        alignments, run, evidence = [], 0, 0
+        if max((length for _, length in matches), default=0) < 8:
+            alignments, run, evidence = align(request)
+        many = 0
+        for k in (8, 12, 16, 24, 32, 48, 64):
+            if k > len(request) or not store.members(request[-k:]):
+                break
+            many = k
+        return cls(matches, alignments, run, evidence, many)
+
+    def child(self, store: OracleStore, request: list[int], context: list[int]) -> Copies:
+        """Of a node one token on; `context` ends with that token."""
+        token, end = context[-1], len(request) - 1
+        matches = [(i + 1, min(n + 1, 64)) for i, n in self.matches if i + 1 < end and request[i + 1] == token]
+        matches = matches or [(i, 4) for i in grams(request, context, end)[:64]]
+        alignments = [(i + 1, n + 1, kind) for i, n, kind in self.alignments if i + 1 < end and request[i + 1] == token]
+        many = next((k for k in (self.many + 1, 5) if len(context) >= k >= 5 and store.members(context[-k:])), 0)
+        return Copies(matches, alignments, self.run, self.evidence, many)
+
+
+def align(request: list[int]) -> tuple[list[tuple[int, int, str]], int, int]:
+    """Where the text may be in what it was a copy of until at most 8 tokens ago, how long it was one, and how many of
+    the 32 tokens before the one where it began are the source's as well, which may have shifted by two.
+    """
+    for gap in range(1, 9):
+        end = len(request) - 1 - gap
+        if end < 3:
+            break
+        source, run = longest_match(request, end)
+        if run < 8:
+            continue
+        found = []
+        for shift in range(-2, 9):
+            if shift < -gap or source + gap + shift >= len(request) - 1:
+                continue
+            new, old = request[end + 1 :], request[source + 1 : source + 1 + gap + shift]
+            since = 0
+            while since < min(len(new), len(old)) and new[-1 - since] == old[-1 - since]:
+                since += 1
+            if since or shift in (-1, 0):
+                kind = "replaced" if shift == 0 else "inserted" if shift < 0 else "deleted"
+                found.append((source + gap + shift, since, kind))
+        before, there = end - run - 1, source - run - 1
+        evidence = 0
+        for shift in range(-2, 3):
+            pairs = [(before - i, there + shift - i) for i in range(32)]
+            evidence = max(evidence, sum(request[a] == request[b] for a, b in pairs if a >= 0 and b >= 0))
+        return found[:4], run, evidence
+    return [], 0, 0
+
+
 @dataclass
 class Counts:
     candidates: list[int] = field(default_factory=list)
-    store: list[Column] = field(default_factory=lambda: [Column() for _ in range(STORE_ORDERS)])
-    request: list[Column] = field(default_factory=lambda: [Column() for _ in range(ORDERS)])
+    store: list[Column] = field(default_factory=lambda: [Column() for _ in range(4)])
+    many: Column = field(default_factory=Column)
+    request: list[Column] = field(default_factory=lambda: [Column() for _ in range(3 + len(LONG_ORDERS))])
+    matches: dict[int, int] = field(default_factory=dict)  # the longest that each candidate followed
+    alignments: dict[int, tuple[int, str]] = field(default_factory=dict)
+    longest: int | None = None
+    newest: int | None = None
     skip_store: list[Column] = field(default_factory=lambda: [Column() for _ in range(3)])
     skip_request: list[Column] = field(default_factory=lambda: [Column() for _ in range(2)])
 
-    def see(self, column: Column, token: int, may_add: bool = True) -> None:
+    def known(self, token: int, may_add: bool = True) -> bool:
+        """Whether the token is a candidate now."""
         if token == SEPARATOR:
-            return
+            return False
         if token not in self.candidates:
             if not may_add or len(self.candidates) >= MAX_CANDIDATES:
-                return
+                return False
             self.candidates.append(token)
-        column.count[token] += 1
+        return True
+
+    def see(self, column: Column, token: int, may_add: bool = True) -> None:
+        if self.known(token, may_add):
+            column.count[token] += 1
 
 
-def gather(store: OracleStore, request: list[int], context: list[int], samples: int) -> Counts:
+def gather(
+    store: OracleStore, request: list[int], context: list[int], samples: int, copies: Copies | None = None
+) -> Counts:
     """All evidence on what follows `context`: the request's tokens, then those drafted on the way to this node."""
+    copies = copies or Copies.of_root(store, request)
     seen = Counts()
-    for k in range(STORE_ORDERS, 0, -1):
-        if len(context) >= k:
-            column = seen.store[k - 1]
+    for k, column in ((copies.many, seen.many), *((k, seen.store[k - 1]) for k in (4, 3, 2, 1))):
+        if len(context) >= k > 0:
             sample = evenly(store.members(context[-k:]), samples)
             column.total = len(sample)
             for j, i in sample:
@@ -143,11 +264,29 @@ def gather(store: OracleStore, request: list[int], context: list[int], samples: 
     occurrences = [i for i in range(n - 2, -1, -1) if request[i] == context[-1]][:OCCURRENCES]
     for i in occurrences:
         match = 0
-        while match < min(ORDERS, len(context), i + 1) and request[i - match] == context[-1 - match]:
+        while match < min(3, len(context), i + 1) and request[i - match] == context[-1 - match]:
             match += 1
         for column in seen.request[:match]:
             column.total += 1
             seen.see(column, request[i + 1])
+
+    for number, (i, match) in enumerate(copies.matches):
+        token = request[i + 1]
+        known = seen.known(token)
+        for order, column in zip(LONG_ORDERS, seen.request[3:], strict=True):
+            if match >= order:
+                column.total += 1
+                seen.see(column, token, may_add=False)
+        if known:
+            if match > max(seen.matches.values(), default=0):
+                seen.longest = token
+            seen.matches[token] = max(match, seen.matches.get(token, 0))
+            if number == 0:
+                seen.newest = token
+    for i, since, kind in copies.alignments:
+        token = request[i + 1]
+        if seen.known(token) and since > seen.alignments.get(token, (-1, ""))[0]:
+            seen.alignments[token] = since, kind
 
     if len(context) >= 2:
         for k in (3, 2, 1):
@@ -183,15 +322,29 @@ def longest(columns: list[Column]) -> int:
     return max((k + 1 for k, column in enumerate(columns) if column.total), default=0)
 
 
+def variety(columns: list[Column], order: int) -> int:
+    """How much the followers of the longest context differ."""
+    total, kinds = (columns[order - 1].total, columns[order - 1].kinds) if order else (0, 0)
+    if kinds <= 1:
+        return [0, 1, 2, 2, 3][min(total, 4)]
+    return 4 if kinds == total else 5 if total / kinds >= 3 else 6
+
+
 def score(
-    store: OracleStore, request: list[int], context: list[int], samples: int, weights: NDArray[np.float64]
+    store: OracleStore,
+    request: list[int],
+    context: list[int],
+    samples: int,
+    weights: NDArray[np.float64],
+    copies: Copies | None = None,
 ) -> list[tuple[int, float]]:
-    """(token, P(token follows context)) of the shortlist, most promising first."""
-    seen = gather(store, request, context, samples)
+    """(token, P(token follows context)) of the shortlist, most promising first; without `copies`, at the root."""
+    copies = copies or Copies.of_root(store, request)
+    seen = gather(store, request, context, samples, copies)
     store_p, request_p, promise = {}, {}, {}
     skip_store, skip_request = seen.skip_store[1], seen.skip_request[1]
     for x in seen.candidates:
-        store_p[x] = interpolate(store.share(x) + 1e-7, seen.store, x, 0.7)
+        store_p[x] = interpolate(store.share(x) + 1e-7, [*seen.store, seen.many], x, 0.7)
         request_p[x] = interpolate(1e-4, seen.request, x, 0.4)
         promise[x] = (
             0.6 * request_p[x]
@@ -199,9 +352,16 @@ def score(
             + 0.1 / max(skip_store.total, 1) * skip_store.count.get(x, 0)
             + 0.1 / max(skip_request.total, 1) * skip_request.count.get(x, 0)
         )
+        if x in seen.alignments:
+            promise[x] += 0.2
     shortlist = sorted(seen.candidates, key=lambda x: -promise[x])[:SHORTLIST]
-    request_bin = (0, 1, 2, 3, 4, 4, 5)[longest(seen.request)]
-    w = weights[longest(seen.store) * 6 + request_bin]
+    request_bin = (0, 1, 2, 3, 4, 4, 5, 6, 7, 8)[longest(seen.request)]
+    if copies.alignments and request_bin < 4:
+        request_bin = 10 if copies.evidence >= 16 else 9
+    store_order, request_order = longest([*seen.store, seen.many]), longest(seen.request)
+    by_context = weights[min(store_order, 4) * 11 + request_bin]
+    by_variety = weights[55 + 7 * variety([*seen.store, seen.many], store_order) + variety(seen.request, request_order)]
+    w = [float(a) + float(b) for a, b in zip(by_context, by_variety, strict=True)]
 
     logits = []
     for x in shortlist:
@@ -217,10 +377,19 @@ def score(
             *(column.log_ratio(x) for column in seen.request[:4]),
             *(column.log_ratio(x) for column in seen.skip_store),
             *(column.log_ratio(x) for column in seen.skip_request),
+            seen.many.log_ratio(x),
+            *(column.log_ratio(x) for column in seen.request[6:]),
+            math.log(copies.many / 4) if seen.many.count.get(x) else 0.0,
+            float(LOG_MATCH[seen.matches.get(x, 0)]),
+            1.0 if x == seen.longest else 0.0,
+            1.0 if x == seen.newest else 0.0,
         ]
+        since, kind = seen.alignments.get(x, (-1, ""))
+        features += [1.0, math.log(1.0 + since), math.log(copies.run / 8)] if since >= 0 else [0.0] * 3
+        features += [float(kind == "inserted"), float(kind == "deleted"), copies.evidence / 32 if since >= 0 else 0.0]
         z = 0.0
         for f, value in enumerate(features):
-            z += value * float(w[f])
+            z += value * w[f]
         logits.append(z)
     top = max([0.0, *logits])
     total = math.exp(-top)
@@ -236,21 +405,23 @@ def learned_tree(
     if not request:
         return tree
     current = tree.add(request[-1], -1, 1.0)
+    copies = {0: Copies.of_root(store, request)}
     frontier: list[tuple[float, int, int]] = []  # (score, parent, token), best first
     while len(tree.tokens) < max_nodes:
         room = max_nodes - len(tree.tokens)
         base = tree.scores[current]
         hopeless = current > 0 and not chain and len(frontier) >= room and base * EXPAND_MARGIN <= frontier[room - 1][0]
-        if tree.depths[current] < MAX_DEPTH and not hopeless:
+        if not hopeless:
             samples = ROOT_SAMPLES if current == 0 else DEEP_SAMPLES
-            scored = score(store, request, request + tree.path(current), samples, weights)
+            context = request + tree.path(current)
+            if current:
+                copies[current] = copies[tree.parents[current]].child(store, request, context)
+            scored = score(store, request, context, samples, weights, copies[current])
             if chain:
                 frontier = [(base * p, current, x) for x, p in scored if p == max(p for _, p in scored)][:1]
             else:
                 frontier += [(base * p, current, x) for x, p in scored]
                 frontier = sorted(frontier, key=lambda entry: -entry[0])[:room]  # stable: older ones win ties
-        elif chain:
-            break
         if not frontier or frontier[0][0] <= min_score:
             break
         value, parent, token = frontier.pop(0)

@@ -11,7 +11,8 @@ import pytest
 from drafting import Pair
 from numpy.typing import NDArray
 
-from sssd_plugin.scoring.training import train
+from sssd_plugin.scoring.long_contexts import long_rows
+from sssd_plugin.scoring.training import LONG_ROWS, train
 from sssd_plugin.scoring.weights import FEATURES, SETS, Weights, initial_weights
 from tests.support.stores import int32
 
@@ -42,7 +43,7 @@ def source(seed: int, rows: int) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def trained() -> NDArray[np.float64]:
-    return train(source(0, 24), VOCAB)
+    return train(source(0, 96), VOCAB)
 
 
 def log_loss(weights: NDArray[np.float64], held_out: list[Row], store: oracle.OracleStore) -> float:
@@ -60,7 +61,7 @@ def log_loss(weights: NDArray[np.float64], held_out: list[Row], store: oracle.Or
 
 def test_training_lowers_the_loss_on_held_out_text(trained: NDArray[np.float64]) -> None:
     assert trained.shape == (SETS, FEATURES) and np.isfinite(trained).all()
-    rows = source(0, 24)
+    rows = source(0, 96)
     store = oracle.OracleStore([[t for _, output in rows for t in [*output.tolist(), oracle.SEPARATOR]]], VOCAB)
     held_out = source(1, 4)
     before, after = (log_loss(w, held_out, store) for w in (initial_weights(), trained))
@@ -69,12 +70,15 @@ def test_training_lowers_the_loss_on_held_out_text(trained: NDArray[np.float64])
 
 
 def test_scores_are_calibrated(trained: NDArray[np.float64], tmp_path: Path) -> None:
-    """Over held-out answers, as many nodes are accepted as their scores add up to: in all, and in bins of scores."""
+    """Over held-out answers, recorded and over long prompts, as in training: as many nodes are accepted as their scores
+    add up to, in all and in bins of scores.
+    """
     Weights(trained).save(tmp_path / "w.json")
-    documents = [output.tolist() for _, output in source(0, 18)]  # as many as a fold of the training had
+    documents = [output.tolist() for _, output in source(0, 72)]  # as many as a fold of the training had
     pair = Pair([documents], scoring="learned", vocab_size=VOCAB, max_nodes=8, weights=tmp_path / "w.json")
     predicted, accepted = [], []
-    for row, (prompt, output) in enumerate(source(2, 40)):
+    recorded = source(2, 40)
+    for row, (prompt, output) in enumerate([*recorded, *long_rows(recorded, 40 // LONG_ROWS, seed=1)]):
         text = [*prompt.tolist(), *output.tolist()]
         for position in range(len(prompt), len(text) - 10, 5):
             pair.drafter.replace(str(row), int32(text[:position]))
@@ -96,7 +100,7 @@ def test_scores_are_calibrated(trained: NDArray[np.float64], tmp_path: Path) -> 
 
 def test_training_is_deterministic(trained: NDArray[np.float64]) -> None:
     """Ranks of a tensor-parallel group, and whoever repeats a training, get the same weights."""
-    again = train(source(0, 24), VOCAB)
+    again = train(source(0, 96), VOCAB)
     assert again.tolist() == trained.tolist()
 
 

@@ -34,7 +34,7 @@ def test_shipped_weights() -> None:
 
 
 GOOD = {
-    "format": "freedraft-scorer-1",
+    "format": "freedraft-scorer-2",
     "trained_on": "x",
     "trace_sha256": "y",
     "weights": initial_weights().tolist(),
@@ -50,7 +50,7 @@ GOOD = {
         ("null", ""),
         ('"text"', ""),
         (b"\xff\xfe\x00\x80", ""),
-        (GOOD | {"format": "freedraft-scorer-2"}, "freedraft-scorer-2"),
+        (GOOD | {"format": "freedraft-scorer-1"}, "freedraft-scorer-1"),
         ({k: v for k, v in GOOD.items() if k != "weights"}, "weights"),
         ({k: v for k, v in GOOD.items() if k != "format"}, "format"),
         ({k: v for k, v in GOOD.items() if k != "trace_sha256"}, "trace_sha256"),

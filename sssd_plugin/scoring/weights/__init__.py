@@ -10,11 +10,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-FEATURES = 17
-SETS = 30
-"""One set of weights for each of 5 lengths of the longest matching store context x 6 bins of the request's."""
+FEATURES = 31
+BINS = 11
+CONTEXT_SETS = 5 * BINS
+"""One set of weights for each of 5 lengths of the longest matching store context x 11 bins of the request's: 0, 1, 2,
+3, 4, 6, 8, 16, 32 tokens at least; up to 3 behind an edit of a copy, and of one edited before."""
+VARIETIES = 7
+SETS = CONTEXT_SETS + VARIETIES * VARIETIES
+"""A second set, which is added, by how much the followers of either context differ (`learned.variety`)."""
 
-_FORMAT = "freedraft-scorer-1"
+_FORMAT = "freedraft-scorer-2"
 
 
 @dataclass(frozen=True)
@@ -66,5 +71,5 @@ class Weights:
 def initial_weights() -> NDArray[np.float64]:
     """Return the weights that training starts from: a mix of both interpolated probabilities."""
     weights = np.zeros((SETS, FEATURES))
-    weights[:, :3] = (1.0, 0.4, 0.5)
+    weights[:CONTEXT_SETS, :3] = (1.0, 0.4, 0.5)
     return weights

@@ -1,0 +1,80 @@
+"""Answers over long prompts, made from recorded ones: what a trace of short chats lacks for training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+
+EDITS = ("replace", "insert", "delete", "mixed")
+
+
+def edit(tokens: Tokens, kind: str, share: float, others: Tokens, rng: np.random.Generator) -> Tokens:
+    """Copy `tokens` with about `share` of them edited, by tokens drawn from `others`.
+
+    Args:
+        kind: "replace", "insert" or "delete" one token each time, or "mixed": any of these, of one to three tokens.
+    """
+    pieces: list[Tokens] = []
+    at = 0
+    while at < len(tokens):
+        until = min(len(tokens), at + int(rng.geometric(share)) - 1) if share > 0 else len(tokens)
+        pieces.append(tokens[at:until])
+        at = until
+        if at == len(tokens):
+            break
+        how = EDITS[rng.integers(3)] if kind == "mixed" else kind
+        size = int(rng.integers(1, 4)) if kind == "mixed" else 1
+        if how != "delete":
+            pieces.append(rng.choice(others, size))
+        if how != "insert":
+            at += size
+    return np.concatenate(pieces).astype(np.int32) if pieces else tokens[:0]
+
+
+def extract(tokens: Tokens, glue: Tokens, length: int, rng: np.random.Generator) -> Tokens:
+    """Quote passages of `tokens` in any order, with a few tokens of `glue` between them."""
+    pieces: list[Tokens] = []
+    while sum(map(len, pieces)) < length:
+        start = int(rng.integers(len(tokens)))
+        pieces.append(tokens[start : start + int(rng.integers(10, 80))])
+        start = int(rng.integers(max(1, len(glue) - 40)))
+        pieces.append(glue[start : start + int(rng.integers(3, 40))])
+    return np.concatenate(pieces)[:length]
+
+
+def long_rows(
+    rows: Sequence[tuple[Tokens, Tokens]], number: int, *, max_prompt: int = 16_384, output: int = 300, seed: int = 0
+) -> list[tuple[Tokens, Tokens]]:
+    """Make `number` (prompt, output) rows: the texts of several recorded rows for a prompt, of 512 tokens or more.
+
+    A fifth of the answers copies a part of the prompt, two fifths edit one, a fifth quotes several, and the last fifth
+    is a recorded answer, its own prompt last: a long context is not always there to be copied.
+    """
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(number):
+        target = int(np.exp(rng.uniform(np.log(512), np.log(max_prompt))))
+        answered = int(rng.integers(len(rows)))
+        texts: list[Tokens] = []
+        while sum(map(len, texts)) < target:
+            other = int(rng.integers(len(rows)))
+            if other != answered or len(rows) == 1:
+                texts += rows[other]
+        prompt = np.concatenate(texts)[:target]
+        start = int(rng.integers(max(1, target - output)))
+        part, glue = prompt[start : start + output], rows[answered][1]
+        match i % 5:
+            case 0:
+                answer = part
+            case 1 | 2:
+                answer = edit(part, EDITS[rng.integers(4)], float(rng.uniform(0.01, 0.12)), prompt, rng)
+            case 3:
+                answer = extract(prompt, glue, output, rng)
+            case _:
+                prompt, answer = np.concatenate([prompt, rows[answered][0]]), glue[:output]
+        made.append((prompt.astype(np.int32), answer.astype(np.int32)))
+    return [(prompt, answer) for prompt, answer in made if len(answer)]

@@ -1,0 +1,210 @@
+"""Where the request's own text goes on as it did before: long matches, and alignments behind an edit.
+
+A match is an earlier position whose last tokens, at least four, are those at a node. An alignment is one where they
+would be but for an edit: the text has been a copy until a few tokens ago, and probably goes on as one. Both are looked
+up at the root and carried on along drafted paths, where the next token must be the one that followed before.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from sssd_plugin.request_index import GRAM, find_gram
+
+MAX_MATCHES = 64
+MAX_MATCH = 64  # tokens that a match is compared for
+MAX_WALK = 256  # places of four tokens looked at for the longest match
+MAX_VISITS = 1024  # positions looked at, those of other tokens with the same hash included
+
+MIN_RUN = 8  # tokens that were copied before an edit, at least
+MAX_EDIT = 8  # tokens since the copy broke off, at most; tokens that a deletion may have left out
+MAX_ALIGNMENTS = 4
+EVIDENCE = 32  # tokens before the copy that tell whether it began behind an edit, too
+REPLACED, INSERTED, DELETED = range(3)
+
+POSITION, LENGTH = range(2)  # of a match
+SINCE, KIND = range(1, 3)  # of an alignment: tokens equal since the edit, and what the edit was
+
+
+@njit(nogil=True, cache=True)
+def _length(tokens, i, end, known):
+    """Return how many tokens up to position i equal those up to position `end`, given that `known` do."""
+    match = known
+    while match < MAX_MATCH and i >= match and tokens[i - match] == tokens[end - match]:
+        match += 1
+    return match
+
+
+@njit(nogil=True, cache=True)
+def _is_gram(tokens, i, a, b, c, d):
+    return tokens[i] == d and tokens[i - 1] == c and tokens[i - 2] == b and tokens[i - 3] == a
+
+
+@njit(nogil=True, cache=True)
+def _walk(request, end, back, best, length):
+    """Look for longer matches of the tokens up to position `end`, at the places of the four that end `back` before it.
+
+    Args:
+        best, length: the longest match known, -1 and 0 for none.
+
+    Returns:
+        Position and length of the newest of the longest matches, and whether all places have been looked at.
+    """
+    tokens = request.tokens
+    at = end - back
+    a, b, c, d = tokens[at - 3], tokens[at - 2], tokens[at - 1], tokens[at]
+    i = request.gram_heads[find_gram(request, a, b, c, d)]
+    walked, visits = 0, 0
+    while i >= 0 and length < MAX_MATCH:
+        if walked >= MAX_WALK or visits >= MAX_VISITS:
+            return best, length, False
+        visits += 1
+        if i < at and _is_gram(tokens, i, a, b, c, d):
+            walked += 1
+            # One that differs where the longest began is not longer.
+            if length < GRAM or (i + back >= length and tokens[i + back - length] == tokens[end - length]):
+                match = _length(tokens, i + back, end, 0)
+                if match > length:
+                    best, length = np.int64(i + back), match
+        i = request.gram_previous[i]
+    return best, length, True
+
+
+@njit(nogil=True, cache=True)
+def _longest(request, end):
+    """Return position and length of the newest of the longest matches of the tokens up to `end`; -1 and 0 for none.
+
+    Where the last four tokens are too common to look at all their places, four of the tokens before them may not be.
+    """
+    best, length, complete = _walk(request, end, 0, np.int64(-1), 0)
+    back = 2
+    while not complete and back < MAX_MATCH and end - back >= GRAM - 1:
+        best, length, complete = _walk(request, end, back, best, length)
+        back *= 2
+    return best, length
+
+
+@njit(nogil=True, cache=True)
+def match_root(request, matches):
+    """Write the root's matches, newest first: the newest ones, the last of which gives way to a longer older one.
+
+    Args:
+        matches: int32 [1 + MAX_MATCHES, 2], out: their number, then positions and lengths.
+
+    Returns:
+        Length of the longest match, 0 for none.
+    """
+    tokens = request.tokens
+    end, n, longest, visits = len(tokens) - 1, 0, 0, 0
+    if end >= GRAM - 1:
+        a, b, c, d = tokens[end - 3], tokens[end - 2], tokens[end - 1], tokens[end]
+        i = request.gram_heads[find_gram(request, a, b, c, d)]
+        while i >= 0 and n < MAX_MATCHES and visits < MAX_VISITS:
+            visits += 1
+            if i < end and _is_gram(tokens, i, a, b, c, d):
+                n += 1
+                matches[n, POSITION], matches[n, LENGTH] = i, _length(tokens, i, end, GRAM)
+                longest = max(longest, matches[n, LENGTH])
+            i = request.gram_previous[i]
+        if i >= 0 and longest < MAX_MATCH:
+            older, length = _longest(request, end)
+            if length > longest:
+                longest = length
+                n = max(n, 1)
+                matches[n, POSITION], matches[n, LENGTH] = older, length
+    matches[0, 0] = n
+    return longest
+
+
+@njit(nogil=True, cache=True)
+def match_child(request, above, matches, context, any_new):
+    """Write the matches of a node below the root: those of its parent that go on with its token, else new ones.
+
+    Args:
+        above: the parent's matches; matches: out, this node's.
+        context: int32 [>= GRAM], the last tokens at the node, newest first.
+        any_new: whether there may be new ones.
+    """
+    tokens = request.tokens
+    end, n = len(tokens) - 1, 0
+    for m in range(1, 1 + above[0, 0]):
+        i = above[m, POSITION] + 1
+        if i < end and tokens[i] == context[0]:
+            n += 1
+            matches[n, POSITION], matches[n, LENGTH] = i, min(above[m, LENGTH] + 1, MAX_MATCH)
+    if n == 0 and any_new:
+        a, b, c, d = context[3], context[2], context[1], context[0]
+        i = request.gram_heads[find_gram(request, a, b, c, d)]
+        visits = 0
+        while i >= 0 and n < MAX_MATCHES and visits < MAX_VISITS:
+            visits += 1
+            if i < end and _is_gram(tokens, i, a, b, c, d):
+                n += 1
+                matches[n, POSITION], matches[n, LENGTH] = i, GRAM
+            i = request.gram_previous[i]
+    matches[0, 0] = n
+
+
+@njit(nogil=True, cache=True)
+def _evidence(tokens, source, end):
+    """Return how many of the tokens up to position `end` equal those up to `source`, or up to a place beside it."""
+    most = 0
+    for place in range(source - 2, source + 3):
+        equal = 0
+        for back in range(min(EVIDENCE, place + 1, end + 1)):
+            equal += tokens[place - back] == tokens[end - back]
+        most = max(most, equal)
+    return most
+
+
+@njit(nogil=True, cache=True)
+def align_root(request, longest, alignments):
+    """Write the root's alignments; return how many tokens were copied before the edit, 0 where there was none, and how
+    many of the 32 before the one where the copy began.
+
+    Args:
+        longest: length of the longest match; where that is a copy by itself, nothing needs to be aligned.
+        alignments: int32 [1 + MAX_ALIGNMENTS, 3], out: their number, then positions, tokens equal since, kinds.
+    """
+    tokens = request.tokens
+    end, n, run, evidence = len(tokens) - 1, 0, 0, 0
+    if longest < MIN_RUN:
+        for gap in range(1, MAX_EDIT + 1):
+            if end - gap < GRAM - 1:
+                break
+            source, run = _longest(request, end - gap)
+            if run < MIN_RUN:
+                run = 0
+                continue
+            evidence = _evidence(tokens, source - run - 1, end - gap - run - 1)
+            # The copy broke off `gap` tokens ago, behind `source`; which of the tokens behind it was the last one?
+            for shift in range(max(-gap, -2), MAX_EDIT + 1):
+                i = source + gap + shift
+                if i >= end or n >= MAX_ALIGNMENTS:
+                    break
+                since = 0
+                while since < gap and since < gap + shift and tokens[i - since] == tokens[end - since]:
+                    since += 1
+                if since == 0 and shift != 0 and shift != -1:
+                    continue
+                n += 1
+                alignments[n, POSITION], alignments[n, SINCE] = i, since
+                alignments[n, KIND] = REPLACED if shift == 0 else INSERTED if shift < 0 else DELETED
+            break
+    alignments[0, 0] = n
+    return run, evidence
+
+
+@njit(nogil=True, cache=True)
+def align_child(request, above, alignments, token):
+    """Write the alignments of a node below the root: those of its parent that go on with its token."""
+    tokens = request.tokens
+    end, n = len(tokens) - 1, 0
+    for m in range(1, 1 + above[0, 0]):
+        i = above[m, POSITION] + 1
+        if i < end and tokens[i] == token:
+            n += 1
+            alignments[n, POSITION], alignments[n, SINCE] = i, above[m, SINCE] + 1
+            alignments[n, KIND] = above[m, KIND]
+    alignments[0, 0] = n

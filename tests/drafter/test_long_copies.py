@@ -1,0 +1,175 @@
+"""Copies and edits of long prompts: found wherever they begin, at a cost that no prompt can drive up."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from drafting import python_sources, replace
+from numpy.typing import NDArray
+
+from sssd_plugin.drafter import Drafter
+from sssd_plugin.request_index import RequestIndex
+from sssd_plugin.scoring.long_contexts import EDITS, edit, extract, long_rows
+from tests.support.stores import int32, snapshot_of
+
+VOCAB = 30_000
+NODES = 16
+
+
+def text(n: int, seed: int = 0) -> NDArray[np.int32]:
+    """Words by Zipf's law, every fourth a comma: no single token, and few pairs of them, tell where a copy goes on."""
+    rng = np.random.default_rng(seed)
+    words = (rng.zipf(1.3, n) % (VOCAB - 1) + 1).astype(np.int32)
+    words[::4] = 0
+    return words
+
+
+def tokens_per_step(prompt: NDArray[np.int32], answer: NDArray[np.int32], shape: str, **options) -> float:
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=NODES, **options)
+    tokens, position, steps = np.concatenate([prompt, answer]), len(prompt), 0
+    drafter.replace("r", prompt)
+    while position < len(tokens):
+        batch = drafter.draft(["r"], max_nodes=NODES, shape=shape)
+        node, gained = 0, 1
+        while position + gained <= len(tokens):
+            token = tokens[position + gained - 1]
+            children = [i for i in range(1, batch.counts[0]) if batch.parents[0, i] == node]
+            node = next((i for i in children if batch.tokens[0, i] == token), -1)
+            if node < 0:
+                break
+            gained += 1
+        new, position, steps = tokens[position : position + gained], position + gained, steps + 1
+        drafter.update(["r"], new, np.array([0]), np.array([len(new)]), int32([min(position, len(tokens))]))
+    drafter.close()
+    return len(answer) / steps
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("n", [1_000, 8_000, 64_000])
+def test_copies_from_anywhere(n: int, shape: str) -> None:
+    """Once it is under way, a copy is drafted to the end: nothing else matches as long."""
+    words = text(n)
+    start = n // 5
+    prompt = np.concatenate([words, words[start : start + 8]])
+    assert tokens_per_step(prompt, words[start + 8 : start + 600], shape) >= 15.5
+    assert tokens_per_step(words, words[start : start + 600], shape) >= 14.5
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize(("kind", "least"), [("replace", 6.5), ("insert", 5.5), ("delete", 5.5)])
+def test_a_copy_goes_on_behind_an_edit(kind: str, least: float, shape: str) -> None:
+    prompt = text(16_000)
+    answer = edit(prompt[3_000:3_600], kind, 0.05, prompt, np.random.default_rng(1))
+    assert tokens_per_step(prompt, answer, shape) >= least
+
+
+def test_copies_from_the_datastore() -> None:
+    """What four tokens do not tell, more of them do: passages that differ in their first word only."""
+    rng = np.random.default_rng(0)
+    common = rng.integers(10, 50, 11).tolist()
+    passages = [[word, *common, *rng.integers(100, 9_000, 40).tolist()] for word in range(1_000, 1_040)]
+    store = snapshot_of([[passage] for passage in passages[:7]] + [passages[7:]], VOCAB)
+    for passage in (passages[3], passages[30]):
+        drafter = Drafter(vocab_size=VOCAB, max_nodes=NODES, snapshot=store)
+        replace(drafter, {"r": [7, 8, 9, 5, *passage[:12]]})
+        batch = drafter.draft(["r"], max_nodes=NODES, shape="chain")
+        assert batch.tokens[0, 1 : batch.counts[0]].tolist() == passage[12 : 12 + NODES - 1]
+        drafter.close()
+
+
+def test_drafts_are_as_long_as_a_copy_is_likely() -> None:
+    prompt = text(4_000)
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=128)
+    replace(drafter, {"r": [*prompt.tolist(), *prompt[1_000:1_020].tolist()]})
+    for shape in ("chain", "tree"):
+        batch = drafter.draft(["r"], max_nodes=128, shape=shape)
+        assert batch.depths[0].max() >= 100
+    drafter.close()
+
+
+def test_drafts_do_not_depend_on_the_seed() -> None:
+    sources = python_sources()
+    drafters = [Drafter(vocab_size=50_000, max_nodes=NODES) for _ in range(3)]
+    assert len({drafter._index.seed for drafter in drafters}) == 3
+    for name, tokens in sources.items():
+        for n in range(300, min(2_000, len(tokens)), 100):
+            drafts = []
+            for drafter in drafters:
+                replace(drafter, {name: tokens[:n]})
+                batch = drafter.draft([name], max_nodes=NODES)
+                drafts.append((batch.tokens.tolist(), batch.parents.tolist(), batch.scores.tolist()))
+            assert drafts[0] == drafts[1] == drafts[2]
+
+
+HOSTILE = {
+    "one token": lambda n: np.full(n, 5, np.int32),
+    "nothing twice": lambda n: np.random.default_rng(0).permutation(4 * n)[:n].astype(np.int32),
+    "two tokens": lambda n: (np.arange(n) % 2).astype(np.int32),
+    "one token between others": lambda n: np.where(np.arange(n) % 5, 5, np.arange(n)).astype(np.int32),
+    # By Fibonacci hashing without a seed, all of these fell on one entry of the table.
+    "ids that once collided": lambda n: colliding(n),
+}
+
+
+def colliding(n: int) -> NDArray[np.int32]:
+    """Multiples of the inverse of an old multiplier: i * 2654435761 mod 2^32 < n."""
+    inverse = pow(2654435761, -1, 2**32)
+    ids = [k * inverse % 2**32 for k in range(4 * n)]
+    return int32([i for i in ids if i < 2**31][:n])
+
+
+def seconds(tokens: NDArray[np.int32]) -> tuple[float, float]:
+    """Seconds to index a prompt, and to draft behind it: the best of some, as a busy machine is only slower."""
+    indexing, drafting = [], []
+    drafter = Drafter(vocab_size=2**31, max_nodes=NODES)
+    for _ in range(5):
+        started = time.perf_counter()
+        RequestIndex().replace("r", tokens)
+        indexing.append(time.perf_counter() - started)
+    drafter.replace("r", tokens)
+    for _ in range(20):
+        started = time.perf_counter()
+        drafter.draft(["r"], max_nodes=NODES)
+        drafting.append(time.perf_counter() - started)
+    drafter.close()
+    return min(indexing), min(drafting)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_prompts_cost_what_others_do(kind: str) -> None:
+    n = 100_000
+    ordinary, hostile = seconds(text(n)), seconds(HOSTILE[kind](n))
+    assert hostile[0] < 4 * ordinary[0] and hostile[1] < 4 * ordinary[1], (hostile, ordinary)
+
+
+def test_edits() -> None:
+    rng = np.random.default_rng(0)
+    tokens, others = np.arange(10_000, dtype=np.int32), np.full(5, -7, np.int32)
+    assert edit(tokens, "replace", 0.0, others, rng).tolist() == tokens.tolist()
+    replaced = edit(tokens, "replace", 0.05, others, rng)
+    assert len(replaced) == 10_000 and 400 < np.count_nonzero(replaced == -7) < 600
+    assert (replaced[replaced != -7] == tokens[replaced != -7]).all()
+    inserted = edit(tokens, "insert", 0.05, others, rng)
+    assert inserted[inserted != -7].tolist() == tokens.tolist() and len(inserted) > 10_400
+    deleted = edit(tokens, "delete", 0.05, others, rng)
+    assert 9_400 < len(deleted) < 9_600 and (np.diff(deleted) > 0).all()
+    mixed = edit(tokens, "mixed", 0.05, others, rng)
+    assert (np.diff(mixed[mixed != -7]) > 0).all() and -7 in mixed and len(set(EDITS)) == 4
+
+
+def test_long_rows() -> None:
+    """Their answers are of the prompt, but for edits, and the same every time."""
+    rng = np.random.default_rng(0)
+    rows = [(int32(rng.integers(0, 9_000, 50)), int32(rng.integers(0, 9_000, 200))) for _ in range(20)]
+    made = long_rows(rows, 25, max_prompt=2_048)
+    again = long_rows(rows, 25, max_prompt=2_048)
+    assert len(made) == 25
+    for (prompt, output), (prompt2, output2) in zip(made, again, strict=True):
+        assert prompt.tolist() == prompt2.tolist() and output.tolist() == output2.tolist()
+        assert 512 <= len(prompt) <= 2_048 + 50 and 0 < len(output) <= 400
+    assert " ".join(map(str, made[0][1])) in " ".join(map(str, made[0][0]))
+    assert np.isin(made[1][1], made[1][0]).mean() > 0.9
+    passages = extract(int32(range(1_000)), int32([-1] * 100), 300, rng)
+    assert len(passages) == 300 and 0.3 < (passages >= 0).mean() < 1
