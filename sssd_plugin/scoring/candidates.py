@@ -34,9 +34,9 @@ MANY = STORE_ORDERS
 MANY_SIZES = (8, 12, 16, 24, 32, 48, 64)
 SKIP_ORDERS = 3  # and in the store, the last token left out
 MAX_CANDIDATES = 256
-MAX_SAMPLES = 32  # suffixes looked at per range
+MAX_SAMPLES = 64  # suffixes looked at per range
 OCCURRENCES = 64  # newest occurrences of a single token in the request that are looked at
-SHORTLIST = 10
+SHORTLIST = 16
 _HASH_BITS = 9
 
 # Columns of the counts: store orders 1-4 and many, request orders, then contexts that skip their last token.
@@ -395,12 +395,12 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
                 match += 1
             longest = max(longest, match)
             row, n = _row(tokens[i + 1], True, stamp, entries, candidates, counts, n)
-            if row >= 0:
-                for k in range(match):
+            for k in range(match):
+                columns[INPUT + k].total += 1
+                if row >= 0:
                     if counts[row, INPUT + k] == 0:
                         columns[INPUT + k].kinds += 1
                     counts[row, INPUT + k] += 1
-                    columns[INPUT + k].total += 1
         i = previous[i]
 
     # Longer matches are among these, unless there are more of them.

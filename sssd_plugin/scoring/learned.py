@@ -38,6 +38,8 @@ from sssd_plugin.scoring.views import add_node
 from sssd_plugin.scoring.weights import BINS, CONTEXT_SETS, FEATURES, VARIETIES
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root, where it is MAX_SAMPLES
+FEW_NODES = 16  # larger trees choose among more candidates, from more samples
+FEW_CANDIDATES = 10
 STORE_DISCOUNT = 0.7
 INPUT_DISCOUNT = 0.4
 EXPAND_MARGIN = 0.7  # the best child a node can hope for, as a share of its own probability
@@ -108,8 +110,8 @@ def _interpolation(columns, first, orders, discount):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _choose(store, scratch, n):
-    """Write the shortlist of the n candidates; return its length, the longest store and request orders."""
+def _choose(store, scratch, n, limit):
+    """Write the shortlist, at most `limit` of the n candidates; return its length and both longest orders."""
     candidates, counts, columns, shortlist = scratch.candidates, scratch.counts, scratch.columns, scratch.shortlist
     store_order = _interpolation(columns, STORE, STORE_ORDERS + 1, STORE_DISCOUNT)
     input_order = _interpolation(columns, INPUT, ORDERS, INPUT_DISCOUNT)
@@ -132,7 +134,7 @@ def _choose(store, scratch, n):
         if candidate.since >= 0:
             v += ALIGNED
         candidate.promise = v
-        if m < SHORTLIST:
+        if m < limit:
             i = m
             m += 1
         elif v > candidates[shortlist[m - 1]].promise:
@@ -164,13 +166,13 @@ def variety(column):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def score(store, request, scratch, node, n, weights):
-    """Score the most promising of the n candidates that `gather` has counted at a node.
+def score(store, request, scratch, node, n, limit, weights):
+    """Score the most promising of the n candidates that `gather` has counted at a node, at most `limit`.
 
     The shortlist, its features and its probabilities P(next token = candidate) are written; with P(none of these) they
     sum to 1. Returns the length of the shortlist and the two weight sets used.
     """
-    m, store_order, input_order = _choose(store, scratch, n)
+    m, store_order, input_order = _choose(store, scratch, n, limit)
     evidence = scratch.leading[3] / EVIDENCE
     context = input_order if input_order <= SHORT_ORDERS + 1 else input_order - 1
     if input_order <= SHORT_ORDERS and scratch.alignments[node, 0, 0] > 0:
@@ -307,6 +309,9 @@ def draft_tree(request, store, weights, max_nodes, chain, min_score, tree, scrat
     if max_nodes <= 1 and recorded is None:
         return 1
     n, pending, current = 1, 0, 0
+    limit, deep_samples = FEW_CANDIDATES, DEEP_SAMPLES
+    if max_nodes > FEW_NODES:
+        limit, deep_samples = SHORTLIST, 2 * DEEP_SAMPLES
     while True:
         capacity = max_nodes - n
         hope = path_scores[current] * EXPAND_MARGIN
@@ -320,9 +325,9 @@ def draft_tree(request, store, weights, max_nodes, chain, min_score, tree, scrat
                     store.table, scratch.ranges, scratch.many, scratch.samples, parent, current, tree.tokens[current]
                 )
             filled = _write_context(request, tree, current, scratch.context)
-            samples = DEEP_SAMPLES if current else MAX_SAMPLES
+            samples = deep_samples if current else MAX_SAMPLES
             n_candidates = gather(store, request, scratch, current, parent, samples, filled)
-            m, weight_set, second_set = score(store, request, scratch, current, n_candidates, weights)
+            m, weight_set, second_set = score(store, request, scratch, current, n_candidates, limit, weights)
             if recorded is not None:
                 recorded.weight_sets[current, 0] = weight_set
                 recorded.weight_sets[current, 1] = second_set

@@ -90,7 +90,7 @@ def evenly(items: list, most: int) -> list:
 
 OCCURRENCES, MAX_CANDIDATES = 64, 256
 LONG_ORDERS = (4, 5, 6, 8, 16, 32)  # tokens that a match of the request's last four has at least
-SHORTLIST, ROOT_SAMPLES, DEEP_SAMPLES, EXPAND_MARGIN = 10, 32, 8, 0.7
+ROOT_SAMPLES, EXPAND_MARGIN = 64, 0.7
 # L(c, N) = ln(c + 0.1) - ln(N + 1). By numpy's vectorised log, which may differ from math.log in the last bit.
 LOG_MATCH = np.log(np.maximum(np.arange(65), 6) / 6)
 LOG_COUNT, LOG_TOTAL = np.log(np.arange(512) + 0.1), np.log(np.arange(512) + 1.0)
@@ -337,6 +337,7 @@ def score(
     samples: int,
     weights: NDArray[np.float64],
     copies: Copies | None = None,
+    shortlisted: int = 10,
 ) -> list[tuple[int, float]]:
     """(token, P(token follows context)) of the shortlist, most promising first; without `copies`, at the root."""
     copies = copies or Copies.of_root(store, request)
@@ -354,7 +355,7 @@ def score(
         )
         if x in seen.alignments:
             promise[x] += 0.2
-    shortlist = sorted(seen.candidates, key=lambda x: -promise[x])[:SHORTLIST]
+    shortlist = sorted(seen.candidates, key=lambda x: -promise[x])[:shortlisted]
     request_bin = (0, 1, 2, 3, 4, 4, 5, 6, 7, 8)[longest(seen.request)]
     if copies.alignments and request_bin < 4:
         request_bin = 10 if copies.evidence >= 16 else 9
@@ -412,11 +413,11 @@ def learned_tree(
         base = tree.scores[current]
         hopeless = current > 0 and not chain and len(frontier) >= room and base * EXPAND_MARGIN <= frontier[room - 1][0]
         if not hopeless:
-            samples = ROOT_SAMPLES if current == 0 else DEEP_SAMPLES
+            samples = ROOT_SAMPLES if current == 0 else 8 if max_nodes <= 16 else 16
             context = request + tree.path(current)
             if current:
                 copies[current] = copies[tree.parents[current]].child(store, request, context)
-            scored = score(store, request, context, samples, weights, copies[current])
+            scored = score(store, request, context, samples, weights, copies[current], 10 if max_nodes <= 16 else 16)
             if chain:
                 frontier = [(base * p, current, x) for x, p in scored if p == max(p for _, p in scored)][:1]
             else:
