@@ -110,7 +110,8 @@ class Drafter:
         self._live = live
         self._tenants: dict[str, int] = {}  # of requests that have one
         self._max_sub_indices = -1  # that there is scratch space for
-        self._threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._threads = min(MAX_THREADS, cores)
         self._pool: ThreadPoolExecutor | None = None
         self._scratch: list[tuple[tuple | None, tuple | None]] = []  # by thread, of the learned scorer and the paper's
         self._set_view(View.of(Snapshot.empty() if snapshot is None else snapshot) if live is None else live.view()[0])
