@@ -1,4 +1,5 @@
-"""What drafting costs on the CPU, single thread: per request and per batch, ingest, memory, building the store.
+"""What drafting costs on the CPU: per request, per batch (on as many threads as the drafter takes), ingest, memory,
+building the store, as one sub-index and as eight.
 
     python bench/drafter.py --json OUT [--tokenizer DIR]
 
@@ -31,7 +32,7 @@ from sssd_plugin.request_index import RequestIndex
 
 MODEL = Path(__file__).resolve().parent.parent / "build" / "model"
 PROMPT, STEPS, ADVANCE = 600, 120, 2  # tokens, steps per request, tokens per step
-BATCH = 32
+BATCH, LARGE = 32, 256
 HELD_OUT = 64
 
 
@@ -63,6 +64,13 @@ def flatten(documents: list[NDArray[np.int32]], limit: int) -> NDArray[np.int32]
     joined = np.concatenate([np.append(d, SEPARATOR) for d in documents]).astype(np.int32)[:limit]
     joined[-1] = SEPARATOR
     return joined
+
+
+def split(tokens: NDArray[np.int32], parts: int) -> list[NDArray[np.int32]]:
+    """Parts of about the same length, each ending with a document."""
+    ends = np.flatnonzero(tokens == SEPARATOR) + 1
+    cuts = ends[[np.searchsorted(ends, len(tokens) * i // parts) for i in range(1, parts)]]
+    return np.split(tokens, cuts)
 
 
 class Arm:
@@ -170,8 +178,8 @@ def main() -> int:
     stored = [d for d in documents if id(d) not in taken]
     rows = np.stack([d[:need] for d in held_out]).astype(np.int32)
 
-    arms = [Arm(f"input only, {scoring}, 16 nodes, batch 1", Snapshot.empty(), vocab, scoring, 16, 1) for scoring in
-            ("paper", "learned")]  # fmt: skip
+    shapes: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
+    arms = [Arm(f"input only, {s}, {n} nodes, batch 1", Snapshot.empty(), vocab, s, n, 1) for s, n in shapes]
     store_bytes = {}
     for size in arguments.stores:
         sub = SubIndex.build(flatten(stored, size), vocab)
@@ -180,9 +188,11 @@ def main() -> int:
         )
         snapshot = Snapshot.of([sub])
         label = f"{size / 1e6:g} M"
-        shapes: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
         arms += [Arm(f"{label}, {s}, {n} nodes, batch 1", snapshot, vocab, s, n, 1) for s, n in shapes]
         arms += [Arm(f"{label}, {s}, {n} nodes, batch {BATCH}", snapshot, vocab, s, n, BATCH) for s, n in shapes]
+        arms += [Arm(f"{label}, learned, 16 nodes, batch {LARGE}", snapshot, vocab, "learned", 16, LARGE)]
+        parts = Snapshot.of([SubIndex.build(part, vocab) for part in split(flatten(stored, size), 8)])
+        arms += [Arm(f"{label} in 8, {s}, {n} nodes, batch 1", parts, vocab, s, n, 1) for s, n in shapes]
     for round_ in range(arguments.rounds + 1):
         for arm in arms:
             for start in range(0, len(rows), BATCH):
@@ -190,8 +200,8 @@ def main() -> int:
                 if arm.batch == 1:
                     for row in part[:8]:
                         arm.run(row[None], timed=round_ > 0)
-                else:
-                    arm.run(part, timed=round_ > 0)
+                elif arm.batch == BATCH or start == 0:
+                    arm.run(np.resize(rows if arm.batch > BATCH else part, (arm.batch, need)), timed=round_ > 0)
     result = {
         "machine": f"{os.cpu_count()} cores of {cpu_name()}, Python {platform.python_version()}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
