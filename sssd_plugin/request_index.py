@@ -111,6 +111,34 @@ def find_gram(request, a, b, c, d):
 
 
 @njit(nogil=True, cache=True)
+def _older_gram(request, i, before, a, b, c, d):
+    """Return the first position in the chain from i on, under `before`, that ends a, b, c, d; -1 for none."""
+    tokens = request.tokens
+    while i >= 0 and not (
+        i < before and tokens[i] == d and tokens[i - 1] == c and tokens[i - 2] == b and tokens[i - 3] == a
+    ):
+        i = request.gram_previous[i]
+    return np.int64(i)
+
+
+@njit(nogil=True, cache=True)
+def newest_gram(request, before, a, b, c, d):
+    """Return the newest position under `before` that ends the tokens a, b, c, d, -1 for none.
+
+    What else has the same hash is passed over, however much it is: drafts must not depend on the seed, which differs
+    from one tensor-parallel rank to the next.
+    """
+    return _older_gram(request, request.gram_heads[find_gram(request, a, b, c, d)], before, a, b, c, d)
+
+
+@njit(nogil=True, cache=True)
+def older_gram(request, i):
+    """Return the newest position under i that ends the same four tokens as i does, -1 for none."""
+    tokens = request.tokens
+    return _older_gram(request, request.gram_previous[i], i, tokens[i - 3], tokens[i - 2], tokens[i - 1], tokens[i])
+
+
+@njit(nogil=True, cache=True)
 def _link_gram(request, i):
     """Put position i at the head of the chain of its last four tokens."""
     tokens = request.tokens

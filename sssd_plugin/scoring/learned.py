@@ -1,6 +1,6 @@
 """The learned scorer: a gated log-linear model over the counts at a node; its scores are calibrated probabilities.
 
-What is called once at a node is inlined, since a call copies its bundles of arrays, a third of a draft's time.
+What is called once at a node is inlined: calls copy their bundles of arrays, which took a fifth of a draft's time.
 
 Where the paper samples whole continuations once, at the root, and merges the sources with fixed discounts
 (papers/sssd.txt, Algorithm 3), this asks every source again at every node and learns how far to trust each.

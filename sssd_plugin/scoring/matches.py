@@ -10,12 +10,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from sssd_plugin.request_index import GRAM, find_gram
+from sssd_plugin.request_index import GRAM, newest_gram, older_gram
 
 MAX_MATCHES = 64
 MAX_MATCH = 64  # tokens that a match is compared for
 MAX_WALK = 256  # places of four tokens looked at for the longest match
-MAX_VISITS = 1024  # positions looked at, those of other tokens with the same hash included
 
 MIN_RUN = 8  # tokens that were copied before an edit, at least
 MAX_EDIT = 8  # tokens since the copy broke off, at most; tokens that a deletion may have left out
@@ -37,8 +36,10 @@ def _length(tokens, i, end, known):
 
 
 @njit(nogil=True, cache=True)
-def _is_gram(tokens, i, a, b, c, d):
-    return tokens[i] == d and tokens[i - 1] == c and tokens[i - 2] == b and tokens[i - 3] == a
+def _newest(request, end, before):
+    """Return the newest position under `before` whose last four tokens are those at position `end`, -1 for none."""
+    tokens = request.tokens
+    return newest_gram(request, before, tokens[end - 3], tokens[end - 2], tokens[end - 1], tokens[end])
 
 
 @njit(nogil=True, cache=True)
@@ -52,22 +53,17 @@ def _walk(request, end, back, best, length):
         Position and length of the newest of the longest matches, and whether all places have been looked at.
     """
     tokens = request.tokens
-    at = end - back
-    a, b, c, d = tokens[at - 3], tokens[at - 2], tokens[at - 1], tokens[at]
-    i = request.gram_heads[find_gram(request, a, b, c, d)]
-    walked, visits = 0, 0
+    i, walked = _newest(request, end - back, end - back), 0
     while i >= 0 and length < MAX_MATCH:
-        if walked >= MAX_WALK or visits >= MAX_VISITS:
+        if walked == MAX_WALK:
             return best, length, False
-        visits += 1
-        if i < at and _is_gram(tokens, i, a, b, c, d):
-            walked += 1
-            # One that differs where the longest began is not longer.
-            if length < GRAM or (i + back >= length and tokens[i + back - length] == tokens[end - length]):
-                match = _length(tokens, i + back, end, 0)
-                if match > length:
-                    best, length = np.int64(i + back), match
-        i = request.gram_previous[i]
+        walked += 1
+        # One that differs where the longest began is not longer.
+        if length < GRAM or (i + back >= length and tokens[i + back - length] == tokens[end - length]):
+            match = _length(tokens, i + back, end, 0)
+            if match > length:
+                best, length = i + back, match
+        i = older_gram(request, i)
     return best, length, True
 
 
@@ -95,23 +91,18 @@ def match_root(request, matches):
     Returns:
         Length of the longest match, 0 for none.
     """
-    tokens = request.tokens
-    end, n, longest, visits = len(tokens) - 1, 0, 0, 0
+    end, n, longest = len(request.tokens) - 1, 0, 0
     if end >= GRAM - 1:
-        a, b, c, d = tokens[end - 3], tokens[end - 2], tokens[end - 1], tokens[end]
-        i = request.gram_heads[find_gram(request, a, b, c, d)]
-        while i >= 0 and n < MAX_MATCHES and visits < MAX_VISITS:
-            visits += 1
-            if i < end and _is_gram(tokens, i, a, b, c, d):
-                n += 1
-                matches[n, POSITION], matches[n, LENGTH] = i, _length(tokens, i, end, GRAM)
-                longest = max(longest, matches[n, LENGTH])
-            i = request.gram_previous[i]
+        i = _newest(request, end, end)
+        while i >= 0 and n < MAX_MATCHES:
+            n += 1
+            matches[n, POSITION], matches[n, LENGTH] = i, _length(request.tokens, i, end, GRAM)
+            longest = max(longest, matches[n, LENGTH])
+            i = older_gram(request, i)
         if i >= 0 and longest < MAX_MATCH:
             older, length = _longest(request, end)
             if length > longest:
                 longest = length
-                n = max(n, 1)
                 matches[n, POSITION], matches[n, LENGTH] = older, length
     matches[0, 0] = n
     return longest
@@ -134,15 +125,11 @@ def match_child(request, above, matches, context, any_new):
             n += 1
             matches[n, POSITION], matches[n, LENGTH] = i, min(above[m, LENGTH] + 1, MAX_MATCH)
     if n == 0 and any_new:
-        a, b, c, d = context[3], context[2], context[1], context[0]
-        i = request.gram_heads[find_gram(request, a, b, c, d)]
-        visits = 0
-        while i >= 0 and n < MAX_MATCHES and visits < MAX_VISITS:
-            visits += 1
-            if i < end and _is_gram(tokens, i, a, b, c, d):
-                n += 1
-                matches[n, POSITION], matches[n, LENGTH] = i, GRAM
-            i = request.gram_previous[i]
+        i = newest_gram(request, end, context[3], context[2], context[1], context[0])
+        while i >= 0 and n < MAX_MATCHES:
+            n += 1
+            matches[n, POSITION], matches[n, LENGTH] = i, GRAM
+            i = older_gram(request, i)
     matches[0, 0] = n
 
 

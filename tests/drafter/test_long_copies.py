@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.request_index import RequestIndex
-from sssd_plugin.scoring.long_contexts import EDITS, edit, extract, long_rows
+from sssd_plugin.scoring.long_contexts import edit, extract, long_rows
 from tests.support.stores import int32, snapshot_of
 
 VOCAB = 30_000
@@ -103,9 +103,26 @@ def test_drafts_do_not_depend_on_the_seed() -> None:
             assert drafts[0] == drafts[1] == drafts[2]
 
 
+def test_drafts_do_not_depend_on_what_else_has_the_same_hash() -> None:
+    """Tensor-parallel ranks have seeds of their own and must draft alike, though a chain be full of other tokens."""
+    rng = np.random.default_rng(0)
+    words = rng.integers(10, 4_000, 300).tolist()
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=NODES)
+    for copied in (4, 5, 20):
+        drafts = set()
+        for seed in range(300):  # the run of one token shares the chain of these words in one index of 180
+            drafter._index = RequestIndex(1, seed)
+            replace(drafter, {"r": [*words, *[5] * 3_000, *words[:copied]]})
+            batch = drafter.draft(["r"], max_nodes=NODES)
+            drafts.add((batch.tokens.tobytes(), batch.parents.tobytes(), batch.scores.tobytes()))
+        assert len(drafts) == 1
+    drafter.close()
+
+
 HOSTILE = {
     "one token": lambda n: np.full(n, 5, np.int32),
     "nothing twice": lambda n: np.random.default_rng(0).permutation(4 * n)[:n].astype(np.int32),
+    "four letters": lambda n: np.random.default_rng(0).integers(0, 4, n).astype(np.int32),
     "two tokens": lambda n: (np.arange(n) % 2).astype(np.int32),
     "one token between others": lambda n: np.where(np.arange(n) % 5, 5, np.arange(n)).astype(np.int32),
     # By Fibonacci hashing without a seed, all of these fell on one entry of the table.
@@ -160,7 +177,7 @@ def test_edits() -> None:
     deleted = edit(tokens, "delete", 0.05, others, rng)
     assert 9_400 < len(deleted) < 9_600 and (np.diff(deleted) > 0).all()
     mixed = edit(tokens, "mixed", 0.05, others, rng)
-    assert (np.diff(mixed[mixed != -7]) > 0).all() and -7 in mixed and len(set(EDITS)) == 4
+    assert (np.diff(mixed[mixed != -7]) > 0).all() and -7 in mixed
 
 
 def test_long_rows() -> None:
