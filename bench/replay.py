@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,14 @@ from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import BINS, Weights
-from sssd_plugin.trace import Row, Trace
+from sssd_plugin.trace import Row, Trace, load_tokenizer
 
 STORE_ROWS, MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 605, 512, 4, 9
 SHIPPED = Path(__file__).resolve().parent.parent / "sssd_plugin" / "scoring" / "weights"
 
 DRAFTERS = ("sssd", "paper", "suffix", "reference", "lookup")
+SHAPES = {"lookup": "chain", "reference": "tree"}
+"""Drafters that know one shape only."""
 SOURCES = ("request", "datastore", "both alike", "neither")
 
 # Draft for the first n tokens of a row; called with n rising within a request, and with a fresh id per request, first
@@ -276,6 +279,21 @@ def replay(rows: list[Row], draft: DraftFunction, *, sources: bool = False) -> d
     } | ({"accepted_from": {name: found[name] for name in SOURCES}} if sources else {})
 
 
+def drafter(name: str, store: Trace, budget: int, shape: Any, scoring: str, weights: Path | None) -> DraftFunction:
+    """Make a drafter that knows the first 605 rows' outputs of `store`.
+
+    Raises:
+        ImportError: a rival that is not installed.
+    """
+    if name == "lookup":
+        return lookup(budget)
+    if name == "suffix":
+        return suffix(store_documents(store), budget, shape)
+    if name == "reference":
+        return reference(store_documents(store), budget, store.vocab_size)
+    return sssd(build_store(store), budget, shape, "paper" if name == "paper" else scoring, store.vocab_size, weights)
+
+
 def untainted_weights(trace: Trace) -> Path:
     """The shipped weights that were not trained on this trace."""
     for path in sorted(SHIPPED.glob("*.json")):
@@ -290,24 +308,16 @@ def long_contexts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     Raises:
         ImportError: a rival that is not installed; ValueError: no tokenizer.
     """
-    from tokenizers import Tokenizer
-
-    file = arguments.tokenizer / "tokenizer.json" if arguments.tokenizer.is_dir() else arguments.tokenizer
-    text = long_texts.library(arguments.tokenizer, 2 * max(arguments.lengths))
-    vocab_size = Tokenizer.from_file(str(file)).get_vocab_size()
+    encoder = load_tokenizer(arguments.tokenizer)
+    text = long_texts.python_sources(encoder, 2 * max(arguments.lengths))
+    store = Trace([], "", encoder.get_vocab_size())
+    budget = arguments.budget[0]
     results = []
     for name in arguments.drafter:
-        for shape in arguments.shapes if name not in ("lookup", "reference") else ("chain",):
+        for shape in [SHAPES[name]] if name in SHAPES else arguments.shapes:
             for kind in long_texts.KINDS:
                 for length in arguments.lengths:
-                    budget = arguments.budget[0]
-                    if name == "suffix":
-                        draft = suffix([], budget, shape)
-                    elif name == "lookup":
-                        draft = lookup(budget)
-                    else:
-                        scoring = "paper" if name == "paper" else arguments.scoring
-                        draft = sssd(Snapshot.empty(), budget, shape, scoring, vocab_size, arguments.weights)
+                    draft = drafter(name, store, budget, shape, arguments.scoring, arguments.weights)
                     found = replay(long_texts.rows(text, length, kind, arguments.rows), draft)
                     results.append(
                         {"drafter": name, "shape": shape, "kind": kind, "context": length, "budget": budget} | found
@@ -338,22 +348,14 @@ def run(trace: Trace, rows: list[Row], name: str, budget: int, arguments: argpar
         ImportError: a rival that is not installed.
     """
     scoring = {"sssd": arguments.scoring, "paper": "paper"}.get(name)
-    shape = "chain" if name == "lookup" else "tree" if name == "reference" else arguments.shape
+    shape = SHAPES.get(name, arguments.shape)
     weights = (arguments.weights or untainted_weights(trace)) if scoring == "learned" else None
-    documents = [] if arguments.no_store else store_documents(trace)
-    if name == "lookup":
-        draft = lookup(budget)
-    elif name == "suffix":
-        draft = suffix(documents, budget, shape)
-    elif name == "reference":
-        draft = reference(documents, budget, trace.vocab_size)
-    else:
-        snapshot = Snapshot.empty() if arguments.no_store else build_store(trace)
-        draft = sssd(snapshot, budget, shape, scoring, trace.vocab_size, weights)
+    store = replace(trace, rows=[]) if arguments.no_store else trace
+    draft = drafter(name, store, budget, shape, arguments.scoring, weights)
     used = Weights.load(weights) if weights else None
     return {
         **replay(rows, draft, sources=scoring == "learned"),
-        "store_tokens": sum(len(d) + 1 for d in documents) if name != "lookup" else 0,
+        "store_tokens": sum(len(d) + 1 for d in store_documents(store)) if name != "lookup" else 0,
         "rows": len(rows),
         "trace": arguments.trace.name,
         "drafter": "sssd" if scoring else name,

@@ -193,33 +193,46 @@ class Drafter:
         with self._lock:
             groups = self._update_view(request_ids)
             slot_ids = self._index.slot_ids(request_ids)
-            view, n = self._view, len(slot_ids)
+            n = len(slot_ids)
             if n != self._out.batch_size:
                 if n > self._batch.batch_size:
                     self._batch = DraftBatch.empty(2 * n, self.max_nodes)
                 self._out = self._batch.head(n)
             out = self._out
             trees = (out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds)
+            how = (max_nodes, shape == "chain", min_score)
             parts = max(1, min(self._threads, n // MIN_ROWS))
-
-            def draft_part(i: int, slot_ids: NDArray[np.int64], groups: NDArray[np.int64], trees: tuple) -> None:
-                _draft_batch(
-                    self._index.slots, slot_ids, view.table, view.bounds, view.sizes, groups, max_nodes,
-                    shape == "chain", min_score, trees, self._weights, *self._scratch[i],
-                )  # fmt: skip
-
             if parts == 1:
-                draft_part(0, slot_ids, groups, trees)
+                self._draft_part(0, slot_ids, groups, trees, *how)
             else:
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(self._threads - 1, "freedraft-draft")
                 rows = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
-                of_part = [(i, slot_ids[r], groups[r], tuple(array[r] for array in trees)) for i, r in enumerate(rows)]
-                others = [self._pool.submit(draft_part, *arguments) for arguments in of_part[1:]]
-                draft_part(*of_part[0])
+                of_part = [
+                    (i, slot_ids[r], groups[r], tuple(array[r] for array in trees), *how) for i, r in enumerate(rows)
+                ]
+                others = [self._pool.submit(self._draft_part, *arguments) for arguments in of_part[1:]]
+                self._draft_part(*of_part[0])
                 for other in others:
                     other.result()
         return out
+
+    def _draft_part(
+        self,
+        thread: int,
+        slot_ids: NDArray[np.int64],
+        groups: NDArray[np.int64],
+        trees: tuple[NDArray, ...],
+        max_nodes: int,
+        chain: bool,
+        min_score: float,
+    ) -> None:
+        """Draft for some rows of a batch, with the scratch space of one thread."""
+        view = self._view
+        _draft_batch(
+            self._index.slots, slot_ids, view.table, view.bounds, view.sizes, groups, max_nodes, chain, min_score,
+            trees, self._weights, *self._scratch[thread],
+        )  # fmt: skip
 
     def attribute(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:
         """Add to `tally` which source (`scoring.attribution`) knew the tokens that these requests have just gained.

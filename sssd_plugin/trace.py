@@ -6,11 +6,29 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 Row = tuple[NDArray[np.int32], NDArray[np.int32]]
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load the tokenizer.json at or in `path`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"tokenizer: {file} does not exist; name a model folder that holds tokenizer.json")
+    return Tokenizer.from_file(str(file))
 
 
 @dataclass(frozen=True)
@@ -34,12 +52,7 @@ class Trace:
         Raises:
             ValueError: a missing or malformed file, named with its line.
         """
-        from tokenizers import Tokenizer
-
-        file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-        if not file.is_file():
-            raise ValueError(f"tokenizer: {file} does not exist; name a model folder that holds tokenizer.json")
-        encoder = Tokenizer.from_file(str(file))
+        encoder = load_tokenizer(tokenizer)
         if not path.is_file():
             raise ValueError(f"trace: {path} does not exist")
         raw = path.read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,30 +12,26 @@ from numpy.typing import NDArray
 from sssd_plugin.scoring.long_contexts import edit
 from sssd_plugin.trace import Row
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 COPIED = 600
-BEGUN = 8
 KINDS = {
-    "copy": ("replace", 0.0),
-    "copy under way": ("replace", 0.0),  # its first 8 tokens end the prompt
-    "replace": ("replace", 0.05),
-    "insert": ("insert", 0.05),
-    "delete": ("delete", 0.05),
+    "copy": ("replace", 0.0, 0),
+    "copy under way": ("replace", 0.0, 8),
+    "replace": ("replace", 0.05, 0),
+    "insert": ("insert", 0.05, 0),
+    "delete": ("delete", 0.05, 0),
 }
-"""Kind of edit, and the share of tokens that it meets."""
+"""Kind of edit, the share of tokens that it meets, and how many tokens of the answer end the prompt already."""
 
 
-def library(tokenizer: Path, tokens: int) -> NDArray[np.int32]:
+def python_sources(encoder: Tokenizer, tokens: int) -> NDArray[np.int32]:
     """Return the first `tokens` tokens of Python's own library, its modules in order of their names.
 
     Raises:
-        ValueError: there is no tokenizer, or the library is shorter than that.
+        ValueError: the library is shorter than that.
     """
-    from tokenizers import Tokenizer
-
-    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    if not file.is_file():
-        raise ValueError(f"tokenizer: {file} does not exist; name a model folder that holds tokenizer.json")
-    encoder = Tokenizer.from_file(str(file))
     parts: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         if len(parts) < tokens:
@@ -49,13 +46,13 @@ def rows(text: NDArray[np.int32], length: int, kind: str, number: int) -> list[R
 
     The prompts begin at different places of the text, as far as it has them.
     """
+    how, share, begun = KINDS[kind]
     made: list[Row] = []
     for i in range(number):
         rng = np.random.default_rng(i)
         start = (len(text) - length) * i // max(1, number - 1) if number > 1 else 0
         prompt = text[start : start + length]
         part = prompt[length // 5 : length // 5 + COPIED]
-        if kind == "copy under way":
-            prompt, part = np.concatenate([prompt, part[:BEGUN]]), part[BEGUN:]
-        made.append((prompt, edit(part, *KINDS[kind], prompt, rng)))
+        prompt, part = np.concatenate([prompt, part[:begun]]), part[begun:]
+        made.append((prompt, edit(part, how, share, prompt, rng)))
     return made

@@ -8,7 +8,6 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.index.search import bucket, find_ngram, narrow, narrow_bucket, narrow_within, suffixes_of
 from sssd_plugin.request_index import GRAM, find
 from sssd_plugin.scoring.matches import (
     KIND,
@@ -22,6 +21,7 @@ from sssd_plugin.scoring.matches import (
     match_child,
     match_root,
 )
+from sssd_plugin.scoring.ranges import STORE_ORDERS, sample_orders
 from sssd_plugin.scoring.views import record
 from sssd_plugin.scoring.weights import FEATURES
 
@@ -29,10 +29,7 @@ SHORT_ORDERS = 3  # contexts of 1 to 3 tokens are looked up in the request by th
 LONG_ORDERS = np.array([4, 5, 6, 8, 16, 32])  # and longer ones by their last four: tokens that match, at least
 ORDERS = SHORT_ORDERS + len(LONG_ORDERS)
 CONTEXT = 6  # last tokens at a node that are written down
-STORE_ORDERS = 4  # contexts of 1 to 4 tokens in the store, and one of many
-MANY = STORE_ORDERS
-MANY_SIZES = (8, 12, 16, 24, 32, 48, 64)
-SKIP_ORDERS = 3  # and in the store, the last token left out
+SKIP_ORDERS = 3  # contexts in the store that leave out the last token
 MAX_CANDIDATES = 256
 MAX_SAMPLES = 64  # suffixes looked at per range
 OCCURRENCES = 64  # newest occurrences of a single token in the request that are looked at
@@ -129,93 +126,6 @@ def scratch(max_nodes: int, max_sub_indices: int) -> Scratch:
 
 
 @njit(nogil=True, cache=True)
-def _narrow_many(table, ranges, source, target, k, known, token, many):
-    """Narrow range k of `source`, of `known` tokens, to what goes on with `token`: the range of many of `target`."""
-    for j in range(len(table)):
-        lo, hi = np.int64(ranges[source, j, k, 0]), np.int64(ranges[source, j, k, 1])
-        if lo < hi:
-            tokens, suffixes = suffixes_of(table, j)
-            lo, hi = narrow(tokens, suffixes, lo, hi, known, token)
-            if lo < hi:
-                many[target] = known + 1
-                ranges[target, j, MANY, 0] = lo
-                ranges[target, j, MANY, 1] = hi
-
-
-@njit(nogil=True, cache=True)
-def find_many(table, ranges, many, node, tokens):
-    """Write the node's range of many tokens: of as many of the last in `tokens` as the store has, by MANY_SIZES."""
-    many[node] = 0
-    ranges[node, : len(table), MANY] = 0
-    for k in MANY_SIZES:
-        if k > len(tokens):
-            break
-        for j in range(len(table)):
-            if ranges[node, j, MANY - 1, 0] < ranges[node, j, MANY - 1, 1]:
-                lo, hi = find_ngram(table, j, tokens, len(tokens) - k, k)
-                if lo < hi:
-                    if many[node] < k:
-                        many[node] = k
-                        ranges[node, : len(table), MANY] = 0
-                    ranges[node, j, MANY, 0] = lo
-                    ranges[node, j, MANY, 1] = hi
-        if many[node] < k:
-            break
-
-
-@njit(nogil=True, cache=True)
-def advance(table, ranges, many, samples, source, target, token):
-    """Write the ranges of node `target`: the context of `source` followed by `token`.
-
-    Args:
-        table: int64 [J, 7], `Snapshot.table`.
-        ranges, many, samples: as in `Scratch`.
-        source, target: nodes; source may be -1 for an empty context.
-    """
-    many[target] = 0
-    ranges[target, : len(table), MANY] = 0
-    if source >= 0 and many[source] > 0:
-        _narrow_many(table, ranges, source, target, MANY, many[source], token, many)
-    if source >= 0 and many[target] == 0:
-        _narrow_many(table, ranges, source, target, MANY - 1, STORE_ORDERS, token, many)
-    for j in range(len(table)):
-        tokens, suffixes = suffixes_of(table, j)
-        for k in range(STORE_ORDERS - 1, 0, -1):
-            lo, hi = np.int64(0), np.int64(0)
-            if source >= 0:
-                start, end = np.int64(ranges[source, j, k - 1, 0]), np.int64(ranges[source, j, k - 1, 1])
-                taken = np.int64(samples[source, k - 1, 0])
-                if taken > 0 and len(table) == 1:
-                    # The samples are sorted as their range is, so they tell between which of them the token lies.
-                    size = end - start
-                    below = 0
-                    while below < taken and samples[source, k - 1, 1 + below] < token:
-                        below += 1
-                    upto = below
-                    while upto < taken and samples[source, k - 1, 1 + upto] == token:
-                        upto += 1
-                    if taken == size:
-                        lo, hi = start + below, start + upto
-                    elif k == 1:
-                        lo, hi = narrow_bucket(table, j, start, end, token)
-                    else:
-                        a = start + ((below - 1) * size // taken + 1 if below > 0 else 0)
-                        b = start + (below * size // taken if below < taken else size)
-                        c = start + ((upto - 1) * size // taken + 1 if upto > 0 else 0)
-                        d = start + (upto * size // taken if upto < taken else size)
-                        lo, hi = narrow_within(tokens, suffixes, a, b, c, d, k, token)
-                elif end > start and k == 1:
-                    lo, hi = narrow_bucket(table, j, start, end, token)
-                elif end > start:
-                    lo, hi = narrow(tokens, suffixes, start, end, k, token)
-            ranges[target, j, k, 0] = lo
-            ranges[target, j, k, 1] = hi
-        lo, hi = bucket(table, j, token)
-        ranges[target, j, 0, 0] = lo
-        ranges[target, j, 0, 1] = hi
-
-
-@njit(nogil=True, cache=True)
 def _row(token, may_add, stamp, entries, candidates, counts, n):
     """Return the row of `token` among the n candidates, -1 if it has none and gets none, and their number then."""
     h = np.int64(((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - _HASH_BITS))
@@ -232,56 +142,6 @@ def _row(token, may_add, stamp, entries, candidates, counts, n):
     candidate.token, candidate.match, candidate.since = token, 0, -1
     counts[n, :] = 0
     return np.int64(n), n + 1
-
-
-@njit(nogil=True, cache=True)
-def _sample(table, ranges, node, k, offset, size, max_samples, out):
-    """Take the tokens at `offset` of evenly spaced members of the node's range k, all sub-indices end to end.
-
-    There is nothing but loads, so that they overlap: what they hit is cold. `out` gets the number of samples, then
-    their tokens.
-    """
-    take = min(size, max_samples)
-    out[0] = take
-    if take == 0:
-        return
-    whole, rest = size // take, size % take
-    error, at, done = np.int64(0), np.int64(0), 0  # at: floor(q * size / take), from the start of this sub-index's part
-    for j in range(len(table)):
-        start = ranges[node, j, k, 0]
-        part = np.int64(ranges[node, j, k, 1] - start)
-        if at < part:
-            tokens, suffixes = suffixes_of(table, j)
-            while at < part and done < take:
-                done += 1
-                place = suffixes[start + at] + offset
-                # Where a token was skipped, it must not have been the end of a document.
-                out[done] = tokens[place] if tokens[place - 1] >= 0 else np.int32(-1)
-                at += whole
-                error += rest
-                if error >= take:
-                    error -= take
-                    at += 1
-        at -= part
-
-
-@njit(nogil=True, cache=True, inline="always")
-def _sample_orders(table, ranges, node, orders, many, skip, max_samples, out):
-    """Sample the node's ranges of `orders` tokens and of fewer, at the token after the next `skip`.
-
-    The order above STORE_ORDERS is that of `many` tokens. A shorter context that has the same suffixes adds nothing:
-    its number of samples is -1.
-    """
-    longer = np.int64(-1)  # size of the range one order up
-    for k in range(orders - 1, -1, -1):
-        size = np.int64(0)
-        for j in range(len(table)):
-            size += ranges[node, j, k, 1] - ranges[node, j, k, 0]
-        if size > 0 and size == longer:
-            out[k, 0] = -1
-        else:
-            _sample(table, ranges, node, k, (many if k == MANY else k + 1) + skip, size, max_samples, out[k])
-        longer = size
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -380,9 +240,9 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
         columns[column].total = 0
         columns[column].kinds = 0
     samples = scratch.samples[node]
-    _sample_orders(store.table, scratch.ranges, node, STORE_ORDERS + 1, scratch.many[node], 0, max_samples, samples)
+    sample_orders(store.table, scratch.ranges, node, STORE_ORDERS + 1, scratch.many[node], 0, max_samples, samples)
     if parent >= 0:
-        _sample_orders(store.table, scratch.ranges, parent, SKIP_ORDERS, 0, 1, max_samples, scratch.skip_samples)
+        sample_orders(store.table, scratch.ranges, parent, SKIP_ORDERS, 0, 1, max_samples, scratch.skip_samples)
     n = _count_orders(samples, STORE, 0, scratch, 0)
 
     i = request.heads[find(request, context[0])]

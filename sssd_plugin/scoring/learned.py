@@ -20,7 +20,6 @@ from sssd_plugin.request_index import find
 from sssd_plugin.scoring.candidates import (
     CONTEXT,
     INPUT,
-    MANY,
     MAX_SAMPLES,
     ORDERS,
     SHORT_ORDERS,
@@ -28,12 +27,10 @@ from sssd_plugin.scoring.candidates import (
     SKIP_INPUT,
     SKIP_STORE,
     STORE,
-    STORE_ORDERS,
-    advance,
-    find_many,
     gather,
 )
 from sssd_plugin.scoring.matches import DELETED, EVIDENCE, INSERTED, MAX_MATCH, MIN_RUN
+from sssd_plugin.scoring.ranges import MANY, STORE_ORDERS, advance, find_many
 from sssd_plugin.scoring.views import add_node
 from sssd_plugin.scoring.weights import BINS, CONTEXT_SETS, FEATURES, VARIETIES
 

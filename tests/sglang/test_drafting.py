@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import types
+import functools
+import tempfile
 from array import array
 
 import numpy as np
@@ -92,6 +93,19 @@ def request(rid, prompt, padded=None, *, extra_key=None, cache_salt=None, custom
     return built
 
 
+@functools.cache
+def model_config():
+    """SGLang's ModelConfig of a Llama with this vocabulary."""
+    import transformers
+    from sglang.srt.configs.model_config import ModelConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        config = transformers.LlamaConfig(vocab_size=VOCAB_SIZE, architectures=["LlamaForCausalLM"], **sizes)
+        config.save_pretrained(folder)
+        return ModelConfig(folder)
+
+
 def decoding_batch(gained):
     """SGLang's ScheduleBatch before a decoding step, after one by which requests gained tokens: {request: tokens}.
 
@@ -109,8 +123,7 @@ def decoding_batch(gained):
     for row, new in enumerate(gained.values()):
         tokens[row, : len(new)] = torch.tensor(new)
     pool = ReqToTokenPool(size=len(gained), max_context_len=8, device="cpu", enable_memory_saver=False)
-    model = types.SimpleNamespace(vocab_size=VOCAB_SIZE)  # all that is read of a ModelConfig
-    batch = ScheduleBatch.init_new(list(gained), pool, None, None, model, True, SpeculativeAlgorithm.NONE)
+    batch = ScheduleBatch.init_new(list(gained), pool, None, None, model_config(), True, SpeculativeAlgorithm.NONE)
     batch.forward_mode = ForwardMode.DECODE
     # The newest token is not in the KV cache.
     lengths = [len(r.origin_input_ids) + len(r.output_ids) + len(new) - 1 for r, new in gained.items()]

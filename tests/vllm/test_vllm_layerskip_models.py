@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,8 +146,13 @@ def test_too_many_skip_sets(tiny_model: Path, tmp_path: Path) -> None:
     assert config_of(tiny_model, GOOD | {"skip_set": paths[:4]}).speculative_config is not None
 
 
-def test_an_architecture_without_such_layers() -> None:
-    model_config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Gemma2ForCausalLM"]), uses_mrope=False)
+def test_an_architecture_without_such_layers(tiny_model: Path, tmp_path: Path) -> None:
+    from vllm.config import ModelConfig
+
+    config = json.loads((tiny_model / "config.json").read_text())
+    config |= {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model_config = ModelConfig(str(tmp_path), skip_tokenizer_init=True)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM") as error:
         check_model(model_config)
     assert "LlamaForCausalLM" in str(error.value) and "\n" not in str(error.value)
