@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,6 +63,21 @@ class GuardedMethod:
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
         """See `Method.set_prompt_state`."""
         self.call(lambda: self.method.set_prompt_state(request_id, state))
+
+    @property
+    def needs_logits(self) -> bool:
+        """See `Method.needs_logits`; not during a pause."""
+        return self._paused == 0 and self.method.needs_logits
+
+    def recycle(
+        self,
+        request_ids: Sequence[str],
+        draft: DraftBatch,
+        top_tokens: NDArray[np.int32],
+        top_log_probs: NDArray[np.float32],
+    ) -> None:
+        """See `Method.recycle`."""
+        self.call(lambda: self.method.recycle(request_ids, draft, top_tokens, top_log_probs))
 
     def prepare(self, model: DraftModel) -> None:
         """See `Method.prepare`."""

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 
 
+TOP_TOKENS = 8
+"""Likeliest next tokens at a node that `Method.recycle` is told of."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One decoding step of B requests, before its draft.
@@ -88,6 +92,7 @@ class EngineContext:
         rank: of this process among those of its engine that draft; each serves metrics at a port of its own.
         hardware: the device in words, as `freedraft calibrate` writes it; None where it is not known.
         writes_store: whether this process may write what it learns.
+        gives_logits: whether the engine calls `Method.recycle`.
         lockstep: whether other ranks draft the same and must learn in the same order.
         tokenizer_fingerprint: gives the fingerprint of the target's tokenizer; None where there is none.
     """
@@ -101,6 +106,7 @@ class EngineContext:
     rank: int = 0
     hardware: str | None = None
     writes_store: bool = True
+    gives_logits: bool = False
     lockstep: bool = False
     tokenizer_fingerprint: Callable[[], str | None] = lambda: None
 
@@ -124,6 +130,11 @@ class Method:
     needs_prompt_states: bool = False
     """Whether `set_prompt_state` is to be called."""
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether `recycle` is to be called after the next step, where the engine can."""
+        return False
+
     def __init__(self, options: Any, context: EngineContext, controller: Controller, name: str) -> None:
         self.options, self.context, self.controller = options, context, controller
         self.metrics = Metrics(name)
@@ -139,6 +150,23 @@ class Method:
 
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
         """float32 [H], the normed last hidden state behind a prompt; before the first step of the request."""
+
+    def recycle(
+        self,
+        request_ids: Sequence[str],
+        draft: DraftBatch,
+        top_tokens: NDArray[np.int32],
+        top_log_probs: NDArray[np.float32],
+    ) -> None:
+        """What the target thinks comes next at every node that the last step verified, before the `draft` of the next.
+
+        Args:
+            request_ids: B ids, of which some may have finished.
+            draft: [B, N], the trees that were verified, without scores.
+            top_tokens: int32 [B, N, TOP_TOKENS], likeliest first, -1 for none; what stands at padding is undefined.
+            top_log_probs: float32 [B, N, TOP_TOKENS], natural logarithms, before temperature and filters; -inf for
+                none.
+        """
 
     def prepare(self, model: DraftModel) -> None:
         """The target's weights and KV cache are there. Only methods that run the model are called."""

@@ -14,10 +14,12 @@ from numba import njit
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from sssd_plugin import recycled_logits
 from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.store import SEARCHED, LiveDatastore
 from sssd_plugin.options import Scoring
+from sssd_plugin.recycled_logits import TOP, Recycled
 from sssd_plugin.request_index import RequestIndex, request_at
 from sssd_plugin.scoring import attribution, candidates, learned, paper
 from sssd_plugin.scoring.views import Store, Tree
@@ -32,8 +34,8 @@ MIN_ROWS = 8  # requests that are worth a thread of their own
 
 @njit(nogil=True, cache=True)
 def _draft_batch(
-    slots, slot_ids, table, bounds, sizes, groups, max_nodes, chain, min_score, trees, weights, learned_scratch,
-    paper_scratch,
+    slots, slot_ids, table, bounds, sizes, groups, entries, owners, max_nodes, chain, min_score, trees, weights,
+    learned_scratch, paper_scratch,
 ):  # fmt: skip
     """Fill a `DraftBatch` for the requests in `slot_ids`; a slot of -1 gets a tree of 0 nodes.
 
@@ -42,6 +44,7 @@ def _draft_batch(
     Args:
         slots: `RequestIndex.slots`; slot_ids: int64 [B].
         table, bounds, sizes: of a `View`; groups: int64 [B], whose sub-indices each request drafts from.
+        entries: of recycled logits, none to draft without; owners: int64 [B], whose logits each request drafts from.
         max_nodes, chain, min_score: as in `learned.draft_tree`.
         trees: the arrays of the `DraftBatch`, in its order.
         weights, learned_scratch, paper_scratch: what the learned scorer needs, and the paper's; those of the one that
@@ -58,12 +61,31 @@ def _draft_batch(
         tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
         if learned_scratch is not None:
             counts[b] = learned.draft_tree(
-                request, store, weights, max_nodes, chain, min_score, tree, candidates.Scratch(*learned_scratch), None
-            )
+                request, store, Recycled(entries, owners[b]), weights, max_nodes, chain, min_score, tree,
+                candidates.Scratch(*learned_scratch), None,
+            )  # fmt: skip
         if paper_scratch is not None:
             counts[b] = paper.draft_tree(
                 request, store.table, max_nodes, chain, min_score, tree, paper.Scratch(*paper_scratch)
             )
+
+
+@njit(nogil=True, cache=True)
+def _recycle_batch(
+    slots, slot_ids, entries, owners, tokens, parents, counts, top_tokens, top_log_probs, vocab_size, clock
+):
+    """Keep the logits of every node of the trees of the requests in `slot_ids`, where these still end in the root."""
+    context, keys = np.zeros(recycled_logits.ORDERS, np.int32), np.zeros(recycled_logits.ORDERS, np.uint64)
+    clock[0] += 1
+    for b in range(len(slot_ids)):
+        if slot_ids[b] < 0:
+            continue
+        known = request_at(slots, slot_ids[b]).tokens
+        if len(known) > 0 and known[-1] == tokens[b, 0]:
+            recycled_logits.put_tree(
+                Recycled(entries, owners[b]), known, tokens[b], parents[b], counts[b], top_tokens[b], top_log_probs[b],
+                vocab_size, context, keys, clock[0],
+            )  # fmt: skip
 
 
 class Drafter:
@@ -78,6 +100,7 @@ class Drafter:
         weights: file of the learned scorer's weights; None for the ones that ship with the package.
         snapshot: the datastore; None for none.
         live: a datastore that grows; it then brings the static one along, and `snapshot` must be None.
+        recycle_megabytes: memory for recycled logits, with scoring "learned"; 0 for none.
 
     Raises:
         ValueError: an argument is out of range, or the weights file is unreadable.
@@ -92,6 +115,7 @@ class Drafter:
         weights: Path | None = None,
         snapshot: Snapshot | None = None,
         live: LiveDatastore | None = None,
+        recycle_megabytes: float = 0.0,
     ) -> None:
         if not 1 <= max_nodes <= MAX_NODES:
             raise ValueError(f"max_nodes must be 1..{MAX_NODES}, not {max_nodes}")
@@ -101,7 +125,14 @@ class Drafter:
             raise ValueError(f"scoring must be 'learned' or 'paper', not {scoring!r}")
         self.vocab_size = vocab_size
         self.max_nodes = max_nodes
-        self._weights = Weights.load(weights).values if scoring == "learned" else None
+        self._weights = None
+        if scoring == "learned":
+            loaded = Weights.load(weights)
+            self._weights = loaded.values, loaded.recycled
+        self._no_entries = recycled_logits.entries(0)
+        self._entries = recycled_logits.entries(recycle_megabytes)
+        self._recycle_clock = np.zeros(1, np.int64)
+        self._owners: dict[str, int] = {}  # of requests whose logits are not everyone's
         self._index = RequestIndex()
         self._lock = threading.Lock()
         self._prompts: dict[str, Future[None]] = {}
@@ -129,6 +160,34 @@ class Drafter:
         """Let the request draft from what its tenant (`LiveDatastore.tenant`) may see, until it finishes."""
         if tenant:
             self._tenants[request_id] = tenant
+
+    def set_owner(self, request_id: str, owner: int) -> None:
+        """Keep and see this request's logits apart from those of other owners (`recycled_logits.owner_of`)."""
+        if owner:
+            self._owners[request_id] = owner
+
+    def recycle(
+        self,
+        request_ids: Sequence[str],
+        draft: DraftBatch,
+        top_tokens: NDArray[np.int32],
+        top_log_probs: NDArray[np.float32],
+    ) -> None:
+        """Keep the likeliest next tokens at every verified node, before `update` appends what was accepted.
+
+        Args:
+            request_ids: B ids, unknown ones are left out; draft: [B, N], the trees that were verified.
+            top_tokens: int32 [B, N, TOP], likeliest first; top_log_probs: float32 [B, N, TOP], natural logarithms.
+        """
+        if len(self._entries) == 0:
+            return
+        self._await_prompts(request_ids)
+        with self._lock:
+            _recycle_batch(
+                self._index.slots, self._index.slot_ids(request_ids), self._entries, self._owners_of(request_ids),
+                draft.tokens, draft.parents, draft.counts, top_tokens, top_log_probs, self.vocab_size,
+                self._recycle_clock,
+            )  # fmt: skip
 
     def tenant_of(self, request_id: str) -> int:
         """Return the tenant of a request; 0 for none."""
@@ -170,7 +229,13 @@ class Drafter:
         self._replace(request_id, np.ascontiguousarray(tokens, np.int32))
 
     def draft(
-        self, request_ids: Sequence[str], *, max_nodes: int, shape: Shape = "tree", min_score: float = 0.0
+        self,
+        request_ids: Sequence[str],
+        *,
+        max_nodes: int,
+        shape: Shape = "tree",
+        min_score: float = 0.0,
+        recycled: bool = True,
     ) -> DraftBatch:
         """Draft the best trees, or chains, for these requests.
 
@@ -179,6 +244,7 @@ class Drafter:
             max_nodes: per request, root included.
             shape: `chain` gives every node at most one child.
             min_score: leave out nodes whose score does not exceed this.
+            recycled: draft from recycled logits, too, where there are any.
 
         Returns:
             A DraftBatch of B rows: views that the next call overwrites. Nodes stand in order of falling score, so any
@@ -200,16 +266,18 @@ class Drafter:
                 self._out = self._batch.head(n)
             out = self._out
             trees = (out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds)
-            how = (max_nodes, shape == "chain", min_score)
+            entries, owners = self._entries if recycled else self._no_entries, self._owners_of(request_ids)
+            how = (entries, max_nodes, shape == "chain", min_score)
             parts = max(1, min(self._threads, n // MIN_ROWS))
             if parts == 1:
-                self._draft_part(0, slot_ids, groups, trees, *how)
+                self._draft_part(0, slot_ids, groups, owners, trees, *how)
             else:
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(self._threads - 1, "freedraft-draft")
                 rows = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
                 of_part = [
-                    (i, slot_ids[r], groups[r], tuple(array[r] for array in trees), *how) for i, r in enumerate(rows)
+                    (i, slot_ids[r], groups[r], owners[r], tuple(array[r] for array in trees), *how)
+                    for i, r in enumerate(rows)
                 ]
                 others = [self._pool.submit(self._draft_part, *arguments) for arguments in of_part[1:]]
                 self._draft_part(*of_part[0])
@@ -222,7 +290,9 @@ class Drafter:
         thread: int,
         slot_ids: NDArray[np.int64],
         groups: NDArray[np.int64],
+        owners: NDArray[np.int64],
         trees: tuple[NDArray, ...],
+        entries: NDArray,
         max_nodes: int,
         chain: bool,
         min_score: float,
@@ -230,8 +300,8 @@ class Drafter:
         """Draft for some rows of a batch, with the scratch space of one thread."""
         view = self._view
         _draft_batch(
-            self._index.slots, slot_ids, view.table, view.bounds, view.sizes, groups, max_nodes, chain, min_score,
-            trees, self._weights, *self._scratch[thread],
+            self._index.slots, slot_ids, view.table, view.bounds, view.sizes, groups, entries, owners, max_nodes,
+            chain, min_score, trees, self._weights, *self._scratch[thread],
         )  # fmt: skip
 
     def attribute(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:
@@ -265,6 +335,7 @@ class Drafter:
         self._await_prompts(request_ids)
         for request_id in request_ids:
             self._tenants.pop(request_id, None)
+            self._owners.pop(request_id, None)
         with self._lock:
             self._index.finish(request_ids)
 
@@ -321,11 +392,17 @@ class Drafter:
             self._set_view(view)
         return np.zeros(len(request_ids), np.int64) if groups is None else groups
 
+    def _owners_of(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
+        if not self._owners:
+            return np.zeros(len(request_ids), np.int64)
+        return np.array([self._owners.get(request_id, 0) for request_id in request_ids], np.int64)
+
     def _warm_up(self) -> None:
         """Compile, or load from the cache, everything that a step calls."""
         name, one = "\0warm-up", np.ones(1, np.int64)
         self.replace(name, np.zeros(200, np.int32))
         self.update([name], np.zeros(1, np.int32), 0 * one, one, np.array([201], np.int32))
         self.draft([name], max_nodes=min(2, self.max_nodes))
+        self.recycle([], self._out.head(0), np.zeros((0, 1, TOP), np.int32), np.zeros((0, 1, TOP), np.float32))
         self.attribute([name], one, np.zeros(attribution.SIZE, np.int64))
         self.finish([name])

@@ -16,6 +16,8 @@ from freedraft.draft import DraftBatch
 from freedraft.method import EngineContext, Method, MethodSpec, Step
 from freedraft.metrics import check_port, serve
 from sssd_plugin.options import SssdOptions
+from sssd_plugin.recycle_choice import RecycleChoice
+from sssd_plugin.recycled_logits import owner_of
 
 if TYPE_CHECKING:
     from sssd_plugin.datastore.disk.store import Datastore
@@ -90,6 +92,9 @@ class SssdMethod(Method):
             self.store = _open_store(options, context, verify=False)
         self.live = self._open_live() if options.live else None
         self.live_metrics = LiveMetrics()
+        recycles = context.gives_logits and options.scoring == "learned"
+        self.recycling = RecycleChoice(options.recycle if recycles else "off")
+        self._recycles = self.recycling.on
         self._prompt_lengths: dict[str, int] = {}  # of requests to learn from
         self.drafter = Drafter(
             vocab_size=context.vocab_size,
@@ -98,6 +103,7 @@ class SssdMethod(Method):
             weights=options.weights,
             snapshot=self._snapshot() if self.live is None else None,
             live=self.live,
+            recycle_megabytes=options.recycle_megabytes if self._recycles else 0,
         )
         self.source_metrics = SourceMetrics(self._snapshot())
         serve(options.metrics_port, context.rank)
@@ -133,6 +139,8 @@ class SssdMethod(Method):
             self._prompt_lengths.setdefault(request_id, len(tokens))
             if tenant:
                 self.drafter.set_tenant(request_id, self.live.tenant(tenant))
+        if self._recycles and self.options.isolation == "tenant":
+            self.drafter.set_owner(request_id, owner_of(tenant))
         self.drafter.begin(request_id, tokens)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
@@ -149,9 +157,23 @@ class SssdMethod(Method):
 
     def update(self, step: Step) -> None:
         drafter, request_ids = self.drafter, step.request_ids
+        self.recycling.update(step)
         for row in drafter.update(request_ids, step.tokens, step.starts, step.ends, step.contexts):
             drafter.replace(request_ids[row], step.history(row))
         self.source_metrics.update(drafter, request_ids, lambda: step.gained)
+
+    @property
+    def needs_logits(self) -> bool:
+        return self.recycling.on
+
+    def recycle(
+        self,
+        request_ids: Sequence[str],
+        draft: DraftBatch,
+        top_tokens: NDArray[np.int32],
+        top_log_probs: NDArray[np.float32],
+    ) -> None:
+        self.drafter.recycle(request_ids, draft, top_tokens, top_log_probs)
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         return self.drafter.draft(
@@ -159,6 +181,7 @@ class SssdMethod(Method):
             max_nodes=max_draft_len + 1,
             shape="chain" if step.widths is None else "tree",
             min_score=self.min_score,
+            recycled=self.recycling.on,
         )
 
     def close(self) -> None:

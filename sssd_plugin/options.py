@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from freedraft.config import PluginOptions, UserPath, expand_path
 from freedraft.cost.policies import Controller, Policy
 from freedraft.method import EngineContext
+from sssd_plugin.recycle_choice import Recycle
 
 Scoring = Literal["learned", "paper"]
 
@@ -52,6 +53,8 @@ class SssdOptions(PluginOptions):
         min_score: drafts with a lower estimated probability of acceptance are not verified. None: 0 under "auto"; else,
             where lengths may differ by request (vLLM), what a token costs by the hardware profile, and 0 where they may
             not (SGLang).
+        recycle: draft from the logits of verified nodes, too: "auto" where this brings tokens per second, "on", "off".
+        recycle_megabytes: memory for them; the oldest go first.
         metrics_port: serve Prometheus metrics of the engine process on 127.0.0.1 at this port (0 picks a free one).
     """
 
@@ -70,6 +73,8 @@ class SssdOptions(PluginOptions):
     policy: Policy | None = None
     step_times: UserPath = None
     min_score: float | None = Field(default=None, ge=0.0, le=1.0)
+    recycle: Recycle = "auto"
+    recycle_megabytes: int = Field(default=64, ge=1, le=1 << 16)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
 
     @field_validator("weights")

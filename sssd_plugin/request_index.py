@@ -83,11 +83,18 @@ def request_at(slots, s):
 
 
 @njit(nogil=True, cache=True)
-def _mix(x):
-    """Return a hash of x (uint64) in 32 bits that depends on all of its bits (splitmix64, Steele et al. 2014)."""
+def mix(x):
+    """Return a hash of x (uint64) in 64 bits, each of which depends on all of its bits (splitmix64, Steele et al.
+    2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x >> np.uint64(32)
+    return x ^ (x >> np.uint64(31))
+
+
+@njit(nogil=True, cache=True)
+def _mix(x):
+    """Return the upper 32 bits of `mix`."""
+    return mix(x) >> np.uint64(32)
 
 
 @njit(nogil=True, cache=True)

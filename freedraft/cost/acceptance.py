@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 
-KINDS = 64
-PASS_KINDS = 48
+KINDS = 128
+PASS_KINDS = 112
 """`DraftBatch.kinds` of nodes that draft passes made begin here, one for each recipe; n-gram drafters stay below."""
 _BINS = 12
 _DEPTHS = 8

@@ -144,6 +144,19 @@ class HybridMethod(Method):
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
         self.model.set_prompt_state(request_id, state)
 
+    @property
+    def needs_logits(self) -> bool:
+        return self.host.needs_logits
+
+    def recycle(
+        self,
+        request_ids: Sequence[str],
+        draft: DraftBatch,
+        top_tokens: NDArray[np.int32],
+        top_log_probs: NDArray[np.float32],
+    ) -> None:
+        self.host.recycle(request_ids, draft, top_tokens, top_log_probs)
+
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         self._by_model.discard(request_id)
         self.throughput.finish(request_id)

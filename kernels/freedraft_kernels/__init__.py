@@ -9,6 +9,7 @@ from freedraft_kernels.draws import draws
 from freedraft_kernels.inputs import TreeInputs, tree_inputs
 from freedraft_kernels.kv_pool import KVPool
 from freedraft_kernels.probs import target_probs
+from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree import TreeBatch
 from freedraft_kernels.verification import Verification, verify_greedy, verify_sampled
 
@@ -19,6 +20,7 @@ __all__ = [
     "Verification",
     "draws",
     "target_probs",
+    "top_tokens",
     "tree_inputs",
     "verify_greedy",
     "verify_sampled",

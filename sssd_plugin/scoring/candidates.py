@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from sssd_plugin import recycled_logits
 from sssd_plugin.request_index import GRAM, find
 from sssd_plugin.scoring.matches import (
     KIND,
@@ -23,7 +24,7 @@ from sssd_plugin.scoring.matches import (
 )
 from sssd_plugin.scoring.ranges import STORE_ORDERS, sample_orders
 from sssd_plugin.scoring.views import record
-from sssd_plugin.scoring.weights import FEATURES
+from sssd_plugin.scoring.weights import FEATURES, RECYCLED_FEATURES
 
 SHORT_ORDERS = 3  # contexts of 1 to 3 tokens are looked up in the request by their last token
 LONG_ORDERS = np.array([4, 5, 6, 8, 16, 32])  # and longer ones by their last four: tokens that match, at least
@@ -44,7 +45,7 @@ COLUMNS = SKIP_INPUT + 2
 _ROW = 32  # bytes of a row of counts; every count is at most 64
 
 _HASH = np.dtype([("stamp", "i8"), ("token", "i4"), ("row", "i4")], align=True)
-_CANDIDATE = record("share store input promise", "token match since kind")
+_CANDIDATE = record("share store input promise", "token match since kind cost")
 _COLUMN = record("scale back_off", "total kinds")
 _LEAF = record("score", "parent token kind")
 
@@ -57,7 +58,8 @@ class Scratch(NamedTuple):
         hash: [2^9], open addressing: row of each token among the candidates.
         candidates: [MAX_CANDIDATES], the token; its share of the store's tokens; its probability interpolated over the
             store's orders, and over the request's; what the shortlist is chosen by; tokens of its longest match, 0 for
-            none; of its alignment the tokens equal since the edit, -1 for none, and the kind of edit.
+            none; of its alignment the tokens equal since the edit, -1 for none, and the kind of edit; what it costs by
+            recycled logits (`recycled_logits.ENTRY`), -1 where it is not among the likeliest.
         counts: uint8 [MAX_CANDIDATES, _ROW], how often each candidate followed, by column.
         columns: [COLUMNS], observations, distinct tokens among them; the terms that interpolate them.
         context: int32 [CONTEXT], the last tokens at the node, newest first, drafted ones included.
@@ -72,8 +74,10 @@ class Scratch(NamedTuple):
         leading: int32 [4], rows of the candidates of the longest match and of the newest one, -1 for none; what
             `matches.align_root` returns.
         shortlist: int32 [SHORTLIST], rows of the most promising candidates, best first.
+        keys: uint64 [ORDERS], of recycled logits.
         seen: int32 [COLUMNS, 2], features of columns with observations, and these columns.
-        features: float64 [SHORTLIST, FEATURES]; probabilities: float64 [SHORTLIST].
+        features: float64 [SHORTLIST, FEATURES]; recycled: float64 [SHORTLIST, RECYCLED_FEATURES]; probabilities:
+            float64 [SHORTLIST].
         frontier: [N], the best nodes that are not in the tree yet, best first.
         path_scores: float64 [N], score of each node of the tree.
     """
@@ -92,8 +96,10 @@ class Scratch(NamedTuple):
     alignments: NDArray[np.int32]
     leading: NDArray[np.int32]
     shortlist: NDArray[np.int32]
+    keys: NDArray[np.uint64]
     seen: NDArray[np.int32]
     features: NDArray[np.float64]
+    recycled: NDArray[np.float64]
     probabilities: NDArray[np.float64]
     frontier: NDArray[Any]
     path_scores: NDArray[np.float64]
@@ -117,8 +123,10 @@ def scratch(max_nodes: int, max_sub_indices: int) -> Scratch:
         np.zeros((n, 1 + MAX_ALIGNMENTS, 3), np.int32),
         np.zeros(4, np.int32),
         np.zeros(SHORTLIST, np.int32),
+        np.zeros(recycled_logits.ORDERS, np.uint64),
         np.zeros((COLUMNS, 2), np.int32),
         np.zeros((SHORTLIST, FEATURES)),
+        np.zeros((SHORTLIST, RECYCLED_FEATURES)),
         np.zeros(SHORTLIST),
         np.zeros(n, _LEAF),
         np.zeros(n),
@@ -139,7 +147,7 @@ def _row(token, may_add, stamp, entries, candidates, counts, n):
     entries[h].token = token
     entries[h].row = n
     candidate = candidates[n]
-    candidate.token, candidate.match, candidate.since = token, 0, -1
+    candidate.token, candidate.match, candidate.since, candidate.cost = token, 0, -1, -1
     counts[n, :] = 0
     return np.int64(n), n + 1
 
@@ -292,3 +300,24 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
                         counts[row, SKIP_INPUT + 1] += 1
             i = previous[i]
     return n
+
+
+@njit(nogil=True, cache=True, inline="always")
+def gather_recycled(recycled, scratch, context_length, n):
+    """Add the likeliest tokens by recycled logits to the n candidates of a node.
+
+    Returns:
+        The number of candidates, and the number of last tokens that the logits were found by; 0 where there are none.
+    """
+    order, at = recycled_logits.find(recycled, scratch.context, context_length, scratch.keys)
+    if order > 0:
+        for k in range(recycled_logits.TOP):
+            if recycled.entries[at].costs[k] == recycled_logits.MAX_COST:
+                break
+            row, n = _row(
+                recycled.entries[at].tokens[k], True, scratch.clock[0], scratch.hash, scratch.candidates,
+                scratch.counts, n,
+            )  # fmt: skip
+            if row >= 0:
+                scratch.candidates[row].cost = recycled.entries[at].costs[k]
+    return n, order

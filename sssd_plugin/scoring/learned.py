@@ -16,6 +16,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from sssd_plugin.pointers import int32_at
+from sssd_plugin.recycled_logits import SCALE
 from sssd_plugin.request_index import find
 from sssd_plugin.scoring.candidates import (
     CONTEXT,
@@ -28,11 +29,12 @@ from sssd_plugin.scoring.candidates import (
     SKIP_STORE,
     STORE,
     gather,
+    gather_recycled,
 )
 from sssd_plugin.scoring.matches import DELETED, EVIDENCE, INSERTED, MAX_MATCH, MIN_RUN
 from sssd_plugin.scoring.ranges import MANY, STORE_ORDERS, advance, find_many
 from sssd_plugin.scoring.views import add_node
-from sssd_plugin.scoring.weights import BINS, CONTEXT_SETS, FEATURES, VARIETIES
+from sssd_plugin.scoring.weights import BINS, CONTEXT_SETS, EVIDENCES, FEATURES, RECYCLED_FEATURES, VARIETIES
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root, where it is MAX_SAMPLES
 FEW_NODES = 16  # larger trees choose among more candidates, from more samples
@@ -41,6 +43,8 @@ STORE_DISCOUNT = 0.7
 INPUT_DISCOUNT = 0.4
 EXPAND_MARGIN = 0.7  # the best child a node can hope for, as a share of its own probability
 ALIGNED = 0.2  # what an alignment adds to the promise of a candidate
+RECYCLED = 0.3  # and a probability by recycled logits, times this
+LIKELY = 4.0  # -ln p of a token that recycled logits speak neither for nor against
 
 _LOG_COUNT = np.log(np.arange(512) + 0.1)
 _LOG_TOTAL = np.log(np.arange(512) + 1.0)
@@ -64,6 +68,8 @@ class Recorded(NamedTuple):
         weight_sets: int32 [N, 2], the weight sets that scored the node's candidates; sizes: int32 [N], their number.
         tokens: int32 [N, SHORTLIST]; probabilities: float64 [N, SHORTLIST].
         features: float64 [N, SHORTLIST, FEATURES].
+        recycled_sets: int32 [N], the set of weights of recycled logits that was used, -1 for none.
+        recycled: float64 [N, SHORTLIST, RECYCLED_FEATURES].
     """
 
     weight_sets: NDArray[np.int32]
@@ -71,6 +77,8 @@ class Recorded(NamedTuple):
     tokens: NDArray[np.int32]
     probabilities: NDArray[np.float64]
     features: NDArray[np.float64]
+    recycled_sets: NDArray[np.int32]
+    recycled: NDArray[np.float64]
 
 
 @njit(nogil=True, cache=True)
@@ -130,6 +138,8 @@ def _choose(store, scratch, n, limit):
         v = v + skip_store * counts[c, SKIP_STORE + 1] + skip_input * counts[c, SKIP_INPUT + 1]
         if candidate.since >= 0:
             v += ALIGNED
+        if candidate.cost >= 0:
+            v += RECYCLED * math.exp(candidate.cost * (-1 / SCALE))
         candidate.promise = v
         if m < limit:
             i = m
@@ -163,11 +173,12 @@ def variety(column):
 
 
 @njit(nogil=True, cache=True, inline="always")
-def score(store, request, scratch, node, n, limit, weights):
+def score(store, request, scratch, node, n, order, limit, weights, recycled_weights):
     """Score the most promising of the n candidates that `gather` has counted at a node, at most `limit`.
 
     The shortlist, its features and its probabilities P(next token = candidate) are written; with P(none of these) they
-    sum to 1. Returns the length of the shortlist and the two weight sets used.
+    sum to 1. Returns the length of the shortlist, the two weight sets used, and the one of recycled logits, -1 where
+    `order`, the number of tokens that these were found by, is 0.
     """
     m, store_order, input_order = _choose(store, scratch, n, limit)
     evidence = scratch.leading[3] / EVIDENCE
@@ -187,7 +198,6 @@ def score(store, request, scratch, node, n, limit, weights):
             if columns[column + k].total > 0:
                 seen[n_seen, 0], seen[n_seen, 1] = first + k, column + k
                 n_seen += 1
-    top = 0.0
     for i in range(m):
         c = scratch.shortlist[i]
         candidate, x = scratch.candidates[c], scratch.features[i]
@@ -224,14 +234,38 @@ def score(store, request, scratch, node, n, limit, weights):
             for f in range(25, FEATURES):
                 z += x[f] * (weights[f] + second[f])
         probabilities[i] = z
-        top = max(top, z)
+    recycled_set = -1
+    if order > 0:
+        recycled_set = (order - 1) * EVIDENCES + min(max(store_order, input_order), EVIDENCES - 1)
+        least = scratch.candidates[scratch.shortlist[0]].cost
+        for i in range(m):
+            cost = scratch.candidates[scratch.shortlist[i]].cost
+            if cost >= 0 and (least < 0 or cost < least):
+                least = cost
+        for i in range(m):
+            cost, y = scratch.candidates[scratch.shortlist[i]].cost, scratch.recycled[i]
+            y[:] = 0.0
+            y[0] = probabilities[i]
+            if cost < 0:
+                y[1] = 1.0
+            else:
+                y[2] = 1.0
+                y[3] = LIKELY - cost * (1 / SCALE)
+                y[4] = 1.0 if cost == least else 0.0
+            z = 0.0
+            for f in range(RECYCLED_FEATURES):
+                z += y[f] * recycled_weights[recycled_set, f]
+            probabilities[i] = z
+    top = 0.0
+    for i in range(m):
+        top = max(top, probabilities[i])
     total = math.exp(-top)
     for i in range(m):
         probabilities[i] = math.exp(probabilities[i] - top)
         total += probabilities[i]
     for i in range(m):
         probabilities[i] /= total
-    return m, weight_set, second_set
+    return m, weight_set, second_set, recycled_set
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -284,14 +318,16 @@ def _insert(frontier, pending, capacity, score, parent, token, kind):
 
 
 @njit(nogil=True, cache=True)
-def draft_tree(request, store, weights, max_nodes, chain, min_score, tree, scratch, recorded):
+def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, tree, scratch, recorded):
     """Draft the best-first tree of at most `max_nodes` nodes, by product of the scores along each path.
 
     Args:
-        request: a `Request`; store: a `Store`; weights: float64 [SETS, FEATURES].
+        request: a `Request`; store: a `Store`; recycled: a `Recycled`.
+        weights: float64 [SETS, FEATURES] and [RECYCLED_SETS, RECYCLED_FEATURES].
         chain: only ever extend the newest node, by its best candidate.
         min_score: leave out nodes below this probability of being accepted.
-        tree: a `Tree`, written; a node's kind is the weight set that scored it, and so the matching contexts.
+        tree: a `Tree`, written; a node's kind is the weight set that scored it, and so the matching contexts, with
+            recycled logits CONTEXT_SETS more.
         scratch: a `Scratch`; recorded: a `Recorded`, or None.
 
     Returns:
@@ -324,7 +360,11 @@ def draft_tree(request, store, weights, max_nodes, chain, min_score, tree, scrat
             filled = _write_context(request, tree, current, scratch.context)
             samples = deep_samples if current else MAX_SAMPLES
             n_candidates = gather(store, request, scratch, current, parent, samples, filled)
-            m, weight_set, second_set = score(store, request, scratch, current, n_candidates, limit, weights)
+            n_candidates, order = gather_recycled(recycled, scratch, filled, n_candidates)
+            m, weight_set, second_set, recycled_set = score(
+                store, request, scratch, current, n_candidates, order, limit, weights[0], weights[1]
+            )
+            kind = weight_set if recycled_set < 0 else weight_set + CONTEXT_SETS
             if recorded is not None:
                 recorded.weight_sets[current, 0] = weight_set
                 recorded.weight_sets[current, 1] = second_set
@@ -333,6 +373,9 @@ def draft_tree(request, store, weights, max_nodes, chain, min_score, tree, scrat
                     recorded.tokens[current, i] = scratch.candidates[scratch.shortlist[i]].token
                     recorded.probabilities[current, i] = scratch.probabilities[i]
                     recorded.features[current, i] = scratch.features[i]
+                recorded.recycled_sets[current] = recycled_set
+                if recycled_set >= 0:
+                    recorded.recycled[current] = scratch.recycled
             first = 0
             if chain and m > 0:
                 first = int(np.argmax(scratch.probabilities[:m]))
@@ -340,7 +383,7 @@ def draft_tree(request, store, weights, max_nodes, chain, min_score, tree, scrat
             for i in range(first, m):
                 value = path_scores[current] * scratch.probabilities[i]
                 token = scratch.candidates[scratch.shortlist[i]].token
-                pending = _insert(frontier, pending, capacity, value, current, token, weight_set)
+                pending = _insert(frontier, pending, capacity, value, current, token, kind)
         if n >= max_nodes or pending == 0 or frontier[0].score <= min_score:
             return n
         leaf = frontier[0]

@@ -1,4 +1,8 @@
-"""Training the learned scorer: online logistic regression over the nodes that a replayed trace passes through."""
+"""Training the learned scorer: online logistic regression over the nodes that a replayed trace passes through.
+
+Recycled logits have weights of their own, on top of those of the n-grams, because few traces have logits: they are
+learnt from `Recording`s while the others stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,30 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
-from sssd_plugin.scoring.candidates import SHORTLIST, scratch
+from sssd_plugin.scoring.candidates import CONTEXT, SHORTLIST, scratch
 from sssd_plugin.scoring.learned import Recorded, draft_tree
 from sssd_plugin.scoring.long_contexts import long_rows
 from sssd_plugin.scoring.views import Store, Tree
-from sssd_plugin.scoring.weights import CONTEXT_SETS, FEATURES, SETS, initial_weights
+from sssd_plugin.scoring.weights import (
+    CONTEXT_SETS,
+    FEATURES,
+    RECYCLED_FEATURES,
+    SETS,
+    initial_recycled_weights,
+    initial_weights,
+)
+from sssd_plugin.trace import Recording
 
 EPSILON = 1e-3
+NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
+NO_LIMIT = 1 << 31
+WITHOUT_LOGITS = Recycled(entries(0), np.int64(0))
 SCHEDULE = ((1, 0.05), (1, 0.05), (16, 0.05), (16, 0.03), (16, 0.015))
 """(nodes, learning rate) of each pass: roots of every position first, then the trees that will be drafted."""
+RECYCLED_SCHEDULE = ((1, 0.05), (16, 0.05), (32, 0.02))
+STORE_EVERY, RECYCLED_MEGABYTES = 16, 64
 LONG_ROWS = 2
 """One answer over a long prompt is made for each so many recorded ones."""
 
@@ -31,6 +49,7 @@ class Model(NamedTuple):
     Attributes:
         weights: float64 [SETS, FEATURES], what the scorer uses: gated, and shared too in the sets by context.
         shared, shared_sum: float64 [FEATURES]; gated, gated_sum: float64 [SETS, FEATURES].
+        recycled, recycled_sum: float64 [RECYCLED_SETS, RECYCLED_FEATURES].
     """
 
     weights: NDArray[np.float64]
@@ -38,6 +57,15 @@ class Model(NamedTuple):
     gated: NDArray[np.float64]
     shared_sum: NDArray[np.float64]
     gated_sum: NDArray[np.float64]
+    recycled: NDArray[np.float64]
+    recycled_sum: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, weights: NDArray[np.float64], recycled: NDArray[np.float64]) -> Model:
+        """Begin with these weights."""
+        gated = np.zeros((SETS, FEATURES))
+        sums = np.zeros(FEATURES), np.zeros_like(gated)
+        return cls(weights, weights[0].copy(), gated, *sums, recycled, np.zeros_like(recycled))
 
 
 @njit(nogil=True, cache=True)
@@ -60,16 +88,41 @@ def _learn(model, seen, node, token, rate):
 
 
 @njit(nogil=True, cache=True)
-def _replay(slots, s, truth, position, store, max_nodes, rate, model, tree, scratch, seen):
-    """Replay one request and learn at every expanded node on the true path; return where its slot has to grow."""
+def _learn_recycled(model, seen, node, token, rate):
+    """Take one step of AdaGrad on the log-loss of `token` for the weights of recycled logits."""
+    own = seen.recycled_sets[node]
+    for f in range(RECYCLED_FEATURES):
+        gradient = 0.0
+        for i in range(seen.sizes[node]):
+            hit = 1.0 if seen.tokens[node, i] == token else 0.0
+            gradient += seen.recycled[node, i, f] * (seen.probabilities[node, i] - hit)
+        model.recycled_sum[own, f] += gradient * gradient
+        model.recycled[own, f] -= rate * gradient / np.sqrt(model.recycled_sum[own, f] + EPSILON)
+
+
+@njit(nogil=True, cache=True)
+def _replay(
+    slots, s, truth, position, store, max_nodes, rate, model, tree, scratch, seen, recycled, start, top_tokens,
+    top_log_probs,
+):  # fmt: skip
+    """Replay one request and learn at every expanded node on the true path; return where its slot has to grow.
+
+    Args:
+        recycled: a `Recycled`; where it has entries its weights are learnt, and the logits before `truth[start + i]`
+            are `top_tokens[i]` and `top_log_probs[i]`.
+    """
+    weights = model.weights, model.recycled
     while position < len(truth) and ingest(slots, s, truth, 0, position):
         request = request_at(slots, s)
-        n = draft_tree(request, store, model.weights, max_nodes, False, 0.0, tree, scratch, seen)
+        n = draft_tree(request, store, recycled, weights, max_nodes, False, 0.0, tree, scratch, seen)
         current, accepted = 0, 0
         while position + accepted < len(truth):
             token = truth[position + accepted]
             if seen.weight_sets[current, 0] >= 0 and rate > 0:
-                _learn(model, seen, current, token, rate)
+                if len(recycled.entries) == 0:
+                    _learn(model, seen, current, token, rate)
+                elif seen.recycled_sets[current] >= 0:
+                    _learn_recycled(model, seen, current, token, rate)
             following = -1
             for i in range(1, n):
                 if tree.parents[i] == current and tree.tokens[i] == token:
@@ -80,12 +133,27 @@ def _replay(slots, s, truth, position, store, max_nodes, rate, model, tree, scra
             current = following
             accepted += 1
         seen.weight_sets[:] = -1
-        position += 1 if max_nodes == 1 else accepted + 1
+        gained = 1 if max_nodes == 1 else accepted + 1
+        if len(recycled.entries) > 0:
+            for at in range(position, min(position + gained, len(truth))):
+                filled = min(at, CONTEXT)
+                for i in range(filled):
+                    scratch.context[i] = truth[at - 1 - i]
+                put(
+                    recycled, scratch.context, filled, scratch.keys, top_tokens[at - start], top_log_probs[at - start],
+                    NO_LIMIT, scratch.clock[0],
+                )  # fmt: skip
+        position += gained
     return position
 
 
 def replay(
-    model: Model, snapshot: Snapshot, prompt: NDArray[np.int32], output: NDArray[np.int32], max_nodes: int, rate: float
+    model: Model,
+    snapshot: Snapshot,
+    answer: Recording,
+    max_nodes: int,
+    rate: float,
+    recycled: Recycled = WITHOUT_LOGITS,
 ) -> None:
     """Learn from one answer; with `max_nodes` 1 at the root of every position, else along accepted tree paths."""
     n = max_nodes + 1
@@ -97,16 +165,21 @@ def replay(
         np.zeros((n, SHORTLIST), np.int32),
         np.zeros((n, SHORTLIST)),
         np.zeros((n, SHORTLIST, FEATURES)),
+        np.full(n, -1, np.int32),
+        np.zeros((n, SHORTLIST, RECYCLED_FEATURES)),
     )
     store = Store(snapshot.table, snapshot.n_tokens)
     space = scratch(n, len(snapshot.sub_indices))
-    truth = np.concatenate([prompt, output]).astype(np.int32)
+    truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
     index = RequestIndex(1)
-    position = len(prompt)
+    position = len(answer.prompt)
     while position < len(truth):
         index.replace("r", truth[:position])
         slot = index.slot_ids(["r"])[0]
-        position = _replay(index.slots, slot, truth, position, store, max_nodes, rate, model, tree, space, seen)
+        position = _replay(
+            index.slots, slot, truth, position, store, max_nodes, rate, model, tree, space, seen, recycled,
+            len(answer.prompt), answer.top_tokens, answer.top_log_probs,
+        )  # fmt: skip
 
 
 def lessons(
@@ -151,10 +224,43 @@ def train(
         ValueError: there are too few rows to split.
     """
     taught = lessons(rows, vocab_size)
-    weights, gated = initial_weights(), np.zeros((SETS, FEATURES))
-    model = Model(weights, weights[0].copy(), gated, np.zeros(FEATURES), np.zeros_like(gated))
+    model = Model.of(initial_weights(), initial_recycled_weights())
     for turn, (max_nodes, rate) in enumerate(SCHEDULE):
         for i, (snapshot, prompt, output) in enumerate(taught):
-            replay(model, snapshot, prompt, output, max_nodes, rate)
+            replay(model, snapshot, Recording(prompt, output, *NO_LOGITS), max_nodes, rate)
             progress((turn + (i + 1) / len(taught)) / len(SCHEDULE))
     return model.weights
+
+
+def train_recycled(
+    weights: NDArray[np.float64],
+    recordings: Sequence[Recording],
+    vocab_size: int,
+    *,
+    progress: Callable[[float], None] = lambda done: None,
+) -> NDArray[np.float64]:
+    """Train the weights of recycled logits, over n-gram weights that stay as they are.
+
+    The answers are replayed in their order, with the logits, and a store, of those before.
+
+    Args:
+        weights: float64 [SETS, FEATURES].
+
+    Returns:
+        float64 [RECYCLED_SETS, RECYCLED_FEATURES].
+
+    Raises:
+        ValueError: there are no recordings.
+    """
+    if not recordings:
+        raise ValueError("there is no recording with logits to train on")
+    model = Model.of(weights, initial_recycled_weights())
+    for turn, (max_nodes, rate) in enumerate(RECYCLED_SCHEDULE):
+        recycled, snapshot = Recycled(entries(RECYCLED_MEGABYTES), np.int64(0)), Snapshot.empty()
+        for i, recording in enumerate(recordings):
+            if i % STORE_EVERY == 0 and i > 0:
+                documents = [np.append(r.output, SEPARATOR) for r in recordings[:i]]
+                snapshot = Snapshot.of([SubIndex.build(np.concatenate(documents).astype(np.int32), vocab_size)])
+            replay(model, snapshot, recording, max_nodes, rate, recycled)
+            progress((turn + (i + 1) / len(recordings)) / len(RECYCLED_SCHEDULE))
+    return model.recycled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sysconfig
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,9 +13,10 @@ import numpy as np
 import oracle
 from numpy.typing import NDArray
 
+from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.draft import DraftBatch
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.scoring.weights import FEATURES, SETS, Weights
+from sssd_plugin.scoring.weights import FEATURES, RECYCLED_FEATURES, RECYCLED_SETS, SETS, Weights
 from tests.support.stores import Documents, int32, joined, snapshot_of
 
 
@@ -23,6 +25,11 @@ def random_weights(seed: int) -> NDArray[np.float64]:
     rng = np.random.default_rng(seed)
     values = rng.normal(0, 0.15, (SETS, FEATURES))
     values[:, :3] += (1.0, 0.4, 0.5)
+    return np.array([[float(f"{v:.6g}") for v in row] for row in values])
+
+
+def random_recycled_weights(seed: int) -> NDArray[np.float64]:
+    values = np.random.default_rng(seed).normal((0.7, -0.5, 0.2, 0.4, 0.1), 0.2, (RECYCLED_SETS, RECYCLED_FEATURES))
     return np.array([[float(f"{v:.6g}") for v in row] for row in values])
 
 
@@ -47,6 +54,7 @@ def assert_equal(batch: DraftBatch, trees: Sequence[oracle.Tree]) -> None:
         assert batch.parents[b, :n].tolist() == tree.parents
         assert batch.depths[b, :n].tolist() == tree.depths
         assert batch.scores[b, :n].tolist() == np.array(tree.scores, np.float32).tolist()
+        assert batch.kinds[b, :n].max(initial=0) < PASS_KINDS
 
 
 class Pair:
@@ -60,11 +68,16 @@ class Pair:
         vocab_size: int,
         max_nodes: int = 32,
         weights: Path | None = None,
+        recycle_megabytes: float = 0,
     ) -> None:
         self.scoring = scoring
         self.vocab_size = vocab_size
-        self.drafter = Drafter(vocab_size=vocab_size, max_nodes=max_nodes, scoring=scoring, weights=weights)  # type: ignore[arg-type]
-        self.weights = Weights.load(weights).values
+        options = {"scoring": scoring, "weights": weights, "recycle_megabytes": recycle_megabytes}
+        self.drafter = Drafter(vocab_size=vocab_size, max_nodes=max_nodes, **options)  # type: ignore[arg-type]
+        loaded = Weights.load(weights)
+        self.weights, self.recycled_weights = loaded.values, loaded.recycled
+        self.owners: dict[str, int] = {}
+        self.logits: dict[int, oracle.Logits] = defaultdict(dict)
         self.requests: dict[str, list[int]] = {}
         self.use(sub_indices)
 
@@ -93,6 +106,20 @@ class Pair:
     def append(self, new: dict[str, Sequence[int]]) -> None:
         self.extend({name: [*self.requests.get(name, []), *tokens] for name, tokens in new.items()})
 
+    def recycle(self, names: Sequence[str], batch: DraftBatch, tokens: NDArray, log_probs: NDArray) -> None:
+        """The target has verified these trees: int32 and float32 [B, N, TOP]."""
+        self.drafter.recycle(names, batch, tokens, log_probs)
+        for b, name in enumerate(names):
+            request = self.requests.get(name, [])
+            if not request or request[-1] != batch.tokens[b, 0]:
+                continue
+            paths: list[list[int]] = [[]]
+            for i in range(int(batch.counts[b])):
+                if i:
+                    paths.append([*paths[batch.parents[b, i]], int(batch.tokens[b, i])])
+                known = self.logits[self.owners.get(name, 0)]
+                oracle.remember(known, request + paths[i], tokens[b, i].tolist(), log_probs[b, i].tolist())
+
     def finish(self, name: str) -> None:
         self.requests.pop(name, None)
         self.drafter.finish([name])
@@ -103,7 +130,9 @@ class Pair:
         options = {"max_nodes": self.drafter.max_nodes, **options}
         batch = self.drafter.draft(names, **options)
         requests = [self.requests.get(name, []) for name in names]
-        trees = oracle.draft(self.store, requests, scoring=self.scoring, weights=self.weights, **options)
+        logits = [self.logits[self.owners.get(name, 0)] for name in names]
+        weights = {"weights": self.weights, "recycled_weights": self.recycled_weights}
+        trees = oracle.draft(self.store, requests, scoring=self.scoring, logits=logits, **weights, **options)
         assert_equal(batch, trees)
         return batch
 

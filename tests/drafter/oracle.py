@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -330,6 +331,17 @@ def variety(columns: list[Column], order: int) -> int:
     return 4 if kinds == total else 5 if total / kinds >= 3 else 6
 
 
+Logits = dict[tuple[int, ...], dict[int, int]]
+"""Recycled logits of one owner: behind up to four tokens, the likeliest next ones, and -ln p of each in 1/1024."""
+
+
+def remember(logits: Logits, text: list[int], tokens: Sequence[int], log_probs: Sequence[float]) -> None:
+    """What the target said comes behind `text`; -1 is no token."""
+    costs = {t: int(-p * 1024 + 0.5) for t, p in zip(tokens, log_probs, strict=True) if t >= 0 and p > -32767 / 1024}
+    for k in range(1, min(4, len(text)) + 1) if tokens[0] in costs else ():
+        logits[tuple(text[-k:])] = costs
+
+
 def score(
     store: OracleStore,
     request: list[int],
@@ -338,10 +350,19 @@ def score(
     weights: NDArray[np.float64],
     copies: Copies | None = None,
     shortlisted: int = 10,
+    logits_of: Logits | None = None,
+    recycled_weights: NDArray[np.float64] | None = None,
 ) -> list[tuple[int, float]]:
     """(token, P(token follows context)) of the shortlist, most promising first; without `copies`, at the root."""
     copies = copies or Copies.of_root(store, request)
     seen = gather(store, request, context, samples, copies)
+    known_by = max((k for k in (1, 2, 3, 4) if logits_of and tuple(context[-k:]) in logits_of), default=0)
+    if known_by > len(context):
+        known_by = len(context)
+    costs: dict[int, int] = {}
+    for x, cost in logits_of[tuple(context[-known_by:])].items() if logits_of and known_by else ():
+        if seen.known(x):
+            costs[x] = cost
     store_p, request_p, promise = {}, {}, {}
     skip_store, skip_request = seen.skip_store[1], seen.skip_request[1]
     for x in seen.candidates:
@@ -355,6 +376,8 @@ def score(
         )
         if x in seen.alignments:
             promise[x] += 0.2
+        if x in costs:
+            promise[x] += 0.3 * math.exp(costs[x] * (-1 / 1024))
     shortlist = sorted(seen.candidates, key=lambda x: -promise[x])[:shortlisted]
     request_bin = (0, 1, 2, 3, 4, 4, 5, 6, 7, 8)[longest(seen.request)]
     if copies.alignments and request_bin < 4:
@@ -392,6 +415,15 @@ def score(
         for f, value in enumerate(features):
             z += value * w[f]
         logits.append(z)
+    if known_by and recycled_weights is not None:
+        v = [float(a) for a in recycled_weights[6 * (known_by - 1) + min(5, max(store_order, request_order))]]
+        first = min((costs[x] for x in shortlist if x in costs), default=None)
+        for i, x in enumerate(shortlist):
+            z = logits[i] * v[0]
+            if x in costs:
+                logits[i] = z + v[2] + (4.0 - costs[x] * (1 / 1024)) * v[3] + (v[4] if costs[x] == first else 0.0)
+            else:
+                logits[i] = z + v[1]
     top = max([0.0, *logits])
     total = math.exp(-top)
     for z in logits:
@@ -400,7 +432,13 @@ def score(
 
 
 def learned_tree(
-    store: OracleStore, request: list[int], weights: NDArray[np.float64], max_nodes: int, chain: bool, min_score: float
+    store: OracleStore,
+    request: list[int],
+    weights: NDArray[np.float64],
+    max_nodes: int,
+    chain: bool,
+    min_score: float,
+    *recycled: Any,
 ) -> Tree:
     tree = Tree()
     if not request:
@@ -417,7 +455,9 @@ def learned_tree(
             context = request + tree.path(current)
             if current:
                 copies[current] = copies[tree.parents[current]].child(store, request, context)
-            scored = score(store, request, context, samples, weights, copies[current], 10 if max_nodes <= 16 else 16)
+            scored = score(
+                store, request, context, samples, weights, copies[current], 10 if max_nodes <= 16 else 16, *recycled
+            )
             if chain:
                 frontier = [(base * p, current, x) for x, p in scored if p == max(p for _, p in scored)][:1]
             else:
@@ -556,13 +596,16 @@ def draft(
     max_nodes: int,
     shape: str = "tree",
     min_score: float = 0.0,
+    logits: Sequence[Logits] | None = None,
+    recycled_weights: NDArray[np.float64] | None = None,
 ) -> list[Tree]:
-    """One tree per request."""
+    """One tree per request; `logits` are what each request sees of recycled ones."""
     trees = []
-    for request in requests:
+    for b, request in enumerate(requests):
         tokens = [int(t) for t in request]
         if scoring == "learned":
-            trees.append(learned_tree(store, tokens, weights, max_nodes, shape == "chain", min_score))
+            recycled = (logits[b], recycled_weights) if logits else ()
+            trees.append(learned_tree(store, tokens, weights, max_nodes, shape == "chain", min_score, *recycled))
         else:
             trees.append(paper_tree(store, tokens, max_nodes, shape == "chain", min_score))
     return trees

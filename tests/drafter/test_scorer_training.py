@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -11,9 +12,18 @@ import pytest
 from drafting import Pair
 from numpy.typing import NDArray
 
+from freedraft.method import TOP_TOKENS
 from sssd_plugin.scoring.long_contexts import long_rows
-from sssd_plugin.scoring.training import LONG_ROWS, train
-from sssd_plugin.scoring.weights import FEATURES, SETS, Weights, initial_weights
+from sssd_plugin.scoring.training import LONG_ROWS, train, train_recycled
+from sssd_plugin.scoring.weights import (
+    FEATURES,
+    RECYCLED_FEATURES,
+    RECYCLED_SETS,
+    SETS,
+    Weights,
+    initial_weights,
+)
+from sssd_plugin.trace import Recording, load_recordings
 from tests.support.stores import int32
 
 VOCAB = 40
@@ -102,6 +112,85 @@ def test_training_is_deterministic(trained: NDArray[np.float64]) -> None:
     """Ranks of a tensor-parallel group, and whoever repeats a training, get the same weights."""
     again = train(source(0, 96), VOCAB)
     assert again.tolist() == trained.tolist()
+
+
+def with_logits(rows: list[Row], noise: float) -> list[Recording]:
+    """Answers with what their source says: the true distribution over eight tokens, or one that knows nothing."""
+    rng = np.random.default_rng(3)
+    recordings = []
+    for prompt, output in rows:
+        tokens = np.array([rng.permutation(VOCAB)[:TOP_TOKENS] for _ in output], np.int32)
+        log_probs = np.full(tokens.shape, math.log(0.02), np.float32)
+        knows = rng.random(len(output)) >= noise
+        for i in np.flatnonzero(knows & (tokens != output[:, None]).all(1)):
+            tokens[i, 0] = output[i]
+        log_probs[:, 0] = math.log(0.8)
+        recordings.append(Recording(prompt, output, tokens, log_probs))
+    return recordings
+
+
+def mean_share(recycled: NDArray[np.float64], weights: NDArray[np.float64], test: list[Recording]) -> float:
+    """Probability that the oracle gives the true next token, where it has logits of the same text."""
+    store = oracle.OracleStore([], VOCAB)
+    found = []
+    for one in test:
+        known: oracle.Logits = {}
+        text = [*one.prompt.tolist(), *one.output.tolist()]
+        start = len(one.prompt)
+        for i in range(start, start + 40):
+            oracle.remember(known, text[:i], one.top_tokens[i - start].tolist(), one.top_log_probs[i - start].tolist())
+        for i in range(start, start + 40, 4):
+            request = text[:i]
+            scored = dict(oracle.score(store, request, request, 64, weights, None, 10, known, recycled))
+            found.append(scored.get(text[i], 0.0))
+    return float(np.mean(found))
+
+
+def test_recycled_logits_are_trusted_as_they_deserve(trained: NDArray[np.float64]) -> None:
+    """N-gram weights stay, and logits that know count for more than logits that do not."""
+    before = trained.copy()
+    rows = source(3, 48)
+    good, bad = (train_recycled(trained, with_logits(rows, noise), VOCAB) for noise in (0.0, 1.0))
+    assert good.shape == (RECYCLED_SETS, RECYCLED_FEATURES) and np.isfinite(good).all()
+    assert np.array_equal(trained, before)
+    test = with_logits(source(4, 6), 0.0)
+    shares = [mean_share(recycled, trained, test) for recycled in (good, bad)]
+    assert shares[0] > shares[1] + 0.1, shares
+    with pytest.raises(ValueError, match="no recording"):
+        train_recycled(trained, [], VOCAB)
+
+
+GOOD_LINE = {
+    "prompt": [1, 2],
+    "output": [3],
+    "top_tokens": [list(range(TOP_TOKENS))],
+    "top_log_probs": [[-1.0] * TOP_TOKENS],
+}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        json.dumps({k: v for k, v in GOOD_LINE.items() if k != "top_tokens"}),
+        json.dumps(GOOD_LINE | {"output": [3, 4]}),
+        json.dumps(GOOD_LINE | {"top_log_probs": [[-1.0]]}),
+        json.dumps(GOOD_LINE | {"prompt": "text"}),
+        json.dumps(GOOD_LINE | {"prompt": [[1]]}),
+        json.dumps(GOOD_LINE | {"prompt": [2**40]}),
+    ],
+)
+def test_recordings(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "recorded.jsonl"
+    path.write_text(json.dumps(GOOD_LINE) + "\n\n" + json.dumps(GOOD_LINE) + "\n")
+    loaded = load_recordings(path)
+    assert len(loaded) == 2 and loaded[1].output.tolist() == [3] and loaded[1].top_log_probs.shape == (1, TOP_TOKENS)
+    path.write_text(json.dumps(GOOD_LINE) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=r"recorded\.jsonl line 2"):
+        load_recordings(path)
+    with pytest.raises(ValueError, match="does not exist"):
+        load_recordings(tmp_path / "none")
 
 
 def test_too_few_rows() -> None:

@@ -7,20 +7,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafting import random_weights
+from drafting import random_recycled_weights, random_weights
 
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.scoring.weights import FEATURES, SETS, Weights, initial_weights
+from sssd_plugin.scoring.weights import (
+    FEATURES,
+    RECYCLED_FEATURES,
+    RECYCLED_SETS,
+    SETS,
+    Weights,
+    initial_recycled_weights,
+    initial_weights,
+)
 
 
 def test_round_trip(tmp_path: Path) -> None:
     values = random_weights(0)
     values[0, :3] = 1e-9, -123456.0, 0.0
     path = tmp_path / "weights.json"
-    Weights(values, 'a trace called "x"', "0" * 64).save(path)
+    Weights(values, 'a trace called "x"', "0" * 64, random_recycled_weights(0)).save(path)
     loaded = Weights.load(path)
     assert loaded.values.dtype == np.float64
     assert loaded.values.tolist() == values.tolist()
+    assert loaded.recycled.tolist() == random_recycled_weights(0).tolist()
     assert (loaded.trained_on, loaded.trace_sha256) == ('a trace called "x"', "0" * 64)
     loaded.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == path.read_text()
@@ -30,14 +39,16 @@ def test_shipped_weights() -> None:
     shipped = Weights.load()
     assert shipped.values.shape == (SETS, FEATURES)
     assert not np.array_equal(shipped.values, initial_weights())
+    assert not np.array_equal(shipped.recycled, initial_recycled_weights())
     assert shipped.trained_on and len(shipped.trace_sha256) == 64
 
 
 GOOD = {
-    "format": "freedraft-scorer-2",
+    "format": "freedraft-scorer-3",
     "trained_on": "x",
     "trace_sha256": "y",
     "weights": initial_weights().tolist(),
+    "recycled": initial_recycled_weights().tolist(),
 }
 
 
@@ -50,14 +61,16 @@ GOOD = {
         ("null", ""),
         ('"text"', ""),
         (b"\xff\xfe\x00\x80", ""),
-        (GOOD | {"format": "freedraft-scorer-1"}, "freedraft-scorer-1"),
+        (GOOD | {"format": "freedraft-scorer-2"}, "freedraft-scorer-2"),
         ({k: v for k, v in GOOD.items() if k != "weights"}, "weights"),
+        ({k: v for k, v in GOOD.items() if k != "recycled"}, "recycled"),
         ({k: v for k, v in GOOD.items() if k != "format"}, "format"),
         ({k: v for k, v in GOOD.items() if k != "trace_sha256"}, "trace_sha256"),
         (GOOD | {"weights": GOOD["weights"][:-1]}, f"{SETS} x {FEATURES}"),
         (GOOD | {"weights": [row[:-1] for row in GOOD["weights"]]}, f"{SETS} x {FEATURES}"),
         (GOOD | {"weights": [*GOOD["weights"][:-1], [1.0]]}, ""),
         (GOOD | {"weights": [["x"] * FEATURES] * SETS}, ""),
+        (GOOD | {"recycled": GOOD["recycled"][1:]}, f"{RECYCLED_SETS} x {RECYCLED_FEATURES}"),
         (GOOD | {"weights": 3}, f"{SETS} x {FEATURES}"),
         (GOOD | {"weights": [[float("nan")] * FEATURES] * SETS}, "finite"),
         (GOOD | {"weights": [[1e400] * FEATURES] * SETS}, "finite"),

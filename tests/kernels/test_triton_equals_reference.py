@@ -13,12 +13,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from freedraft_kernels import KVPool, TreeBatch, Verification, tree_inputs, verify_greedy, verify_sampled
+from freedraft_kernels import KVPool, TreeBatch, Verification, top_tokens, tree_inputs, verify_greedy, verify_sampled
 from freedraft_kernels.dispatch import interpreting, use_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import batches, on, random_batch, random_probs
 from test_kernel_kv_pool import accepted_paths, paged_slots, random_buffers
+from test_kernel_top_tokens import random_logits
 from test_kernel_verification import chi_square
 
 from freedraft.draft import DraftBatch
@@ -51,6 +52,18 @@ def same(ours: Verification, reference: Verification) -> None:
 @runs_triton
 def test_dispatch() -> None:
     assert use_triton(torch.device(DEVICE)) and not use_triton(torch.device(DEVICE), "reference")
+
+
+@runs_triton
+@pytest.mark.parametrize("rows, vocab, values", [(3, 9000, 40), (2, 4096, 10_000), (5, 8, 3), (0, 50, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_top_tokens(rows: int, vocab: int, values: int, dtype: torch.dtype) -> None:
+    logits = random_logits(rows, vocab, values, vocab).to(DEVICE, dtype)
+    if rows:
+        logits[0, 1] = torch.nan if values > 3 else torch.inf
+    for count in (1, 5, 8):
+        ours, reference = (top_tokens(logits, count, backend=name) for name in ("triton", "reference"))
+        assert all(map(torch.equal, ours, reference)), (ours, reference)
 
 
 @runs_triton

@@ -42,3 +42,20 @@ def test_learns_for_its_tenant(tiny, tmp_path, overlap):
     assert [record.tokens.tolist() for record in records] == [answer] * 7, "each answer, whole"
     assert len({record.tenant for record in records}) == 5
     read_counts(counts)
+
+
+def test_recycles_for_its_tenant(tiny, tmp_path):
+    """The logits at verified nodes serve later requests of the tenant, with nothing learnt from the answers."""
+    counts = tmp_path / "counts.json"
+    env = {"FREEDRAFT_SCORING": "learned", "FREEDRAFT_RECYCLE": "on"}
+    options = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": 8, "disable_radix_cache": True}
+    with sglang_engine(tiny, counts, env, **options) as engine:
+        prompt = "one two three four"
+        answer, first = ask(engine, prompt, extra_key="a")
+        same, second = ask(engine, prompt, extra_key="a")
+        assert same == answer and second > first + 0.5
+        for keys in [{"extra_key": "b"}, {"cache_salt": "c"}, {}]:
+            assert ask(engine, prompt, **keys) == (answer, first), keys
+        assert ask(engine, prompt, cache_salt="c") == (answer, second)
+        time.sleep(1.0)
+    read_counts(counts)

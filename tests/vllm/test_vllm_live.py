@@ -37,6 +37,22 @@ def accepted(llm: Any, prompts: Prompts, salt: str | None = None) -> tuple[int, 
     return total, answers
 
 
+def recorded(guarded: Any, said: dict[tuple[int, ...], set[int]]) -> None:
+    """Note the likeliest token behind each text that logits are recycled of."""
+    drafter, original = guarded.method.drafter, guarded.recycle
+
+    def recycle(request_ids: Any, draft: Any, top_tokens: Any, top_log_probs: Any) -> None:
+        for b, request_id in enumerate(request_ids):
+            text = drafter.tokens(request_id).tolist()
+            assert text[-1] == draft.tokens[b, 0]
+            for i in range(draft.counts[b]):
+                path = text + draft.tokens[b, 1 : i + 1].tolist()
+                said.setdefault(tuple(path), set()).add(int(top_tokens[b, i, 0]))
+        original(request_ids, draft, top_tokens, top_log_probs)
+
+    guarded.recycle = recycle
+
+
 def value(name: str, **labels: str) -> float:
     found = REGISTRY.get_sample_value(f"freedraft_{name}", labels)
     assert found is not None, name
@@ -113,3 +129,29 @@ def test_learns_from_what_it_said(
         restarted, answers = accepted(llm, prompts)
         assert restarted > first and answers == plain
         runner_of(llm).drafter.guarded.close()
+
+
+def test_recycles_for_its_tenant(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
+    """The logits of verified drafts serve later requests, with nothing learnt from the answers; on chunks of prompts,
+    too."""
+    prompts, plain = live_prompts, plain_tiny.answers
+    settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    method = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "recycle": "on"}
+    with engine(tiny_model, speculative_config=method, **settings) as llm:
+        proposer = runner_of(llm).drafter
+        held = proposer.guarded.method.drafter._entries
+        said: dict[tuple[int, ...], set[int]] = {}
+        recorded(proposer.guarded, said)
+        first, answers = accepted(llm, prompts)
+        assert answers == plain and (held["key"] != 0).sum() > 100
+        second, answers = accepted(llm, prompts)
+        assert answers == plain and second > first
+        alone, answers = accepted(llm, prompts, "one")
+        assert alone == first and answers == plain
+        texts = [[*prompt["prompt_token_ids"], *answer] for prompt, answer in zip(prompts, plain, strict=True)]
+        for text, answer in zip(texts, plain, strict=True):
+            for i in range(len(text) - len(answer) + 1, len(text)):
+                assert said[tuple(text[:i])] == {text[i]}, "greedy answers follow the likeliest token"
+        assert len(said) > 2 * sum(map(len, plain)), "of rejected drafts, too"
+        assert not failures(proposer)
+        proposer.guarded.close()

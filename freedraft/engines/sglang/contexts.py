@@ -43,6 +43,7 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...]) -> EngineCont
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
         tensor_parallel=runner.server_args.tp_size,
         rank=get_parallel().dp_rank or 0,
+        gives_logits=True,
         hardware=hardware_name(str(runner.device)),
         tokenizer_fingerprint=partial(tokenizer_fingerprint, tokenizer) if tokenizer else lambda: None,
     )

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from freedraft.engines.node_logits import NodeLogits
 from freedraft.engines.sglang.requests import extra_of, output_of, padding_of, tenant_of, tokens_of, was_aborted
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import Step
@@ -37,6 +38,7 @@ class Drafting:
         self._states: dict[str, torch.Tensor] = {}  # float [H] on the device, behind prompts
         self._drafted: dict[str, int] = {}  # draft tokens that the newest step verifies, by request
         self._previous: tuple[int, int] | None = None
+        self._logits = NodeLogits()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -83,10 +85,18 @@ class Drafting:
         """Something else than decoding runs, so that the time until the next step is not that of a decoding step."""
         self._previous = None
 
+    def take_logits(self, batch: Any, draft: DraftBatch, logits: torch.Tensor) -> None:
+        """float [B * n, V]: what the model says at each node of the trees that this step verifies."""
+        if self.guarded.needs_logits:
+            ids = [request.rid for request in batch.reqs]
+            self.guarded.call(lambda: self._logits.put(ids, draft, logits))
+
     def draft(self, batch: Any) -> DraftBatch:
         """Trees [B, n] for SGLang's ScheduleBatch, where n is the smallest prepared width that holds them all."""
         spec = batch.spec_info
         tokens = spec.accept_tokens.cpu().numpy().astype(np.int32, copy=False)
+        if (logits := self._logits.take()) is not None:
+            self.guarded.recycle(*logits)
         step = self._step(batch, tokens, spec.accept_lens.cpu().numpy())
         proposed = self.guarded.draft(step)
         for request in batch.reqs:

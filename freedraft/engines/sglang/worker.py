@@ -156,6 +156,8 @@ class TreeVerifyWorker(BaseSpecWorker):
         )
         with self._graphs.use(width):
             result = self._target_worker.forward_batch_generation(batch, is_verify=True)
+        if self._drafting is not None:  # before the logits are processed, in place
+            self._drafting.take_logits(batch, host_tree, result.logits_output.next_token_logits)
         verified = self._verifier.verify(batch, host_tree, tree, result.logits_output)
         new_seq_lens = batch.seq_lens + verified.lengths
         if on_publish is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from freedraft.engines.hooks import check
+from freedraft.engines.vllm.hooks import LOGITS_HOOKS
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.method import EngineContext
 
@@ -24,6 +26,7 @@ def context_of_engine(vllm_config: Any) -> EngineContext:
         tensor_parallel=ranks,
         rank=parallel.rank,
         writes_store=parallel.rank % ranks == 0 and not parallel.data_parallel_rank,
+        gives_logits=ranks == 1 and not check(LOGITS_HOOKS),  # else not every rank has them, or no two the same
         lockstep=ranks > 1,
     )
 

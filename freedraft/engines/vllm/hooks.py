@@ -58,7 +58,14 @@ TENANT_HOOKS = (
     Hook("vllm.v1.core.sched.output.NewRequestData", "from_request", purpose="tenants of live datastores"),
 )  # fmt: skip
 
-HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
+# Needed besides to recycle logits.
+LOGITS_HOOKS = (
+    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "_sample", parameters=("logits", "spec_decode_metadata"),
+         purpose="recycled logits"),
+    Hook("vllm.v1.spec_decode.metadata.SpecDecodeMetadata", fields=("num_draft_tokens",), purpose="recycled logits"),
+)  # fmt: skip
+
+HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS + LOGITS_HOOKS
 
 
 def vllm_version() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,7 +19,13 @@ VARIETIES = 7
 SETS = CONTEXT_SETS + VARIETIES * VARIETIES
 """A second set, which is added, by how much the followers of either context differ (`learned.variety`)."""
 
-_FORMAT = "freedraft-scorer-2"
+EVIDENCES, RECYCLED_FEATURES = 6, 5
+RECYCLED_SETS = 4 * EVIDENCES
+"""Weights of recycled logits: a set for each of 4 orders they are found by x the longest matching context of n-grams, 0
+to 5 tokens and more. Features: the logit by n-grams; whether the token is not among the likeliest; whether it is;
+LIKELY + ln p; whether it is the first."""
+
+_FORMAT = "freedraft-scorer-3"
 
 
 @dataclass(frozen=True)
@@ -30,15 +36,19 @@ class Weights:
         values: float64 [SETS, FEATURES].
         trained_on: what they were trained on, for people to read.
         trace_sha256: checksum of the trace, so that an evaluation can tell its own training data.
+        recycled: float64 [RECYCLED_SETS, RECYCLED_FEATURES], of recycled logits.
     """
 
     values: NDArray[np.float64]
     trained_on: str = ""
     trace_sha256: str = ""
+    recycled: NDArray[np.float64] = field(default_factory=lambda: initial_recycled_weights())
 
     def __post_init__(self) -> None:
-        if self.values.shape != (SETS, FEATURES) or not np.isfinite(self.values).all():
-            raise ValueError(f"scorer weights must be {SETS} x {FEATURES} finite numbers, not {self.values.shape}")
+        shapes = ((self.values, (SETS, FEATURES)), (self.recycled, (RECYCLED_SETS, RECYCLED_FEATURES)))
+        for values, shape in shapes:
+            if values.shape != shape or not np.isfinite(values).all():
+                raise ValueError(f"scorer weights must be {shape[0]} x {shape[1]} finite numbers, not {values.shape}")
 
     @classmethod
     def load(cls, path: Path | None = None) -> Weights:
@@ -52,8 +62,8 @@ class Weights:
             data = json.loads(source.read_text())
             if data["format"] != _FORMAT:
                 raise ValueError(f"format {data['format']!r}")
-            values = np.array(data["weights"], np.float64)
-            return cls(values, str(data["trained_on"]), str(data["trace_sha256"]))
+            values, recycled = (np.array(data[name], np.float64) for name in ("weights", "recycled"))
+            return cls(values, str(data["trained_on"]), str(data["trace_sha256"]), recycled)
         except FileNotFoundError:
             raise ValueError(f"weights: {source} does not exist; train one with 'freedraft calibrate scorer'") from None
         except (KeyError, TypeError, ValueError, OSError) as error:
@@ -63,9 +73,17 @@ class Weights:
             ) from None
 
     def save(self, path: Path) -> None:
-        rows = ",\n  ".join(json.dumps([float(f"{v:.6g}") for v in row]) for row in self.values)
         head = {"format": _FORMAT, "trained_on": self.trained_on, "trace_sha256": self.trace_sha256}
-        path.write_text(json.dumps(head)[:-1] + ',\n "weights": [\n  ' + rows + "\n ]}\n")
+        parts = [json.dumps(head)[:-1]]
+        for name, values in (("weights", self.values), ("recycled", self.recycled)):
+            rows = ",\n  ".join(json.dumps([float(f"{v:.6g}") for v in row]) for row in values)
+            parts.append(f' "{name}": [\n  {rows}\n ]')
+        path.write_text(",\n".join(parts) + "}\n")
+
+
+def initial_recycled_weights() -> NDArray[np.float64]:
+    """Return the weights that training starts from: half of either logit."""
+    return np.tile([0.5, -1.0, 0.0, 0.5, 0.0], (RECYCLED_SETS, 1))
 
 
 def initial_weights() -> NDArray[np.float64]:

@@ -14,8 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from freedraft.engines.hooks import check
+from freedraft.engines.node_logits import NodeLogits
 from freedraft.engines.vllm.context import context_of_engine
 from freedraft.engines.vllm.fixes import apply_fixes
+from freedraft.engines.vllm.hooks import LOGITS_HOOKS
 from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.tenants import SALT
@@ -43,6 +46,8 @@ class MethodProposer:
         self.backbone: Backbone | None = None
         # Requests whose prompt is not over, where the method wants the hidden states behind prompts.
         self.in_prompt: set[str] = set()
+        self.drafted: dict[str, list[int]] = {}  # of the requests that the last step decoded
+        self.logits = NodeLogits()
 
     def load_model(self, target_model: Any) -> None:
         """vLLM has loaded the target. Raises UnsupportedModel, which stops the start."""
@@ -69,7 +74,39 @@ class MethodProposer:
         step = make_step(runner, arguments)
         if not self.in_prompt.isdisjoint(step.request_ids):
             self._set_prompt_states(step)
-        return draft_lists(self.guarded.draft(step), step, len(arguments["sampled_token_ids"]))
+        if (logits := self.logits.take()) is not None:
+            self.guarded.recycle(*logits)
+        drafts = draft_lists(self.guarded.draft(step), step, len(arguments["sampled_token_ids"]))
+        self.drafted = {i: drafts[row] for i, row in zip(step.request_ids, step.engine.rows.tolist(), strict=True)}
+        return drafts
+
+    def take_logits(self, batch: Any, logits: Any, metadata: Any) -> None:
+        """What the target says behind each root and draft token that a step verifies.
+
+        Args:
+            batch: vLLM's InputBatch, B rows; metadata: its SpecDecodeMetadata, None for a step without drafts.
+            logits: float [R, V], those of a row of the batch behind each other.
+        """
+        number = np.array(metadata.num_draft_tokens if metadata is not None else [0] * batch.num_reqs, np.int64)
+        rows = [row for row, request_id in enumerate(batch.req_ids) if request_id in self.drafted]
+        if not rows or len(logits) != number.sum() + len(number):
+            return
+        chains = DraftBatch.empty(len(rows), int(number[rows].max()) + 1)
+        width = chains.max_nodes
+        chains.parents[:], chains.depths[:] = np.arange(-1, width - 1), np.arange(width)
+        chains.counts[:] = number[rows] + 1
+        first = np.cumsum(number + 1) - number - 1
+        for b, row in enumerate(rows):
+            chains.tokens[b, 0] = batch.token_ids_cpu[row, batch.num_tokens_no_spec[row] - 1]
+            draft = self.drafted[batch.req_ids[row]][: number[row]]
+            chains.tokens[b, 1 : 1 + len(draft)] = draft
+            chains.counts[b] = 1 + len(draft)
+        of_row = [
+            (first[row] + np.arange(n), b * width + np.arange(n))
+            for b, (row, n) in enumerate(zip(rows, chains.counts, strict=True))
+        ]
+        nodes = np.concatenate([source for source, _ in of_row]), np.concatenate([target for _, target in of_row])
+        self.logits.put([batch.req_ids[row] for row in rows], chains, logits, nodes)
 
     def finish(self, request_ids: set[str], states: dict[str, Any]) -> None:
         """These requests have ended; `states`: vLLM's CachedRequestState by id, where it has one."""
@@ -160,6 +197,8 @@ def install() -> None:
 
     wrap_once(GPUModelRunner, "propose_draft_token_ids", _propose)
     wrap_once(GPUModelRunner, "_update_states", _update)
+    if not check(LOGITS_HOOKS):
+        wrap_once(GPUModelRunner, "_sample", _with_logits)
     if hasattr(GPUModelRunner, "initialize_kv_cache"):
         wrap_once(GPUModelRunner, "initialize_kv_cache", _initialize)
 
@@ -200,6 +239,16 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return _update_states
+
+
+def _with_logits(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        drafter = getattr(self, "drafter", None)
+        if isinstance(drafter, MethodProposer) and logits is not None and drafter.guarded.needs_logits:
+            drafter.guarded.call(lambda: drafter.take_logits(self.input_batch, logits, spec_decode_metadata))
+        return original(self, logits, spec_decode_metadata, *args, **kwargs)
+
+    return _sample
 
 
 def _initialize(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,137 @@
+"""Recycled logits through SGLang: tokens per step, and per second, with and without them.
+
+    python bench/recycle.py --model build/model --questions spec_bench.jsonl --nodes 16 32 64 --json OUT
+
+Two servers of `sssd` learn from what they answer (their stores are empty at first) and always verify trees of this many
+nodes; one of them recycles. The questions are put to both in turns, so both meet the same machine. Tokens per step
+depend on no clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.lib import questions as spec_bench
+from bench.lib.machine import machine, versions, write_json
+from bench.lib.prompts import chats
+from bench.lib.servers import Server, build
+
+ARMS = ("off", "on")
+
+
+def serve(arm: str, nodes: int, args: argparse.Namespace) -> Server:
+    speculative = {"method": "sssd", "num_speculative_tokens": nodes, "live": True, "policy": args.policy}
+    speculative |= {"recycle": arm, "isolation": "shared"}
+    log = Path("build/logs") / f"recycle-{arm}-{nodes}.log"
+    return build(arm, "sglang", args.model, log, dtype=args.dtype, speculative=speculative, requests=args.at_once)
+
+
+def ask(server: Server, prompts: Sequence[str], tokens: int, at_once: int) -> dict[str, Any]:
+    """Put prompts to a server, so many at a time: their answers, seconds, tokens and the steps of each request."""
+
+    def one(prompt: str) -> Any:
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = json.dumps({"text": prompt, "sampling_params": sampling}).encode()
+        request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return json.load(answer)
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(at_once) as pool:
+        answers = list(pool.map(one, prompts))
+    seconds = time.perf_counter() - started
+    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    made = sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers)  # the first comes with the prompt
+    return {"answers": [a["text"] for a in answers], "seconds": seconds, "tokens": made, "steps": steps}
+
+
+def measure(nodes: int, groups: dict[str, list[str]], args: argparse.Namespace) -> dict[str, Any]:
+    """Both arms on all groups, in parts of as many questions as are asked at a time."""
+    servers = [serve(arm, nodes, args) for arm in ARMS]
+    parts = {
+        name: [prompts[i : i + args.at_once] for i in range(0, len(prompts), args.at_once)]
+        for name, prompts in groups.items()
+    }
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {arm: {name: [] for name in groups} for arm in ARMS}
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
+            ask(server, ["Once upon a time"], 16, 1)
+        for i in range(max(map(len, parts.values()))):
+            for name, some in parts.items():
+                for server in servers if i % 2 else servers[::-1]:
+                    if i < len(some):
+                        runs[server.name][name].append(ask(server, some[i], args.tokens, args.at_once))
+    finally:
+        for server in servers:
+            server.stop()
+    return {"nodes": nodes, "at_once": args.at_once} | figures(runs)
+
+
+def figures(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
+    def per_step(some: Sequence[dict[str, Any]]) -> float:
+        return sum(run["tokens"] for run in some) / sum(run["steps"] for run in some)
+
+    every = {arm: [run for some in groups.values() for run in some] for arm, groups in runs.items()}
+    pairs = list(zip(every["off"], every["on"], strict=True))
+    ratios = [off["seconds"] / on["seconds"] for off, on in pairs]
+    step_seconds = [(on["seconds"] / on["steps"]) / (off["seconds"] / off["steps"]) for off, on in pairs]
+    return {
+        "tokens_per_step": {arm: per_step(every[arm]) for arm in ARMS},
+        "gain": per_step(every["on"]) / per_step(every["off"]) - 1,
+        "groups": {name: {arm: per_step(runs[arm][name]) for arm in ARMS} for name in runs["on"]},
+        "speed": statistics.median(ratios),
+        "speed_quarters": statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios,
+        "step_seconds": statistics.median(step_seconds),
+        "same": sum(off["answers"] == on["answers"] for off, on in pairs) / len(pairs),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, default=Path("build/model"))
+    parser.add_argument("--questions", type=Path, required=True, help="in Spec-Bench's format")
+    parser.add_argument("--per-group", type=int, default=8)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--policy", default="fixed")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompt-characters", type=int, default=3000, help="longer questions are left out")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    groups = {}
+    for name, members in spec_bench.groups(spec_bench.load(args.questions)).items():
+        short = [q.text for q in members if len(q.text) <= args.prompt_characters]
+        groups[name] = chats(args.model, short[: args.per_group], tokenize=False)
+    result: dict[str, Any] = {"machine": machine(), "versions": versions("sglang", "torch"), "rows": []}
+    result |= {"tokens": args.tokens, "questions": sum(map(len, groups.values())), "policy": args.policy}
+    for nodes in args.nodes:
+        row = measure(nodes, groups, args)
+        result["rows"].append(row)
+        steps = row["tokens_per_step"]
+        print(
+            f"{nodes} nodes, {args.at_once} at a time: {steps['off']:.3f} -> {steps['on']:.3f} tokens per step "
+            f"({row['gain']:+.1%}), a step takes {row['step_seconds']:.3f} times as long, speed {row['speed']:.3f}; "
+            f"same answers: {row['same']:.0%}",
+            flush=True,
+        )
+        write_json(args.json, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

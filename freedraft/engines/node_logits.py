@@ -1,0 +1,74 @@
+"""`NodeLogits`: the likeliest tokens at the nodes that a step verifies, on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from freedraft_kernels import top_tokens
+from numpy.typing import NDArray
+
+from freedraft.draft import DraftBatch
+from freedraft.method import TOP_TOKENS
+
+
+class OnHost(NamedTuple):
+    """The likeliest tokens of a step, as `Method.recycle` takes them."""
+
+    request_ids: Sequence[str]
+    draft: DraftBatch
+    top_tokens: NDArray[np.int32]
+    top_log_probs: NDArray[np.float32]
+
+
+class NodeLogits:
+    """Holds those of one step. They are copied behind the step's own work, so that whoever then waits for its tokens
+    has waited for them as well."""
+
+    def __init__(self) -> None:
+        self._taken: tuple[Any, ...] | None = None
+
+    def put(
+        self,
+        request_ids: Sequence[str],
+        draft: DraftBatch,
+        logits: torch.Tensor,
+        nodes: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
+    ) -> None:
+        """Start the copy.
+
+        Args:
+            draft: [B, N], the trees that are verified; they must not change until `take`.
+            logits: float [R, V], which may be overwritten as soon as this returns.
+            nodes: int64 [K] each, some rows of `logits`, and which of the B * N nodes they belong to; None where each
+                node has its row.
+        """
+        tokens, log_probs = top_tokens(logits, TOP_TOKENS)
+        event = None
+        if logits.device.type != "cpu":
+            tokens, log_probs = (
+                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                for t in (tokens, log_probs)
+            )
+            event = torch.Event(logits.device)
+            event.record()
+        self._taken = request_ids, draft, tokens, log_probs, nodes, event
+
+    def take(self) -> OnHost | None:
+        """Return what was put, once; None where nothing was."""
+        if self._taken is None:
+            return None
+        request_ids, draft, tokens, log_probs, nodes, event = self._taken
+        self._taken = None
+        if event is not None:
+            event.synchronize()
+        shape = (*draft.tokens.shape, TOP_TOKENS)
+        of_rows = tokens.numpy(), log_probs.numpy()
+        if nodes is None:
+            return OnHost(request_ids, draft, *(array.reshape(shape) for array in of_rows))
+        found = np.full((draft.tokens.size, TOP_TOKENS), -1, np.int32), np.zeros((draft.tokens.size, TOP_TOKENS), "f4")
+        for array, rows in zip(found, of_rows, strict=True):
+            array[nodes[1]] = rows[nodes[0]]
+        return OnHost(request_ids, draft, *(array.reshape(shape) for array in found))

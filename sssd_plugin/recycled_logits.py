@@ -1,0 +1,141 @@
+"""Recycled logits: the likeliest next tokens that the target model gave at every node it verified, by what came before.
+
+Verification computes a whole distribution at each node of a draft tree, and all but one token of it would be thrown
+away. Here the likeliest eight are kept, of rejected nodes too, which is where the target says what it would rather have
+seen (Token Recycling, arXiv 2408.08696). They are looked up by the last 1 to 4 tokens, so what was seen in one request
+serves all of its tenant.
+
+The table has a fixed number of entries in sets of `WAYS`; a new entry takes the place of its set's oldest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from freedraft.method import TOP_TOKENS
+from sssd_plugin.request_index import mix
+
+TOP = TOP_TOKENS
+"""Tokens kept of a distribution."""
+ORDERS = 4
+"""Contexts of 1 to 4 tokens are looked up."""
+WAYS = 4
+SCALE = 1024.0
+"""A cost is -ln p in units of 1 / SCALE."""
+MAX_COST = 32767
+
+ENTRY = np.dtype([("key", "u8"), ("owner", "i8"), ("tokens", "i4", (TOP,)), ("costs", "i2", (TOP,)), ("stamp", "i8")])
+"""The hash of owner and context, 0 where there is no entry; whose it is; the likeliest tokens and what they cost,
+likeliest first; the call that wrote it."""
+
+
+class Recycled(NamedTuple):
+    """The recycled logits that one request drafts from.
+
+    Attributes:
+        entries: [n], records of `ENTRY`: a power of two of them, or none.
+        owner: whose entries are seen.
+    """
+
+    entries: NDArray[Any]
+    owner: np.int64
+
+
+def entries(megabytes: float) -> NDArray[Any]:
+    """Allocate an empty table of at most so many MB, 2^20 bytes each."""
+    number = int(megabytes * 2**20) // ENTRY.itemsize
+    return np.zeros(0 if number < WAYS else 1 << (number.bit_length() - 1), ENTRY)
+
+
+def owner_of(tenant: str | None) -> int:
+    """Return what stands for a tenant in the table, the same in every process; 0 for none."""
+    if not tenant:
+        return 0
+    digest = hashlib.blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
+
+
+@njit(nogil=True, cache=True)
+def _keys(owner, context, filled, keys):
+    """Write the keys of the last 1 to ORDERS tokens of a context, newest first; return their number."""
+    number = min(filled, ORDERS)
+    key = mix(np.uint64(owner) + np.uint64(0x9E3779B97F4A7C15))
+    for k in range(number):
+        key = mix(key + np.uint64(context[k]) + np.uint64(0x9E3779B97F4A7C15))
+        keys[k] = key | np.uint64(1)
+    return number
+
+
+@njit(nogil=True, cache=True)
+def find(recycled, context, filled, keys):
+    """Return the number of last tokens, most first, that there is an entry for, and this entry; 0 tokens for none.
+
+    Args:
+        context: int32 [C], newest token first, `filled` of them; keys: uint64 [ORDERS], scratch space.
+    """
+    table = recycled.entries
+    if len(table) > 0:
+        sets = np.uint64(len(table) // WAYS - 1)
+        for k in range(_keys(recycled.owner, context, filled, keys) - 1, -1, -1):
+            first = np.int64((keys[k] >> np.uint64(8)) & sets) * WAYS
+            for i in range(first, first + WAYS):
+                if table[i].key == keys[k] and table[i].owner == recycled.owner:
+                    return k + 1, i
+    return 0, np.int64(0)
+
+
+@njit(nogil=True, cache=True)
+def put(recycled, context, filled, keys, tokens, log_probs, vocab_size, stamp):
+    """Keep the likeliest tokens (int32 [TOP]) and their log-probabilities behind a context, for each order.
+
+    What is no token of the vocabulary is kept at MAX_COST, which stands for none; where none is, nothing is kept.
+    """
+    if not (0 <= tokens[0] < vocab_size and log_probs[0] > -MAX_COST / SCALE):
+        return
+    table = recycled.entries
+    sets = np.uint64(len(table) // WAYS - 1)
+    for k in range(_keys(recycled.owner, context, filled, keys)):
+        first = np.int64((keys[k] >> np.uint64(8)) & sets) * WAYS
+        target = first
+        for i in range(first, first + WAYS):
+            if table[i].key == keys[k] and table[i].owner == recycled.owner:
+                target = np.int64(i)
+                break
+            if table[i].stamp < table[target].stamp:
+                target = np.int64(i)
+        entry = table[target]
+        entry.key, entry.owner, entry.stamp = keys[k], recycled.owner, stamp
+        for t in range(TOP):
+            entry.tokens[t] = tokens[t]
+            cost = MAX_COST
+            if 0 <= tokens[t] < vocab_size and log_probs[t] > -MAX_COST / SCALE:
+                cost = int(max(-log_probs[t], 0.0) * SCALE + 0.5)
+            entry.costs[t] = min(cost, MAX_COST)
+
+
+@njit(nogil=True, cache=True)
+def put_tree(
+    recycled, request_tokens, tokens, parents, count, top_tokens, top_log_probs, vocab_size, context, keys, stamp
+):
+    """Keep the likeliest tokens at every node of a tree whose root is the request's newest token.
+
+    Args:
+        tokens, parents: int32 [N], the tree, `count` nodes; top_tokens: int32 [N, TOP]; top_log_probs: float32.
+        context: int32 [ORDERS], keys: uint64 [ORDERS], scratch space.
+    """
+    for node in range(count):
+        filled, i, at = 0, node, len(request_tokens) - 1
+        while i > 0 and filled < ORDERS:
+            context[filled] = tokens[i]
+            filled += 1
+            i = parents[i]
+        while at >= 0 and filled < ORDERS:
+            context[filled] = request_tokens[at]
+            filled += 1
+            at -= 1
+        put(recycled, context, filled, keys, top_tokens[node], top_log_probs[node], vocab_size, stamp)

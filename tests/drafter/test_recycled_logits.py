@@ -1,0 +1,142 @@
+"""Drafts from recycled logits: equal to the oracle's, bounded in memory, apart by tenant, and refreshed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drafting import Pair, random_recycled_weights, random_weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from test_drafter_equals_oracle import EXAMPLES, worlds
+
+from freedraft.draft import DraftBatch
+from freedraft.method import TOP_TOKENS
+from sssd_plugin.drafter import Drafter
+from sssd_plugin.recycled_logits import ENTRY, entries, owner_of
+from sssd_plugin.scoring.weights import Weights
+from tests.support.stores import int32
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "w.json"
+    Weights(random_weights(5), recycled=random_recycled_weights(5)).save(path)
+    return path
+
+
+def logits_of(batch: DraftBatch, vocab_size: int, seed: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Random likeliest tokens at every node; of a small vocabulary there are fewer than TOP_TOKENS."""
+    rng = np.random.default_rng(seed)
+    shape = (*batch.tokens.shape, TOP_TOKENS)
+    tokens, log_probs = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
+    for at in np.ndindex(shape[:2]):
+        n = min(vocab_size, int(rng.integers(1, TOP_TOKENS + 1)))
+        tokens[at][:n] = rng.permutation(vocab_size)[:n]
+        log_probs[at][:n] = np.sort(np.log(rng.dirichlet(np.full(n, 0.3)).clip(1e-20)))[::-1]
+    return tokens, log_probs
+
+
+@settings(max_examples=60, **EXAMPLES)
+@given(worlds(), st.booleans(), st.data())
+def test_equals_the_oracle(weights: Path, world, shipped: bool, data: st.DataObject) -> None:
+    vocab_size, sub_indices, prompts, token = world
+    path = None if shipped else weights
+    pair = Pair(sub_indices, scoring="learned", vocab_size=vocab_size, weights=path, recycle_megabytes=1)
+    names = [f"r{i}" for i in range(len(prompts))]
+    for i, name in enumerate(names):
+        pair.owners[name] = i % 2
+        pair.drafter.set_owner(name, i % 2)
+    pair.extend(dict(zip(names, prompts, strict=True)))
+    for _ in range(data.draw(st.integers(1, 5))):
+        nodes = data.draw(st.sampled_from([1, 4, 16, 32]))
+        batch = pair.compare(names, max_nodes=nodes, shape=data.draw(st.sampled_from(["tree", "chain"])))
+        if data.draw(st.booleans()):  # requests have gone on without the tree
+            pair.append({names[0]: [data.draw(token)]})
+        pair.recycle(names, batch, *logits_of(batch, vocab_size, data.draw(st.integers(0, 2**32 - 1))))
+        pair.append({name: data.draw(st.lists(token, min_size=1, max_size=3)) for name in names})
+
+
+def one_node(drafter: Drafter, name: str, tokens: list[int], following: int) -> None:
+    """The target says that `following` comes behind `tokens`, at a tree of one node."""
+    drafter.replace(name, int32(tokens))
+    root = DraftBatch.roots(int32([tokens[-1]]))
+    top = np.full((1, 1, TOP_TOKENS), -1, np.int32)
+    log_probs = np.full((1, 1, TOP_TOKENS), -np.inf, np.float32)
+    top[..., 0], log_probs[..., 0] = following, -0.01
+    drafter.recycle([name], root, top, log_probs)
+
+
+def first_draft(drafter: Drafter, name: str, **options: object) -> int | None:
+    batch = drafter.draft([name], max_nodes=2, **options)  # type: ignore[arg-type]
+    return int(batch.tokens[0, 1]) if batch.counts[0] == 2 else None
+
+
+def test_tenants_never_see_each_others() -> None:
+    drafter = Drafter(vocab_size=1000, max_nodes=4, recycle_megabytes=1)
+    for name in ("of a", "too of a", "of b", "of none"):
+        drafter.set_owner(name, owner_of({"of a": "a", "too of a": "a", "of b": "b"}.get(name)))
+    one_node(drafter, "of a", [1, 2, 3], 777)
+    for name in ("too of a", "of b", "of none"):
+        drafter.replace(name, int32([5, 6, 3]))
+    assert first_draft(drafter, "too of a") == 777, "logits serve all requests of a tenant"
+    assert first_draft(drafter, "of b") is None and first_draft(drafter, "of none") is None
+    one_node(drafter, "of none", [1, 2, 3], 333)
+    assert first_draft(drafter, "of b") is None and first_draft(drafter, "too of a") == 777
+    assert owner_of(None) == owner_of("") == 0 != owner_of("a")
+    drafter.finish(["of a"])
+    drafter.replace("of a", int32([4, 3]))
+    assert first_draft(drafter, "of a") == 333, "a finished request's id says nothing of its successor's tenant"
+
+
+def test_the_newest_logits_count_and_others_are_asked_for_in_vain() -> None:
+    drafter = Drafter(vocab_size=1000, max_nodes=4, recycle_megabytes=1)
+    one_node(drafter, "r", [1, 2, 3], 777)
+    one_node(drafter, "r", [8, 2, 3], 555)
+    drafter.replace("s", int32([9, 3]))
+    assert first_draft(drafter, "s") == 555
+    assert first_draft(drafter, "s", recycled=False) is None
+    drafter.replace("s", int32([1, 2, 3]))
+    assert first_draft(drafter, "s") == 777, "the longest context counts"
+    drafter.replace("t", int32([4]))
+    drafter.recycle(
+        ["t", "unknown"], DraftBatch.roots(int32([3, 3])), *logits_of(DraftBatch.roots(int32([3, 3])), 9, 0)
+    )
+    assert first_draft(drafter, "t") is None, "a request that has changed since is left alone"
+
+
+def test_what_is_no_token_is_never_drafted() -> None:
+    """Of a model whose logits overflow, or are padded beyond the vocabulary."""
+    drafter = Drafter(vocab_size=10, max_nodes=4, recycle_megabytes=1)
+    drafter.replace("r", int32([1]))
+    top = np.array([[[10, -1, 2**31 - 1, 4, 5, 6, 7, 8]]], np.int32)
+    for bad in (np.nan, np.inf, -np.inf):
+        drafter.recycle(["r"], DraftBatch.roots(int32([1])), top, np.full(top.shape, bad, np.float32))
+        batch = drafter.draft(["r"], max_nodes=4)
+        assert batch.tokens[0, : batch.counts[0]].max() < 10
+        batch.check()
+
+
+def test_at_its_bound_the_table_evicts_and_never_grows() -> None:
+    megabytes = 0.05
+    drafter = Drafter(vocab_size=1 << 20, max_nodes=2, recycle_megabytes=megabytes)
+    held = drafter._entries
+    assert 0 < held.nbytes <= megabytes * 2**20 and len(held) & (len(held) - 1) == 0
+    number = 4 * len(held)  # each with an entry for contexts of 1, 2 and 3 tokens
+    for i in range(number):
+        one_node(drafter, "r", [3 * i + 1, 3 * i + 2, 3 * i + 3], 7)
+    assert drafter._entries is held and (held["key"] != 0).mean() > 0.95
+    found = []
+    for i in range(number):
+        drafter.replace("s", int32([0, 3 * i + 3]))
+        found.append(first_draft(drafter, "s") == 7)
+    assert not any(found[: number // 2]), "the oldest go first"
+    assert np.mean(found[-number // 64 :]) > 0.9
+
+
+@pytest.mark.parametrize("megabytes, expected", [(0, 0), (1e-6, 0), (1, 8192), (64, 524288)])
+def test_size(megabytes: float, expected: int) -> None:
+    table = entries(megabytes)
+    assert len(table) == expected and table.nbytes <= megabytes * 2**20 and ENTRY.itemsize <= 128
