@@ -11,7 +11,7 @@ import pytest
 from vllm_engines import engine
 
 from freedraft.config import ConfigError
-from freedraft.engines.hooks import check
+from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm import methods
 from freedraft.engines.vllm.hooks import HOOKS
 
@@ -69,6 +69,19 @@ def test_the_short_flags(tiny_model: Path) -> None:
     assert config.speculative_config.num_speculative_tokens == 5
     assert "given twice" in refusal(tiny_model, dict(GOOD), spec_tokens=5)
     assert "--spec-model" in refusal(tiny_model, dict(GOOD), spec_model="x")
+
+
+def test_a_runner_that_the_method_cannot_have(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = refusal(tiny_model, GOOD, async_scheduling=True)
+    assert "'sssd'" in message and "--async-scheduling" in message and "custom_class" not in message
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert config_of(tiny_model, dict(GOOD)).speculative_config.method == "custom_class"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    message = refusal(tiny_model, {"method": "layerskip", "num_speculative_tokens": 3})
+    assert "'layerskip'" in message and "VLLM_USE_V2_MODEL_RUNNER" in message and "custom_class" not in message
+    monkeypatch.setattr(methods, "V2_HOOKS", (*methods.V2_HOOKS, Hook("vllm.no_such_module", purpose="a test")))
+    message = refusal(tiny_model, dict(GOOD))
+    assert "'sssd'" in message and "vllm.no_such_module" in message and "VLLM_USE_V2_MODEL_RUNNER" in message
 
 
 def test_other_methods_are_left_alone(tiny_model: Path) -> None:

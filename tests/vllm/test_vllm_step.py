@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from freedraft.draft import DraftBatch
-from freedraft.engines.vllm.v1.runner import draft_lists, make_step, output_of
+from freedraft.engines.vllm.outputs import output_of
+from freedraft.engines.vllm.v1.runner import draft_lists, make_step
 from freedraft.method import Step
 
 MAX_MODEL_LEN = 16
@@ -96,10 +97,9 @@ def test_a_step_without_requests() -> None:
 def test_the_output_of_a_request_ends_where_the_scheduler_ends_it(
     tokens: list[int], parameters: dict[str, Any], expected: list[int]
 ) -> None:
-    assert output_of(request_of("a", [0], tokens, max_tokens=5, **parameters)).tolist() == expected
+    sampling = request_of("a", [0], tokens, max_tokens=5, **parameters).sampling_params
+    assert output_of(sampling, tokens).tolist() == expected
 
 
 def test_a_request_without_sampling_parameters_keeps_its_output() -> None:
-    from vllm.v1.worker.gpu_input_batch import CachedRequestState
-
-    assert output_of(CachedRequestState("a", [0], [], None, None, ([0],), 0, [1, 2])).tolist() == [1, 2]
+    assert output_of(None, [1, 2]).tolist() == [1, 2]

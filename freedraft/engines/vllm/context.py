@@ -16,8 +16,12 @@ def context_of_arguments(engine_args: Any, model_config: Any, max_draft_tokens: 
     return _context(model_config, max_draft_tokens, tensor_parallel=engine_args.tensor_parallel_size)
 
 
-def context_of_engine(vllm_config: Any) -> EngineContext:
-    """What a worker knows. Of all ranks and replicas, one writes what it learns."""
+def context_of_engine(vllm_config: Any, *, v2: bool = False) -> EngineContext:
+    """What a worker knows. Of all ranks and replicas, one writes what it learns.
+
+    Args:
+        v2: in model runner V2, where one tensor-parallel rank drafts for all.
+    """
     parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     return _context(
@@ -26,8 +30,8 @@ def context_of_engine(vllm_config: Any) -> EngineContext:
         tensor_parallel=ranks,
         rank=parallel.rank,
         writes_store=parallel.rank % ranks == 0 and not parallel.data_parallel_rank,
-        gives_logits=ranks == 1 and not check(LOGITS_HOOKS),  # else not every rank has them, or no two the same
-        lockstep=ranks > 1,
+        gives_logits=ranks == 1 and not v2 and not check(LOGITS_HOOKS),  # else not all ranks have them
+        lockstep=ranks > 1 and not v2,
     )
 
 

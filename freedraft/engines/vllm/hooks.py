@@ -65,7 +65,26 @@ LOGITS_HOOKS = (
     Hook("vllm.v1.spec_decode.metadata.SpecDecodeMetadata", fields=("num_draft_tokens",), purpose="recycled logits"),
 )  # fmt: skip
 
-HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS + LOGITS_HOOKS
+# Needed to draft in model runner V2.
+V2_HOOKS = (
+    Hook("vllm.v1.worker.gpu.spec_decode.ngram.speculator", "NgramGPUSpeculator",
+         parameters=("vllm_config", "device", "req_states"), purpose="drafting in model runner V2"),
+    Hook("vllm.v1.worker.gpu.spec_decode.speculator.BaseSpeculator", "propose", parameters=("input_batch",
+         "num_sampled", "last_sampled", "dummy_run", "is_profile", "num_speculative_tokens"),
+         purpose="drafting in model runner V2"),
+    Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "finish_requests", parameters=("scheduler_output",),
+         purpose="end of requests in model runner V2"),
+    Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "add_requests", parameters=("scheduler_output",),
+         purpose="start of requests in model runner V2"),
+    Hook("vllm.v1.worker.gpu.input_batch.InputBatch", fields=("req_ids", "num_reqs", "idx_mapping", "idx_mapping_np",
+         "num_draft_tokens_per_req", "num_tokens", "has_prefill"), purpose="steps in model runner V2"),
+    Hook("vllm.v1.core.sched.output.NewRequestData", fields=("prefill_token_ids", "sampling_params"),
+         purpose="start of requests in model runner V2"),
+    Hook("vllm.v1.core.sched.output.SchedulerOutput", fields=("preempted_req_ids",),
+         purpose="end of requests in model runner V2"),
+)  # fmt: skip
+
+HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS + LOGITS_HOOKS + V2_HOOKS
 
 
 def vllm_version() -> str:

@@ -20,7 +20,7 @@ from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm.context import context_of_arguments
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.guards import check_engine, check_model
-from freedraft.engines.vllm.hooks import CONFIG_HOOKS, MODEL_DRAFT_HOOKS, RUNNER_HOOKS, vllm_version
+from freedraft.engines.vllm.hooks import CONFIG_HOOKS, MODEL_DRAFT_HOOKS, RUNNER_HOOKS, V2_HOOKS, vllm_version
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.v1.lookahead_slots import reserve_slots
 from freedraft.method import METHODS, MethodSpec
@@ -52,7 +52,18 @@ def register(spec: MethodSpec) -> bool:
     if spec.runs_model and not check(MODEL_DRAFT_HOOKS):
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
+    _hook_v2()
     return True
+
+
+def _hook_v2() -> None:
+    """Hook model runner V2 where it is there."""
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON and not check(V2_HOOKS):
+        from freedraft.engines.vllm.v2 import speculator
+
+        speculator.install()
 
 
 def configured(vllm_config: Any) -> tuple[str, dict[str, Any]]:
@@ -84,13 +95,18 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
         spec = METHODS.get(given.get("method") or getattr(self, "spec_method", None) or "")
         if spec is None:
             return original(self, *args, **kwargs)
-        hooks: tuple[Hook, ...] = (*RUNNER_HOOKS, *(MODEL_DRAFT_HOOKS if spec.runs_model else ()))
+        try:
+            v2 = runs_v2(self, spec)
+        except ConfigError as error:
+            _stop(error)
+        hooks: tuple[Hook, ...] = V2_HOOKS if v2 else RUNNER_HOOKS
+        hooks += MODEL_DRAFT_HOOKS if spec.runs_model else ()
         if missing := check(hooks):
             _warn(spec, missing, "serving without speculation")
             with _rewritten(self, None):
                 return original(self, *args, **kwargs)
         try:
-            config, options = _split(self, spec, given)
+            config, options = _split(self, spec, given, v2)
             _check(self, spec, options, kwargs.get("target_model_config", args[0] if args else None), config[K])
         except ConfigError as error:
             _stop(error)
@@ -116,13 +132,50 @@ def _rewritten(engine_args: Any, config: dict[str, Any] | None) -> Iterator[None
             setattr(engine_args, name, value)
 
 
-def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[dict[str, Any], PluginOptions]:
+def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
+    """Whether this method is served by model runner V2: where vLLM would serve plainly by it, and the method can be.
+
+    Raises:
+        ConfigError: what the user asked for is what the method cannot have.
+    """
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    asked = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False)
+    missing = check(V2_HOOKS) if HAS_TRITON or asked else ["Triton"]
+    if asked and spec.runs_model:
+        raise ConfigError(
+            f"{_source(spec)}: it drafts in vLLM's first model runner only: unset VLLM_USE_V2_MODEL_RUNNER, or use "
+            "method 'sssd'"
+        )
+    if asked and missing:
+        raise ConfigError(
+            f"{_source(spec)}: model runner V2 of vLLM {vllm_version()} lacks what it needs ({'; '.join(missing)}): "
+            "unset VLLM_USE_V2_MODEL_RUNNER"
+        )
+    stock = HAS_TRITON and not (
+        getattr(engine_args, "enable_dbo", False)
+        or getattr(engine_args, "ubatch_size", 0)
+        or getattr(engine_args, "distributed_executor_backend", None) == "external_launcher"
+    )
+    v2 = not spec.runs_model and not missing and (stock if asked is None else asked)
+    if not v2 and getattr(engine_args, "async_scheduling", None):
+        raise ConfigError(
+            f"{_source(spec)}: vLLM's first model runner, which serves it here, has no async scheduling for it: leave "
+            "--async-scheduling out"
+        )
+    return bool(v2)
+
+
+def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any], v2: bool) -> tuple[dict[str, Any], PluginOptions]:
     """vLLM's part of the user's dictionary, rewritten, and ours."""
     from vllm.config import SpeculativeConfig
 
     source = _source(spec)
     option_type = spec.option_type
     config: dict[str, Any] = {"method": "custom_class", "model": PROPOSER}
+    if v2:  # a method that model runner V2 and async scheduling know; its speculator is ours
+        config = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
     flags = {}
     engine_keys = {field.name for field in dataclasses.fields(SpeculativeConfig)} - {"method", "model"}
     for key, value in given.items():

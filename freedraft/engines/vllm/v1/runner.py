@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.hooks import check
@@ -20,6 +19,7 @@ from freedraft.engines.vllm.context import context_of_engine
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.hooks import LOGITS_HOOKS
 from freedraft.engines.vllm.methods import configured
+from freedraft.engines.vllm.outputs import output_of
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.tenants import SALT
 from freedraft.engines.vllm.v1.draft_model import PagedDraftModel, StepState
@@ -114,7 +114,8 @@ class MethodProposer:
         for request_id in sorted(request_ids):
             self.in_prompt.discard(request_id)
             state = states.get(request_id)
-            self.guarded.finish(request_id, None if state is None else output_of(state))
+            output = None if state is None else output_of(state.sampling_params, state.output_token_ids)
+            self.guarded.finish(request_id, output)
 
     def _set_prompt_states(self, step: Step) -> None:
         """Hand on the hidden states behind the prompts that this step has ended."""
@@ -179,16 +180,6 @@ def draft_lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[l
         for row, chain, count in zip(rows, tokens, counts, strict=True):
             drafts[row] = chain[:count]
     return drafts
-
-
-def output_of(state: Any) -> NDArray[np.int32]:
-    """What a request wrote, without what its last step accepted beyond its end, which the scheduler drops later."""
-    parameters = state.sampling_params
-    tokens = state.output_token_ids[: getattr(parameters, "max_tokens", None)]
-    stops: frozenset[int] = getattr(parameters, "all_stop_token_ids", None) or frozenset()
-    if not getattr(parameters, "ignore_eos", False) and not stops.isdisjoint(tokens):
-        tokens = tokens[: next(i for i, token in enumerate(tokens) if token in stops) + 1]
-    return np.array(tokens, np.int32)
 
 
 def install() -> None:

@@ -1,0 +1,250 @@
+"""`MethodSpeculator` and its hooks in vLLM's model runner V2: how a `Method` of ours sees requests and steps there.
+
+Model runner V2 prepares the next step on the device while the host is behind, so what a step accepted is asked for by
+one copy to pinned memory, and waited for once; drafts go back by one copy. It takes its speculator for method
+"ngram_gpu" from a module's attribute, which is where ours comes in.
+
+Every tensor-parallel rank verifies its own copy of the drafts: rank 0 drafts, and the others get its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from freedraft.draft import DraftBatch
+from freedraft.engines.vllm.context import context_of_engine
+from freedraft.engines.vllm.methods import configured
+from freedraft.engines.vllm.patching import share_logging, wrap_once
+from freedraft.engines.vllm.tenants import SALT
+from freedraft.engines.vllm.v2.requests import Requests
+from freedraft.guarded_method import GuardedMethod
+from freedraft.method import METHODS, Step
+
+
+class MethodSpeculator(BaseSpeculator):
+    """Drafts by a method on the host. B requests, K = most draft tokens of a request.
+
+    Args:
+        vllm_config: vLLM's VllmConfig; device: of the model; req_states: the runner's RequestState.
+
+    Raises:
+        ValueError: the method cannot work, which stops the start.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        from vllm.distributed import get_tp_group
+
+        share_logging()
+        self._states, self._device, self._ranks = req_states, device, get_tp_group()
+        self.length: int = vllm_config.speculative_config.num_speculative_tokens
+        self.max_model_len: int = vllm_config.model_config.max_model_len
+        slots: int = req_states.max_num_reqs
+        self.guarded: GuardedMethod | None = None  # in rank 0
+        if self._ranks.rank_in_group == 0:
+            name, options = configured(vllm_config)
+            spec = METHODS[name]
+            context = context_of_engine(vllm_config, v2=True)
+            self.guarded = GuardedMethod(spec, spec.option_type.parse(options), context)
+        self.requests = Requests(slots, self.max_model_len)
+        self._newest = torch.arange(-self.length - 1, 0, device=device)
+        self._drafts = torch.zeros(slots, self.length, dtype=torch.int64, device=device)
+        pinned = device.type != "cpu"
+        self._gained = torch.zeros(slots, self.length + 3, dtype=torch.int32, pin_memory=pinned)
+        self._proposed = torch.zeros(slots, self.length, dtype=torch.int64, pin_memory=pinned)
+        self._event = torch.Event(device) if pinned else None
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """There is nothing to capture."""
+
+    def capture(self) -> None:
+        """There is nothing to capture."""
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def begin(self, requests: Sequence[Any]) -> None:
+        """vLLM's NewRequestData have got slots: new ones, or such as were preempted."""
+        assert self.guarded is not None
+        for request in requests:
+            known = self.requests.by_id.get(request.req_id)
+            if known is not None and known.slot >= 0:  # an id that starts anew: streamed input
+                self.finish([request.req_id])
+            tokens = self.requests.add(
+                request.req_id,
+                self._states.req_id_to_index[request.req_id],
+                request.prefill_token_ids,
+                request.prompt_len,
+                request.sampling_params,
+            )
+            extra = getattr(request.sampling_params, "extra_args", None)
+            self.guarded.begin(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
+
+    def finish(self, request_ids: Sequence[str]) -> None:
+        """These requests have ended."""
+        assert self.guarded is not None
+        for request_id in request_ids:
+            self.guarded.finish(request_id, self.requests.finish(request_id))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """int64 [B, K] on the device: drafts; where there are none, the request's newest token.
+
+        Args:
+            input_batch: vLLM's InputBatch of the step that has just been verified.
+            num_sampled: int32 [B], tokens that each request gained; last_sampled: int64 [slots, 1].
+        """
+        batch = input_batch.num_reqs
+        drafts = self._drafts[:batch]
+        if dummy_run or is_profile:
+            return drafts
+        guarded = self.guarded
+        if guarded is not None:
+            most = self.length if num_speculative_tokens is None else num_speculative_tokens
+            self._copy_gained(input_batch, num_sampled)
+            if guarded.call(lambda: self._draft(input_batch, most)):
+                drafts.copy_(self._proposed[:batch], non_blocking=True)
+            else:
+                drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
+        if self._ranks.world_size > 1:
+            self._ranks.broadcast(drafts, src=0)
+        return drafts
+
+    def _copy_gained(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
+        """Copy to the host, by request: how many tokens it gained, how many it has, and its newest K + 1. Waits."""
+        batch = input_batch.num_reqs
+        slots = input_batch.idx_mapping[:batch].long()
+        lengths = self._states.total_len.gpu[slots].long()
+        at = (lengths[:, None] + self._newest).clamp(min=0)
+        newest = self._states.all_token_ids.gpu[slots[:, None], at]
+        counts = torch.stack((num_sampled[:batch].long(), lengths), 1)
+        self._gained[:batch].copy_(torch.cat((counts, newest.long()), 1).int(), non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+            self._event.synchronize()
+
+    def _draft(self, input_batch: Any, most: int) -> bool:
+        """Draft on the host, for the requests that have gained tokens."""
+        assert self.guarded is not None
+        batch, requests = input_batch.num_reqs, self.requests
+        gained = self._gained[:batch].numpy()
+        slots = input_batch.idx_mapping_np[:batch]
+        rows = []
+        for row in np.flatnonzero(gained[:, 0] > 0).tolist():
+            count, length = gained[row, :2].tolist()
+            new = gained[row, 2 + self.length + 1 - count :]
+            if requests.append(input_batch.req_ids[row], int(slots[row]), length, new):
+                rows.append(row)
+        proposed = self._proposed[:batch].numpy()
+        proposed[:] = gained[:, -1:]
+        if rows:
+            step = self._step(input_batch, np.array(rows, np.intp), gained, slots, most)
+            draft = self.guarded.draft(step)
+            self._write(step, rows, draft, proposed)
+        return True
+
+    def _step(self, input_batch: Any, rows: Any, gained: Any, slots: Any, most: int) -> Step:
+        requests, ids = self.requests, [input_batch.req_ids[row] for row in rows.tolist()]
+        contexts = gained[rows, 1].astype(np.int32)
+        ends = slots[rows].astype(np.int64) * self.max_model_len + contexts
+        scheduled = input_batch.num_draft_tokens_per_req
+        verified = np.zeros(len(rows), np.int32) if scheduled is None else scheduled[rows]
+        drafted = np.minimum([requests.by_id[i].drafted for i in ids], verified).astype(np.int32)
+        decoded_only = len(rows) == input_batch.num_reqs and not input_batch.has_prefill
+        # The last token that may be sampled is at max_model_len - 1, one beyond the drafts.
+        capacities = np.minimum(most, self.max_model_len - 1 - contexts).clip(0)
+        tokens = requests.tokens
+        return Step(
+            request_ids=ids,
+            tokens=tokens.reshape(-1),
+            starts=ends - gained[rows, 0],
+            ends=ends,
+            contexts=contexts,
+            capacities=capacities.astype(np.int32),
+            drafted=drafted,
+            widths=None,
+            previous=(len(rows), int(input_batch.num_tokens)) if decoded_only else None,
+            history=lambda b: tokens[slots[rows[b]], : contexts[b]],
+        )
+
+    def _write(self, step: Step, rows: Sequence[int], draft: DraftBatch | None, proposed: Any) -> None:
+        """Chains into `proposed`, int64 [B, K], whose other slots hold each request's newest token."""
+        counts = np.zeros(len(rows), np.int64)
+        if draft is not None:
+            counts = np.minimum(draft.counts - 1, step.capacities).clip(0)
+        for b, row in enumerate(rows):
+            count = int(counts[b])
+            if count and draft is not None:
+                proposed[row, :count] = draft.tokens[b, 1 : 1 + count]
+            self.requests.by_id[step.request_ids[b]].drafted = count
+
+
+def install() -> None:
+    """Hook vLLM's model runner V2, once per process. Speculators of others see no difference."""
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.spec_decode.ngram import speculator
+
+    wrap_once(speculator, "NgramGPUSpeculator", _or_ours)
+    wrap_once(model_runner.GPUModelRunner, "finish_requests", _finish)
+    wrap_once(model_runner.GPUModelRunner, "add_requests", _add)
+
+
+def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
+        ours = configured(vllm_config)[0] in METHODS
+        return (MethodSpeculator if ours else original)(vllm_config, device, req_states)
+
+    return make
+
+
+def _drafting(runner: Any) -> MethodSpeculator | None:
+    """Our speculator, in the rank that drafts."""
+    speculator = getattr(runner, "speculator", None)
+    return speculator if isinstance(speculator, MethodSpeculator) and speculator.guarded is not None else None
+
+
+def _finish(original: Callable[..., Any]) -> Callable[..., Any]:
+    def finish_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if (ours := _drafting(self)) is not None and ours.guarded is not None:
+            # A set's order differs between processes.
+            ended = sorted(scheduler_output.finished_req_ids)
+            ours.guarded.call(lambda: ours.finish(ended))
+            for request_id in scheduler_output.preempted_req_ids or ():
+                ours.requests.preempt(request_id)
+        return original(self, scheduler_output, *args, **kwargs)
+
+    return finish_requests
+
+
+def _add(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, scheduler_output, *args, **kwargs)
+        new = scheduler_output.scheduled_new_reqs
+        if new and (ours := _drafting(self)) is not None and ours.guarded is not None:
+            ours.guarded.call(lambda: ours.begin(new))
+        return result
+
+    return add_requests

@@ -1,0 +1,109 @@
+"""Model runner V2, which GPUs are served by, on this CPU: its kernels run in Triton's interpreter, in processes of
+their own. Async scheduling is on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_cases import SAMPLED_PROMPT, PlainTiny, Prompts, p_value
+
+from tests.support import prompts as texts
+
+FOLDER = Path(__file__).parent / "v2_interpreted"
+ROOT = Path(__file__).parents[2]
+SAMPLES, TOKENS = 700, 30
+SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
+
+
+def serve(model: Path, timeout: float = 600, **given: Any) -> dict[str, Any]:
+    pytest.importorskip("triton")
+    environment = os.environ | {
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_AOT_COMPILE": "0",
+        "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, str(FOLDER / "serve.py"), str(model), json.dumps(given)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> dict[str, Any]:
+    """What an engine with too little room for all requests says, which is asked one case after the other."""
+    ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
+    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    cases = {
+        "greedy": {"prompts": ids, "parameters": greedy},
+        "again": {"prompts": ids, "parameters": greedy},
+        "aborted": {"prompts": ids, "parameters": greedy, "abort": 6},
+        "long": {"prompts": [3 * ids[0], 3 * ids[1]], "parameters": greedy | {"max_tokens": 10}},
+        "long again": {"prompts": [3 * ids[0], 3 * ids[1]], "parameters": greedy | {"max_tokens": 10}},
+        "sampled": {"prompts": [SAMPLED_PROMPT] * SAMPLES, "parameters": {"max_tokens": 4, "ignore_eos": True}},
+    }
+    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    return serve(tiny_model, cases=cases, speculative_config=SSSD, num_gpu_blocks_override=9, block_size=32, **engine)
+
+
+def test_runs_there_with_async_scheduling(served: dict[str, Any]) -> None:
+    engine = served["engine"]
+    assert engine["v2"] and engine["async"]
+    assert not engine["failures"]
+    assert engine["drafted"] > 200 and 0 < engine["accepted"] < engine["drafted"]
+
+
+@pytest.mark.parametrize("case", ["greedy", "again", "aborted"])
+def test_greedy_answers_are_the_models_own(served: dict[str, Any], plain_tiny: PlainTiny, case: str) -> None:
+    assert served[case] == plain_tiny.answers
+
+
+def test_requests_were_preempted_and_found_in_the_prefix_cache(served: dict[str, Any]) -> None:
+    assert served["engine"]["preempted"] > 0 and served["engine"]["cached"] > 0
+    assert served["long"] == served["long again"]
+
+
+def test_sampled_answers_have_the_models_distribution(served: dict[str, Any], plain_tiny: PlainTiny) -> None:
+    plain = plain_tiny.sampled[1.0, 1.0, 0, False]
+    sampled = [tuple(tokens) for tokens in served["sampled"]]
+    assert p_value(sampled, plain) > 1e-3
+
+
+def test_requests_end_and_are_learnt_whole(served: dict[str, Any], plain_tiny: PlainTiny) -> None:
+    engine = served["engine"]
+    assert engine["held"] == [0, 0, 0]
+    learnt = [document for tokens in engine["learnt"] for document in split(tokens)]
+    whole = [document for document in learnt if len(document) == TOKENS]
+    # Each answer three times: greedy, again, and after the abort.
+    assert sorted(whole) == sorted(3 * plain_tiny.answers)
+    assert 0 < engine["ours"][1] < engine["ours"][0]
+
+
+def split(tokens: list[int]) -> list[list[int]]:
+    documents: list[list[int]] = [[]]
+    for token in tokens:
+        if token < 0:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    return [document for document in documents if document]
+
+
+def test_structured_output(demo_model: Path) -> None:
+    """With a grammar, drafts go back to the scheduler, which cuts them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    prompt = texts.CHAT[3]
+    ids = tokenizer(prompt)["input_ids"][:40] if isinstance(prompt, str) else prompt
+    parameters = {"temperature": 0, "max_tokens": 12, "structured_outputs": {"choice": ["red, red, red", "blue"]}}
+    given = {"cases": {"choice": {"prompts": [ids], "parameters": parameters}}, "max_model_len": 128}
+    found = serve(demo_model, speculative_config=SSSD | {"live": False}, max_num_seqs=2, **given)
+    assert tokenizer.decode(found["choice"][0], skip_special_tokens=True) in ("red, red, red", "blue")
+    assert not found["engine"]["failures"]

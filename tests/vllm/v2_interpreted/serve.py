@@ -1,0 +1,106 @@
+"""One engine on model runner V2 in Triton's interpreter: what it answers, as JSON on the last line.
+
+    python serve.py MODEL '{"speculative_config": ..., "cases": {name: {"prompts": ..., "parameters": ...}}, ...}'
+
+Cases come one after the other: all prompts of one at once. "abort" gives up each request after so many steps, and asks
+it anew under the same id. The rest of the JSON are arguments of the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from triton.runtime.interpreter import InterpreterBuilder
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.platforms import current_platform
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+
+def answers(llm: Any, prompts: list[list[int]], parameters: dict[str, Any], abort: int = 0) -> list[list[int]]:
+    engine = llm.llm_engine
+    if "structured_outputs" in parameters:
+        parameters = parameters | {"structured_outputs": StructuredOutputsParams(**parameters["structured_outputs"])}
+    found: dict[str, list[int]] = {}
+
+    def add(i: int) -> None:
+        prompt = TokensPrompt(prompt_token_ids=prompts[i], cache_salt=f"salt {i % 2}")
+        engine.add_request(f"request {i}", prompt, SamplingParams(detokenize=False, **parameters))
+
+    for i in range(len(prompts)):
+        add(i)
+    steps = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+        if steps == abort:
+            engine.abort_request([f"request {i}" for i in range(len(prompts)) if f"request {i}" not in found])
+            for i in range(len(prompts)):
+                if f"request {i}" not in found:
+                    add(i)
+    return [found[f"request {i}"] for i in range(len(prompts))]
+
+
+def schedule_asynchronously() -> None:
+    """As on GPUs; vLLM's CPU platform turns it off."""
+    platform = type(current_platform)
+    original = platform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment, method-assign]
+
+
+def take_any_mask() -> None:
+    """As compiled stores do: the interpreter refuses masks of integers, which vLLM's kernel for grammars has."""
+    original = InterpreterBuilder.create_masked_store
+
+    def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return original(self, ptrs, value, mask, *args)
+
+    InterpreterBuilder.create_masked_store = create_masked_store
+
+
+def main() -> None:
+    take_any_mask()
+    schedule_asynchronously()
+    given = json.loads(sys.argv[2])
+    cases = given.pop("cases")
+    llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
+    runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    guarded = runner.speculator.guarded
+    drafter = guarded.method.drafter
+    result: dict[str, Any] = {name: answers(llm, **case) for name, case in cases.items()}
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(3):  # so that the runner hears of the last requests' ends, as in a process of its own
+        core.step()
+    figures = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    live = guarded.method.live
+    tokens = (
+        [] if live is None else [run.sub.tokens[: run.n].tolist() for t in live._tenants.values() for run in t.all_runs]
+    )
+    result["engine"] = {
+        "v2": isinstance(runner, GPUModelRunner),
+        "async": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
+        "drafted": figures["vllm:spec_decode_num_draft_tokens"],
+        "accepted": figures["vllm:spec_decode_num_accepted_tokens"],
+        "preempted": figures["vllm:num_preemptions"],
+        "cached": figures["vllm:prefix_cache_hits"],
+        "failures": guarded.metrics.failures._value.get(),
+        "ours": [guarded.metrics.drafted._value.get(), guarded.metrics.accepted._value.get()],
+        "held": [len(drafter), len(guarded.running), len(runner.speculator.requests.by_id)],
+        "learnt": tokens,
+    }
+    print("\n" + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
