@@ -1,6 +1,7 @@
-"""Recycled logits through SGLang: tokens per step, and per second, with and without them.
+"""Recycled logits through SGLang, or vLLM: tokens per step, and per second, with and without them.
 
     python bench/recycle.py --model build/model --questions spec_bench.jsonl --nodes 16 32 64 --json OUT
+    python bench/recycle.py --engine vllm --model build/model --questions spec_bench.jsonl --nodes 9 --json OUT
 
 Two servers of `sssd` learn from what they answer (their stores are empty at first) and always verify trees of this many
 nodes; one of them recycles. The questions are put to both in turns, so both meet the same machine. Tokens per step
@@ -25,27 +26,47 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib import questions as spec_bench
 from bench.lib.machine import machine, versions, write_json
 from bench.lib.prompts import chats
-from bench.lib.servers import Server, build
+from bench.lib.servers import MODEL_NAME, Server, build
 
 ARMS = ("off", "on")
 
 
 def serve(arm: str, nodes: int, args: argparse.Namespace) -> Server:
-    speculative = {"method": "sssd", "num_speculative_tokens": nodes, "live": True, "policy": args.policy}
-    speculative |= {"recycle": arm, "isolation": "shared"}
-    log = Path("build/logs") / f"recycle-{arm}-{nodes}.log"
-    return build(arm, "sglang", args.model, log, dtype=args.dtype, speculative=speculative, requests=args.at_once)
+    # SGLang counts the root among its draft tokens.
+    speculative = {"method": "sssd", "num_speculative_tokens": nodes - (args.engine == "vllm")}
+    speculative |= {"live": True, "policy": args.policy, "recycle": arm, "isolation": "shared"}
+    log = Path("build/logs") / f"recycle-{args.engine}-{arm}-{nodes}.log"
+    return build(arm, args.engine, args.model, log, dtype=args.dtype, speculative=speculative, requests=args.at_once)
 
 
-def ask(server: Server, prompts: Sequence[str], tokens: int, at_once: int) -> dict[str, Any]:
-    """Put prompts to a server, so many at a time: their answers, seconds, tokens and the steps of each request."""
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return json.load(answer)
+
+
+def accepted(server: Server) -> int:
+    """Draft tokens that a server of vLLM has accepted so far."""
+    name = "vllm:spec_decode_num_accepted_tokens_total{"
+    return int(sum(float(line.split()[-1]) for line in server.get("/metrics").splitlines() if line.startswith(name)))
+
+
+def ask(server: Server, prompts: Sequence[str], tokens: int, at_once: int, engine: str) -> dict[str, Any]:
+    """Put prompts to a server, so many at a time: their answers, seconds, tokens and the steps of all requests."""
+    if engine == "vllm":
+        before = accepted(server)
+        body = {"model": MODEL_NAME, "temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+        started = time.perf_counter()
+        with ThreadPoolExecutor(at_once) as pool:
+            texts = list(pool.map(lambda p: post(f"{server.url}/v1/completions", body | {"prompt": p}), prompts))
+        seconds = time.perf_counter() - started
+        made = len(prompts) * (tokens - 1)  # the first comes with the prompt
+        answers = [text["choices"][0]["text"] for text in texts]
+        return {"answers": answers, "seconds": seconds, "tokens": made, "steps": made - (accepted(server) - before)}
 
     def one(prompt: str) -> Any:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        body = json.dumps({"text": prompt, "sampling_params": sampling}).encode()
-        request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            return json.load(answer)
+        return post(f"{server.url}/generate", {"text": prompt, "sampling_params": sampling})
 
     started = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
@@ -69,12 +90,12 @@ def measure(nodes: int, groups: dict[str, list[str]], args: argparse.Namespace) 
             server.start()
         for server in servers:
             server.wait_until_ready()
-            ask(server, ["Once upon a time"], 16, 1)
+            ask(server, ["Once upon a time"], 16, 1, args.engine)
         for i in range(max(map(len, parts.values()))):
             for name, some in parts.items():
                 for server in servers if i % 2 else servers[::-1]:
                     if i < len(some):
-                        runs[server.name][name].append(ask(server, some[i], args.tokens, args.at_once))
+                        runs[server.name][name].append(ask(server, some[i], args.tokens, args.at_once, args.engine))
     finally:
         for server in servers:
             server.stop()
@@ -102,6 +123,7 @@ def figures(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engine", choices=("sglang", "vllm"), default="sglang")
     parser.add_argument("--model", type=Path, default=Path("build/model"))
     parser.add_argument("--questions", type=Path, required=True, help="in Spec-Bench's format")
     parser.add_argument("--per-group", type=int, default=8)
@@ -116,9 +138,15 @@ def main() -> int:
     groups = {}
     for name, members in spec_bench.groups(spec_bench.load(args.questions)).items():
         short = [q.text for q in members if len(q.text) <= args.prompt_characters]
-        groups[name] = chats(args.model, short[: args.per_group], tokenize=False)
-    result: dict[str, Any] = {"machine": machine(), "versions": versions("sglang", "torch"), "rows": []}
-    result |= {"tokens": args.tokens, "questions": sum(map(len, groups.values())), "policy": args.policy}
+        if short:
+            groups[name] = chats(args.model, short[: args.per_group], tokenize=False)
+    result: dict[str, Any] = {"machine": machine(), "versions": versions(args.engine, "torch"), "rows": []}
+    result |= {
+        "engine": args.engine,
+        "tokens": args.tokens,
+        "questions": sum(map(len, groups.values())),
+        "policy": args.policy,
+    }
     for nodes in args.nodes:
         row = measure(nodes, groups, args)
         result["rows"].append(row)

@@ -17,6 +17,7 @@ from freedraft.metrics import Metrics
 
 if TYPE_CHECKING:
     from freedraft.cost.policies import Controller
+    from freedraft.cost.schedule import Schedule
     from freedraft.draft_model import DraftModel
     from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 
@@ -92,6 +93,8 @@ class EngineContext:
         rank: of this process among those of its engine that draft; each serves metrics at a port of its own.
         hardware: the device in words, as `freedraft calibrate` writes it; None where it is not known.
         writes_store: whether this process may write what it learns.
+        same_length: whether all requests of a step verify the same number of draft tokens, decided before anything is
+            drafted (`freedraft.cost.schedule`), so that shorter drafts save nothing.
         gives_logits: whether the engine calls `Method.recycle`.
         lockstep: whether other ranks draft the same and must learn in the same order.
         tokenizer_fingerprint: gives the fingerprint of the target's tokenizer; None where there is none.
@@ -106,6 +109,7 @@ class EngineContext:
     rank: int = 0
     hardware: str | None = None
     writes_store: bool = True
+    same_length: bool = False
     gives_logits: bool = False
     lockstep: bool = False
     tokenizer_fingerprint: Callable[[], str | None] = lambda: None
@@ -279,6 +283,7 @@ class MethodSpec:
             would fail later.
         runs_model: whether it runs the target model to draft: KV slots are reserved for it, and it gets a `DraftModel`.
         takes_corpora: whether it takes corpora over HTTP.
+        schedule: called with (options, context); draft lengths by batch size, for engines that decide them beforehand.
         role: which part of the hybrid method it can be; None for neither.
     """
 
@@ -288,6 +293,7 @@ class MethodSpec:
     check: Callable[[Any, EngineContext], None] | None = None
     runs_model: bool = False
     takes_corpora: bool = False
+    schedule: Callable[[Any, EngineContext], Schedule | None] | None = None
     role: Literal["host", "model"] | None = None
 
     @property

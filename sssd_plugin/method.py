@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Controller
+from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.method import EngineContext, Method, MethodSpec, Step
 from freedraft.metrics import check_port, serve
@@ -55,7 +56,14 @@ def check(options: SssdOptions, context: EngineContext) -> None:
         )
 
 
-SPEC = MethodSpec(NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, role="host")
+def schedule(options: SssdOptions, context: EngineContext) -> Schedule | None:
+    """Return draft lengths by batch size, as the options want them; None where they are the same for all."""
+    return draft_lengths(context, options.effective_policy, hardware=options.hardware, knee=options.knee)
+
+
+SPEC = MethodSpec(
+    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule, role="host"
+)
 
 
 def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:
@@ -82,7 +90,8 @@ class SssdMethod(Method):
 
         super().__init__(options, context, controller or options.make_controller(context), NAME)
         assert context.vocab_size is not None
-        self.min_score = self.controller.min_score if options.min_score is None else options.min_score
+        default = 0.0 if context.same_length else self.controller.min_score
+        self.min_score = default if options.min_score is None else options.min_score
         self._corpora: dict[str, SubIndex] = {}
         self._indexed: dict[str, SubIndex] = {}
         self._lock = threading.Lock()

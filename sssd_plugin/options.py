@@ -98,9 +98,13 @@ class SssdOptions(PluginOptions):
 
         return None if self.datastore is None or self.datastore.parent == cache_folder() else self.datastore
 
+    @property
+    def effective_policy(self) -> Policy:
+        return self.policy or ("auto" if self.knee is None else "knee")
+
     def make_controller(self, context: EngineContext) -> Controller:
         """Make the controller that these options describe. Raises ConfigError where `hardware` names no profile."""
         from freedraft.cost.controller import make_controller
 
-        policy = self.policy or ("auto" if self.knee is None else "knee")
+        policy = self.effective_policy
         return make_controller(context, policy, hardware=self.hardware, knee=self.knee, step_times=self.step_times)

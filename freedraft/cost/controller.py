@@ -280,7 +280,7 @@ def _controller(
     context: EngineContext, policy: Policy, profile: HardwareProfile, knee: int | None, step_times: Path | None
 ) -> Controller:
     max_draft_tokens, widths = context.max_draft_tokens, context.widths
-    if policy == "fixed":
+    if policy == "fixed" or context.same_length:
         return Fixed(profile, max_draft_tokens, widths)
     if policy == "auto":
         try:

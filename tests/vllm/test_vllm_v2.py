@@ -49,7 +49,11 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
         "sampled": {"prompts": [SAMPLED_PROMPT] * SAMPLES, "parameters": {"max_tokens": 4, "ignore_eos": True}},
     }
     engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
-    return serve(tiny_model, cases=cases, speculative_config=SSSD, num_gpu_blocks_override=9, block_size=32, **engine)
+    # Steps of three and four requests are not drafted for: what they gain is taken later.
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0], [5, 64, 3]]}
+    return serve(
+        tiny_model, cases=cases, speculative_config=SSSD | schedule, num_gpu_blocks_override=9, block_size=32, **engine
+    )
 
 
 def test_runs_there_with_async_scheduling(served: dict[str, Any]) -> None:
@@ -104,6 +108,10 @@ def test_structured_output(demo_model: Path) -> None:
     ids = tokenizer(prompt)["input_ids"][:40] if isinstance(prompt, str) else prompt
     parameters = {"temperature": 0, "max_tokens": 12, "structured_outputs": {"choice": ["red, red, red", "blue"]}}
     given = {"cases": {"choice": {"prompts": [ids], "parameters": parameters}}, "max_model_len": 128}
-    found = serve(demo_model, speculative_config=SSSD | {"live": False}, max_num_seqs=2, **given)
+    options = SSSD | {"live": False, "policy": "knee", "knee": 12}
+    found = serve(demo_model, speculative_config=options, max_num_seqs=2, **given)
     assert tokenizer.decode(found["choice"][0], skip_special_tokens=True) in ("red, red, red", "blue")
     assert not found["engine"]["failures"]
+    # By the cost model, what vLLM schedules for a batch of each size.
+    lengths = found["engine"]["schedule"]
+    assert lengths[0][2] == 3 and lengths[-1][2] == 0, "large batches are served plainly"

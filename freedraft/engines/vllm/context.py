@@ -32,6 +32,7 @@ def context_of_engine(vllm_config: Any, *, v2: bool = False) -> EngineContext:
         writes_store=parallel.rank % ranks == 0 and not parallel.data_parallel_rank,
         gives_logits=ranks == 1 and not v2 and not check(LOGITS_HOOKS),  # else not all ranks have them
         lockstep=ranks > 1 and not v2,
+        same_length=v2,
     )
 
 

@@ -32,7 +32,8 @@ PROPOSER = "freedraft.engines.vllm.v1.runner.MethodProposer"
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
-ENGINE_KEYS = ("method", K, "num_speculative_tokens_per_batch_size", "rejection_sample_method")
+SCHEDULE = "num_speculative_tokens_per_batch_size"
+ENGINE_KEYS = ("method", K, SCHEDULE, "rejection_sample_method")
 
 
 def register(spec: MethodSpec) -> bool:
@@ -107,7 +108,12 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(self, *args, **kwargs)
         try:
             config, options = _split(self, spec, given, v2)
-            _check(self, spec, options, kwargs.get("target_model_config", args[0] if args else None), config[K])
+            model_config = kwargs.get("target_model_config", args[0] if args else None)
+            _check(self, spec, options, model_config, config[K])
+            if v2 and spec.schedule is not None and SCHEDULE not in config:
+                # vLLM decides by the batch's size how much a step verifies, before it is drafted.
+                lengths = spec.schedule(options, context_of_arguments(self, model_config, config[K]))
+                config |= {} if lengths is None else {SCHEDULE: lengths}
         except ConfigError as error:
             _stop(error)
         with _rewritten(self, config):

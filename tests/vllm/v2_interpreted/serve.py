@@ -90,6 +90,7 @@ def main() -> None:
     result["engine"] = {
         "v2": isinstance(runner, GPUModelRunner),
         "async": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
+        "schedule": llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
         "drafted": figures["vllm:spec_decode_num_draft_tokens"],
         "accepted": figures["vllm:spec_decode_num_accepted_tokens"],
         "preempted": figures["vllm:num_preemptions"],

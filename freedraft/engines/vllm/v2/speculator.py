@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from freedraft.draft import DraftBatch
@@ -24,6 +25,51 @@ from freedraft.engines.vllm.tenants import SALT
 from freedraft.engines.vllm.v2.requests import Requests
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS, Step
+
+
+class GainedTokens:
+    """What a step has accepted, on its way to the host. B requests, K = most draft tokens of a request."""
+
+    def __init__(self, slots: int, length: int, device: torch.device) -> None:
+        self._newest = torch.arange(-length - 1, 0, device=device)
+        self._host = torch.zeros(slots, length + 3, dtype=torch.int32, pin_memory=device.type != "cpu")
+        self._event = torch.Event(device) if device.type != "cpu" else None
+        self._request_ids: list[str] = []
+        self._slots: NDArray[np.int32] = np.zeros(0, np.int32)
+
+    def copy(self, input_batch: Any, num_sampled: torch.Tensor, states: Any) -> None:
+        """Start the copy, behind the step's own work.
+
+        Args:
+            num_sampled: int32 [B], tokens that each request gained; states: vLLM's RequestState.
+        """
+        batch = input_batch.num_reqs
+        self._request_ids, self._slots = list(input_batch.req_ids), input_batch.idx_mapping_np[:batch].copy()
+        slots = input_batch.idx_mapping[:batch].long()
+        lengths = states.total_len.gpu[slots].long()
+        at = (lengths[:, None] + self._newest).clamp(min=0)
+        newest = states.all_token_ids.gpu[slots[:, None], at]
+        counts = torch.stack((num_sampled[:batch].long(), lengths), 1)
+        self._host[:batch].copy_(torch.cat((counts, newest.long()), 1), non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> NDArray[np.int32]:
+        """int32 [B, K + 3]: how many tokens each request gained, how many it has, and its newest K + 1."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host[: len(self._slots)].numpy()
+
+    def append_to(self, requests: Requests) -> list[int]:
+        """Append the tokens to their requests; the rows of those that gained some."""
+        gained = self.wait()
+        rows = []
+        for row in np.flatnonzero(gained[:, 0] > 0).tolist():
+            count, length = gained[row, :2].tolist()
+            new = gained[row, gained.shape[1] - count :]
+            if requests.append(self._request_ids[row], int(self._slots[row]), length, new):
+                rows.append(row)
+        return rows
 
 
 class MethodSpeculator(BaseSpeculator):
@@ -54,12 +100,10 @@ class MethodSpeculator(BaseSpeculator):
             context = context_of_engine(vllm_config, v2=True)
             self.guarded = GuardedMethod(spec, spec.option_type.parse(options), context)
         self.requests = Requests(slots, self.max_model_len)
-        self._newest = torch.arange(-self.length - 1, 0, device=device)
         self._drafts = torch.zeros(slots, self.length, dtype=torch.int64, device=device)
-        pinned = device.type != "cpu"
-        self._gained = torch.zeros(slots, self.length + 3, dtype=torch.int32, pin_memory=pinned)
-        self._proposed = torch.zeros(slots, self.length, dtype=torch.int64, pin_memory=pinned)
-        self._event = torch.Event(device) if pinned else None
+        self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]
+        self._pending: GainedTokens | None = None  # of a step that was not drafted for
+        self._proposed = torch.zeros(slots, self.length, dtype=torch.int64, pin_memory=device.type != "cpu")
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """There is nothing to capture."""
@@ -89,6 +133,7 @@ class MethodSpeculator(BaseSpeculator):
     def finish(self, request_ids: Sequence[str]) -> None:
         """These requests have ended."""
         assert self.guarded is not None
+        self._catch_up()
         for request_id in request_ids:
             self.guarded.finish(request_id, self.requests.finish(request_id))
 
@@ -124,8 +169,7 @@ class MethodSpeculator(BaseSpeculator):
         guarded = self.guarded
         if guarded is not None:
             most = self.length if num_speculative_tokens is None else num_speculative_tokens
-            self._copy_gained(input_batch, num_sampled)
-            if guarded.call(lambda: self._draft(input_batch, most)):
+            if guarded.call(lambda: self._draft(input_batch, num_sampled, most)):
                 drafts.copy_(self._proposed[:batch], non_blocking=True)
             else:
                 drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
@@ -133,41 +177,34 @@ class MethodSpeculator(BaseSpeculator):
             self._ranks.broadcast(drafts, src=0)
         return drafts
 
-    def _copy_gained(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
-        """Copy to the host, by request: how many tokens it gained, how many it has, and its newest K + 1. Waits."""
-        batch = input_batch.num_reqs
-        slots = input_batch.idx_mapping[:batch].long()
-        lengths = self._states.total_len.gpu[slots].long()
-        at = (lengths[:, None] + self._newest).clamp(min=0)
-        newest = self._states.all_token_ids.gpu[slots[:, None], at]
-        counts = torch.stack((num_sampled[:batch].long(), lengths), 1)
-        self._gained[:batch].copy_(torch.cat((counts, newest.long()), 1).int(), non_blocking=True)
-        if self._event is not None:
-            self._event.record()
-            self._event.synchronize()
-
-    def _draft(self, input_batch: Any, most: int) -> bool:
-        """Draft on the host, for the requests that have gained tokens."""
+    def _draft(self, input_batch: Any, num_sampled: torch.Tensor, most: int) -> bool:
+        """Draft on the host for the requests that have gained tokens, at most so many tokens each; whether it was."""
         assert self.guarded is not None
-        batch, requests = input_batch.num_reqs, self.requests
-        gained = self._gained[:batch].numpy()
-        slots = input_batch.idx_mapping_np[:batch]
-        rows = []
-        for row in np.flatnonzero(gained[:, 0] > 0).tolist():
-            count, length = gained[row, :2].tolist()
-            new = gained[row, 2 + self.length + 1 - count :]
-            if requests.append(input_batch.req_ids[row], int(slots[row]), length, new):
-                rows.append(row)
-        proposed = self._proposed[:batch].numpy()
-        proposed[:] = gained[:, -1:]
+        self._catch_up()
+        gained = self._gained[0]
+        gained.copy(input_batch, num_sampled, self._states)
+        self._gained.reverse()
+        if most == 0:  # what was gained is looked at later, when nobody has to wait for it
+            self._pending = gained
+            return False
+        rows = gained.append_to(self.requests)
+        tokens = gained.wait()
+        proposed = self._proposed[: input_batch.num_reqs].numpy()
+        proposed[:] = tokens[:, -1:]
         if rows:
-            step = self._step(input_batch, np.array(rows, np.intp), gained, slots, most)
-            draft = self.guarded.draft(step)
-            self._write(step, rows, draft, proposed)
+            step = self._step(input_batch, np.array(rows, np.intp), tokens, most)
+            self._write(step, rows, self.guarded.draft(step), proposed)
         return True
 
-    def _step(self, input_batch: Any, rows: Any, gained: Any, slots: Any, most: int) -> Step:
+    def _catch_up(self) -> None:
+        """Take the tokens of a step that was not drafted for."""
+        if self._pending is not None:
+            self._pending.append_to(self.requests)
+            self._pending = None
+
+    def _step(self, input_batch: Any, rows: Any, gained: Any, most: int) -> Step:
         requests, ids = self.requests, [input_batch.req_ids[row] for row in rows.tolist()]
+        slots = input_batch.idx_mapping_np
         contexts = gained[rows, 1].astype(np.int32)
         ends = slots[rows].astype(np.int64) * self.max_model_len + contexts
         scheduled = input_batch.num_draft_tokens_per_req

@@ -1,0 +1,70 @@
+"""Draft lengths by batch size: the most expected tokens per second by the roofline, by enumeration."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from freedraft.config import ConfigError
+from freedraft.cost.hardware import choose_profile
+from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.roofline import Roofline
+from freedraft.cost.schedule import CHAIN_TOKENS_PER_STEP, CONTEXT, draft_lengths
+from freedraft.method import EngineContext
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+def context(most: int, shape: dict[str, Any] = LLAMA_8B) -> EngineContext:
+    return EngineContext(hf_config=SimpleNamespace(to_dict=lambda: shape), max_draft_tokens=most)
+
+
+def length_at(schedule: Any, batch: int) -> int:
+    (length,) = [length for first, last, length in schedule if first <= batch <= last]
+    return length
+
+
+@pytest.mark.parametrize("hardware", ["h100", "h200", "a100", "cpu"])
+@pytest.mark.parametrize("most", [1, 4, 8])
+def test_no_other_length_has_more_tokens_per_second(hardware: str, most: int) -> None:
+    schedule = draft_lengths(context(most), "auto", hardware=hardware) or [(1, 1 << 20, most)]
+    roofline = Roofline(ModelShape.from_config(LLAMA_8B, dtype="bfloat16"), choose_profile(hardware))
+    nodes, tokens = np.array([*CHAIN_TOKENS_PER_STEP]), np.array([*CHAIN_TOKENS_PER_STEP.values()])
+    for batch in (1, 3, 6, 24, 96, 384):
+        rates = []
+        for n in range(1, most + 2):
+            expected = np.interp(np.log2(n), np.log2(nodes), tokens)
+            rates.append(expected / float(roofline.seconds(batch, batch * n, CONTEXT)))
+        assert rates[length_at(schedule, batch)] >= 0.97 * max(rates), batch
+
+
+def test_ranges_have_no_gaps_and_lengths_fall() -> None:
+    schedule = draft_lengths(context(8), "knee", hardware="h100")
+    assert schedule is not None and schedule[0][0] == 1 and schedule[-1][2] == 0
+    for (_, last, length), (first, _, shorter) in itertools.pairwise(schedule):
+        assert first == last + 1 and shorter < length <= 8
+
+
+def test_where_nothing_is_to_be_decided() -> None:
+    assert draft_lengths(context(8), "fixed") is None
+    assert draft_lengths(context(2), "knee", hardware="h100", knee=1_000_000) is None
+    with pytest.raises(ConfigError, match="h2000"):
+        draft_lengths(context(8), "auto", hardware="h2000")
+
+
+def test_a_model_whose_shape_is_unknown_is_decided_for_by_the_rule() -> None:
+    unknown = draft_lengths(context(8, {}), "auto", hardware="h100")
+    assert unknown == draft_lengths(context(8), "knee", hardware="h100") is not None
