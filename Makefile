@@ -139,10 +139,11 @@ export FREEDRAFT_TEST_MODEL := $(CURDIR)/$(MODEL)
 check: $(VLLM)/project.done $(MODEL)/config.json
 	@mkdir -p $(LOGS); \
 	half() { failed=0; $(MAKE) --no-print-directory lint || failed=1; \
-		$(VLLM)/bin/python -m pytest tests/datastore $(PYTEST_FLAGS) || failed=1; return $$failed; }; \
+		$(VLLM)/bin/python -m pytest tests/datastore tests/kernels tests/cost $(PYTEST_FLAGS) || failed=1; \
+		return $$failed; }; \
 	half > $(LOGS)/check.log 2>&1 & \
-	failed=0; $(VLLM)/bin/python -m pytest --ignore tests/datastore --ignore tests/vllm --ignore tests/sglang \
-		$(PYTEST_FLAGS) || failed=1; \
+	failed=0; $(VLLM)/bin/python -m pytest --ignore tests/datastore --ignore tests/kernels --ignore tests/cost \
+		--ignore tests/vllm --ignore tests/sglang $(PYTEST_FLAGS) || failed=1; \
 	wait $$! || failed=1; cat $(LOGS)/check.log; \
 	if [ $$failed = 1 ]; then echo 'FAIL'; exit 1; fi; echo 'PASS: lint, tests without an engine'
 

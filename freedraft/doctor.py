@@ -26,12 +26,14 @@ class Report:
         version: None when the engine is not installed.
         hooks: how many were looked for.
         problems: what is missing, one line each.
+        without: what is missing that drafting does without, one line each.
     """
 
     engine: str
     version: str | None
     hooks: int
     problems: tuple[str, ...]
+    without: tuple[str, ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -47,7 +49,9 @@ def examine(engine: str) -> Report:
     problems = check(hooks)
     if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
         problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")
-    return Report(engine, _version(table.DISTRIBUTIONS), len(hooks), tuple(problems))
+    optional: Sequence[Hook] = getattr(table, "OPTIONAL_HOOKS", ())
+    without = [f"{problem}: no {hook.purpose}" for hook in optional if (problem := hook.problem())]
+    return Report(engine, _version(table.DISTRIBUTIONS), len(hooks), tuple(problems), tuple(without))
 
 
 def run(console: Console | None = None) -> int:
@@ -64,6 +68,8 @@ def run(console: Console | None = None) -> int:
             console.print(f"  {report.engine}: not installed")
         elif report.usable:
             console.print(f"  {report.engine} {report.version}: all {report.hooks} hooks are there", style="green")
+            for missing in report.without:
+                console.print(f"    - {missing}", markup=False)
         else:
             console.print(f"  {report.engine} {report.version}: freedraft cannot draft here", style="red")
             for problem in report.problems:

@@ -78,6 +78,13 @@ def test_a_renamed_attribute_is_found(engine: types.ModuleType, monkeypatch: pyt
     assert "toy_engine.Runner.propose is missing" in text and "runs without freedraft" in text
 
 
+def test_what_drafting_does_without_is_told_and_no_failure(engine: types.ModuleType) -> None:
+    engine.OPTIONAL_HOOKS = (Hook("toy_engine.Newer", "draft", purpose="drafting in newer runners"),)
+    code, text = diagnose()
+    assert code == 0 and "all 3 hooks are there" in text
+    assert "toy_engine.Newer is missing: no drafting in newer runners" in text
+
+
 @pytest.mark.parametrize(
     ("hook", "problem"),
     [

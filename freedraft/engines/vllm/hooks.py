@@ -84,7 +84,10 @@ V2_HOOKS = (
          purpose="end of requests in model runner V2"),
 )  # fmt: skip
 
-HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS + LOGITS_HOOKS + V2_HOOKS
+HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
+
+# What drafting does without, where it is not there.
+OPTIONAL_HOOKS = LOGITS_HOOKS + V2_HOOKS
 
 
 def vllm_version() -> str:

@@ -164,6 +164,12 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
         or getattr(engine_args, "ubatch_size", 0)
         or getattr(engine_args, "distributed_executor_backend", None) == "external_launcher"
     )
+    if spec.runs_model and stock and asked is None:
+        logger.warning(
+            "freedraft: method '%s' is served by vLLM's first model runner, without async scheduling; "
+            "method 'sssd' and plain serving by model runner V2",
+            spec.name,
+        )
     v2 = not spec.runs_model and not missing and (stock if asked is None else asked)
     if not v2 and getattr(engine_args, "async_scheduling", None):
         raise ConfigError(
