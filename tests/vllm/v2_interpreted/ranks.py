@@ -1,0 +1,41 @@
+"""An engine on so many tensor-parallel ranks: what it answers to the same prompts, twice, as a line of JSON.
+
+python ranks.py MODEL RANKS '{"prompts": ..., "speculative_config": ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+
+
+def main() -> None:
+    given = json.loads(sys.argv[3])
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in given.pop("prompts")]
+    room = {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "block_size": 32}
+    llm = LLM(
+        sys.argv[1],
+        tensor_parallel_size=int(sys.argv[2]),
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        **room,
+        **given,
+    )
+    parameters = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
+    answers = [
+        [list(output.outputs[0].token_ids) for output in llm.generate(prompts, parameters, use_tqdm=False)]
+        for _ in range(2)
+    ]
+    figures = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    accepted = figures.get("vllm:spec_decode_num_accepted_tokens", 0)
+    print("\n" + json.dumps({"answers": answers, "accepted": accepted}))
+
+
+if __name__ == "__main__":
+    main()
