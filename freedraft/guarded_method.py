@@ -5,14 +5,14 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.method import EngineContext, Method, MethodSpec, Step
+from freedraft.method import EngineContext, Method, MethodSpec, NodeLogits, Step
 
 if TYPE_CHECKING:
     from freedraft.draft_model import DraftModel
@@ -69,15 +69,9 @@ class GuardedMethod:
         """See `Method.needs_logits`; not during a pause."""
         return self._paused == 0 and self.method.needs_logits
 
-    def recycle(
-        self,
-        request_ids: Sequence[str],
-        draft: DraftBatch,
-        top_tokens: NDArray[np.int32],
-        top_log_probs: NDArray[np.float32],
-    ) -> None:
+    def recycle(self, logits: NodeLogits) -> None:
         """See `Method.recycle`."""
-        self.call(lambda: self.method.recycle(request_ids, draft, top_tokens, top_log_probs))
+        self.call(lambda: self.method.recycle(logits))
 
     def prepare(self, model: DraftModel) -> None:
         """See `Method.prepare`."""

@@ -6,7 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,23 @@ if TYPE_CHECKING:
 
 
 TOP_TOKENS = 8
-"""Likeliest next tokens at a node that `Method.recycle` is told of."""
+"""Likeliest next tokens at a node, as many as are kept."""
+
+
+class NodeLogits(NamedTuple):
+    """The likeliest next tokens at the nodes that a step has verified, for B requests of at most N nodes.
+
+    Attributes:
+        request_ids: B ids, of which some may have finished.
+        draft: [B, N], the trees that were verified, without scores.
+        top_tokens: int32 [B, N, TOP_TOKENS], likeliest first, -1 for none; what stands at padding is undefined.
+        top_log_probs: float32 [B, N, TOP_TOKENS], natural logarithms, before temperature and filters; -inf for none.
+    """
+
+    request_ids: Sequence[str]
+    draft: DraftBatch
+    top_tokens: NDArray[np.int32]
+    top_log_probs: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,22 +171,9 @@ class Method:
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
         """float32 [H], the normed last hidden state behind a prompt; before the first step of the request."""
 
-    def recycle(
-        self,
-        request_ids: Sequence[str],
-        draft: DraftBatch,
-        top_tokens: NDArray[np.int32],
-        top_log_probs: NDArray[np.float32],
-    ) -> None:
-        """What the target thinks comes next at every node that the last step verified, before the `draft` of the next.
-
-        Args:
-            request_ids: B ids, of which some may have finished.
-            draft: [B, N], the trees that were verified, without scores.
-            top_tokens: int32 [B, N, TOP_TOKENS], likeliest first, -1 for none; what stands at padding is undefined.
-            top_log_probs: float32 [B, N, TOP_TOKENS], natural logarithms, before temperature and filters; -inf for
-                none.
-        """
+    def recycle(self, logits: NodeLogits) -> None:
+        """What the target thinks comes next at every node that the last step verified, before the `draft` of the
+        next."""
 
     def prepare(self, model: DraftModel) -> None:
         """The target's weights and KV cache are there. Only methods that run the model are called."""

@@ -14,6 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from freedraft.method import NodeLogits
 from sssd_plugin import recycled_logits
 from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.index.sub_index import Snapshot
@@ -166,26 +167,16 @@ class Drafter:
         if owner:
             self._owners[request_id] = owner
 
-    def recycle(
-        self,
-        request_ids: Sequence[str],
-        draft: DraftBatch,
-        top_tokens: NDArray[np.int32],
-        top_log_probs: NDArray[np.float32],
-    ) -> None:
-        """Keep the likeliest next tokens at every verified node, before `update` appends what was accepted.
-
-        Args:
-            request_ids: B ids, unknown ones are left out; draft: [B, N], the trees that were verified.
-            top_tokens: int32 [B, N, TOP], likeliest first; top_log_probs: float32 [B, N, TOP], natural logarithms.
-        """
+    def recycle(self, logits: NodeLogits) -> None:
+        """Keep the likeliest next tokens at every verified node, before `update` appends what was accepted."""
         if len(self._entries) == 0:
             return
+        request_ids, draft = logits.request_ids, logits.draft
         self._await_prompts(request_ids)
         with self._lock:
             _recycle_batch(
                 self._index.slots, self._index.slot_ids(request_ids), self._entries, self._owners_of(request_ids),
-                draft.tokens, draft.parents, draft.counts, top_tokens, top_log_probs, self.vocab_size,
+                draft.tokens, draft.parents, draft.counts, logits.top_tokens, logits.top_log_probs, self.vocab_size,
                 self._recycle_clock,
             )  # fmt: skip
 
@@ -403,6 +394,7 @@ class Drafter:
         self.replace(name, np.zeros(200, np.int32))
         self.update([name], np.zeros(1, np.int32), 0 * one, one, np.array([201], np.int32))
         self.draft([name], max_nodes=min(2, self.max_nodes))
-        self.recycle([], self._out.head(0), np.zeros((0, 1, TOP), np.int32), np.zeros((0, 1, TOP), np.float32))
+        none = np.zeros((0, 1, TOP), np.int32)
+        self.recycle(NodeLogits([], self._out.head(0), none, none.astype(np.float32)))
         self.attribute([name], one, np.zeros(attribution.SIZE, np.int64))
         self.finish([name])

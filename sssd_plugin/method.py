@@ -14,7 +14,7 @@ from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Controller
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
-from freedraft.method import EngineContext, Method, MethodSpec, Step
+from freedraft.method import EngineContext, Method, MethodSpec, NodeLogits, Step
 from freedraft.metrics import check_port, serve
 from sssd_plugin.options import SssdOptions
 from sssd_plugin.recycle_choice import RecycleChoice
@@ -175,14 +175,8 @@ class SssdMethod(Method):
     def needs_logits(self) -> bool:
         return self.recycling.on
 
-    def recycle(
-        self,
-        request_ids: Sequence[str],
-        draft: DraftBatch,
-        top_tokens: NDArray[np.int32],
-        top_log_probs: NDArray[np.float32],
-    ) -> None:
-        self.drafter.recycle(request_ids, draft, top_tokens, top_log_probs)
+    def recycle(self, logits: NodeLogits) -> None:
+        self.drafter.recycle(logits)
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         return self.drafter.draft(

@@ -19,7 +19,7 @@ from freedraft.draft_model import DraftModel
 from freedraft.hybrid.choice import Choice, RestOfBatch, choose, poorest_first, sizes_up_to
 from freedraft.hybrid.options import NAME, part_options
 from freedraft.hybrid.throughput import Throughput
-from freedraft.method import EngineContext, Method, ModelMethod, Step, spec_of_role
+from freedraft.method import EngineContext, Method, ModelMethod, NodeLogits, Step, spec_of_role
 
 FIRST_PROBE, RAREST_PROBE = 128, 512
 """Steps without draft passes after which they are tried again, at first and at most."""
@@ -148,14 +148,8 @@ class HybridMethod(Method):
     def needs_logits(self) -> bool:
         return self.host.needs_logits
 
-    def recycle(
-        self,
-        request_ids: Sequence[str],
-        draft: DraftBatch,
-        top_tokens: NDArray[np.int32],
-        top_log_probs: NDArray[np.float32],
-    ) -> None:
-        self.host.recycle(request_ids, draft, top_tokens, top_log_probs)
+    def recycle(self, logits: NodeLogits) -> None:
+        self.host.recycle(logits)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         self._by_model.discard(request_id)

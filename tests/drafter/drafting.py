@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.draft import DraftBatch
+from freedraft.method import NodeLogits
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import FEATURES, RECYCLED_FEATURES, RECYCLED_SETS, SETS, Weights
 from tests.support.stores import Documents, int32, joined, snapshot_of
@@ -108,7 +109,7 @@ class Pair:
 
     def recycle(self, names: Sequence[str], batch: DraftBatch, tokens: NDArray, log_probs: NDArray) -> None:
         """The target has verified these trees: int32 and float32 [B, N, TOP]."""
-        self.drafter.recycle(names, batch, tokens, log_probs)
+        self.drafter.recycle(NodeLogits(names, batch, tokens, log_probs))
         for b, name in enumerate(names):
             request = self.requests.get(name, [])
             if not request or request[-1] != batch.tokens[b, 0]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from test_drafter_equals_oracle import EXAMPLES, worlds
 
 from freedraft.draft import DraftBatch
-from freedraft.method import TOP_TOKENS
+from freedraft.method import TOP_TOKENS, NodeLogits
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.recycled_logits import ENTRY, entries, owner_of
 from sssd_plugin.scoring.weights import Weights
@@ -66,7 +66,7 @@ def one_node(drafter: Drafter, name: str, tokens: list[int], following: int) -> 
     top = np.full((1, 1, TOP_TOKENS), -1, np.int32)
     log_probs = np.full((1, 1, TOP_TOKENS), -np.inf, np.float32)
     top[..., 0], log_probs[..., 0] = following, -0.01
-    drafter.recycle([name], root, top, log_probs)
+    drafter.recycle(NodeLogits([name], root, top, log_probs))
 
 
 def first_draft(drafter: Drafter, name: str, **options: object) -> int | None:
@@ -101,9 +101,8 @@ def test_the_newest_logits_count_and_others_are_asked_for_in_vain() -> None:
     drafter.replace("s", int32([1, 2, 3]))
     assert first_draft(drafter, "s") == 777, "the longest context counts"
     drafter.replace("t", int32([4]))
-    drafter.recycle(
-        ["t", "unknown"], DraftBatch.roots(int32([3, 3])), *logits_of(DraftBatch.roots(int32([3, 3])), 9, 0)
-    )
+    roots = DraftBatch.roots(int32([3, 3]))
+    drafter.recycle(NodeLogits(["t", "unknown"], roots, *logits_of(roots, 9, 0)))
     assert first_draft(drafter, "t") is None, "a request that has changed since is left alone"
 
 
@@ -113,7 +112,7 @@ def test_what_is_no_token_is_never_drafted() -> None:
     drafter.replace("r", int32([1]))
     top = np.array([[[10, -1, 2**31 - 1, 4, 5, 6, 7, 8]]], np.int32)
     for bad in (np.nan, np.inf, -np.inf):
-        drafter.recycle(["r"], DraftBatch.roots(int32([1])), top, np.full(top.shape, bad, np.float32))
+        drafter.recycle(NodeLogits(["r"], DraftBatch.roots(int32([1])), top, np.full(top.shape, bad, np.float32)))
         batch = drafter.draft(["r"], max_nodes=4)
         assert batch.tokens[0, : batch.counts[0]].max() < 10
         batch.check()

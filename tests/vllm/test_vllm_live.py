@@ -41,14 +41,15 @@ def recorded(guarded: Any, said: dict[tuple[int, ...], set[int]]) -> None:
     """Note the likeliest token behind each text that logits are recycled of."""
     drafter, original = guarded.method.drafter, guarded.recycle
 
-    def recycle(request_ids: Any, draft: Any, top_tokens: Any, top_log_probs: Any) -> None:
+    def recycle(logits: Any) -> None:
+        request_ids, draft, top_tokens, _ = logits
         for b, request_id in enumerate(request_ids):
             text = drafter.tokens(request_id).tolist()
             assert text[-1] == draft.tokens[b, 0]
             for i in range(draft.counts[b]):
                 path = text + draft.tokens[b, 1 : i + 1].tolist()
                 said.setdefault(tuple(path), set()).add(int(top_tokens[b, i, 0]))
-        original(request_ids, draft, top_tokens, top_log_probs)
+        original(logits)
 
     guarded.recycle = recycle
 

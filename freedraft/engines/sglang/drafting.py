@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.engines.node_logits import NodeLogits
+from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.sglang.requests import extra_of, output_of, padding_of, tenant_of, tokens_of, was_aborted
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import Step
@@ -38,7 +38,7 @@ class Drafting:
         self._states: dict[str, torch.Tensor] = {}  # float [H] on the device, behind prompts
         self._drafted: dict[str, int] = {}  # draft tokens that the newest step verifies, by request
         self._previous: tuple[int, int] | None = None
-        self._logits = NodeLogits()
+        self._logits = LogitsCopy()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Drafting:
         spec = batch.spec_info
         tokens = spec.accept_tokens.cpu().numpy().astype(np.int32, copy=False)
         if (logits := self._logits.take()) is not None:
-            self.guarded.recycle(*logits)
+            self.guarded.recycle(logits)
         step = self._step(batch, tokens, spec.accept_lens.cpu().numpy())
         proposed = self.guarded.draft(step)
         for request in batch.reqs:

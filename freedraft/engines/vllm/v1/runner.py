@@ -14,7 +14,7 @@ import numpy as np
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.hooks import check
-from freedraft.engines.node_logits import NodeLogits
+from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.hooks import LOGITS_HOOKS
@@ -47,7 +47,7 @@ class MethodProposer:
         # Requests whose prompt is not over, where the method wants the hidden states behind prompts.
         self.in_prompt: set[str] = set()
         self.drafted: dict[str, list[int]] = {}  # of the requests that the last step decoded
-        self.logits = NodeLogits()
+        self.logits = LogitsCopy()
 
     def load_model(self, target_model: Any) -> None:
         """vLLM has loaded the target. Raises UnsupportedModel, which stops the start."""
@@ -75,7 +75,7 @@ class MethodProposer:
         if not self.in_prompt.isdisjoint(step.request_ids):
             self._set_prompt_states(step)
         if (logits := self.logits.take()) is not None:
-            self.guarded.recycle(*logits)
+            self.guarded.recycle(logits)
         drafts = draft_lists(self.guarded.draft(step), step, len(arguments["sampled_token_ids"]))
         self.drafted = {i: drafts[row] for i, row in zip(step.request_ids, step.engine.rows.tolist(), strict=True)}
         return drafts

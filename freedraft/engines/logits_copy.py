@@ -1,9 +1,9 @@
-"""`NodeLogits`: the likeliest tokens at the nodes that a step verifies, on their way to the host."""
+"""`LogitsCopy`: the likeliest tokens at the nodes that a step verifies, on their way to the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,19 +11,10 @@ from freedraft_kernels import top_tokens
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.method import TOP_TOKENS
+from freedraft.method import TOP_TOKENS, NodeLogits
 
 
-class OnHost(NamedTuple):
-    """The likeliest tokens of a step, as `Method.recycle` takes them."""
-
-    request_ids: Sequence[str]
-    draft: DraftBatch
-    top_tokens: NDArray[np.int32]
-    top_log_probs: NDArray[np.float32]
-
-
-class NodeLogits:
+class LogitsCopy:
     """Holds those of one step. They are copied behind the step's own work, so that whoever then waits for its tokens
     has waited for them as well."""
 
@@ -56,7 +47,7 @@ class NodeLogits:
             event.record()
         self._taken = request_ids, draft, tokens, log_probs, nodes, event
 
-    def take(self) -> OnHost | None:
+    def take(self) -> NodeLogits | None:
         """Return what was put, once; None where nothing was."""
         if self._taken is None:
             return None
@@ -67,8 +58,8 @@ class NodeLogits:
         shape = (*draft.tokens.shape, TOP_TOKENS)
         of_rows = tokens.numpy(), log_probs.numpy()
         if nodes is None:
-            return OnHost(request_ids, draft, *(array.reshape(shape) for array in of_rows))
+            return NodeLogits(request_ids, draft, *(array.reshape(shape) for array in of_rows))
         found = np.full((draft.tokens.size, TOP_TOKENS), -1, np.int32), np.zeros((draft.tokens.size, TOP_TOKENS), "f4")
         for array, rows in zip(found, of_rows, strict=True):
             array[nodes[1]] = rows[nodes[0]]
-        return OnHost(request_ids, draft, *(array.reshape(shape) for array in found))
+        return NodeLogits(request_ids, draft, *(array.reshape(shape) for array in found))
