@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from freedraft.method import TOP_TOKENS
 from sssd_plugin.request_index import mix
+from sssd_plugin.scoring.views import write_context
 
 TOP = TOP_TOKENS
 """Tokens kept of a distribution."""
@@ -129,13 +130,5 @@ def put_tree(
         context: int32 [ORDERS], keys: uint64 [ORDERS], scratch space.
     """
     for node in range(count):
-        filled, i, at = 0, node, len(request_tokens) - 1
-        while i > 0 and filled < ORDERS:
-            context[filled] = tokens[i]
-            filled += 1
-            i = parents[i]
-        while at >= 0 and filled < ORDERS:
-            context[filled] = request_tokens[at]
-            filled += 1
-            at -= 1
+        filled = write_context(request_tokens, tokens, parents, node, context)
         put(recycled, context, filled, keys, top_tokens[node], top_log_probs[node], vocab_size, stamp)

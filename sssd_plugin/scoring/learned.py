@@ -16,10 +16,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from sssd_plugin.pointers import int32_at
-from sssd_plugin.recycled_logits import SCALE
+from sssd_plugin.recycled_logits import MAX_COST, SCALE
 from sssd_plugin.request_index import find
 from sssd_plugin.scoring.candidates import (
-    CONTEXT,
     INPUT,
     MAX_SAMPLES,
     ORDERS,
@@ -33,7 +32,7 @@ from sssd_plugin.scoring.candidates import (
 )
 from sssd_plugin.scoring.matches import DELETED, EVIDENCE, INSERTED, MAX_MATCH, MIN_RUN
 from sssd_plugin.scoring.ranges import MANY, STORE_ORDERS, advance, find_many
-from sssd_plugin.scoring.views import add_node
+from sssd_plugin.scoring.views import add_node, write_context
 from sssd_plugin.scoring.weights import BINS, CONTEXT_SETS, EVIDENCES, FEATURES, RECYCLED_FEATURES, VARIETIES
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root, where it is MAX_SAMPLES
@@ -237,10 +236,10 @@ def score(store, request, scratch, node, n, order, limit, weights, recycled_weig
     recycled_set = -1
     if order > 0:
         recycled_set = (order - 1) * EVIDENCES + min(max(store_order, input_order), EVIDENCES - 1)
-        least = scratch.candidates[scratch.shortlist[0]].cost
+        least = MAX_COST
         for i in range(m):
             cost = scratch.candidates[scratch.shortlist[i]].cost
-            if cost >= 0 and (least < 0 or cost < least):
+            if 0 <= cost < least:
                 least = cost
         for i in range(m):
             cost, y = scratch.candidates[scratch.shortlist[i]].cost, scratch.recycled[i]
@@ -282,21 +281,6 @@ def _start(request, store, scratch):
         here = target
     find_many(store.table, scratch.ranges, scratch.many, 0, request.tokens)
     return before if length - first > 1 else -1
-
-
-@njit(nogil=True, cache=True)
-def _write_context(request, tree, node, context):
-    """Write the last tokens at `node`, newest first, and return their number."""
-    filled, i = 0, len(request.tokens) - 1
-    while node > 0 and filled < CONTEXT:
-        context[filled] = tree.tokens[node]
-        filled += 1
-        node = tree.parents[node]
-    while i >= 0 and filled < CONTEXT:
-        context[filled] = request.tokens[i]
-        filled += 1
-        i -= 1
-    return filled
 
 
 @njit(nogil=True, cache=True)
@@ -357,7 +341,7 @@ def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, t
                 advance(
                     store.table, scratch.ranges, scratch.many, scratch.samples, parent, current, tree.tokens[current]
                 )
-            filled = _write_context(request, tree, current, scratch.context)
+            filled = write_context(request.tokens, tree.tokens, tree.parents, current, scratch.context)
             samples = deep_samples if current else MAX_SAMPLES
             n_candidates = gather(store, request, scratch, current, parent, samples, filled)
             n_candidates, order = gather_recycled(recycled, scratch, filled, n_candidates)

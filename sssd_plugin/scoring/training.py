@@ -17,10 +17,10 @@ from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
-from sssd_plugin.scoring.candidates import CONTEXT, SHORTLIST, scratch
+from sssd_plugin.scoring.candidates import SHORTLIST, scratch
 from sssd_plugin.scoring.learned import Recorded, draft_tree
 from sssd_plugin.scoring.long_contexts import long_rows
-from sssd_plugin.scoring.views import Store, Tree
+from sssd_plugin.scoring.views import Store, Tree, write_context
 from sssd_plugin.scoring.weights import (
     CONTEXT_SETS,
     FEATURES,
@@ -136,9 +136,7 @@ def _replay(
         gained = 1 if max_nodes == 1 else accepted + 1
         if len(recycled.entries) > 0:
             for at in range(position, min(position + gained, len(truth))):
-                filled = min(at, CONTEXT)
-                for i in range(filled):
-                    scratch.context[i] = truth[at - 1 - i]
+                filled = write_context(truth[:at], tree.tokens, tree.parents, 0, scratch.context)
                 put(
                     recycled, scratch.context, filled, scratch.keys, top_tokens[at - start], top_log_probs[at - start],
                     NO_LIMIT, scratch.clock[0],

@@ -44,3 +44,22 @@ def add_node(tree, i, token, parent, score, kind):
     tree.depths[i] = tree.depths[parent] + 1 if parent >= 0 else 0
     tree.scores[i] = score
     tree.kinds[i] = kind
+
+
+@njit(nogil=True, cache=True)
+def write_context(request_tokens, tokens, parents, node, context):
+    """Write the last tokens at a node of a tree, newest first, as many as `context` holds, and return their number.
+
+    Args:
+        request_tokens: int32 [n], the newest of which is the root; tokens, parents: int32 [N], of the tree.
+    """
+    filled, i = 0, len(request_tokens) - 1
+    while node > 0 and filled < len(context):
+        context[filled] = tokens[node]
+        filled += 1
+        node = parents[node]
+    while i >= 0 and filled < len(context):
+        context[filled] = request_tokens[i]
+        filled += 1
+        i -= 1
+    return filled
