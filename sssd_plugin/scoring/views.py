@@ -46,7 +46,7 @@ def add_node(tree, i, token, parent, score, kind):
     tree.kinds[i] = kind
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, inline="always")
 def write_context(request_tokens, tokens, parents, node, context):
     """Write the last tokens at a node of a tree, newest first, as many as `context` holds, and return their number.
 
