@@ -14,6 +14,7 @@ from freedraft import __version__
 from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile, device_name
 from freedraft.engines.hooks import Hook, check
+from freedraft.versions import is_tested
 
 ENGINES = ("vllm", "sglang")
 
@@ -26,14 +27,15 @@ class Report:
         version: None when the engine is not installed.
         hooks: how many were looked for.
         problems: what is missing, one line each.
-        without: what is missing that drafting does without, one line each.
+        notes: what is missing that drafting does without, what decides the speed, and whether it is tested, one line
+            each.
     """
 
     engine: str
     version: str | None
     hooks: int
     problems: tuple[str, ...]
-    without: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -50,8 +52,13 @@ def examine(engine: str) -> Report:
     if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
         problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")
     optional: Sequence[Hook] = getattr(table, "OPTIONAL_HOOKS", ())
-    without = [f"{problem}: no {hook.purpose}" for hook in optional if (problem := hook.problem())]
-    return Report(engine, _version(table.DISTRIBUTIONS), len(hooks), tuple(problems), tuple(without))
+    notes = [f"{problem}: no {hook.purpose}" for hook in optional if (problem := hook.problem())]
+    found, tested = _version(table.DISTRIBUTIONS), getattr(table, "TESTED_VERSIONS", ())
+    if tested and not is_tested(found, tested):
+        notes.append(f"not a version that we test: {', '.join(tested)}")
+    if not problems and hasattr(table, "setting"):
+        notes.append(table.setting())
+    return Report(engine, found, len(hooks), tuple(problems), tuple(notes))
 
 
 def run(console: Console | None = None) -> int:
@@ -68,8 +75,8 @@ def run(console: Console | None = None) -> int:
             console.print(f"  {report.engine}: not installed")
         elif report.usable:
             console.print(f"  {report.engine} {report.version}: all {report.hooks} hooks are there", style="green")
-            for missing in report.without:
-                console.print(f"    - {missing}", markup=False)
+            for note in report.notes:
+                console.print(f"    - {note}", markup=False)
         else:
             console.print(f"  {report.engine} {report.version}: freedraft cannot draft here", style="red")
             for problem in report.problems:

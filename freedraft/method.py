@@ -106,13 +106,13 @@ class EngineContext:
         widths: see `Step`.
         dtype: what the engine computes in, as "bfloat16".
         tensor_parallel: number of tensor-parallel ranks.
-        rank: of this process among those of its engine that draft; each serves metrics at a port of its own.
+        rank: of this process among those that draft: one for each data-parallel replica, or each rank where all draft;
+            each serves metrics at a port of its own.
         hardware: the device in words, as `freedraft calibrate` writes it; None where it is not known.
         writes_store: whether this process may write what it learns.
         same_length: whether all requests of a step verify the same number of draft tokens, decided before anything is
             drafted (`freedraft.cost.schedule`), so that shorter drafts save nothing.
         gives_logits: whether the engine calls `Method.recycle`.
-        lockstep: whether other ranks draft the same and must learn in the same order.
         tokenizer_fingerprint: gives the fingerprint of the target's tokenizer; None where there is none.
     """
 
@@ -127,7 +127,6 @@ class EngineContext:
     writes_store: bool = True
     same_length: bool = False
     gives_logits: bool = False
-    lockstep: bool = False
     tokenizer_fingerprint: Callable[[], str | None] = lambda: None
 
 

@@ -139,7 +139,6 @@ class SssdMethod(Method):
             writer=context.writes_store,
             # Whether another server writes, `check` has asked; of data-parallel replicas one does.
             second_writer="read",
-            lockstep=context.lockstep,
         )
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:

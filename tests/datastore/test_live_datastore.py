@@ -125,10 +125,9 @@ def test_bounded_by_tokens_oldest_first() -> None:
     store.close()
 
 
-@pytest.mark.parametrize("lockstep", [False, True])
-def test_drafting_while_merging_sees_whole_documents(lockstep: bool) -> None:
+def test_drafting_while_merging_sees_whole_documents() -> None:
     """Every document is findable at every moment after it was inserted, while runs are merged and dropped."""
-    store = LiveDatastore(VOCAB, max_tokens=1 << 17, lockstep=lockstep)
+    store = LiveDatastore(VOCAB, max_tokens=1 << 17)
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
     for seed in range(400):
         text = document(seed, 60)
@@ -141,26 +140,6 @@ def test_drafting_while_merging_sees_whole_documents(lockstep: bool) -> None:
             tree = drafter.draft(["x"], max_nodes=8)
             assert (7 * old) % 490 in tree.tokens[0, : tree.counts[0]][tree.depths[0, : tree.counts[0]] == 1].tolist()
     store.close()
-
-
-def test_ranks_in_lockstep_have_the_same_views() -> None:
-    ranks = [LiveDatastore(VOCAB, max_tokens=1 << 14, lockstep=True) for _ in range(2)]
-    rng = np.random.default_rng(5)
-    original = ranks[1]._merger.merge
-
-    def slowly(job):
-        time.sleep(float(rng.random()) * 0.003)
-        return original(job)
-
-    ranks[1]._merger.merge = slowly  # type: ignore[method-assign]
-    for seed in range(1500):
-        for rank in ranks:
-            rank.insert(document(seed, 5 + seed % 60))
-        shapes = [[(run.n, run.first) for run in rank._tenants[0].all_runs] for rank in ranks]
-        assert shapes[0] == shapes[1]
-    assert all(rank.stats().merges > 10 for rank in ranks)
-    for rank in ranks:
-        rank.close()
 
 
 def test_tenants_see_only_their_own(store: LiveDatastore) -> None:

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from freedraft.engines.vllm.fixes import FIXES, Fix
+from freedraft.engines.vllm import fixes
+from freedraft.engines.vllm.fixes import FIXES, Fix, apply_fixes
 
 
-@pytest.mark.parametrize(
-    ("version", "platform", "applies"),
-    [
-        ("0.26.0", "cpu", True),
-        ("0.32.0", "cpu", True),
-        ("0.32.0+cpu", "cpu", True),
-        ("0.32.0rc1", "cpu", True),
-        ("0.32.0", "cuda", False),
-        ("0.33.0", "cpu", False),
-        ("0.25.1", "cpu", False),
-        ("?", "cpu", False),
-    ],
-)
-def test_fixes_apply_where_the_mistakes_are(version: str, platform: str, applies: bool) -> None:
-    assert [fix.applies(version, platform) for fix in FIXES] == [applies] * len(FIXES)
+@pytest.mark.parametrize("wrong", [True, False])
+def test_what_is_right_is_left_alone(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    def expand_batch_to_tokens(x: Any, sums: Any, n: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        counts = torch.diff(sums, prepend=sums.new_zeros(1))
+        return torch.repeat_interleave(x, counts, output_size=n) * (0.0 if wrong else 1.0)
+
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens)
+    apply_fixes(early=False)
+    assert (rejection_sampler.expand_batch_to_tokens is expand_batch_to_tokens) is not wrong
+    expanded = rejection_sampler.expand_batch_to_tokens(torch.tensor([0.7, 1.3]), torch.tensor([1, 3]), 3)
+    assert torch.equal(expanded, torch.tensor([0.7, 1.3, 1.3]))
+
+
+def test_nothing_is_mended_on_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    def nothing() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(fixes, "FIXES", tuple(replace(fix, apply=nothing, wrong=None) for fix in FIXES))
+    apply_fixes(early=True)
+    apply_fixes(early=False)
 
 
 def test_every_fix_has_a_reason() -> None:

@@ -156,3 +156,41 @@ def test_recycles_for_its_tenant(tiny_model: Path, plain_tiny: PlainTiny, live_p
         assert len(said) > 2 * sum(map(len, plain)), "of rejected drafts, too"
         assert not failures(proposer)
         proposer.guarded.close()
+
+
+def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
+    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts
+) -> None:
+    """vLLM's batch holds tokens of another request where a prompt has none."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    embedding = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).get_input_embeddings()
+    given: list[Any] = [dict(prompt) for prompt in live_prompts]
+    for i in (1, 4):
+        with torch.no_grad():
+            given[i] = {"prompt_embeds": embedding(torch.tensor(live_prompts[i]["prompt_token_ids"]))}
+    settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4, "enable_prompt_embeds": True}
+    method = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "live": True, "live_prompts": True}
+    with engine(tiny_model, speculative_config=method, **settings) as llm:
+        proposer = runner_of(llm).drafter
+        texts: set[tuple[int, ...]] = set()
+
+        def record(step: Any, drafts: list[list[int]]) -> None:
+            texts.update(tuple(step.history(b).tolist()) for b in range(step.batch_size))
+
+        with spied(proposer, record):
+            for _ in range(2):
+                assert generate(llm, given) == plain_tiny.answers
+        known = [
+            tuple(prompt["prompt_token_ids"]) + tuple(answer)
+            for i, (prompt, answer) in enumerate(zip(live_prompts, plain_tiny.answers, strict=True))
+            if i not in (1, 4)
+        ]
+        # A step may accept tokens beyond the end of an answer.
+        assert texts and all(any(whole[: len(text)] == text[: len(whole)] for whole in known) for text in texts)
+        learnt = [run.sub.tokens[: run.n].tolist() for run in proposer.guarded.method.live._tenants[0].all_runs]
+        documents = {tuple(x[:-1]) for run in learnt for x in np.split(run, np.flatnonzero(np.array(run) == -1) + 1)}
+        assert documents - {()} == set(known)
+        assert not failures(proposer) and not proposer.guarded.running and not proposer.without_text
+        proposer.guarded.close()

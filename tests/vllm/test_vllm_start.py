@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm import methods
 from freedraft.engines.vllm.hooks import HOOKS, OPTIONAL_HOOKS
+from freedraft.engines.vllm.start_line import start_line
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
 
@@ -45,13 +47,24 @@ def test_all_hooks_are_there() -> None:
 
 def test_the_method_is_rewritten_and_options_travel(tiny_model: Path) -> None:
     given = GOOD | {"knee": 11, "min-score": 0.25}
-    config = config_of(tiny_model, copy.deepcopy(given), additional_config={"others": 1})
+    config = config_of(tiny_model, copy.deepcopy(given))
     assert config.speculative_config.method == "custom_class"
     assert config.speculative_config.num_speculative_tokens == 8
-    assert config.additional_config["others"] == 1
-    name, options = methods.configured(config)
+    name, options = methods.configured(pickle.loads(pickle.dumps(config)))
     assert name == "sssd"
     assert options["knee"] == 11 and options["min_score"] == 0.25 and options["scoring"] == "paper"
+    # Compiled graphs are kept for other options.
+    assert config.compute_hash() == config_of(tiny_model, GOOD | {"metrics_port": 4711}).compute_hash()
+
+
+def test_one_line_says_what_decides_the_speed(tiny_model: Path) -> None:
+    config = config_of(tiny_model, GOOD, tensor_parallel_size=2, enforce_eager=True)
+    line = start_line(config, "sssd", v2=False)
+    said = ["method 'sssd'", methods.vllm_version(), "runner V1", "async scheduling off", "CUDA graphs NONE",
+            "attention", "2 tensor-parallel ranks", "up to 8 draft tokens"]  # fmt: skip
+    assert "\n" not in line and all(words in line for words in said) and "data" not in line and "not test" not in line
+    config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 8), (9, 99, 0)]
+    assert "8 from 1 on, 0 from 9 on" in start_line(config, "sssd", v2=True)
 
 
 def test_a_configuration_can_be_made_twice(tiny_model: Path) -> None:

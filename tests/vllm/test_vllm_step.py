@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.outputs import output_of
-from freedraft.engines.vllm.v1.runner import draft_lists, make_step
+from freedraft.engines.vllm.v1.draft_model import StepState
+from freedraft.engines.vllm.v1.runner import draft_lists, make_step, proposed_by
 from freedraft.method import Step
 
 MAX_MODEL_LEN = 16
@@ -44,10 +45,13 @@ def step_of(
     scheduled.num_spec_tokens_to_schedule = 4
     for name, value in output.items():
         setattr(scheduled, name, value)
-    # vLLM's GPUModelRunner builds the model's buffers, and SpeculativeConfig wants a model: these are all that is read.
-    config = SimpleNamespace(num_speculative_tokens=4)
-    runner: Any = SimpleNamespace(input_batch=batch, max_model_len=MAX_MODEL_LEN, speculative_config=config)
-    return make_step(runner, {"scheduler_output": scheduled, "sampled_token_ids": sampled})
+    arguments = {"scheduler_output": scheduled, "sampled_token_ids": sampled}
+    state = StepState(None, arguments, np.flatnonzero([len(tokens) for tokens in sampled]))
+    return make_step(batch, arguments, state, max_draft_tokens=4, max_model_len=MAX_MODEL_LEN)
+
+
+def lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[list[int]]:
+    return draft_lists(proposed_by(draft, step), step, batch_size)
 
 
 def test_a_step_of_decoding() -> None:
@@ -67,10 +71,10 @@ def test_a_request_in_the_midst_of_its_prompt_is_left_out() -> None:
     assert step.request_ids == ["b"] and step.engine.rows.tolist() == [1] and step.roots.tolist() == [105]
     assert step.previous is None, "the step did more than decode"
     draft = DraftBatch.roots(step.roots)
-    assert draft_lists(draft, step, 2) == draft_lists(None, step, 2) == [[], []]
+    assert lists(draft, step, 2) == lists(None, step, 2) == [[], []]
     draft = DraftBatch.empty(1, 4)
     draft.tokens[0, 1:], draft.counts[0] = (7, 8, 9), 4
-    assert draft_lists(draft, step, 2) == [[], [7, 8, 9]]
+    assert lists(draft, step, 2) == [[], [7, 8, 9]]
 
 
 def test_a_step_that_is_padded_or_schedules_less() -> None:
@@ -81,7 +85,7 @@ def test_a_step_that_is_padded_or_schedules_less() -> None:
 
 def test_a_step_without_requests() -> None:
     step = step_of([], [], {}, 0)
-    assert step.batch_size == 0 and draft_lists(None, step, 0) == []
+    assert step.batch_size == 0 and lists(None, step, 0) == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ _SRT = "sglang.srt"
 PACKAGE = "sglang"
 DISTRIBUTIONS = ("sglang",)
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
+TESTED_VERSIONS = ("0.5.23",)
 
 # So that the table can be checked on a machine without a GPU, whether or not the CPU platform is selected.
 torchvision_stand_in.install_without_gpu()

@@ -17,21 +17,21 @@ def context_of_arguments(engine_args: Any, model_config: Any, max_draft_tokens: 
 
 
 def context_of_engine(vllm_config: Any, *, v2: bool = False) -> EngineContext:
-    """What a worker knows. Of all ranks and replicas, one writes what it learns.
+    """What the rank that drafts knows: the first tensor-parallel one of a replica. One replica writes what it learns.
 
     Args:
-        v2: in model runner V2, where one tensor-parallel rank drafts for all.
+        v2: in model runner V2.
     """
     parallel = vllm_config.parallel_config
-    ranks = parallel.tensor_parallel_size
+    # vLLM sets `data_parallel_rank` to 0 in the replicas of dense models, which know nothing of each other.
+    replica = getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank
     return _context(
         vllm_config.model_config,
         vllm_config.speculative_config.num_speculative_tokens,
-        tensor_parallel=ranks,
-        rank=parallel.rank,
-        writes_store=parallel.rank % ranks == 0 and not parallel.data_parallel_rank,
-        gives_logits=ranks == 1 and not v2 and not check(LOGITS_HOOKS),  # else not all ranks have them
-        lockstep=ranks > 1 and not v2,
+        tensor_parallel=parallel.tensor_parallel_size,
+        rank=replica,
+        writes_store=replica == 0,
+        gives_logits=not v2 and not check(LOGITS_HOOKS),
         same_length=v2,
     )
 

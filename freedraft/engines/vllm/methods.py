@@ -2,7 +2,8 @@
 
 vLLM knows the method "custom_class", whose model is the dotted path of a Python class, and refuses every key that it
 does not know. So the user's dictionary is rewritten just before vLLM reads it: method and model become what vLLM
-expects, and our method's name and options travel in `additional_config`, which reaches every process of the engine.
+expects. Our method's name and options travel as an attribute of the SpeculativeConfig, which reaches every process of
+the engine and is no part of what compiled graphs are cached by.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
@@ -27,8 +28,9 @@ from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)
 
-CONFIG_KEY = "freedraft"
+ATTRIBUTE = "_freedraft"
 PROPOSER = "freedraft.engines.vllm.v1.runner.MethodProposer"
+V2_METHOD = "ngram_gpu"  # one that model runner V2 and async scheduling know; its speculator becomes ours
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
@@ -47,31 +49,38 @@ def register(spec: MethodSpec) -> bool:
         _warn(spec, missing, "not registered")
         return False
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.triton_utils import HAS_TRITON
 
     apply_fixes(early=True)
     METHODS[spec.name] = spec
     if spec.runs_model and not check(MODEL_DRAFT_HOOKS):
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
-    _hook_v2()
+    if HAS_TRITON:
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        wrap_once(WorkerWrapperBase, "init_worker", _in_worker)
     return True
 
 
-def _hook_v2() -> None:
-    """Hook model runner V2 where it is there."""
-    from vllm.triton_utils import HAS_TRITON
+def _in_worker(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hook model runner V2 in the workers that draft there: importing it takes seconds."""
 
-    if HAS_TRITON and not check(V2_HOOKS):
-        from freedraft.engines.vllm.v2 import speculator
+    def init_worker(self: Any, all_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        config = all_kwargs[self.rpc_rank].get("vllm_config")
+        if configured(config)[0] in METHODS and config.speculative_config.method == V2_METHOD:
+            from freedraft.engines.vllm.v2 import speculator
 
-        speculator.install()
+            speculator.install()
+        return original(self, all_kwargs, *args, **kwargs)
+
+    return init_worker
 
 
 def configured(vllm_config: Any) -> tuple[str, dict[str, Any]]:
     """Name and options that `create_speculative_config` has passed on; "" and none where the method is not ours."""
-    additional = vllm_config.additional_config
-    entry = additional.get(CONFIG_KEY, {}) if isinstance(additional, Mapping) else {}
-    return entry.get("method", ""), dict(entry.get("options", {}))
+    name, options = getattr(getattr(vllm_config, "speculative_config", None), ATTRIBUTE, ("", {}))
+    return name, dict(options)
 
 
 def _runs_model(vllm_config: Any) -> bool:
@@ -117,9 +126,9 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
         except ConfigError as error:
             _stop(error)
         with _rewritten(self, config):
-            entry = {"method": spec.name, "options": options.model_dump(mode="json", exclude_none=True)}
-            self.additional_config = {**(self.additional_config or {}), CONFIG_KEY: entry}
-            return original(self, *args, **kwargs)
+            made = original(self, *args, **kwargs)
+        setattr(made, ATTRIBUTE, (spec.name, options.model_dump(mode="json", exclude_none=True)))
+        return made
 
     return create_speculative_config
 
@@ -186,8 +195,8 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any], v2: bool) 
     source = _source(spec)
     option_type = spec.option_type
     config: dict[str, Any] = {"method": "custom_class", "model": PROPOSER}
-    if v2:  # a method that model runner V2 and async scheduling know; its speculator is ours
-        config = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1}
+    if v2:
+        config = {"method": V2_METHOD, "prompt_lookup_min": 1, "prompt_lookup_max": 1}
     flags = {}
     engine_keys = {field.name for field in dataclasses.fields(SpeculativeConfig)} - {"method", "model"}
     for key, value in given.items():
@@ -213,8 +222,6 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any], v2: bool) 
         raise ConfigError(
             f"{source}: option '{K}' must be a whole number from 1 to {MAX_DRAFT_TOKENS}, not {tokens!r}: try 8"
         )
-    if not isinstance(engine_args.additional_config or {}, Mapping):
-        raise ConfigError(f"{source}: --additional-config must be a dictionary, so that our options can travel in it")
     return config, option_type.read(flags)
 
 

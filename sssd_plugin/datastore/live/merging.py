@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from sssd_plugin.datastore.index.runs import Run, merged, release
@@ -29,15 +29,11 @@ class Merge:
         owner: whose runs they are; nothing to the thread.
         inputs: consecutive runs, oldest first.
         cut: tokens at the beginning of the first run that are dropped.
-        due: in lockstep, the clock at which the result is taken over.
-        done: set when `result` is there, or the merge failed.
     """
 
     owner: Any
     inputs: list[Run]
     cut: int
-    due: int
-    done: threading.Event = field(default_factory=threading.Event)
     result: Run | None = None
 
 
@@ -46,14 +42,14 @@ class MergeThread:
 
     Args:
         vocab_size: token ids are below it.
-        on_merged: called in the thread with each merge that is done; None if somebody waits for `Merge.done`.
+        on_merged: called in the thread with each merge that is done.
 
     Attributes:
         failed: a merge failed, for instance for lack of memory; the thread has ended and no more are done.
         merges, seconds, longest: merges done, and what they took, together and at most.
     """
 
-    def __init__(self, vocab_size: int, on_merged: Callable[[Merge], None] | None) -> None:
+    def __init__(self, vocab_size: int, on_merged: Callable[[Merge], None]) -> None:
         self._vocab_size, self._on_merged = vocab_size, on_merged
         self._tasks: queue.SimpleQueue[Merge | list[Run] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -115,11 +111,8 @@ class MergeThread:
         except Exception:  # out of memory: keep what there is
             self.failed = True
             logger.exception("freedraft: merging live sub-indices failed; nothing more is learnt until a restart")
-            task.done.set()
             return False
         seconds = time.perf_counter() - started
         self.merges, self.seconds, self.longest = self.merges + 1, self.seconds + seconds, max(self.longest, seconds)
-        task.done.set()
-        if self._on_merged is not None:
-            self._on_merged(task)
+        self._on_merged(task)
         return True

@@ -75,8 +75,6 @@ class LiveDatastore:
             "off": by all, and not even the digest of a tenant's name is recorded.
         max_tokens: held at most, separators included; the oldest are dropped first.
         log: where documents are kept on disk; closed with this. What it recovered is taken over.
-        lockstep: merges take effect after a number of documents instead of when they are done, so that instances that
-            are given the same documents in the same order always have the same views (tensor-parallel ranks).
 
     Raises:
         ValueError: an argument out of range.
@@ -90,18 +88,16 @@ class LiveDatastore:
         isolation: Isolation = "tenant",
         max_tokens: int = MAX_TOKENS,
         log: SegmentLog | None = None,
-        lockstep: bool = False,
     ) -> None:
         if max_tokens < MIN_TOKENS:
             raise ValueError(f"a live datastore holds at least {MIN_TOKENS} tokens, not {max_tokens}")
         self.vocab_size, self.isolation, self.max_tokens = vocab_size, isolation, max_tokens
         self.isolated = isolation == "tenant"  # whether requests of different tenants see different views
-        self._log, self._lockstep = log, lockstep
+        self._log = log
         self._key = log.key if log else secrets.token_bytes(16)
         self._lock = threading.Lock()
-        self._merger = MergeThread(vocab_size, None if lockstep else self._on_merged)
-        self._waiting: list[Merge] = []  # lockstep: in order, until they are due
-        self._tokens = self._clock = self._documents = 0
+        self._merger = MergeThread(vocab_size, self._on_merged)
+        self._tokens = self._documents = 0
         self._inserted, self._taken, self._insert_seconds = 0, 0, 0.0
         self._set_static(static or Snapshot.empty())
         self._tenants = {0: Tenant(b"", self._static_view)}
@@ -138,8 +134,6 @@ class LiveDatastore:
                 return False
             record = self._tenants[tenant].digest
             owner = self._tenants[tenant if self.isolated else 0]
-            self._clock += n + 1
-            self._settle()
             if self._tokens + n + 1 > self.max_tokens:
                 return False
             owner.memtable = with_document(owner.memtable, tokens, self.vocab_size, self._documents)
@@ -204,7 +198,7 @@ class LiveDatastore:
             )
 
     def settle(self, timeout: float = 60.0) -> bool:
-        """Wait until no merge is wanted; return whether none is. In lockstep, documents drive merges instead."""
+        """Wait until no merge is wanted; return whether none is."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             with self._lock:
@@ -307,32 +301,18 @@ class LiveDatastore:
 
     def _start(self, tenant: Tenant, inputs: list[Run], cut: int) -> None:
         tenant.busy = True
-        lag = self.max_tokens // 64 if cut else max(MEMTABLE_TOKENS, sum(run.n for run in inputs) // 8)
-        merge = Merge(tenant, inputs, cut, self._clock + lag)
-        if self._lockstep:
-            self._waiting.append(merge)
-        self._merger.submit(merge)
+        self._merger.submit(Merge(tenant, inputs, cut))
 
     def _on_merged(self, merge: Merge) -> None:
-        with self._lock:
-            self._take_over(merge)
-
-    def _settle(self) -> None:
-        """Take over the merges that are due in lockstep, waiting for them if need be."""
-        while self._waiting and self._waiting[0].due <= self._clock:
-            merge = self._waiting.pop(0)
-            merge.done.wait()
-            self._take_over(merge)
-
-    def _take_over(self, merge: Merge) -> None:
         tenant, result = merge.owner, merge.result
-        at = next(i for i, run in enumerate(tenant.runs) if run is merge.inputs[0])
-        tenant.runs[at : at + len(merge.inputs)] = [result] if result else []
-        self._tokens += (result.n if result else 0) - sum(run.n for run in merge.inputs)
-        tenant.busy = False
-        self._plan(tenant)
-        self._drop()
-        tenant.view = self._view_of(tenant)
+        with self._lock:
+            at = next(i for i, run in enumerate(tenant.runs) if run is merge.inputs[0])
+            tenant.runs[at : at + len(merge.inputs)] = [result] if result else []
+            self._tokens += (result.n if result else 0) - sum(run.n for run in merge.inputs)
+            tenant.busy = False
+            self._plan(tenant)
+            self._drop()
+            tenant.view = self._view_of(tenant)
         self._merger.release(merge.inputs)
 
     def _load(self, records: Iterable[Record]) -> None:
@@ -377,7 +357,6 @@ def open_live(
     max_tokens: int = MAX_TOKENS,
     writer: bool = True,
     second_writer: Literal["refuse", "read"] = "refuse",
-    lockstep: bool = False,
 ) -> LiveDatastore:
     """Open a live datastore over `directory` (None: in memory only).
 
@@ -395,9 +374,7 @@ def open_live(
     if directory is not None:
         log = SegmentLog.open(directory, vocab_size, max_tokens, fingerprint, writer, second_writer)
     try:
-        return LiveDatastore(
-            vocab_size, static=static, isolation=isolation, max_tokens=max_tokens, log=log, lockstep=lockstep
-        )
+        return LiveDatastore(vocab_size, static=static, isolation=isolation, max_tokens=max_tokens, log=log)
     except BaseException:
         with contextlib.suppress(Exception):
             if log is not None:

@@ -97,7 +97,7 @@ def main() -> None:
         "cached": figures["vllm:prefix_cache_hits"],
         "failures": guarded.metrics.failures._value.get(),
         "ours": [guarded.metrics.drafted._value.get(), guarded.metrics.accepted._value.get()],
-        "held": [len(drafter), len(guarded.running), len(runner.speculator.requests.by_id)],
+        "held": [len(drafter), len(guarded.running), len(runner.speculator.requests.slots)],
         "learnt": tokens,
     }
     print("\n" + json.dumps(result))

@@ -7,10 +7,12 @@ ends; the hook tells ours.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.hooks import check
@@ -21,36 +23,62 @@ from freedraft.engines.vllm.hooks import LOGITS_HOOKS
 from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.outputs import output_of
 from freedraft.engines.vllm.patching import share_logging, wrap_once
+from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
 from freedraft.engines.vllm.v1.draft_model import PagedDraftModel, StepState
 from freedraft.engines.vllm.v1.kept_layers import Backbone
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS, Step
 
+logger = logging.getLogger(__name__)
+
+
+class Proposed(NamedTuple):
+    """What a step proposed. B requests.
+
+    Attributes:
+        rows: request ids, and their rows here.
+        tokens: int32 [B, N], of the chains, roots first; counts: int64 [B], draft tokens of each.
+    """
+
+    rows: dict[str, int]
+    tokens: NDArray[np.int32]
+    counts: NDArray[np.int64]
+
 
 class MethodProposer:
-    """The proposer that vLLM creates for every method of ours.
+    """The proposer that vLLM creates for every method of ours. Of the drafts of tensor-parallel ranks it takes those of
+    the first, so the others make none.
 
     Raises:
         ValueError: the method cannot work, which stops the start.
     """
 
     def __init__(self, vllm_config: Any) -> None:
+        from vllm.distributed import get_tp_group
+
         share_logging()
         install()
         apply_fixes(early=False)
         name, options = configured(vllm_config)
         self.spec = METHODS[name]
+        self.drafts = get_tp_group().rank_in_group == 0
+        if not self.drafts:
+            return
         self.guarded = GuardedMethod(self.spec, self.spec.option_type.parse(options), context_of_engine(vllm_config))
         self.vllm_config = vllm_config
         self.backbone: Backbone | None = None
         # Requests whose prompt is not over, where the method wants the hidden states behind prompts.
         self.in_prompt: set[str] = set()
-        self.drafted: dict[str, list[int]] = {}  # of the requests that the last step decoded
+        self.without_text: set[str] = set()  # requests with embeddings for a prompt
+        self.proposed = Proposed({}, np.zeros((0, 1), np.int32), np.zeros(0, np.int64))
         self.logits = LogitsCopy()
 
     def load_model(self, target_model: Any) -> None:
         """vLLM has loaded the target. Raises UnsupportedModel, which stops the start."""
+        if not self.drafts:
+            return
+        logger.info(start_line(self.vllm_config, self.spec.name, v2=False))
         if self.spec.runs_model:
             self.backbone = Backbone.of(target_model)
 
@@ -62,6 +90,9 @@ class MethodProposer:
     def begin(self, batch: Any, requests: Sequence[Any]) -> None:
         """vLLM's NewRequestData have their first step, in its InputBatch."""
         for request in requests:
+            if getattr(request, "prompt_embeds", None) is not None:
+                self.without_text.add(request.req_id)
+                continue
             row = batch.req_id_to_index[request.req_id]
             tokens = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
             extra = getattr(request.sampling_params, "extra_args", None)
@@ -71,14 +102,27 @@ class MethodProposer:
 
     def draft(self, runner: Any, arguments: dict[str, Any]) -> list[list[int]]:
         """Draft tokens by row of the batch: none for requests that are in the midst of their prompt."""
-        step = make_step(runner, arguments)
+        config = runner.speculative_config
+        step = make_step(
+            runner.input_batch,
+            arguments,
+            StepState(runner, arguments, self._rows_of_text(runner.input_batch, arguments["sampled_token_ids"])),
+            max_draft_tokens=config.num_speculative_tokens,
+            max_model_len=runner.max_model_len,
+        )
         if not self.in_prompt.isdisjoint(step.request_ids):
             self._set_prompt_states(step)
         if (logits := self.logits.take()) is not None:
             self.guarded.recycle(logits)
-        drafts = draft_lists(self.guarded.draft(step), step, len(arguments["sampled_token_ids"]))
-        self.drafted = {i: drafts[row] for i, row in zip(step.request_ids, step.engine.rows.tolist(), strict=True)}
-        return drafts
+        self.proposed = proposed_by(self.guarded.draft(step), step)
+        return draft_lists(self.proposed, step, len(arguments["sampled_token_ids"]))
+
+    def _rows_of_text(self, batch: Any, sampled: Sequence[Sequence[int]]) -> NDArray[np.intp]:
+        """Rows of the requests that have sampled a token, and whose tokens are known."""
+        gained = np.fromiter(map(len, sampled), np.int64, len(sampled))
+        if self.without_text:
+            gained[[i in self.without_text for i in batch.req_ids[: len(gained)]]] = 0
+        return np.flatnonzero(gained)
 
     def take_logits(self, batch: Any, logits: Any, metadata: Any) -> None:
         """What the target says behind each root and draft token that a step verifies.
@@ -88,31 +132,31 @@ class MethodProposer:
             logits: float [R, V], those of a row of the batch behind each other.
         """
         number = np.array(metadata.num_draft_tokens if metadata is not None else [0] * batch.num_reqs, np.int64)
-        rows = [row for row, request_id in enumerate(batch.req_ids) if request_id in self.drafted]
-        if not rows or len(logits) != number.sum() + len(number):
+        proposed = np.array([self.proposed.rows.get(i, -1) for i in batch.req_ids], np.intp)
+        rows = np.flatnonzero(proposed >= 0)
+        if not len(rows) or len(logits) != number.sum() + len(number):
             return
-        chains = DraftBatch.empty(len(rows), int(number[rows].max()) + 1)
-        width = chains.max_nodes
+        proposed = proposed[rows]
+        lengths = np.minimum(number[rows], self.proposed.counts[proposed])
+        width = int(lengths.max()) + 1
+        chains = DraftBatch.empty(len(rows), width)
         chains.parents[:], chains.depths[:] = np.arange(-1, width - 1), np.arange(width)
-        chains.counts[:] = number[rows] + 1
-        first = np.cumsum(number + 1) - number - 1
-        for b, row in enumerate(rows):
-            chains.tokens[b, 0] = batch.token_ids_cpu[row, batch.num_tokens_no_spec[row] - 1]
-            draft = self.drafted[batch.req_ids[row]][: number[row]]
-            chains.tokens[b, 1 : 1 + len(draft)] = draft
-            chains.counts[b] = 1 + len(draft)
-        of_row = [
-            (first[row] + np.arange(n), b * width + np.arange(n))
-            for b, (row, n) in enumerate(zip(rows, chains.counts, strict=True))
-        ]
-        nodes = np.concatenate([source for source, _ in of_row]), np.concatenate([target for _, target in of_row])
-        self.logits.put([batch.req_ids[row] for row in rows], chains, logits, nodes)
+        chains.counts[:] = lengths + 1
+        chains.tokens[:] = self.proposed.tokens[proposed, :width]
+        chains.tokens[:, 0] = batch.token_ids_cpu[rows, batch.num_tokens_no_spec[rows] - 1]
+        # One after the other: the nodes of a chain, and its rows of logits.
+        chain, first = np.repeat(np.arange(len(rows)), lengths + 1), np.cumsum(number + 1) - number - 1
+        node = np.arange(len(chain)) - np.repeat(np.cumsum(lengths + 1) - lengths - 1, lengths + 1)
+        request_ids = [batch.req_ids[row] for row in rows.tolist()]
+        self.logits.put(request_ids, chains, logits, (first[rows][chain] + node, chain * width + node))
 
     def finish(self, request_ids: set[str], states: dict[str, Any]) -> None:
         """These requests have ended; `states`: vLLM's CachedRequestState by id, where it has one."""
-        # A set's order differs between processes, and all tensor-parallel ranks must learn in the same one.
-        for request_id in sorted(request_ids):
+        for request_id in request_ids:
             self.in_prompt.discard(request_id)
+            if request_id in self.without_text:
+                self.without_text.remove(request_id)
+                continue
             state = states.get(request_id)
             output = None if state is None else output_of(state.sampling_params, state.output_token_ids)
             self.guarded.finish(request_id, output)
@@ -134,11 +178,12 @@ class MethodProposer:
         raise RuntimeError("freedraft's hook in vLLM's model runner is not in place: run 'freedraft doctor'")
 
 
-def make_step(runner: Any, arguments: dict[str, Any]) -> Step:
-    """The `Step` behind a call of `propose_draft_token_ids`, of the requests that have sampled a token."""
-    batch, sampled, output = runner.input_batch, arguments["sampled_token_ids"], arguments["scheduler_output"]
-    gained = np.fromiter(map(len, sampled), np.int64, len(sampled))
-    rows = np.flatnonzero(gained)
+def make_step(
+    batch: Any, arguments: dict[str, Any], state: StepState, *, max_draft_tokens: int, max_model_len: int
+) -> Step:
+    """The `Step` behind a call of `propose_draft_token_ids`, of the requests in `state.rows` of vLLM's InputBatch."""
+    rows, sampled, output = state.rows, arguments["sampled_token_ids"], arguments["scheduler_output"]
+    gained = np.fromiter((len(sampled[row]) for row in rows.tolist()), np.int64, len(rows))
     request_ids: list[str] = [batch.req_ids[row] for row in rows.tolist()]
     contexts = batch.num_tokens_no_spec[rows].astype(np.int32)
     token_rows = batch.token_ids_cpu
@@ -148,18 +193,17 @@ def make_step(runner: Any, arguments: dict[str, Any]) -> Step:
         tokens = [scheduled.get(request_id, ()) for request_id in request_ids]
         # The scheduler pads some with -1.
         drafted[:] = [len(draft) - draft.count(-1) for draft in tokens]
-    max_tokens = runner.speculative_config.num_speculative_tokens
     schedulable = getattr(output, "num_spec_tokens_to_schedule", None)
     # The last token that may be sampled is at max_model_len - 1, one beyond the drafts.
     capacities = np.minimum(
-        max_tokens if schedulable is None else min(max_tokens, schedulable), runner.max_model_len - 1 - contexts
+        max_draft_tokens if schedulable is None else min(max_draft_tokens, schedulable), max_model_len - 1 - contexts
     )
     query_tokens = output.total_num_scheduled_tokens
     decoded_only = len(rows) == len(sampled) and query_tokens == len(rows) + drafted.sum()
     return Step(
         request_ids=request_ids,
         tokens=token_rows.reshape(-1),
-        starts=ends - gained[rows],
+        starts=ends - gained,
         ends=ends,
         contexts=contexts,
         capacities=capacities.clip(0).astype(np.int32),
@@ -167,18 +211,25 @@ def make_step(runner: Any, arguments: dict[str, Any]) -> Step:
         widths=None,
         previous=(len(rows), query_tokens) if decoded_only else None,
         history=lambda b: token_rows[rows[b], : contexts[b]],
-        engine=StepState(runner, arguments, rows),
+        engine=state,
     )
 
 
-def draft_lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[list[int]]:
-    """Chains as vLLM wants them: draft tokens by row of its batch."""
+def proposed_by(draft: DraftBatch | None, step: Step) -> Proposed:
+    """What becomes of a step's chains; None: there are none."""
+    rows = {request_id: b for b, request_id in enumerate(step.request_ids)}
+    if draft is None:
+        draft = DraftBatch.roots(step.roots)
+    counts = np.minimum(draft.counts - 1, step.capacities).clip(0).astype(np.int64)
+    return Proposed(rows, draft.tokens.copy(), counts)  # the method's own arrays change
+
+
+def draft_lists(proposed: Proposed, step: Step, batch_size: int) -> list[list[int]]:
+    """Draft tokens by row of vLLM's batch, as vLLM wants them."""
     drafts: list[list[int]] = [[] for _ in range(batch_size)]
-    if draft is not None:
-        counts = np.minimum(draft.counts - 1, step.capacities).clip(0).tolist()
-        rows, tokens = step.engine.rows.tolist(), draft.tokens[:, 1:].tolist()
-        for row, chain, count in zip(rows, tokens, counts, strict=True):
-            drafts[row] = chain[:count]
+    rows, chains = step.engine.rows.tolist(), proposed.tokens[:, 1:].tolist()
+    for row, chain, count in zip(rows, chains, proposed.counts.tolist(), strict=True):
+        drafts[row] = chain[:count]
     return drafts
 
 
@@ -194,6 +245,12 @@ def install() -> None:
         wrap_once(GPUModelRunner, "initialize_kv_cache", _initialize)
 
 
+def _drafting(runner: Any) -> MethodProposer | None:
+    """Our proposer, in the rank that drafts."""
+    drafter = getattr(runner, "drafter", None)
+    return drafter if isinstance(drafter, MethodProposer) and drafter.drafts else None
+
+
 def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
@@ -205,7 +262,7 @@ def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
         self._draft_probs = None
         self._draft_prob_req_ids = None
         arguments = signature.bind(self, *args, **kwargs).arguments
-        drafts = drafter.guarded.call(lambda: drafter.draft(self, arguments))
+        drafts = drafter.guarded.call(lambda: drafter.draft(self, arguments)) if drafter.drafts else None
         return drafts or [[] for _ in arguments["sampled_token_ids"]]
 
     return propose_draft_token_ids
@@ -218,6 +275,8 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, scheduler_output, *args, **kwargs)
         # vLLM lets one request near max_model_len turn drafting off for the whole batch. Ours look at each by itself.
         self.effective_drafter_max_model_len = self.max_model_len + self.speculative_config.num_speculative_tokens + 1
+        if not drafter.drafts:
+            return original(self, scheduler_output, *args, **kwargs)
         # vLLM calls this also for a step of no tokens, which it makes after the last request has ended.
         # An id that starts anew (resubmitted after an abort, streamed input) loses what was known of it.
         new, guarded = scheduler_output.scheduled_new_reqs, drafter.guarded
@@ -234,8 +293,8 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        drafter = getattr(self, "drafter", None)
-        if isinstance(drafter, MethodProposer) and logits is not None and drafter.guarded.needs_logits:
+        drafter = _drafting(self)
+        if drafter is not None and logits is not None and drafter.guarded.needs_logits:
             drafter.guarded.call(lambda: drafter.take_logits(self.input_batch, logits, spec_decode_metadata))
         return original(self, logits, spec_decode_metadata, *args, **kwargs)
 
@@ -247,10 +306,8 @@ def _initialize(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        drafter = getattr(self, "drafter", None)
-        if isinstance(drafter, MethodProposer) and not signature.bind(self, *args, **kwargs).arguments.get(
-            "is_profiling", False
-        ):
+        profiling = signature.bind(self, *args, **kwargs).arguments.get("is_profiling", False)
+        if (drafter := _drafting(self)) is not None and not profiling:
             drafter.guarded.call(lambda: drafter.prepare(self))
         return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,68 +9,80 @@ from numpy.typing import NDArray
 
 from freedraft.engines.vllm.outputs import output_of
 
-
-@dataclass(slots=True)
-class Running:
-    """A request that has a slot.
-
-    Attributes:
-        slot: of vLLM's RequestState; -1 while it is preempted.
-        prompt: length of its prompt; length: tokens known of it.
-        parameters: vLLM's SamplingParams, which say where its output ends.
-        drafted: draft tokens of ours that its next step verifies.
-        output: what it wrote, while it has no slot.
-    """
-
-    slot: int
-    prompt: int
-    length: int
-    parameters: Any
-    drafted: int = 0
-    output: NDArray[np.int32] | None = None
+NO_SLOT = -1
 
 
 class Requests:
-    """Tokens by slot, and requests by id.
+    """Tokens by slot, and slots by id.
 
     Args:
         slots: number of slots; max_model_len: most tokens of a request.
+
+    Attributes:
+        tokens: int32 [slots, max_model_len].
+        lengths: int64 [slots], tokens known of each request; -1 where the slot is free.
+        drafted: int32 [slots], draft tokens of ours that each request's next step verifies.
+        slots: request ids and their slots, NO_SLOT while a request is preempted.
     """
 
     def __init__(self, slots: int, max_model_len: int) -> None:
         self.tokens: NDArray[np.int32] = np.empty((slots, max_model_len), np.int32)  # pages are taken as they fill
-        self.by_id: dict[str, Running] = {}
+        self.lengths: NDArray[np.int64] = np.full(slots, -1)
+        self.drafted: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.slots: dict[str, int] = {}
+        self._prompts: NDArray[np.int64] = np.zeros(slots, np.int64)
+        self._parameters: list[Any] = [None] * slots
+        self._outputs: dict[str, NDArray[np.int32]] = {}  # of preempted requests
 
     def add(self, request_id: str, slot: int, tokens: list[int], prompt: int, parameters: Any) -> NDArray[np.int32]:
         """A request has got a slot, with `tokens` known of it: its prompt, and what it wrote before a preemption.
 
+        Args:
+            prompt: length of its prompt; parameters: vLLM's SamplingParams, which say where its output ends.
+
         Returns:
             int32 [n], a view of these tokens.
         """
-        self.by_id[request_id] = Running(slot, prompt, len(tokens), parameters)
+        self._outputs.pop(request_id, None)
+        self.slots[request_id] = slot
         self.tokens[slot, : len(tokens)] = tokens
+        self.lengths[slot], self.drafted[slot] = len(tokens), 0
+        self._prompts[slot], self._parameters[slot] = prompt, parameters
         return self.tokens[slot, : len(tokens)]
 
-    def append(self, request_id: str, slot: int, length: int, new: NDArray[np.int32]) -> bool:
-        """A request holds `length` tokens now, the newest of which are `new`. False where others are missing."""
-        running = self.by_id.get(request_id)
-        if running is None or running.slot != slot or running.length != length - len(new):
-            return False
-        self.tokens[slot, running.length : length] = new
-        running.length = length
-        return True
+    def append(
+        self, slots: NDArray[np.int32], gained: NDArray[np.int32], lengths: NDArray[np.int32], newest: NDArray[np.int32]
+    ) -> NDArray[np.intp]:
+        """Requests have gained tokens.
+
+        Args:
+            slots, gained, lengths: int32 [B], how many tokens each gained and has now; newest: int32 [B, K + 1], the
+                newest of these.
+
+        Returns:
+            intp [R], the rows of those that gained some; not those of whom others are missing.
+        """
+        rows = np.flatnonzero((gained > 0) & (self.lengths[slots] == lengths - gained))
+        at = np.arange(newest.shape[1]) - newest.shape[1]
+        new = at >= -gained[rows, None]
+        of, column = np.nonzero(new)
+        self.tokens[slots[rows][of], lengths[rows][of] + at[column]] = newest[rows][new]
+        self.lengths[slots[rows]] = lengths[rows]
+        return rows
 
     def preempt(self, request_id: str) -> None:
         """A request has lost its slot; it gets another one, or finishes."""
-        if (running := self.by_id.get(request_id)) is not None:
-            running.output, running.slot = self._output(running), -1
+        if (slot := self.slots.get(request_id, NO_SLOT)) != NO_SLOT:
+            self._outputs[request_id] = self._free(slot)
+            self.slots[request_id] = NO_SLOT
 
     def finish(self, request_id: str) -> NDArray[np.int32] | None:
         """Forget a request; int32 [n], what it wrote, without what steps accepted beyond its end, None if unknown."""
-        running = self.by_id.pop(request_id, None)
-        if running is None:
-            return None
-        return self._output(running) if running.slot >= 0 else running.output
+        slot = self.slots.pop(request_id, NO_SLOT)
+        return self._outputs.pop(request_id, None) if slot == NO_SLOT else self._free(slot)
 
-    def _output(self, running: Running) -> NDArray[np.int32]:
-        return output_of(running.parameters, self.tokens[running.slot, running.prompt : running.length].tolist())
+    def _free(self, slot: int) -> NDArray[np.int32]:
+        """Free a slot; int32 [n], what its request wrote."""
+        output = self.tokens[slot, self._prompts[slot] : self.lengths[slot]].tolist()
+        self.lengths[slot] = -1
+        return output_of(self._parameters[slot], output)

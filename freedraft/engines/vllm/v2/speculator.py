@@ -9,7 +9,8 @@ Every tensor-parallel rank verifies its own copy of the drafts: rank 0 drafts, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,13 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.context import context_of_engine
 from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.patching import share_logging, wrap_once
+from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
-from freedraft.engines.vllm.v2.requests import Requests
+from freedraft.engines.vllm.v2.requests import NO_SLOT, Requests
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS, Step
+
+logger = logging.getLogger(__name__)
 
 
 class GainedTokens:
@@ -34,7 +38,6 @@ class GainedTokens:
         self._newest = torch.arange(-length - 1, 0, device=device)
         self._host = torch.zeros(slots, length + 3, dtype=torch.int32, pin_memory=device.type != "cpu")
         self._event = torch.Event(device) if device.type != "cpu" else None
-        self._request_ids: list[str] = []
         self._slots: NDArray[np.int32] = np.zeros(0, np.int32)
 
     def copy(self, input_batch: Any, num_sampled: torch.Tensor, states: Any) -> None:
@@ -44,7 +47,7 @@ class GainedTokens:
             num_sampled: int32 [B], tokens that each request gained; states: vLLM's RequestState.
         """
         batch = input_batch.num_reqs
-        self._request_ids, self._slots = list(input_batch.req_ids), input_batch.idx_mapping_np[:batch].copy()
+        self._slots = input_batch.idx_mapping_np[:batch].copy()
         slots = input_batch.idx_mapping[:batch].long()
         lengths = states.total_len.gpu[slots].long()
         at = (lengths[:, None] + self._newest).clamp(min=0)
@@ -60,16 +63,10 @@ class GainedTokens:
             self._event.synchronize()
         return self._host[: len(self._slots)].numpy()
 
-    def append_to(self, requests: Requests) -> list[int]:
-        """Append the tokens to their requests; the rows of those that gained some."""
+    def append_to(self, requests: Requests) -> NDArray[np.intp]:
+        """Append the tokens to their requests; intp [R], the rows of those that gained some."""
         gained = self.wait()
-        rows = []
-        for row in np.flatnonzero(gained[:, 0] > 0).tolist():
-            count, length = gained[row, :2].tolist()
-            new = gained[row, gained.shape[1] - count :]
-            if requests.append(self._request_ids[row], int(self._slots[row]), length, new):
-                rows.append(row)
-        return rows
+        return requests.append(self._slots, gained[:, 0], gained[:, 1], gained[:, 2:])
 
 
 class MethodSpeculator(BaseSpeculator):
@@ -89,7 +86,7 @@ class MethodSpeculator(BaseSpeculator):
         from vllm.distributed import get_tp_group
 
         share_logging()
-        self._states, self._device, self._ranks = req_states, device, get_tp_group()
+        self._vllm_config, self._states, self._ranks = vllm_config, req_states, get_tp_group()
         self.length: int = vllm_config.speculative_config.num_speculative_tokens
         self.max_model_len: int = vllm_config.model_config.max_model_len
         slots: int = req_states.max_num_reqs
@@ -106,7 +103,9 @@ class MethodSpeculator(BaseSpeculator):
         self._proposed = torch.zeros(slots, self.length, dtype=torch.int64, pin_memory=device.type != "cpu")
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """There is nothing to capture."""
+        """The model is loaded, and there is nothing to capture."""
+        if self.guarded is not None:
+            logger.info(start_line(self._vllm_config, configured(self._vllm_config)[0], v2=True))
 
     def capture(self) -> None:
         """There is nothing to capture."""
@@ -117,9 +116,10 @@ class MethodSpeculator(BaseSpeculator):
         """vLLM's NewRequestData have got slots: new ones, or such as were preempted."""
         assert self.guarded is not None
         for request in requests:
-            known = self.requests.by_id.get(request.req_id)
-            if known is not None and known.slot >= 0:  # an id that starts anew: streamed input
+            if self.requests.slots.get(request.req_id, NO_SLOT) != NO_SLOT:  # an id that starts anew: streamed input
                 self.finish([request.req_id])
+            if getattr(request, "prompt_embeds", None) is not None:  # its tokens are not known
+                continue
             tokens = self.requests.add(
                 request.req_id,
                 self._states.req_id_to_index[request.req_id],
@@ -130,7 +130,7 @@ class MethodSpeculator(BaseSpeculator):
             extra = getattr(request.sampling_params, "extra_args", None)
             self.guarded.begin(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
 
-    def finish(self, request_ids: Sequence[str]) -> None:
+    def finish(self, request_ids: Iterable[str]) -> None:
         """These requests have ended."""
         assert self.guarded is not None
         self._catch_up()
@@ -191,9 +191,10 @@ class MethodSpeculator(BaseSpeculator):
         tokens = gained.wait()
         proposed = self._proposed[: input_batch.num_reqs].numpy()
         proposed[:] = tokens[:, -1:]
-        if rows:
-            step = self._step(input_batch, np.array(rows, np.intp), tokens, most)
-            self._write(step, rows, self.guarded.draft(step), proposed)
+        if len(rows):
+            step = self._step(input_batch, rows, tokens, most)
+            counts = write_chains(self.guarded.draft(step), step.capacities, rows, proposed)
+            self.requests.drafted[input_batch.idx_mapping_np[rows]] = counts
         return True
 
     def _catch_up(self) -> None:
@@ -202,20 +203,19 @@ class MethodSpeculator(BaseSpeculator):
             self._pending.append_to(self.requests)
             self._pending = None
 
-    def _step(self, input_batch: Any, rows: Any, gained: Any, most: int) -> Step:
-        requests, ids = self.requests, [input_batch.req_ids[row] for row in rows.tolist()]
-        slots = input_batch.idx_mapping_np
+    def _step(self, input_batch: Any, rows: NDArray[np.intp], gained: NDArray[np.int32], most: int) -> Step:
+        slots = input_batch.idx_mapping_np[rows]
         contexts = gained[rows, 1].astype(np.int32)
-        ends = slots[rows].astype(np.int64) * self.max_model_len + contexts
+        ends = slots.astype(np.int64) * self.max_model_len + contexts
         scheduled = input_batch.num_draft_tokens_per_req
         verified = np.zeros(len(rows), np.int32) if scheduled is None else scheduled[rows]
-        drafted = np.minimum([requests.by_id[i].drafted for i in ids], verified).astype(np.int32)
+        drafted = np.minimum(self.requests.drafted[slots], verified).astype(np.int32)
         decoded_only = len(rows) == input_batch.num_reqs and not input_batch.has_prefill
         # The last token that may be sampled is at max_model_len - 1, one beyond the drafts.
         capacities = np.minimum(most, self.max_model_len - 1 - contexts).clip(0)
-        tokens = requests.tokens
+        tokens = self.requests.tokens
         return Step(
-            request_ids=ids,
+            request_ids=[input_batch.req_ids[row] for row in rows.tolist()],
             tokens=tokens.reshape(-1),
             starts=ends - gained[rows, 0],
             ends=ends,
@@ -224,19 +224,25 @@ class MethodSpeculator(BaseSpeculator):
             drafted=drafted,
             widths=None,
             previous=(len(rows), int(input_batch.num_tokens)) if decoded_only else None,
-            history=lambda b: tokens[slots[rows[b]], : contexts[b]],
+            history=lambda b: tokens[slots[b], : contexts[b]],
         )
 
-    def _write(self, step: Step, rows: Sequence[int], draft: DraftBatch | None, proposed: Any) -> None:
-        """Chains into `proposed`, int64 [B, K], whose other slots hold each request's newest token."""
-        counts = np.zeros(len(rows), np.int64)
-        if draft is not None:
-            counts = np.minimum(draft.counts - 1, step.capacities).clip(0)
-        for b, row in enumerate(rows):
-            count = int(counts[b])
-            if count and draft is not None:
-                proposed[row, :count] = draft.tokens[b, 1 : 1 + count]
-            self.requests.by_id[step.request_ids[b]].drafted = count
+
+def write_chains(
+    draft: DraftBatch | None, capacities: NDArray[np.int32], rows: NDArray[np.intp], proposed: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Write chains into rows of `proposed`; int32 [R], how many draft tokens each request got.
+
+    Args:
+        draft: of R requests, None for none; capacities: int32 [R], most draft tokens of each.
+        proposed: int64 [B, K], out; other slots keep what they hold, each request's newest token.
+    """
+    if draft is None:
+        return np.zeros(len(rows), np.int32)
+    counts = np.minimum(draft.counts - 1, capacities).clip(0)
+    of, column = np.nonzero(np.arange(min(draft.max_nodes - 1, proposed.shape[1])) < counts[:, None])
+    proposed[rows[of], column] = draft.tokens[of, 1 + column]
+    return counts.astype(np.int32)
 
 
 def install() -> None:
@@ -266,9 +272,7 @@ def _drafting(runner: Any) -> MethodSpeculator | None:
 def _finish(original: Callable[..., Any]) -> Callable[..., Any]:
     def finish_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if (ours := _drafting(self)) is not None and ours.guarded is not None:
-            # A set's order differs between processes.
-            ended = sorted(scheduler_output.finished_req_ids)
-            ours.guarded.call(lambda: ours.finish(ended))
+            ours.guarded.call(lambda: ours.finish(scheduler_output.finished_req_ids))
             for request_id in scheduler_output.preempted_req_ids or ():
                 ours.requests.preempt(request_id)
         return original(self, scheduler_output, *args, **kwargs)

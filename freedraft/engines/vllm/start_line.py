@@ -1,0 +1,42 @@
+"""One line at start: what decides how fast this engine serves with drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from freedraft.engines.vllm.hooks import TESTED_VERSIONS, vllm_version
+from freedraft.versions import is_tested
+
+
+def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
+    """Say it of an engine whose model is loaded.
+
+    Args:
+        vllm_config: vLLM's VllmConfig; v2: whether model runner V2 serves it.
+    """
+    parallel, version = vllm_config.parallel_config, vllm_version()
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
+    schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    most = vllm_config.speculative_config.num_speculative_tokens
+    lengths = f"up to {most} draft tokens, chosen at each step"
+    if v2:
+        lengths = f"{most} draft tokens at every batch size"
+    if schedule:
+        lengths = "draft tokens by batch size: " + ", ".join(f"{n} from {first} on" for first, _, n in schedule)
+    ranks = {
+        "tensor": parallel.tensor_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": parallel.data_parallel_size,
+    }
+    parts = [
+        f"vLLM {version}" + ("" if is_tested(version, TESTED_VERSIONS) else ", which we do not test"),
+        f"model runner {'V2' if v2 else 'V1'}",
+        f"async scheduling {'on' if vllm_config.scheduler_config.async_scheduling else 'off'}",
+        f"CUDA graphs {'NONE' if graphs is None else graphs.name}",
+        f"attention {' and '.join(sorted(backends)) or 'unknown'}",
+        *(f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1),
+        lengths,
+    ]
+    return f"freedraft: method '{method}': " + "; ".join(parts)
