@@ -3,9 +3,9 @@
     python bench/recycle.py --model build/model --questions spec_bench.jsonl --nodes 16 32 64 --json OUT
     python bench/recycle.py --engine vllm --model build/model --questions spec_bench.jsonl --nodes 9 --json OUT
 
-Two servers of `sssd` learn from what they answer (their stores are empty at first) and always verify trees of this many
-nodes; one of them recycles. The questions are put to both in turns, so both meet the same machine. Tokens per step
-depend on no clock.
+Servers of `sssd` learn from what they answer (their stores are empty at first) and always verify trees of this many
+nodes; they recycle logits or not, by option `recycle`. The questions are put to them in turns, so all meet the same
+machine. Tokens per step depend on no clock.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib import questions as spec_bench
 from bench.lib.machine import machine, versions, write_json
 from bench.lib.prompts import chats
-from bench.lib.servers import MODEL_NAME, Server, build
+from bench.lib.servers import HOST, MODEL_NAME, Server, build, free_port
 
-ARMS = ("off", "on")
+BASELINE = "off"
 
 
 def serve(arm: str, nodes: int, args: argparse.Namespace) -> Server:
     # SGLang counts the root among its draft tokens.
     speculative = {"method": "sssd", "num_speculative_tokens": nodes - (args.engine == "vllm")}
     speculative |= {"live": True, "policy": args.policy, "recycle": arm, "isolation": "shared"}
+    speculative |= {"metrics_port": args.metrics_ports[arm]}
     log = Path("build/logs") / f"recycle-{args.engine}-{arm}-{nodes}.log"
     return build(arm, args.engine, args.model, log, dtype=args.dtype, speculative=speculative, requests=args.at_once)
 
@@ -43,6 +44,13 @@ def post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=600) as answer:
         return json.load(answer)
+
+
+def recycling(port: int) -> bool:
+    """Whether a drafter draws on recycled logits now."""
+    with urllib.request.urlopen(f"http://{HOST}:{port}/metrics", timeout=30) as answer:
+        (line,) = [line for line in answer.read().decode().splitlines() if line.startswith("freedraft_recycling ")]
+    return float(line.split()[1]) == 1
 
 
 def accepted(server: Server) -> int:
@@ -78,13 +86,15 @@ def ask(server: Server, prompts: Sequence[str], tokens: int, at_once: int, engin
 
 
 def measure(nodes: int, groups: dict[str, list[str]], args: argparse.Namespace) -> dict[str, Any]:
-    """Both arms on all groups, in parts of as many questions as are asked at a time."""
-    servers = [serve(arm, nodes, args) for arm in ARMS]
+    """All arms on all groups, in parts of as many questions as are asked at a time."""
+    arms = [BASELINE, *args.arms]
+    args.metrics_ports = {arm: free_port() for arm in arms}
+    servers = [serve(arm, nodes, args) for arm in arms]
     parts = {
         name: [prompts[i : i + args.at_once] for i in range(0, len(prompts), args.at_once)]
         for name, prompts in groups.items()
     }
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {arm: {name: [] for name in groups} for arm in ARMS}
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {arm: {name: [] for name in groups} for arm in arms}
     try:
         for server in servers:
             server.start()
@@ -95,7 +105,9 @@ def measure(nodes: int, groups: dict[str, list[str]], args: argparse.Namespace) 
             for name, some in parts.items():
                 for server in servers if i % 2 else servers[::-1]:
                     if i < len(some):
-                        runs[server.name][name].append(ask(server, some[i], args.tokens, args.at_once, args.engine))
+                        run = ask(server, some[i], args.tokens, args.at_once, args.engine)
+                        run["recycling"] = recycling(args.metrics_ports[server.name])
+                        runs[server.name][name].append(run)
     finally:
         for server in servers:
             server.stop()
@@ -107,18 +119,35 @@ def figures(runs: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
         return sum(run["tokens"] for run in some) / sum(run["steps"] for run in some)
 
     every = {arm: [run for some in groups.values() for run in some] for arm, groups in runs.items()}
-    pairs = list(zip(every["off"], every["on"], strict=True))
-    ratios = [off["seconds"] / on["seconds"] for off, on in pairs]
-    step_seconds = [(on["seconds"] / on["steps"]) / (off["seconds"] / off["steps"]) for off, on in pairs]
+    over: dict[str, dict[str, Any]] = {}
+    for arm in runs.keys() - {BASELINE}:
+        pairs = list(zip(every[BASELINE], every[arm], strict=True))
+        ratios = [off["seconds"] / on["seconds"] for off, on in pairs]
+        step_seconds = [(on["seconds"] / on["steps"]) / (off["seconds"] / off["steps"]) for off, on in pairs]
+        over[arm] = {
+            "gain": per_step(every[arm]) / per_step(every[BASELINE]) - 1,
+            "speed": statistics.median(ratios),
+            "speed_quarters": statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios,
+            "step_seconds": statistics.median(step_seconds),
+            "recycling_at_end": statistics.fmean(some[-1]["recycling"] for some in runs[arm].values()),
+            "same": sum(off["answers"] == on["answers"] for off, on in pairs) / len(pairs),
+        }
     return {
-        "tokens_per_step": {arm: per_step(every[arm]) for arm in ARMS},
-        "gain": per_step(every["on"]) / per_step(every["off"]) - 1,
-        "groups": {name: {arm: per_step(runs[arm][name]) for arm in ARMS} for name in runs["on"]},
-        "speed": statistics.median(ratios),
-        "speed_quarters": statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios,
-        "step_seconds": statistics.median(step_seconds),
-        "same": sum(off["answers"] == on["answers"] for off, on in pairs) / len(pairs),
+        "tokens_per_step": {arm: per_step(every[arm]) for arm in runs},
+        "groups": {name: {arm: per_step(runs[arm][name]) for arm in runs} for name in runs[BASELINE]},
+        "over": over,
     }
+
+
+def left_out(files: Sequence[Path]) -> str:
+    """All that these files of questions say, to find a question in it."""
+    return "\n".join(
+        " ".join(text.split())
+        for path in files
+        for line in path.read_text(encoding="utf-8").splitlines()
+        for text in json.loads(line).values()
+        if isinstance(text, str)
+    )
 
 
 def main() -> int:
@@ -133,11 +162,14 @@ def main() -> int:
     parser.add_argument("--policy", default="fixed")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompt-characters", type=int, default=3000, help="longer questions are left out")
+    parser.add_argument("--arms", nargs="+", choices=("on", "auto"), default=["on"], help="values of option `recycle`")
+    parser.add_argument("--leave-out", nargs="*", type=Path, default=[], help="questions that are in these JSONL files")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    groups = {}
+    groups, known = {}, left_out(args.leave_out)
     for name, members in spec_bench.groups(spec_bench.load(args.questions)).items():
         short = [q.text for q in members if len(q.text) <= args.prompt_characters]
+        short = [text for text in short if " ".join(text.split()) not in known]
         if short:
             groups[name] = chats(args.model, short[: args.per_group], tokenize=False)
     result: dict[str, Any] = {"machine": machine(), "versions": versions(args.engine, "torch"), "rows": []}
@@ -151,12 +183,14 @@ def main() -> int:
         row = measure(nodes, groups, args)
         result["rows"].append(row)
         steps = row["tokens_per_step"]
-        print(
-            f"{nodes} nodes, {args.at_once} at a time: {steps['off']:.3f} -> {steps['on']:.3f} tokens per step "
-            f"({row['gain']:+.1%}), a step takes {row['step_seconds']:.3f} times as long, speed {row['speed']:.3f}; "
-            f"same answers: {row['same']:.0%}",
-            flush=True,
-        )
+        for arm, over in row["over"].items():
+            print(
+                f"{nodes} nodes, {args.at_once} at a time, {arm}: {steps[BASELINE]:.3f} -> {steps[arm]:.3f} tokens per "
+                f"step ({over['gain']:+.1%}), a step takes {over['step_seconds']:.3f} times as long, speed "
+                f"{over['speed']:.3f}; at the end it recycles in {over['recycling_at_end']:.0%} of the groups; "
+                f"same answers: {over['same']:.0%}",
+                flush=True,
+            )
         write_json(args.json, result)
     return 0
 

@@ -155,6 +155,7 @@ class Bench:
         options = {"dtype": args.dtype, "eager": not args.compiled, "device": args.device, "flags": args.flags.split()}
         options |= {"python": str(args.sglang_python if arm.engine == "sglang" else sys.executable)}
         options |= {"speculative": arm.speculative, "requests": max(args.concurrency)}
+        options |= {"max_model_len": args.max_model_len}
         server = servers.build(arm.name, arm.engine, args.model, log, **options)
         server.tied = True
         if arm.engine == "vllm" and args.arctic.is_dir():
@@ -263,6 +264,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--limit", type=int, metavar="N", help="questions of each group at most")
     add("--block", type=int, default=8, metavar="N", help="questions of an arm's turn, for each request at a time")
     add("--max-tokens", type=int, default=128, metavar="N", help="length of every answer")
+    add("--max-model-len", type=int, default=servers.MAX_MODEL_LEN, metavar="N", help="tokens of a request at most")
     add("--warm-up", type=int, default=32, metavar="N", help="tokens of each of at least twelve answers before")
     add("--repeats", type=int, default=1, metavar="N")
     add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on")
@@ -302,6 +304,7 @@ def main() -> int:
         "eager": not args.compiled,
         "flags": args.flags,
         "max_tokens": args.max_tokens,
+        "max_model_len": args.max_model_len,
         "warm_up": args.warm_up,
         "block": args.block,
         "questions": {"files": [Path(f).name for f in args.questions], "count": len(counted)}

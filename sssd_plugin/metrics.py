@@ -29,6 +29,9 @@ _STATIC_TOKENS = Gauge("freedraft_static_tokens", "Tokens in the datastore that 
 _STATIC_SUB_INDICES = Gauge(
     "freedraft_static_sub_indices", "Sub-indices of the datastore that was built", multiprocess_mode="livemax"
 )
+_RECYCLING = Gauge(
+    "freedraft_recycling", "1 while recycled logits are drafted from, else 0", multiprocess_mode="livemax"
+)
 
 
 class SourceMetrics:
@@ -44,6 +47,10 @@ class SourceMetrics:
         """Show the size of the store that was built, which is now this one."""
         _STATIC_TOKENS.set(static.n_tokens)
         _STATIC_SUB_INDICES.set(len(static.sub_indices))
+
+    def set_recycling(self, on: bool) -> None:
+        """Show whether recycled logits are drafted from."""
+        _RECYCLING.set(on)
 
     def update(self, drafter: Drafter, request_ids: Sequence[str], gained: Callable[[], NDArray[np.int64]]) -> None:
         """Count one step, after its tokens have entered the drafter.

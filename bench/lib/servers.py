@@ -73,12 +73,19 @@ def in_process_environment() -> dict[str, str]:
 
 
 def vllm_command(
-    model: Path, port: int, dtype: str, eager: bool, speculative: dict[str, object] | None, requests: int, python: str
+    model: Path,
+    port: int,
+    dtype: str,
+    eager: bool,
+    speculative: dict[str, object] | None,
+    requests: int,
+    python: str,
+    max_model_len: int,
 ) -> list[str]:
     """`vllm serve` by another name: the command itself does not find its version in the CPU wheel."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype]
-    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(requests), "--no-enable-prefix-caching"]
+    command += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(requests), "--no-enable-prefix-caching"]
     if eager:
         command += ["--enforce-eager"]
     if speculative is not None:
@@ -87,16 +94,23 @@ def vllm_command(
 
 
 def sglang_command(
-    model: Path, port: int, dtype: str, speculative: dict[str, object] | None, device: str, requests: int, python: str
+    model: Path,
+    port: int,
+    dtype: str,
+    speculative: dict[str, object] | None,
+    device: str,
+    requests: int,
+    python: str,
+    max_model_len: int,
 ) -> list[str]:
     command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype]
-    command += ["--disable-radix-cache", "--context-length", str(MAX_MODEL_LEN)]
+    command += ["--disable-radix-cache", "--context-length", str(max_model_len)]
     command += ["--max-running-requests", str(requests), "--skip-server-warmup"]
     command += ["--sleep-on-idle"]  # its scheduler takes a whole core otherwise, also from the other server
     if device == "cpu":
         command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-        command += ["--disable-cuda-graph", "--max-total-tokens", str(MAX_MODEL_LEN * max(4, requests))]
+        command += ["--disable-cuda-graph", "--max-total-tokens", str(max_model_len * max(4, requests))]
     if speculative is not None:
         command += ["--speculative-algorithm", str(speculative["method"])]
         command += ["--speculative-num-draft-tokens", str(speculative["num_speculative_tokens"])]
@@ -214,6 +228,7 @@ def build(
     speculative: dict[str, object] | None = None,
     device: str = "cpu",
     requests: int | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
     python: str = sys.executable,
     flags: Sequence[str] = (),
 ) -> Server:
@@ -227,16 +242,17 @@ def build(
             `num_speculative_tokens` are options of the method and travel in the environment.
         device: "cpu", or "cuda" with the engine's own defaults.
         requests: how many it serves at a time at most; None takes 8 for vLLM and 4 for SGLang.
+        max_model_len: most tokens of a request, its answer included.
         python: the interpreter of the environment that has the engine.
         flags: further flags of the engine.
     """
     port = port or free_port()
     env = environment(engine, python) if device == "cpu" else {**os.environ, "PYTHONUNBUFFERED": "1"}
     if engine == "vllm":
-        command = vllm_command(model, port, dtype, eager, speculative, requests or 8, python)
+        command = vllm_command(model, port, dtype, eager, speculative, requests or 8, python, max_model_len)
         return Server(name, [*command, *flags], env, port, log)
     for key, value in (speculative or {}).items():
         if key not in ("method", "num_speculative_tokens"):
             env[f"FREEDRAFT_{key.upper()}"] = str(value)
-    command = sglang_command(model, port, dtype, speculative, device, requests or 4, python)
+    command = sglang_command(model, port, dtype, speculative, device, requests or 4, python, max_model_len)
     return Server(name, [*command, *flags], env, port, log)

@@ -42,7 +42,7 @@ def answers(model: Path, ranks: int, changed: dict[str, str], **given: Any) -> d
     given["prompts"] = prompts.random_ids([12] * 4, 500, first=2, seed=3)
     command = [sys.executable, str(FOLDER / "ranks.py"), str(model), str(ranks), json.dumps(given)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-20000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]  # engines log there, too
     return json.loads(line)
 

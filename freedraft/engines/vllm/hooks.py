@@ -67,7 +67,7 @@ LOGITS_HOOKS = (
 
 # Needed to draft in model runner V2.
 V2_HOOKS = (
-    Hook("vllm.v1.worker.worker_base.WorkerWrapperBase", "init_worker", parameters=("all_kwargs",),
+    Hook("vllm.v1.worker.worker_base.WorkerBase", "__init__", parameters=("vllm_config",),
          purpose="drafting in model runner V2"),
     Hook("vllm.v1.worker.gpu.spec_decode.ngram.speculator", "NgramGPUSpeculator",
          parameters=("vllm_config", "device", "req_states"), purpose="drafting in model runner V2"),

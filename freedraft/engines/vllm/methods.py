@@ -57,24 +57,23 @@ def register(spec: MethodSpec) -> bool:
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     if HAS_TRITON:
-        from vllm.v1.worker.worker_base import WorkerWrapperBase
+        from vllm.v1.worker.worker_base import WorkerBase
 
-        wrap_once(WorkerWrapperBase, "init_worker", _in_worker)
+        wrap_once(WorkerBase, "__init__", _in_worker)
     return True
 
 
 def _in_worker(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook model runner V2 in the workers that draft there: importing it takes seconds."""
 
-    def init_worker(self: Any, all_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
-        config = all_kwargs[self.rpc_rank].get("vllm_config")
-        if configured(config)[0] in METHODS and config.speculative_config.method == V2_METHOD:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if configured(vllm_config)[0] in METHODS and vllm_config.speculative_config.method == V2_METHOD:
             from freedraft.engines.vllm.v2 import speculator
 
             speculator.install()
-        return original(self, all_kwargs, *args, **kwargs)
+        original(self, vllm_config, *args, **kwargs)
 
-    return init_worker
+    return __init__
 
 
 def configured(vllm_config: Any) -> tuple[str, dict[str, Any]]:
