@@ -7,6 +7,7 @@ or NAME=URL (a server that is already up). Questions are put in blocks of one gr
 in turns, in an order that changes from block to block, while the other servers idle. Every answer has the same length.
 A block has `--block` questions for every request at a time: when few are left, the batch is no longer full, and arms
 whose answers end at different times wait longer for the last one than an arm that decodes in lockstep.
+`--questions spec-bench` downloads them; `quotes` are answers that quote prompts of 4,000 to 7,500 tokens.
 Arms that learn from traffic (a live datastore, suffix decoding) start empty at each concurrency and repeat, because
 they would have seen all the answers otherwise. Stopped or out of `--minutes`, the same command goes on where it was.
 
@@ -178,8 +179,10 @@ class Bench:
         self.progress.update(self.task, description=f"{step.arm}, {step.concurrency} at a time")
         began = time.monotonic()
         try:
-            texts, model = [q.text for q in block], self.model_name(running)
-            outcome = load.ask(running.url, model, texts, step.concurrency, self.args.max_tokens)
+            texts, given = [q.text for q in block], [q.answer for q in block]
+            outcome = load.ask(
+                running.url, self.model_name(running), texts, step.concurrency, self.args.max_tokens, given
+            )
         except Exception as error:
             self.give_up(running, f"{type(error).__name__}: {error}")
             return
@@ -241,6 +244,9 @@ def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questi
     found: list[questions.Question] = []
     for name in args.questions:
         try:
+            if name == "quotes":
+                found += questions.quotes(args.model)
+                continue
             path = questions.download(Path("build/questions")) if name == "spec-bench" else Path(name)
             found += questions.load(path)
         except questions.QuestionError as error:
@@ -257,7 +263,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--questions", nargs="+", required=True, metavar="FILE", help="Spec-Bench format; spec-bench downloads it")
+    add("--questions", nargs="+", required=True, metavar="FILE", help="Spec-Bench format; or spec-bench, or quotes")
     add("--arms", nargs="+", type=parse_arm, default=[PRESETS[n] for n in ("plain", "sssd", "ngram")], metavar="ARM")
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
     add("--groups", nargs="+", metavar="NAME", help="only these groups of questions")

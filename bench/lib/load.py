@@ -35,8 +35,18 @@ class Outcome:
     errors: list[str]
 
 
-def ask(url: str, model: str, texts: Sequence[str], concurrency: int, max_tokens: int) -> Outcome:
+def ask(
+    url: str,
+    model: str,
+    texts: Sequence[str],
+    concurrency: int,
+    max_tokens: int,
+    given: Sequence[str | None] | None = None,
+) -> Outcome:
     """Put the texts to the server as chats and wait for all answers.
+
+    Args:
+        given: what each answer must begin with, None for anything.
 
     The end of a sequence is ignored, so that every answer has `max_tokens` tokens and arms do equal work. Nothing else
     is sent: a trial request would teach the arms that learn from traffic an answer.
@@ -44,7 +54,15 @@ def ask(url: str, model: str, texts: Sequence[str], concurrency: int, max_tokens
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
 
-    requests = [SampleRequest(prompt=text, prompt_len=0, expected_output_len=max_tokens) for text in texts]
+    requests = [
+        SampleRequest(
+            prompt=text,
+            prompt_len=0,
+            expected_output_len=max_tokens,
+            request_overrides=answer and {"structured_outputs": {"choice": [answer]}},
+        )
+        for text, answer in zip(texts, given or [None] * len(texts), strict=True)
+    ]
     server: dict[str, Any] = {"endpoint_type": "openai-chat", "api_url": url + CHAT, "base_url": url}
     server |= {"model_id": model, "model_name": model, "tokenizer": None, "lora_modules": None, "extra_headers": None}
     answers: dict[str, Any] = {"ignore_eos": True, "logprobs": None}

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.lib.long_texts import python_sources
+
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/refs/heads/main/data/spec_bench/question.jsonl"
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
@@ -24,11 +26,16 @@ class QuestionError(ValueError):
 
 @dataclass(frozen=True)
 class Question:
-    """One question. Only its first turn is asked: the second one depends on the answer."""
+    """One question. Only its first turn is asked: the second one depends on the answer.
+
+    Attributes:
+        answer: what the answer must begin with, by a grammar; None for whatever the model says.
+    """
 
     name: str
     group: str
     text: str
+    answer: str | None = None
 
 
 def load(path: Path) -> list[Question]:
@@ -60,6 +67,29 @@ def load(path: Path) -> list[Question]:
     if not questions:
         raise QuestionError(f"questions {path}: no questions in it")
     return questions
+
+
+def quotes(model: Path) -> list[Question]:
+    """Questions that are answered by quoting 400 tokens of a prompt of 4,000 to 7,500, of Python's own library.
+
+    Small models cannot quote from so far, so a grammar makes them (structured output).
+
+    Args:
+        model: folder of the model, for its tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_file(str(model / "tokenizer.json"))
+    source = python_sources(encoder, 60_000)
+    made = []
+    for i, length in enumerate(range(4000, 7501, 700)):
+        part = source[9_000 * i : 9_000 * i + length]
+        text = encoder.decode(part.tolist())
+        answer = encoder.decode(part[length // 5 : length // 5 + 400].tolist())
+        answer = answer[answer.index("\n") + 1 :]
+        ask = "Repeat the code above word for word, beginning with this line:\n" + answer.partition("\n")[0]
+        made.append(Question(f"quotes:{length}", "quotes", f"{text}\n\n{ask}", answer))
+    return made
 
 
 def download(folder: Path) -> Path:
