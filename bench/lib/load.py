@@ -59,7 +59,7 @@ def ask(
             prompt=text,
             prompt_len=0,
             expected_output_len=max_tokens,
-            request_overrides=answer and {"structured_outputs": {"choice": [answer]}},
+            request_overrides={"structured_outputs": {"choice": [answer]}} if answer else None,
         )
         for text, answer in zip(texts, given or [None] * len(texts), strict=True)
     ]
