@@ -54,7 +54,8 @@ class Client:
         self.openai = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0)
         self.extra = {"return_token_ids": True} | ({"return_meta_info": True} if engine == "sglang" else {})
 
-    def ask(self, text: str, max_tokens: int | None = None) -> Answer:
+    def ask(self, text: str, tenant: str, max_tokens: int | None = None) -> Answer:
+        """Ask as a tenant, who sees nothing of what others have made the drafter learn."""
         accepted = self._accepted()
         start = time.perf_counter()
         answer = self.openai.chat.completions.create(
@@ -62,7 +63,7 @@ class Client:
             messages=[{"role": "user", "content": text}],
             max_tokens=max_tokens or self.max_tokens,
             temperature=0.0,
-            extra_body=self.extra,
+            extra_body=self.extra | {"cache_salt": tenant},
         )
         seconds = time.perf_counter() - start
         choice: Any = answer.choices[0]
@@ -85,14 +86,17 @@ class Client:
 def measure(
     clients: dict[str, Client], prompts: Sequence[Prompt], repeats: int, report: Callable[[Prompt, int], None]
 ) -> None:
-    """Ask both servers every prompt `repeats` times in turns; `report` gets each prompt after each repeat (from 0)."""
+    """Ask both servers every prompt `repeats` times in turns; `report` gets each prompt after each repeat (from 0).
+
+    Each repeat is a tenant's of its own: answers that were given before would be drafted from.
+    """
     for client in clients.values():  # numba, thread pools, caches
         for text in (WARM_UP, prompts[0].text, WARM_UP):
-            client.ask(text, 32)
+            client.ask(text, "warm-up", 32)
     for repeat in range(repeats):
         for i, prompt in enumerate(prompts):
             for name in (BASELINE, SSSD) if (repeat + i) % 2 == 0 else (SSSD, BASELINE):
-                prompt.answers[name].append(clients[name].ask(prompt.text))
+                prompt.answers[name].append(clients[name].ask(prompt.text, f"repeat {repeat}"))
             report(prompt, repeat)
 
 
