@@ -13,8 +13,7 @@ from rich.console import Console
 from freedraft import __version__
 from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile, device_name
-from freedraft.engines.hooks import Hook, check
-from freedraft.versions import is_tested
+from freedraft.engines.hooks import Hook, check, is_tested
 
 ENGINES = ("vllm", "sglang")
 

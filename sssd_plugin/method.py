@@ -166,10 +166,9 @@ class SssdMethod(Method):
     def update(self, step: Step) -> None:
         drafter, request_ids = self.drafter, step.request_ids
         self.recycling.update(step)
-        self.source_metrics.set_recycling(self.recycling.on)
         for row in drafter.update(request_ids, step.tokens, step.starts, step.ends, step.contexts):
             drafter.replace(request_ids[row], step.history(row))
-        self.source_metrics.update(drafter, request_ids, lambda: step.gained)
+        self.source_metrics.update(drafter, request_ids, lambda: step.gained, self.recycling.on)
 
     @property
     def needs_logits(self) -> bool:

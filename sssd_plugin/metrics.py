@@ -48,19 +48,19 @@ class SourceMetrics:
         _STATIC_TOKENS.set(static.n_tokens)
         _STATIC_SUB_INDICES.set(len(static.sub_indices))
 
-    def set_recycling(self, on: bool) -> None:
-        """Show whether recycled logits are drafted from."""
-        _RECYCLING.set(on)
-
-    def update(self, drafter: Drafter, request_ids: Sequence[str], gained: Callable[[], NDArray[np.int64]]) -> None:
+    def update(
+        self, drafter: Drafter, request_ids: Sequence[str], gained: Callable[[], NDArray[np.int64]], recycling: bool
+    ) -> None:
         """Count one step, after its tokens have entered the drafter.
 
         Args:
             gained: returns int64 [B], how many tokens each request has gained by the step; called when it is counted.
+            recycling: whether recycled logits are drafted from.
         """
         self._steps += 1
         if self._steps % EVERY:
             return
+        _RECYCLING.set(recycling)
         tally = np.zeros(SIZE, np.int64)
         drafter.attribute(request_ids, gained(), tally)
         _LOOKUPS.inc(int(tally[LOOKUPS]))

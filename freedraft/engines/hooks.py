@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,3 +106,8 @@ def _fields(owner: Any) -> set[str]:
     for base in getattr(owner, "__mro__", (owner,)):
         names.update(getattr(base, "__annotations__", {}))
     return names
+
+
+def is_tested(version: str, tested: Sequence[str]) -> bool:
+    """Whether a version is one of `tested`, local parts and what follows their last component left out."""
+    return any(version.split("+")[0] == each or version.startswith(f"{each}.") for each in tested)

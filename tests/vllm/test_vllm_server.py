@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_server import Server, clients_that_go_away, command, free_port, serving
+from vllm_server import Server, clients_that_go_away, command, serving
 
+from bench.lib.servers import free_port
 from tests.support.prompts import SHORT
 
 

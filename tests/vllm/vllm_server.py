@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -19,15 +18,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from bench.lib.servers import free_port
+
 CLIENTS = 8
 ROUNDS = 3
 TOKENS = 24
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def command(model: Path, port: int, speculative: dict[str, Any], *arguments: str) -> tuple[list[str], dict[str, str]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from freedraft.engines.hooks import is_tested
 from freedraft.engines.vllm.hooks import TESTED_VERSIONS, vllm_version
-from freedraft.versions import is_tested
 
 
 def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:

@@ -4,15 +4,18 @@ For processes that have this folder on PYTHONPATH and VLLM_USE_V2_MODEL_RUNNER=1
 """
 
 import os
-import types
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    import triton.backends
+    from triton.backends import Backend, backends
+    from triton.backends.compiler import BaseBackend
+    from triton.backends.driver import DriverBase
 
-    class Driver:
-        @staticmethod
-        def is_active() -> bool:
+    class Driver(DriverBase):
+        """Active, which is all that is asked before a kernel runs; the interpreter makes no driver."""
+
+        @classmethod
+        def is_active(cls) -> bool:
             return True
 
-    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
+    backends["cpu"] = Backend(compiler=BaseBackend, driver=Driver)

@@ -37,11 +37,11 @@ class Proposed(NamedTuple):
     """What a step proposed. B requests.
 
     Attributes:
-        rows: request ids, and their rows here.
+        request_ids: B ids.
         tokens: int32 [B, N], of the chains, roots first; counts: int64 [B], draft tokens of each.
     """
 
-    rows: dict[str, int]
+    request_ids: list[str]
     tokens: NDArray[np.int32]
     counts: NDArray[np.int64]
 
@@ -71,7 +71,7 @@ class MethodProposer:
         # Requests whose prompt is not over, where the method wants the hidden states behind prompts.
         self.in_prompt: set[str] = set()
         self.without_text: set[str] = set()  # requests with embeddings for a prompt
-        self.proposed = Proposed({}, np.zeros((0, 1), np.int32), np.zeros(0, np.int64))
+        self.proposed = Proposed([], np.zeros((0, 1), np.int32), np.zeros(0, np.int64))
         self.logits = LogitsCopy()
 
     def load_model(self, target_model: Any) -> None:
@@ -132,7 +132,8 @@ class MethodProposer:
             logits: float [R, V], those of a row of the batch behind each other.
         """
         number = np.array(metadata.num_draft_tokens if metadata is not None else [0] * batch.num_reqs, np.int64)
-        proposed = np.array([self.proposed.rows.get(i, -1) for i in batch.req_ids], np.intp)
+        of = {request_id: b for b, request_id in enumerate(self.proposed.request_ids)}
+        proposed = np.array([of.get(request_id, -1) for request_id in batch.req_ids], np.intp)
         rows = np.flatnonzero(proposed >= 0)
         if not len(rows) or len(logits) != number.sum() + len(number):
             return
@@ -217,11 +218,10 @@ def make_step(
 
 def proposed_by(draft: DraftBatch | None, step: Step) -> Proposed:
     """What becomes of a step's chains; None: there are none."""
-    rows = {request_id: b for b, request_id in enumerate(step.request_ids)}
     if draft is None:
         draft = DraftBatch.roots(step.roots)
     counts = np.minimum(draft.counts - 1, step.capacities).clip(0).astype(np.int64)
-    return Proposed(rows, draft.tokens.copy(), counts)  # the method's own arrays change
+    return Proposed(list(step.request_ids), draft.tokens.copy(), counts)  # the method's own arrays change
 
 
 def draft_lists(proposed: Proposed, step: Step, batch_size: int) -> list[list[int]]:
