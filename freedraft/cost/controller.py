@@ -252,6 +252,16 @@ class Auto(Controller):
             allocate_width(p, draft.counts, other.table(1, 1.0), 0.0, self.widths, FREE)
 
 
+def roofline_of(context: EngineContext, profile: HardwareProfile) -> Roofline:
+    """The roofline of an engine's model.
+
+    Raises:
+        ConfigError: its configuration cannot be read.
+    """
+    shape = ModelShape.from_config(context.hf_config.to_dict(), dtype=context.dtype)
+    return Roofline(shape, profile, context.tensor_parallel, mask=context.widths is not None)
+
+
 def make_controller(
     context: EngineContext,
     policy: Policy = "auto",
@@ -284,10 +294,7 @@ def _controller(
         return Fixed(profile, max_draft_tokens, widths)
     if policy == "auto":
         try:
-            shape = ModelShape.from_config(context.hf_config.to_dict(), dtype=context.dtype)
+            return Auto(roofline_of(context, profile), max_draft_tokens, widths, path=step_times)
         except ConfigError as error:
             logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
-        else:
-            roofline = Roofline(shape, profile, context.tensor_parallel, mask=widths is not None)
-            return Auto(roofline, max_draft_tokens, widths, path=step_times)
     return Knee(profile, max_draft_tokens, widths, knee)

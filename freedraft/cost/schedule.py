@@ -7,14 +7,15 @@ the roofline; 0 is one of them.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 
 from freedraft.config import ConfigError
+from freedraft.cost.controller import roofline_of
 from freedraft.cost.explain import expected_tokens
 from freedraft.cost.hardware import choose_profile
-from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.policies import Knee, Policy
-from freedraft.cost.roofline import Roofline
 from freedraft.method import EngineContext
 
 CHAIN_TOKENS_PER_STEP = {1: 1.0, 2: 1.307, 3: 1.425, 5: 1.491, 9: 1.52, 17: 1.527, 33: 1.529}
@@ -45,11 +46,8 @@ def draft_lengths(
     rule = Knee(profile, most, None, knee)
     roofline = None
     if policy == "auto":
-        try:
-            shape = ModelShape.from_config(context.hf_config.to_dict(), dtype=context.dtype)
-            roofline = Roofline(shape, profile, context.tensor_parallel)
-        except ConfigError:
-            pass  # as in `make_controller`: by the rule
+        with suppress(ConfigError):  # as in `make_controller`: by the rule
+            roofline = roofline_of(context, profile)
     nodes = np.arange(1, most + 2)
     schedule: Schedule = []
     first = 1
