@@ -110,8 +110,9 @@ class EngineContext:
             each serves metrics at a port of its own.
         hardware: the device in words, as `freedraft calibrate` writes it; None where it is not known.
         writes_store: whether this process may write what it learns.
-        same_length: whether all requests of a step verify the same number of draft tokens, decided before anything is
-            drafted (`freedraft.cost.schedule`), so that shorter drafts save nothing.
+        lengths: numbers of draft tokens that a step may verify for each of its requests, where all of them have the
+            same, decided before anything is drafted (`freedraft.cost.schedule`), so that shorter drafts save nothing;
+            None where every request may have its own.
         gives_logits: whether the engine calls `Method.recycle`.
         tokenizer_fingerprint: gives the fingerprint of the target's tokenizer; None where there is none.
     """
@@ -125,7 +126,7 @@ class EngineContext:
     rank: int = 0
     hardware: str | None = None
     writes_store: bool = True
-    same_length: bool = False
+    lengths: tuple[int, ...] | None = None
     gives_logits: bool = False
     tokenizer_fingerprint: Callable[[], str | None] = lambda: None
 

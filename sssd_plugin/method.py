@@ -90,7 +90,7 @@ class SssdMethod(Method):
 
         super().__init__(options, context, controller or options.make_controller(context), NAME)
         assert context.vocab_size is not None
-        default = 0.0 if context.same_length else self.controller.min_score
+        default = 0.0 if context.lengths is not None else self.controller.min_score
         self.min_score = default if options.min_score is None else options.min_score
         self._corpora: dict[str, SubIndex] = {}
         self._indexed: dict[str, SubIndex] = {}

@@ -12,12 +12,17 @@ outcomes. `kind` is what the drafter says of where a node comes from: source and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+
+if TYPE_CHECKING:
+    from freedraft.method import Step
 
 KINDS = 128
 PASS_KINDS = 112
@@ -115,6 +120,31 @@ class Acceptance:
         self.bias = np.zeros(SIZE)
         self.odds = np.ones(SIZE)
         self.outcomes = 0
+        self._request_ids: list[str] = []
+        self._followed: list[DraftBatch] = []
+
+    @property
+    def follows(self) -> bool:
+        """Whether drafts were given to `follow` since the last `update`."""
+        return bool(self._followed)
+
+    def follow(self, *drafts: DraftBatch) -> None:
+        """Learn at the next `update` from what becomes of these drafts of its last step's requests, verified or not.
+        Their arrays, counts apart, must stay as they are until then."""
+        self._followed = [replace(draft, counts=draft.counts.copy()) for draft in drafts]
+
+    def update(self, step: Step) -> None:
+        """Learn from what requests gained of the drafts that were followed."""
+        if self._followed:
+            if step.request_ids == self._request_ids:
+                rows = np.arange(len(self._request_ids), dtype=np.int32)
+            else:
+                at = {request_id: i for i, request_id in enumerate(step.request_ids)}
+                rows = np.array([at.get(request_id, -1) for request_id in self._request_ids], np.int32)
+            for draft in self._followed:
+                self.learn(draft, rows, step.tokens, step.starts, step.ends)
+            self._followed = []
+        self._request_ids = list(step.request_ids)
 
     def probabilities(self, draft: DraftBatch) -> NDArray[np.float64]:
         """float64 [B, N]: estimated probability of every node; entries at and beyond `counts` are undefined."""
@@ -161,6 +191,8 @@ class Acceptance:
         ends: NDArray[np.int64],
     ) -> int:
         """`observe` on flat arrays, as `learn` of this module takes them."""
+        if len(rows) != draft.batch_size:
+            raise ValueError(f"{len(rows)} rows for a draft of {draft.batch_size} requests")
         seen = learn(
             self.bias, self.odds, BIN_OF,
             draft.tokens, draft.parents, draft.depths, draft.scores, draft.kinds, draft.counts,

@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +21,13 @@ from numpy.typing import ArrayLike, NDArray
 from freedraft.config import ConfigError
 from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.allocation import FREE, allocate_best, allocate_width
+from freedraft.cost.batch_lengths import BatchLengths
 from freedraft.cost.hardware import HardwareProfile, choose_profile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.policies import Controller, Fixed, Knee, Policy
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.roofline import Roofline
-from freedraft.cost.step_times import CENTRES, MAX_QUERY_TOKENS, StepTimes, row_of
+from freedraft.cost.step_times import CENTRES, MAX_QUERY_TOKENS, StepTimes, StepTimesFile, row_of
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import Recipe
 
@@ -43,7 +43,6 @@ _PROBE_COST = 1.5  # steps without drafts, at most, as far as is known
 _IDLE_SHARE = 0.005  # of time, for drafting while nothing is verified
 _MAX_IDLE = 256
 _GAIN_RATE = 0.1
-_SAVE_SECONDS = 60.0
 _ENOUGH = 3  # times of steps without drafts, from which on drafting can be compared with them
 
 
@@ -70,10 +69,8 @@ class Auto(Controller):
         self.acceptance = Acceptance()
         self.gain = 0.0
         self.drafting_seconds = 0.0
-        self._path = path
         self._clock = clock
-        self._drafts: list[DraftBatch] = []
-        self._ids: list[str] = []
+        self._file = StepTimesFile(self.times, path, clock)
         self._ended: float | None = None
         self._began = 0.0
         self._context = 1.0
@@ -82,10 +79,7 @@ class Auto(Controller):
         self._longest = float(max_draft_tokens)
         self._random = np.random.default_rng(0)
         self._p, self._order = np.zeros((0, 0)), np.zeros(0)
-        self._saved = clock()
         self._drafts_pay = False
-        if path is not None:
-            self.times.load(path)
 
     @property
     def min_score(self) -> float:
@@ -99,15 +93,7 @@ class Auto(Controller):
             self.times.update(*step.previous, self._context, now - self._ended)
         if step.batch_size:
             self._context = float(step.contexts.mean())
-        if self._drafts:
-            if step.request_ids == self._ids:
-                rows = np.arange(len(self._ids), dtype=np.int32)
-            else:
-                at = {request_id: i for i, request_id in enumerate(step.request_ids)}
-                rows = np.array([at.get(request_id, -1) for request_id in self._ids], np.int32)
-            for draft in self._drafts:
-                self.acceptance.learn(draft, rows, step.tokens, step.starts, step.ends)
-            self._drafts = []
+        self.acceptance.update(step)
 
     def max_draft_len(self, step: Step) -> int:
         batch = step.batch_size
@@ -149,12 +135,11 @@ class Auto(Controller):
 
     def follow(self, *drafts: DraftBatch) -> None:
         """Learn from what becomes of these drafts, whether they are verified or not."""
-        self._drafts = [replace(draft, counts=draft.counts.copy()) for draft in drafts]
+        self.acceptance.follow(*drafts)
 
     def end(self, step: Step) -> None:
         now, batch = self._clock(), step.batch_size
-        self._ids = list(step.request_ids)
-        if self._drafts:
+        if self.acceptance.follows:
             spent = now - self._began
             if 0.0 < spent < 1.0:
                 rate = 0.5 if self.drafting_seconds == 0.0 else 0.05
@@ -163,24 +148,18 @@ class Auto(Controller):
                 idle = self.drafting_seconds / (_IDLE_SHARE * max(float(self.step_seconds(batch, batch)), 1e-6))
                 self._idle_left = min(int(idle), _MAX_IDLE)
         self._ended = now
-        if self._path is not None and now - self._saved > _SAVE_SECONDS:
-            self._saved = now
-            self.save()
+        self._file.save_if_due()
 
     def interrupt(self) -> None:
-        self._ended, self._drafts = None, []
+        self._ended = None
+        self.acceptance.follow()
 
     def exclude(self, seconds: float) -> None:
         """Time since `update` that is not the drafter's own, and was decided upon by itself."""
         self._began += seconds
 
     def save(self) -> None:
-        if self._path is not None:
-            try:
-                self.times.save(self._path)
-            except OSError as error:
-                logger.warning("freedraft: cannot write step times to %s (%s); they are not kept", self._path, error)
-                self._path = None
+        self._file.save()
 
     # -- what steps and draft passes take, at the context of the present step ------------------------------------------
 
@@ -290,11 +269,14 @@ def _controller(
     context: EngineContext, policy: Policy, profile: HardwareProfile, knee: int | None, step_times: Path | None
 ) -> Controller:
     max_draft_tokens, widths = context.max_draft_tokens, context.widths
-    if policy == "fixed" or context.same_length:
+    if policy == "fixed" or (context.lengths is not None and (policy != "auto" or len(context.lengths) == 1)):
         return Fixed(profile, max_draft_tokens, widths)
     if policy == "auto":
         try:
-            return Auto(roofline_of(context, profile), max_draft_tokens, widths, path=step_times)
+            roofline = roofline_of(context, profile)
+            if context.lengths is not None:
+                return BatchLengths(roofline, context.lengths, path=step_times)
+            return Auto(roofline, max_draft_tokens, widths, path=step_times)
         except ConfigError as error:
             logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
     return Knee(profile, max_draft_tokens, widths, knee)

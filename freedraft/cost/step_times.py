@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +47,7 @@ _SHARE: NDArray[np.float64] = np.clip(
 
 _RATE = 0.01  # of a new time against what is known, once a bucket has been seen often enough
 _LEVEL_RATE = 0.08  # faster: a machine that slows down does so for every kind of step
+_SAVE_SECONDS = 60.0
 _CLIP = 0.25  # ln: a time further off than this counts as this far off
 _ABSURD = math.log(30.0)  # ln: beyond this a time says nothing of the step
 _PATIENCE = 20  # so many absurd times in a row and they are the truth
@@ -250,6 +251,11 @@ class StepTimes:
         """Seconds of one step, by query tokens."""
         return np.interp(np.asarray(query_tokens, np.float64), CENTRES, self.table(batch, context))
 
+    def uncorrected(self, batch: int, query_tokens: ArrayLike, context: float) -> NDArray[np.float64]:
+        """What the roofline says at this machine's level: seconds of one step, by query tokens."""
+        logs = np.interp(np.asarray(query_tokens, np.float64), CENTRES, self._log_steps(batch, context))
+        return np.exp(logs + self._level)
+
     def pass_seconds(self, recipe: Recipe, batch: ArrayLike, context: float) -> NDArray[np.float64]:
         """Seconds of one draft pass, by batch size."""
         corrections = self._corrections(recipe).row(context_bucket(context))
@@ -318,3 +324,31 @@ class StepTimes:
         shape, profile = self.roofline.shape, self.roofline.profile
         return [shape.hidden, shape.layers, shape.vocab, shape.dtype, shape.weight_bytes, profile.name,
                 profile.peak_flops, profile.bandwidth, self.roofline.tensor_parallel]  # fmt: skip
+
+
+class StepTimesFile:
+    """Keeps step times from one start of an engine to the next.
+
+    Args:
+        path: the file, which is read now; None keeps nothing. clock: seconds.
+    """
+
+    def __init__(self, times: StepTimes, path: Path | None, clock: Callable[[], float]) -> None:
+        self._times, self._path, self._clock, self._saved = times, path, clock, clock()
+        if path is not None:
+            times.load(path)
+
+    def save_if_due(self) -> None:
+        """Write it once a minute."""
+        if self._path is not None and self._clock() - self._saved > _SAVE_SECONDS:
+            self._saved = self._clock()
+            self.save()
+
+    def save(self) -> None:
+        """Write it; where that fails, say so and go on without."""
+        if self._path is not None:
+            try:
+                self._times.save(self._path)
+            except OSError as error:
+                logger.warning("freedraft: cannot write step times to %s (%s); they are not kept", self._path, error)
+                self._path = None

@@ -319,6 +319,7 @@ def test_a_step_that_did_other_work_teaches_no_time() -> None:
 def test_rest_of_a_draft_that_was_not_verified_is_learnt_from_too() -> None:
     control = controller()
     draft, other = chains([[0.5] * 3], kinds=2), chains([[0.5] * 3], kinds=3)
+    control.update(make_step(["a"], [[1]]))
     control.truncate(draft, other)
     before = control.acceptance.outcomes
     step = make_step(["a"], [[1, 2, 9]])

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from freedraft.config import ConfigError
+from freedraft.cost.batch_lengths import CHAIN_TOKENS_PER_STEP
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
-from freedraft.cost.schedule import CHAIN_TOKENS_PER_STEP, CONTEXT, draft_lengths
+from freedraft.cost.schedule import CONTEXT, draft_lengths
 from freedraft.method import EngineContext
 
 LLAMA_8B: dict[str, Any] = {
@@ -40,21 +41,23 @@ def length_at(schedule: Any, batch: int) -> int:
 @pytest.mark.parametrize("hardware", ["h100", "h200", "a100", "cpu"])
 @pytest.mark.parametrize("most", [1, 4, 8])
 def test_no_other_length_has_more_tokens_per_second(hardware: str, most: int) -> None:
-    schedule = draft_lengths(context(most), "auto", hardware=hardware) or [(1, 1 << 20, most)]
+    schedule = draft_lengths(context(most), "auto", hardware=hardware)
+    assert schedule is not None and schedule.learnt[0] == 0 and schedule.learnt[-1] == most
     roofline = Roofline(ModelShape.from_config(LLAMA_8B, dtype="bfloat16"), choose_profile(hardware))
     nodes, tokens = np.array([*CHAIN_TOKENS_PER_STEP]), np.array([*CHAIN_TOKENS_PER_STEP.values()])
     for batch in (1, 3, 6, 24, 96, 384):
         rates = []
-        for n in range(1, most + 2):
+        for n in (1 + length for length in schedule.learnt):
             expected = np.interp(np.log2(n), np.log2(nodes), tokens)
             rates.append(expected / float(roofline.seconds(batch, batch * n, CONTEXT)))
-        assert rates[length_at(schedule, batch)] >= 0.97 * max(rates), batch
+        assert rates[schedule.learnt.index(length_at(schedule.rows, batch))] >= 0.97 * max(rates), batch
 
 
 def test_ranges_have_no_gaps_and_lengths_fall() -> None:
     schedule = draft_lengths(context(8), "knee", hardware="h100")
-    assert schedule is not None and schedule[0][0] == 1 and schedule[-1][2] == 0
-    for (_, last, length), (first, _, shorter) in itertools.pairwise(schedule):
+    assert schedule is not None and schedule.rows[0][0] == 1 and schedule.rows[-1][2] == 0
+    assert not schedule.learnt, "a rule stays as it is"
+    for (_, last, length), (first, _, shorter) in itertools.pairwise(schedule.rows):
         assert first == last + 1 and shorter < length <= 8
 
 

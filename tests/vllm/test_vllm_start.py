@@ -50,9 +50,9 @@ def test_the_method_is_rewritten_and_options_travel(tiny_model: Path) -> None:
     config = config_of(tiny_model, copy.deepcopy(given))
     assert config.speculative_config.method == "custom_class"
     assert config.speculative_config.num_speculative_tokens == 8
-    name, options = methods.configured(pickle.loads(pickle.dumps(config)))
-    assert name == "sssd"
-    assert options["knee"] == 11 and options["min_score"] == 0.25 and options["scoring"] == "paper"
+    ours = methods.configured(pickle.loads(pickle.dumps(config)))
+    assert ours.name == "sssd" and not ours.lengths
+    assert ours.options["knee"] == 11 and ours.options["min_score"] == 0.25 and ours.options["scoring"] == "paper"
     # Compiled graphs are kept for other options.
     assert config.compute_hash() == config_of(tiny_model, GOOD | {"metrics_port": 4711}).compute_hash()
 
@@ -101,7 +101,7 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
     assert config_of(tiny_model, None).speculative_config is None
     config = config_of(tiny_model, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
     assert config.speculative_config.method == "ngram"
-    assert methods.configured(config) == ("", {})
+    assert methods.configured(config) == methods.Configured()
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def biggest_file(store: Path) -> Path:
 
 def test_a_good_store_is_accepted(tiny_model: Path, store: Path) -> None:
     config = config_of(tiny_model, GOOD | {"datastore": str(store)})
-    assert methods.configured(config)[1]["datastore"] == str(store)
+    assert methods.configured(config).options["datastore"] == str(store)
 
 
 def test_a_truncated_store(tiny_model: Path, store: Path) -> None:

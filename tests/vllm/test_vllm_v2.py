@@ -99,6 +99,32 @@ def split(tokens: list[int]) -> list[list[int]]:
     return [document for document in documents if document]
 
 
+def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
+    """vLLM's scheduler drafts what our worker has learnt; confidences go along, for adaptive verification."""
+    ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
+    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    cases = {f"{i} at once": {"prompts": ids[:i], "parameters": greedy} for i in (1, 2, 1, len(ids))}
+    options = SSSD | {"policy": "auto", "hardware": "h100", "num_speculative_tokens": 4}
+    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "adaptive": True}
+    found = serve(tiny_model, cases=cases, speculative_config=options, **engine)
+    for name, case in cases.items():
+        assert found[name] == plain_tiny.answers[: len(case["prompts"])]
+    engine = found["engine"]
+    assert not engine["failures"]
+    # At first, by the cost model for this hardware; then by what steps take here.
+    table = engine["lookup"]
+    assert len(engine["decided"]) >= 3
+    for first, last, length in engine["decided"]:
+        assert set(table[first : last + 1]) <= {0, 1, 2, 4}
+        assert table[first : last + 1].count(length) == last + 1 - first or length != engine["schedule"][0][2]
+    assert len(engine["verified"]) >= 3 and set(engine["verified"]) <= {0, 1, 2, 4}
+    own = [(c, n) for confidences, drafted in engine["confidences"] for c, n in zip(confidences, drafted, strict=True)]
+    assert sum(n for _, n in own) > 20
+    for confidences, drafted in own:
+        assert all(0 < c <= 1 for c in confidences[:drafted]) or not any(confidences)
+        assert not any(confidences[drafted:])
+
+
 def test_structured_output(demo_model: Path) -> None:
     """With a grammar, drafts go back to the scheduler, which cuts them."""
     from transformers import AutoTokenizer

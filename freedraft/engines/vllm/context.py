@@ -16,11 +16,11 @@ def context_of_arguments(engine_args: Any, model_config: Any, max_draft_tokens: 
     return _context(model_config, max_draft_tokens, tensor_parallel=engine_args.tensor_parallel_size)
 
 
-def context_of_engine(vllm_config: Any, *, v2: bool = False) -> EngineContext:
+def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = None) -> EngineContext:
     """What the rank that drafts knows: the first tensor-parallel one of a replica. One replica writes what it learns.
 
     Args:
-        v2: in model runner V2.
+        v2_lengths: in model runner V2, the draft lengths that may be scheduled.
     """
     parallel = vllm_config.parallel_config
     # vLLM sets `data_parallel_rank` to 0 in the replicas of dense models, which know nothing of each other.
@@ -31,8 +31,8 @@ def context_of_engine(vllm_config: Any, *, v2: bool = False) -> EngineContext:
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
         writes_store=replica == 0,
-        gives_logits=not v2 and not check(LOGITS_HOOKS),
-        same_length=v2,
+        gives_logits=v2_lengths is None and not check(LOGITS_HOOKS),
+        lengths=v2_lengths,
     )
 
 

@@ -65,8 +65,17 @@ LOGITS_HOOKS = (
     Hook("vllm.v1.spec_decode.metadata.SpecDecodeMetadata", fields=("num_draft_tokens",), purpose="recycled logits"),
 )  # fmt: skip
 
+# Needed to tell the scheduler how much to draft in model runner V2.
+SCHEDULER_HOOKS = (
+    Hook("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", parameters=("scheduler_output",
+         "model_runner_output"), purpose="draft lengths in model runner V2"),
+)  # fmt: skip
+
 # Needed to draft in model runner V2.
 V2_HOOKS = (
+    *SCHEDULER_HOOKS,
+    Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "sample_tokens",
+         purpose="draft lengths in model runner V2"),
     Hook("vllm.v1.worker.worker_base.WorkerBase", "__init__", parameters=("vllm_config",),
          purpose="drafting in model runner V2"),
     Hook("vllm.v1.worker.gpu.spec_decode.ngram.speculator", "NgramGPUSpeculator",

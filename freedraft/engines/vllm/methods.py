@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -21,9 +22,17 @@ from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm.context import context_of_arguments
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.guards import check_engine, check_model
-from freedraft.engines.vllm.hooks import CONFIG_HOOKS, MODEL_DRAFT_HOOKS, RUNNER_HOOKS, V2_HOOKS, vllm_version
+from freedraft.engines.vllm.hooks import (
+    CONFIG_HOOKS,
+    MODEL_DRAFT_HOOKS,
+    RUNNER_HOOKS,
+    SCHEDULER_HOOKS,
+    V2_HOOKS,
+    vllm_version,
+)
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.v1.lookahead_slots import reserve_slots
+from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)
@@ -33,9 +42,24 @@ PROPOSER = "freedraft.engines.vllm.v1.runner.MethodProposer"
 V2_METHOD = "ngram_gpu"  # one that model runner V2 and async scheduling know; its speculator becomes ours
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
+ADAPTIVE = "enable_adaptive_verification"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
 SCHEDULE = "num_speculative_tokens_per_batch_size"
-ENGINE_KEYS = ("method", K, SCHEDULE, "rejection_sample_method")
+ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, "rejection_sample_method")
+
+
+@dataclass(frozen=True)
+class Configured:
+    """What a SpeculativeConfig carries of ours.
+
+    Attributes:
+        name: of the method; options: as the user gave them.
+        lengths: draft tokens per request that model runner V2 chooses from while serving; none where it does not.
+    """
+
+    name: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
 
 
 def register(spec: MethodSpec) -> bool:
@@ -60,6 +84,8 @@ def register(spec: MethodSpec) -> bool:
         from vllm.v1.worker.worker_base import WorkerBase
 
         wrap_once(WorkerBase, "__init__", _in_worker)
+        if not check(SCHEDULER_HOOKS):
+            receive_lengths()
     return True
 
 
@@ -67,7 +93,7 @@ def _in_worker(original: Callable[..., Any]) -> Callable[..., Any]:
     """Hook model runner V2 in the workers that draft there: importing it takes seconds."""
 
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        if configured(vllm_config)[0] in METHODS and vllm_config.speculative_config.method == V2_METHOD:
+        if configured(vllm_config).name in METHODS and vllm_config.speculative_config.method == V2_METHOD:
             from freedraft.engines.vllm.v2 import speculator
 
             speculator.install()
@@ -76,14 +102,13 @@ def _in_worker(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def configured(vllm_config: Any) -> tuple[str, dict[str, Any]]:
-    """Name and options that `create_speculative_config` has passed on; "" and none where the method is not ours."""
-    name, options = getattr(getattr(vllm_config, "speculative_config", None), ATTRIBUTE, ("", {}))
-    return name, dict(options)
+def configured(vllm_config: Any) -> Configured:
+    """What `create_speculative_config` has passed on; name "" where the method is not ours."""
+    return getattr(getattr(vllm_config, "speculative_config", None), ATTRIBUTE, Configured())
 
 
 def _runs_model(vllm_config: Any) -> bool:
-    spec = METHODS.get(configured(vllm_config)[0])
+    spec = METHODS.get(configured(vllm_config).name)
     return spec is not None and spec.runs_model
 
 
@@ -118,15 +143,18 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             config, options = _split(self, spec, given, v2)
             model_config = kwargs.get("target_model_config", args[0] if args else None)
             _check(self, spec, options, model_config, config[K])
-            if v2 and spec.schedule is not None and SCHEDULE not in config:
+            learnt: tuple[int, ...] = ()
+            if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
                 # vLLM decides by the batch's size how much a step verifies, before it is drafted.
-                lengths = spec.schedule(options, context_of_arguments(self, model_config, config[K]))
-                config |= {} if lengths is None else {SCHEDULE: lengths}
+                schedule = spec.schedule(options, context_of_arguments(self, model_config, config[K]))
+                if schedule is not None:
+                    config[SCHEDULE], learnt = schedule
         except ConfigError as error:
             _stop(error)
         with _rewritten(self, config):
             made = original(self, *args, **kwargs)
-        setattr(made, ATTRIBUTE, (spec.name, options.model_dump(mode="json", exclude_none=True)))
+        given = options.model_dump(mode="json", exclude_none=True)
+        setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt))
         return made
 
     return create_speculative_config
@@ -197,7 +225,7 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any], v2: bool) 
     if v2:
         config = {"method": V2_METHOD, "prompt_lookup_min": 1, "prompt_lookup_max": 1}
     flags = {}
-    engine_keys = {field.name for field in dataclasses.fields(SpeculativeConfig)} - {"method", "model"}
+    engine_keys = {key.name for key in dataclasses.fields(SpeculativeConfig)} - {"method", "model"}
     for key, value in given.items():
         if key in option_type.model_fields:
             flags[key] = value

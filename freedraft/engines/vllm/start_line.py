@@ -6,6 +6,7 @@ from typing import Any
 
 from freedraft.engines.hooks import is_tested
 from freedraft.engines.vllm.hooks import TESTED_VERSIONS, vllm_version
+from freedraft.engines.vllm.methods import configured
 
 
 def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
@@ -24,7 +25,11 @@ def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
     if v2:
         lengths = f"{most} draft tokens at every batch size"
     if schedule:
-        lengths = "draft tokens by batch size: " + ", ".join(f"{n} from {first} on" for first, _, n in schedule)
+        learnt = ", learnt while serving; at first" if configured(vllm_config).lengths else ":"
+        by_size = ", ".join(f"{n} from {first} on" for first, _, n in schedule)
+        lengths = f"draft tokens by batch size{learnt} {by_size}"
+    if v2 and vllm_config.speculative_config.enable_adaptive_verification:
+        lengths += ", as many of them verified as vLLM's adaptive verification says"
     ranks = {
         "tensor": parallel.tensor_parallel_size,
         "pipeline": parallel.pipeline_parallel_size,

@@ -3,7 +3,8 @@
     python serve.py MODEL '{"speculative_config": ..., "cases": {name: {"prompts": ..., "parameters": ...}}, ...}'
 
 Cases come one after the other: all prompts of one at once. "abort" gives up each request after so many steps, and asks
-it anew under the same id. The rest of the JSON are arguments of the engine.
+it anew under the same id. "adaptive" asks the speculator for confidences. The rest of the JSON are arguments of the
+engine.
 """
 
 from __future__ import annotations
@@ -69,15 +70,35 @@ def take_any_mask() -> None:
     InterpreterBuilder.create_masked_store = create_masked_store
 
 
+def note_confidences(speculator: Any) -> list[Any]:
+    """Of each step's requests: the confidences, which draft tokens are their own, and how many the step accepted.
+
+    vLLM's configuration takes adaptive verification only with CUDA graphs, so the speculator alone is told of it.
+    """
+    speculator.enable_adaptive_verification = True
+    original, noted = speculator.propose, []
+
+    def propose(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = original(input_batch, *args, **kwargs)
+        n = input_batch.num_reqs
+        drafted = speculator.requests.drafted[input_batch.idx_mapping_np[:n]].tolist()
+        noted.append([speculator.draft_token_confidence_probs[:n].tolist(), drafted])
+        return drafts
+
+    speculator.propose = propose
+    return noted
+
+
 def main() -> None:
     take_any_mask()
     schedule_asynchronously()
     given = json.loads(sys.argv[2])
-    cases = given.pop("cases")
+    cases, adaptive = given.pop("cases"), given.pop("adaptive", False)
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
     runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     guarded = runner.speculator.guarded
-    drafter = guarded.method.drafter
+    drafter, controller = guarded.method.drafter, guarded.method.controller
+    confidences = note_confidences(runner.speculator) if adaptive else []
     result: dict[str, Any] = {name: answers(llm, **case) for name, case in cases.items()}
     core = llm.llm_engine.engine_core.engine_core
     for _ in range(3):  # so that the runner hears of the last requests' ends, as in a process of its own
@@ -97,6 +118,10 @@ def main() -> None:
         "cached": figures["vllm:prefix_cache_hits"],
         "failures": guarded.metrics.failures._value.get(),
         "ours": [guarded.metrics.drafted._value.get(), guarded.metrics.accepted._value.get()],
+        "lookup": core.scheduler.dynamic_sd_lookup,
+        "decided": [[*batches, length] for batches, (length, _) in getattr(controller, "_decided", {}).items()],
+        "verified": sorted({length for _, length, _ in getattr(controller, "_errors", {})}),
+        "confidences": confidences,
         "held": [len(drafter), len(guarded.running), len(runner.speculator.requests.slots)],
         "learnt": tokens,
     }

@@ -60,12 +60,9 @@ class MethodProposer:
         share_logging()
         install()
         apply_fixes(early=False)
-        name, options = configured(vllm_config)
-        self.spec = METHODS[name]
+        ours = configured(vllm_config)
+        self.spec = METHODS[ours.name]
         self.drafts = get_tp_group().rank_in_group == 0
-        if not self.drafts:
-            return
-        self.guarded = GuardedMethod(self.spec, self.spec.option_type.parse(options), context_of_engine(vllm_config))
         self.vllm_config = vllm_config
         self.backbone: Backbone | None = None
         # Requests whose prompt is not over, where the method wants the hidden states behind prompts.
@@ -73,6 +70,9 @@ class MethodProposer:
         self.without_text: set[str] = set()  # requests with embeddings for a prompt
         self.proposed = Proposed([], np.zeros((0, 1), np.int32), np.zeros(0, np.int64))
         self.logits = LogitsCopy()
+        if self.drafts:
+            options = self.spec.option_type.parse(ours.options)
+            self.guarded = GuardedMethod(self.spec, options, context_of_engine(vllm_config))
 
     def load_model(self, target_model: Any) -> None:
         """vLLM has loaded the target. Raises UnsupportedModel, which stops the start."""

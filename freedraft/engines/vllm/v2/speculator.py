@@ -10,6 +10,7 @@ Every tensor-parallel rank verifies its own copy of the drafts: rank 0 drafts, a
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,12 +19,15 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from freedraft.cost.acceptance import Acceptance
+from freedraft.cost.batch_lengths import BatchLengths, Rows
 from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.context import context_of_engine
-from freedraft.engines.vllm.methods import configured
+from freedraft.engines.vllm.methods import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
+from freedraft.engines.vllm.v2.lengths import send_lengths
 from freedraft.engines.vllm.v2.requests import NO_SLOT, Requests
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS, Step
@@ -32,22 +36,34 @@ logger = logging.getLogger(__name__)
 
 
 class GainedTokens:
-    """What a step has accepted, on its way to the host. B requests, K = most draft tokens of a request."""
+    """What a step has accepted, on its way to the host. B requests, K = most draft tokens of a request.
+
+    Attributes:
+        slots: int32 [B]; scheduled: int32 [B], draft tokens that each was to verify.
+        query_tokens: of the step; 0 if it did more than decode.
+        number: of the step, as the engine runs them.
+    """
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
         self._newest = torch.arange(-length - 1, 0, device=device)
         self._host = torch.zeros(slots, length + 3, dtype=torch.int32, pin_memory=device.type != "cpu")
-        self._event = torch.Event(device) if device.type != "cpu" else None
-        self._slots: NDArray[np.int32] = np.zeros(0, np.int32)
+        self._event = torch.Event(device, enable_timing=True) if device.type != "cpu" else None
+        self._ended = 0.0
+        self.slots: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.scheduled: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.query_tokens, self.number = 0, -1
 
-    def copy(self, input_batch: Any, num_sampled: torch.Tensor, states: Any) -> None:
+    def copy(self, input_batch: Any, num_sampled: torch.Tensor, states: Any, number: int) -> None:
         """Start the copy, behind the step's own work.
 
         Args:
             num_sampled: int32 [B], tokens that each request gained; states: vLLM's RequestState.
         """
         batch = input_batch.num_reqs
-        self._slots = input_batch.idx_mapping_np[:batch].copy()
+        self.slots, self.number = input_batch.idx_mapping_np[:batch].copy(), number
+        scheduled = input_batch.num_draft_tokens_per_req
+        self.scheduled = np.zeros(batch, np.int32) if scheduled is None else scheduled[:batch].astype(np.int32)
+        self.query_tokens = 0 if input_batch.has_prefill else int(input_batch.num_tokens)
         slots = input_batch.idx_mapping[:batch].long()
         lengths = states.total_len.gpu[slots].long()
         at = (lengths[:, None] + self._newest).clamp(min=0)
@@ -56,17 +72,25 @@ class GainedTokens:
         self._host[:batch].copy_(torch.cat((counts, newest.long()), 1), non_blocking=True)
         if self._event is not None:
             self._event.record()
+        else:
+            self._ended = time.perf_counter()
 
     def wait(self) -> NDArray[np.int32]:
         """int32 [B, K + 3]: how many tokens each request gained, how many it has, and its newest K + 1."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host[: len(self._slots)].numpy()
+        return self._host[: len(self.slots)].numpy()
+
+    def seconds_since(self, other: GainedTokens) -> float:
+        """Seconds from the end of another step to that of this one, on the device; both are over."""
+        if self._event is None or other._event is None:
+            return self._ended - other._ended
+        return 1e-3 * float(other._event.elapsed_time(self._event))
 
     def append_to(self, requests: Requests) -> NDArray[np.intp]:
         """Append the tokens to their requests; intp [R], the rows of those that gained some."""
         gained = self.wait()
-        return requests.append(self._slots, gained[:, 0], gained[:, 1], gained[:, 2:])
+        return requests.append(self.slots, gained[:, 0], gained[:, 1], gained[:, 2:])
 
 
 class MethodSpeculator(BaseSpeculator):
@@ -87,25 +111,42 @@ class MethodSpeculator(BaseSpeculator):
 
         share_logging()
         self._vllm_config, self._states, self._ranks = vllm_config, req_states, get_tp_group()
-        self.length: int = vllm_config.speculative_config.num_speculative_tokens
+        config, ours = vllm_config.speculative_config, configured(vllm_config)
+        self.length: int = config.num_speculative_tokens
+        self._schedule = getattr(config, SCHEDULE)
+        if ours.lengths:  # so that graphs are captured for each of them, until `init_cudagraph_manager`
+            setattr(config, SCHEDULE, [(i, i, length) for i, length in enumerate(reversed(ours.lengths), 1)])
+        self.enable_adaptive_verification: bool = getattr(config, ADAPTIVE, False)
         self.max_model_len: int = vllm_config.model_config.max_model_len
         slots: int = req_states.max_num_reqs
         self.guarded: GuardedMethod | None = None  # in rank 0
+        self.lengths: BatchLengths | None = None  # learnt while serving
+        self.rows: Rows = []  # of them, what the scheduler is to know
         if self._ranks.rank_in_group == 0:
-            name, options = configured(vllm_config)
-            spec = METHODS[name]
-            context = context_of_engine(vllm_config, v2=True)
-            self.guarded = GuardedMethod(spec, spec.option_type.parse(options), context)
+            spec = METHODS[ours.name]
+            context = context_of_engine(vllm_config, v2_lengths=ours.lengths or (self.length,))
+            self.guarded = GuardedMethod(spec, spec.option_type.parse(ours.options), context)
+            controller = self.guarded.method.controller
+            self.lengths = controller if isinstance(controller, BatchLengths) else None
         self.requests = Requests(slots, self.max_model_len)
         self._drafts = torch.zeros(slots, self.length, dtype=torch.int64, device=device)
-        self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]
-        self._pending: GainedTokens | None = None  # of a step that was not drafted for
-        self._proposed = torch.zeros(slots, self.length, dtype=torch.int64, pin_memory=device.type != "cpu")
+        self._gained = [
+            GainedTokens(slots, self.length, device) for _ in range(2)
+        ]  # by the newest step, the one before
+        self._pending = False  # whether the newest step's tokens are still to be taken
+        self._steps = 0
+        pinned = device.type != "cpu"
+        self._proposed = torch.zeros(slots, self.length, dtype=torch.int64, pin_memory=pinned)
+        # For vLLM's adaptive verification: how likely each draft token is accepted if those before it are.
+        self._acceptance = Acceptance()
+        self._confidences = torch.zeros(slots, self.length, dtype=torch.float32, pin_memory=pinned)
+        self.draft_token_confidence_probs = torch.zeros(slots, self.length, dtype=torch.float32, device=device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """The model is loaded, and there is nothing to capture."""
+        """The model is loaded, vLLM knows what graphs to capture, and we have none."""
+        setattr(self._vllm_config.speculative_config, SCHEDULE, self._schedule)
         if self.guarded is not None:
-            logger.info(start_line(self._vllm_config, configured(self._vllm_config)[0], v2=True))
+            logger.info(start_line(self._vllm_config, configured(self._vllm_config).name, v2=True))
 
     def capture(self) -> None:
         """There is nothing to capture."""
@@ -162,8 +203,9 @@ class MethodSpeculator(BaseSpeculator):
             input_batch: vLLM's InputBatch of the step that has just been verified.
             num_sampled: int32 [B], tokens that each request gained; last_sampled: int64 [slots, 1].
         """
+        self._steps += 1
         batch = input_batch.num_reqs
-        drafts = self._drafts[:batch]
+        drafts, confidences = self._drafts[:batch], self.draft_token_confidence_probs[:batch]
         if dummy_run or is_profile:
             return drafts
         guarded = self.guarded
@@ -171,46 +213,103 @@ class MethodSpeculator(BaseSpeculator):
             most = self.length if num_speculative_tokens is None else num_speculative_tokens
             if guarded.call(lambda: self._draft(input_batch, num_sampled, most)):
                 drafts.copy_(self._proposed[:batch], non_blocking=True)
+                if self.enable_adaptive_verification:
+                    confidences.copy_(self._confidences[:batch], non_blocking=True)
             else:
                 drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
+                confidences.zero_()
+            if self.lengths is not None:
+                self.rows = guarded.call(lambda: self._decide(batch)) or []
         if self._ranks.world_size > 1:
             self._ranks.broadcast(drafts, src=0)
+            if self.enable_adaptive_verification:
+                self._ranks.broadcast(confidences, src=0)
         return drafts
 
     def _draft(self, input_batch: Any, num_sampled: torch.Tensor, most: int) -> bool:
         """Draft on the host for the requests that have gained tokens, at most so many tokens each; whether it was."""
         assert self.guarded is not None
         self._catch_up()
-        gained = self._gained[0]
-        gained.copy(input_batch, num_sampled, self._states)
         self._gained.reverse()
+        gained = self._gained[0]
+        gained.copy(input_batch, num_sampled, self._states, self._steps)
+        self._pending = True
         if most == 0:  # what was gained is looked at later, when nobody has to wait for it
-            self._pending = gained
             return False
-        rows = gained.append_to(self.requests)
+        rows, drafted = self._take()
         tokens = gained.wait()
         proposed = self._proposed[: input_batch.num_reqs].numpy()
         proposed[:] = tokens[:, -1:]
         if len(rows):
-            step = self._step(input_batch, rows, tokens, most)
-            counts = write_chains(self.guarded.draft(step), step.capacities, rows, proposed)
+            step = self._step(input_batch, rows, tokens, drafted, most)
+            draft = self.guarded.draft(step)
+            counts = write_chains(draft, step.capacities, rows, proposed)
             self.requests.drafted[input_batch.idx_mapping_np[rows]] = counts
+            if self.enable_adaptive_verification:
+                self._write_confidences(step, draft, rows, counts)
         return True
+
+    def _take(self) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+        """Take the newest step's tokens, and learn from them how much to draft.
+
+        Returns:
+            intp [R], the rows of requests that gained some; int32 [R], draft tokens of ours that each verified.
+        """
+        gained, before = self._gained
+        self._pending = False
+        rows = gained.append_to(self.requests)
+        drafted = np.minimum(self.requests.drafted[gained.slots[rows]], gained.scheduled[rows]).astype(np.int32)
+        if self.lengths is not None:
+            tokens = gained.wait()
+            if gained.query_tokens and before.number == gained.number - 1:
+                seconds, context = gained.seconds_since(before), float(tokens[:, 1].mean())
+                self.lengths.record_step(len(tokens), gained.query_tokens, context, seconds)
+            if gained.scheduled.any():
+                accepted = np.minimum(tokens[rows, 0] - 1, drafted)
+                self.lengths.record_drafts(gained.scheduled[rows], accepted)
+        return rows, drafted
 
     def _catch_up(self) -> None:
         """Take the tokens of a step that was not drafted for."""
-        if self._pending is not None:
-            self._pending.append_to(self.requests)
-            self._pending = None
+        if self._pending and self.guarded is not None:
+            rows, drafted = self._take()
+            accepted = np.minimum(self._gained[0].wait()[rows, 0] - 1, drafted)
+            self.guarded.metrics.drafted.inc(int(drafted.sum()))
+            self.guarded.metrics.accepted.inc(int(accepted.sum()))
 
-    def _step(self, input_batch: Any, rows: NDArray[np.intp], gained: NDArray[np.int32], most: int) -> Step:
+    def _decide(self, batch: int) -> Rows:
+        """Draft lengths that the scheduler is to use from now on."""
+        assert self.lengths is not None
+        slots = self._gained[0].slots
+        context = float(self.requests.lengths[slots].mean()) if len(slots) else 1.0
+        return self.lengths.decide(batch, max(context, 1.0))
+
+    def _write_confidences(
+        self, step: Step, draft: DraftBatch | None, rows: NDArray[np.intp], counts: NDArray[np.int32]
+    ) -> None:
+        """How likely each draft token is accepted if those before it are; 0 where there is none."""
+        confidences = self._confidences[: len(self._gained[0].slots)].numpy()
+        confidences[:] = 0.0
+        self._acceptance.update(step)
+        if draft is None:
+            return
+        p = self._acceptance.probabilities(draft)[:, : 1 + confidences.shape[1]]
+        given = (p[:, 1:] / np.maximum(p[:, :-1], 1e-9)).clip(0.0, 1.0)
+        width = given.shape[1]
+        confidences[rows, :width] = np.where(np.arange(width) < counts[:, None], given, 0.0)
+        self._acceptance.follow(draft)
+
+    def _step(
+        self,
+        input_batch: Any,
+        rows: NDArray[np.intp],
+        gained: NDArray[np.int32],
+        drafted: NDArray[np.int32],
+        most: int,
+    ) -> Step:
         slots = input_batch.idx_mapping_np[rows]
         contexts = gained[rows, 1].astype(np.int32)
         ends = slots.astype(np.int64) * self.max_model_len + contexts
-        scheduled = input_batch.num_draft_tokens_per_req
-        verified = np.zeros(len(rows), np.int32) if scheduled is None else scheduled[rows]
-        drafted = np.minimum(self.requests.drafted[slots], verified).astype(np.int32)
-        decoded_only = len(rows) == input_batch.num_reqs and not input_batch.has_prefill
         # The last token that may be sampled is at max_model_len - 1, one beyond the drafts.
         capacities = np.minimum(most, self.max_model_len - 1 - contexts).clip(0)
         tokens = self.requests.tokens
@@ -223,7 +322,7 @@ class MethodSpeculator(BaseSpeculator):
             capacities=capacities.astype(np.int32),
             drafted=drafted,
             widths=None,
-            previous=(len(rows), int(input_batch.num_tokens)) if decoded_only else None,
+            previous=None,  # `BatchLengths` is told apart from drafts
             history=lambda b: tokens[slots[b], : contexts[b]],
         )
 
@@ -253,11 +352,12 @@ def install() -> None:
     wrap_once(speculator, "NgramGPUSpeculator", _or_ours)
     wrap_once(model_runner.GPUModelRunner, "finish_requests", _finish)
     wrap_once(model_runner.GPUModelRunner, "add_requests", _add)
+    wrap_once(model_runner.GPUModelRunner, "sample_tokens", _sample)
 
 
 def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     def make(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
-        ours = configured(vllm_config)[0] in METHODS
+        ours = configured(vllm_config).name in METHODS
         return (MethodSpeculator if ours else original)(vllm_config, device, req_states)
 
     return make
@@ -289,3 +389,14 @@ def _add(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return add_requests
+
+
+def _sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if (ours := _drafting(self)) is not None and ours.rows:
+            send_lengths(result, ours.rows)
+            ours.rows = []
+        return result
+
+    return sample_tokens

@@ -1,0 +1,170 @@
+"""Draft lengths that an engine decides by the batch's size, against machines and traffic that are known."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from freedraft.cost.batch_lengths import PROBE_EVERY, BatchLengths, batch_range, candidate_lengths
+from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.roofline import Roofline
+from freedraft.method import EngineContext
+from tests.support.steps import make_step
+
+SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
+PROFILE = HardwareProfile(name="x", peak_flops=9.2e11, bandwidth=5.1e10, source="measured")
+LENGTHS = candidate_lengths(8)
+LAG = 2  # steps until an asynchronous scheduler has heard of what a step says
+
+
+def learner(lengths: tuple[int, ...] = LENGTHS) -> BatchLengths:
+    return BatchLengths(Roofline(SHAPE, PROFILE), lengths)
+
+
+class Engine:
+    """Steps of known times, and draft tokens that are accepted with a known probability if those before them are."""
+
+    def __init__(self, seconds: Callable[[int, int], float], largest: int = 64) -> None:
+        self.seconds, self.random = seconds, np.random.default_rng(3)
+        self.table = [8] * (largest + 1)
+
+    def run(self, lengths: BatchLengths, batches: list[int], accept: float, noise: float = 0.03) -> list[int]:
+        """Steps of these batch sizes; the length that each verified."""
+        coming, told, verified = deque([0] * LAG), deque([[]] * LAG), []
+        for batch in batches:
+            length = coming.popleft()
+            hits = self.random.random((batch, length)) < accept
+            accepted = np.cumprod(hits, axis=1).sum(axis=1).astype(np.int32)
+            seconds = self.seconds(batch, batch * (1 + length)) * self.random.lognormal(0, noise)
+            lengths.record_step(batch, batch * (1 + length), 300.0, seconds)
+            if length:
+                lengths.record_drafts(np.full(batch, length, np.int32), accepted)
+            told.append(lengths.decide(batch, 300.0))
+            for first, last, chosen in told.popleft():
+                self.table[first : last + 1] = [chosen] * len(self.table[first : last + 1])
+            coming.append(self.table[batch])
+            verified.append(length)
+        return verified
+
+    def rate(self, batch: int, length: int, accept: float) -> float:
+        return batch * sum(accept**i for i in range(length + 1)) / self.seconds(batch, batch * (1 + length))
+
+
+def flat(batch: int, query_tokens: int) -> float:
+    return 0.02 + 0.0005 * max(0, query_tokens - 24)
+
+
+def drafting(batch: int, query_tokens: int) -> float:
+    """As on a GPU that waits for drafts: any cost a part of the step, more tokens nearly nothing."""
+    return 0.010 + (0.002 if query_tokens > batch else 0.0) + 1e-5 * query_tokens
+
+
+def growing(batch: int, query_tokens: int) -> float:
+    return 0.02 * (1 + 0.05 * (query_tokens / batch - 1))
+
+
+def steep(batch: int, query_tokens: int) -> float:
+    return 0.002 * query_tokens
+
+
+@pytest.mark.parametrize("seconds", [flat, drafting, steep])
+@pytest.mark.parametrize("accept", [0.02, 0.3, 0.8])
+@pytest.mark.parametrize("batch", [1, 7, 40])
+def test_within_two_percent_of_the_best_fixed_length(seconds: Callable, accept: float, batch: int) -> None:
+    engine, lengths = Engine(seconds), learner()
+    verified = engine.run(lengths, [batch] * 2000, accept)[600:]
+    rates = {length: engine.rate(batch, length, accept) for length in LENGTHS}
+    time = sum(engine.seconds(batch, batch * (1 + n)) for n in verified)
+    tokens = sum(rates[n] * engine.seconds(batch, batch * (1 + n)) for n in verified)
+    assert tokens / time >= 0.98 * max(rates.values()), (rates, np.bincount(verified))
+
+
+def test_where_nothing_pays_steps_are_plain_but_for_probes() -> None:
+    verified = Engine(steep).run(learner(), [4] * 3000, 0.1)
+    assert np.count_nonzero(verified[1000:]) <= 2000 / PROBE_EVERY + 2
+
+
+def test_traffic_that_changes_is_followed() -> None:
+    engine, lengths = Engine(growing), learner()
+    for accept, worth in ((0.9, 8), (0.0, 0), (0.9, 8)):
+        verified = engine.run(lengths, [2] * 1500, accept)
+        assert np.median(verified[-300:]) == worth, accept
+
+
+def test_batch_sizes_that_alternate_have_lengths_of_their_own() -> None:
+    engine, lengths = Engine(flat, 256), learner()
+    batches = [1 if i // 20 % 2 else 200 for i in range(4000)]
+    verified = np.array(engine.run(lengths, batches, 0.6))
+    few, many = verified[2000:][np.array(batches[2000:]) == 1], verified[2000:][np.array(batches[2000:]) == 200]
+    assert np.median(few) == 8 and np.median(many) == 0
+    assert engine.table[1] == 8 and engine.table[200] == 0
+    # A probe is taken back also if the next step is of another size.
+    assert np.mean(few == 8) > 0.85 and np.mean(many == 0) > 0.85
+
+
+def test_ranges_hold_all_batch_sizes_once() -> None:
+    ranges = [batch_range(batch) for batch in range(1, 1025)]
+    for batch, (first, last) in enumerate(ranges, 1):
+        assert first <= batch <= last and batch_range(first) == batch_range(last) == (first, last)
+        assert last / first <= 1.25 or last - first == 0
+    assert [batch_range(b) for b in range(1, 9)] == [(b, b) for b in range(1, 9)]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 16, 64])
+def test_candidates_are_few(most: int) -> None:
+    lengths = candidate_lengths(most)
+    assert lengths[0] == 0 and lengths[-1] == most and len(lengths) <= 5 and list(lengths) == sorted(set(lengths))
+
+
+def test_chances_are_those_of_the_requests_that_tried_a_depth() -> None:
+    lengths = learner((0, 1, 4))
+    for _ in range(3000):  # the second token is always accepted where it is tried, the first by half
+        lengths.record_drafts(np.array([1, 4], np.int32), np.array([0, 4], np.int32))
+    _, rates, seconds = lengths.rates(1, 300.0)
+    tokens = rates * seconds
+    assert tokens == pytest.approx([1, 1.5, 3], abs=0.01)
+    lengths.record_drafts(np.zeros(5, np.int32), np.zeros(5, np.int32))
+    assert lengths.rates(1, 300.0)[1] == pytest.approx(rates)
+
+
+def test_large_batches_have_lengths_that_can_be_priced() -> None:
+    lengths = learner()
+    assert lengths.rates(1024, 300.0)[0].tolist() == [0, 1, 2, 4]
+    assert lengths.rates(9000, 300.0)[0].tolist() == [0]
+    assert lengths.decide(9000, 300.0)[-1][2] == 0
+
+
+def test_what_was_learnt_is_kept(tmp_path) -> None:
+    path = tmp_path / "times.json"
+    first = BatchLengths(Roofline(SHAPE, PROFILE), LENGTHS, path=path)
+    Engine(steep).run(first, [4] * 500, 0.1)
+    first.save()
+    again = BatchLengths(Roofline(SHAPE, PROFILE), LENGTHS, path=path)
+    assert again.times.count(4, 4, 300.0) > 20
+
+
+def test_it_drafts_what_the_engine_asks_for() -> None:
+    lengths, tokens = learner(), [np.zeros(1, np.int32)] * 2
+    assert lengths.max_draft_len(make_step(["a", "b"], tokens, capacities=np.array([2, 3], np.int32))) == 3
+
+
+def test_the_controller_of_an_engine() -> None:
+    from types import SimpleNamespace
+
+    from freedraft.cost.controller import make_controller
+    from freedraft.cost.policies import Fixed
+
+    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
+    known = {"hf_config": SimpleNamespace(to_dict=lambda: model), "max_draft_tokens": 8}
+    assert type(make_controller(EngineContext(**known, lengths=LENGTHS))) is BatchLengths
+    for context, policy in (
+        (EngineContext(**known, lengths=(8,)), "auto"),  # the user's own table
+        (EngineContext(**known, lengths=LENGTHS), "knee"),
+        (EngineContext(**known, lengths=LENGTHS), "fixed"),
+    ):
+        assert type(make_controller(context, policy)) is Fixed
