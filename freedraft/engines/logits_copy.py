@@ -47,6 +47,30 @@ class LogitsCopy:
             event.record()
         self._taken = request_ids, draft, tokens, log_probs, nodes, event
 
+    def put_chains(
+        self,
+        request_ids: Sequence[str],
+        tokens: NDArray[np.int32],
+        lengths: NDArray[np.int64],
+        first: NDArray[np.int64],
+        logits: torch.Tensor,
+    ) -> None:
+        """Start the copy of what follows each token of B chains.
+
+        Args:
+            tokens: int32 [B, N], roots first; lengths: int64 [B], draft tokens of each, below N.
+            first: int64 [B], the row of `logits` that belongs to each root; those of its draft tokens follow.
+        """
+        width = int(lengths.max()) + 1
+        chains = DraftBatch.empty(len(lengths), width)
+        chains.parents[:], chains.depths[:] = np.arange(-1, width - 1), np.arange(width)
+        chains.counts[:] = lengths + 1
+        chains.tokens[:] = tokens[:, :width]
+        # One after the other: the nodes of a chain, and its rows of logits.
+        chain = np.repeat(np.arange(len(lengths)), lengths + 1)
+        node = np.arange(len(chain)) - np.repeat(np.cumsum(lengths + 1) - lengths - 1, lengths + 1)
+        self.put(request_ids, chains, logits, (first[chain] + node, chain * width + node))
+
     def take(self) -> NodeLogits | None:
         """Return what was put, once; None where nothing was."""
         if self._taken is None:

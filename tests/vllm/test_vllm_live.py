@@ -13,6 +13,7 @@ from vllm_engines import engine, failures, runner_of, settle, spied
 
 from sssd_plugin import metrics as source_metrics
 from sssd_plugin.scoring.attribution import SOURCES
+from tests.support.recycled import recorded
 
 TOKENS = 30
 
@@ -35,23 +36,6 @@ def accepted(llm: Any, prompts: Prompts, salt: str | None = None) -> tuple[int, 
     with spied(runner_of(llm).drafter, record):
         answers = generate(llm, prompts, salt)
     return total, answers
-
-
-def recorded(guarded: Any, said: dict[tuple[int, ...], set[int]]) -> None:
-    """Note the likeliest token behind each text that logits are recycled of."""
-    drafter, original = guarded.method.drafter, guarded.recycle
-
-    def recycle(logits: Any) -> None:
-        request_ids, draft, top_tokens, _ = logits
-        for b, request_id in enumerate(request_ids):
-            text = drafter.tokens(request_id).tolist()
-            assert text[-1] == draft.tokens[b, 0]
-            for i in range(draft.counts[b]):
-                path = text + draft.tokens[b, 1 : i + 1].tolist()
-                said.setdefault(tuple(path), set()).add(int(top_tokens[b, i, 0]))
-        original(logits)
-
-    guarded.recycle = recycle
 
 
 def value(name: str, **labels: str) -> float:

@@ -18,7 +18,7 @@ SLOTS, LENGTH, NEWEST = 4, 60, 4
 def test_any_traffic(random: Any) -> None:
     from vllm import SamplingParams
 
-    requests, parameters = Requests(SLOTS, LENGTH), SamplingParams(ignore_eos=True)
+    requests, parameters = Requests(SLOTS, LENGTH, NEWEST), SamplingParams(ignore_eos=True)
     running: dict[str, tuple[int, int, list[int]]] = {}  # slot, prompt's length, tokens
     preempted: dict[str, tuple[int, list[int]]] = {}
     for number in range(40):

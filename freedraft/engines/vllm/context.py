@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from freedraft.engines.hooks import check
-from freedraft.engines.vllm.hooks import LOGITS_HOOKS
+from freedraft.engines.vllm.hooks import LOGITS_HOOKS, V2_LOGITS_HOOKS
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.method import EngineContext
 
@@ -31,7 +31,7 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
         writes_store=replica == 0,
-        gives_logits=v2_lengths is None and not check(LOGITS_HOOKS),
+        gives_logits=_gives_logits(vllm_config.speculative_config, v2=v2_lengths is not None),
         lengths=v2_lengths,
     )
 
@@ -46,6 +46,12 @@ def _context(model_config: Any, max_draft_tokens: int, **known: Any) -> EngineCo
         tokenizer_fingerprint=partial(_tokenizer_fingerprint, model_config),
         **known,
     )
+
+
+def _gives_logits(speculative_config: Any, *, v2: bool) -> bool:
+    if v2 and getattr(speculative_config, "enable_adaptive_verification", False):
+        return False  # which rows of logits belong to which draft token is known on the device only
+    return not check(V2_LOGITS_HOOKS if v2 else LOGITS_HOOKS)
 
 
 def _hardware() -> str | None:

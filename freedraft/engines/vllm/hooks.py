@@ -95,10 +95,18 @@ V2_HOOKS = (
          purpose="end of requests in model runner V2"),
 )  # fmt: skip
 
+# Needed besides to recycle logits there.
+V2_LOGITS_HOOKS = (
+    Hook("vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler", "__call__",
+         parameters=("logits", "input_batch"), purpose="recycled logits in model runner V2"),
+    Hook("vllm.v1.worker.gpu.input_batch.InputBatch", fields=("cu_num_logits_np", "num_draft_tokens_per_req"),
+         purpose="recycled logits in model runner V2"),
+)  # fmt: skip
+
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
 
 # What drafting does without, where it is not there.
-OPTIONAL_HOOKS = LOGITS_HOOKS + V2_HOOKS
+OPTIONAL_HOOKS = LOGITS_HOOKS + V2_HOOKS + V2_LOGITS_HOOKS
 
 
 def setting() -> str:

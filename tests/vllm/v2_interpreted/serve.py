@@ -20,6 +20,8 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from tests.support.recycled import recorded
+
 
 def answers(llm: Any, prompts: list[list[int]], parameters: dict[str, Any], abort: int = 0) -> list[list[int]]:
     engine = llm.llm_engine
@@ -99,6 +101,8 @@ def main() -> None:
     guarded = runner.speculator.guarded
     drafter, controller = guarded.method.drafter, guarded.method.controller
     confidences = note_confidences(runner.speculator) if adaptive else []
+    said: dict[tuple[int, ...], set[int]] = {}
+    recorded(guarded, said)
     result: dict[str, Any] = {name: answers(llm, **case) for name, case in cases.items()}
     core = llm.llm_engine.engine_core.engine_core
     for _ in range(3):  # so that the runner hears of the last requests' ends, as in a process of its own
@@ -122,6 +126,7 @@ def main() -> None:
         "decided": [[*batches, length] for batches, (length, _) in getattr(controller, "_decided", {}).items()],
         "verified": sorted({length for _, length, _ in getattr(controller, "_errors", {})}),
         "confidences": confidences,
+        "said": [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1],
         "held": [len(drafter), len(guarded.running), len(runner.speculator.requests.slots)],
         "learnt": tokens,
     }

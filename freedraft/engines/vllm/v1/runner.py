@@ -139,17 +139,10 @@ class MethodProposer:
             return
         proposed = proposed[rows]
         lengths = np.minimum(number[rows], self.proposed.counts[proposed])
-        width = int(lengths.max()) + 1
-        chains = DraftBatch.empty(len(rows), width)
-        chains.parents[:], chains.depths[:] = np.arange(-1, width - 1), np.arange(width)
-        chains.counts[:] = lengths + 1
-        chains.tokens[:] = self.proposed.tokens[proposed, :width]
-        chains.tokens[:, 0] = batch.token_ids_cpu[rows, batch.num_tokens_no_spec[rows] - 1]
-        # One after the other: the nodes of a chain, and its rows of logits.
-        chain, first = np.repeat(np.arange(len(rows)), lengths + 1), np.cumsum(number + 1) - number - 1
-        node = np.arange(len(chain)) - np.repeat(np.cumsum(lengths + 1) - lengths - 1, lengths + 1)
+        tokens = self.proposed.tokens[proposed]
+        tokens[:, 0] = batch.token_ids_cpu[rows, batch.num_tokens_no_spec[rows] - 1]
         request_ids = [batch.req_ids[row] for row in rows.tolist()]
-        self.logits.put(request_ids, chains, logits, (first[rows][chain] + node, chain * width + node))
+        self.logits.put_chains(request_ids, tokens, lengths, (np.cumsum(number + 1) - number - 1)[rows], logits)
 
     def finish(self, request_ids: set[str], states: dict[str, Any]) -> None:
         """These requests have ended; `states`: vLLM's CachedRequestState by id, where it has one."""

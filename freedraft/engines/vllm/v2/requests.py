@@ -16,19 +16,21 @@ class Requests:
     """Tokens by slot, and slots by id.
 
     Args:
-        slots: number of slots; max_model_len: most tokens of a request.
+        slots: number of slots; max_model_len: most tokens of a request; length: K, most draft tokens of one.
 
     Attributes:
         tokens: int32 [slots, max_model_len].
         lengths: int64 [slots], tokens known of each request; -1 where the slot is free.
         drafted: int32 [slots], draft tokens of ours that each request's next step verifies.
+        chains: int32 [slots, K + 1], what these follow, and they themselves.
         slots: request ids and their slots, NO_SLOT while a request is preempted.
     """
 
-    def __init__(self, slots: int, max_model_len: int) -> None:
+    def __init__(self, slots: int, max_model_len: int, length: int) -> None:
         self.tokens: NDArray[np.int32] = np.empty((slots, max_model_len), np.int32)  # pages are taken as they fill
         self.lengths: NDArray[np.int64] = np.full(slots, -1)
         self.drafted: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.chains: NDArray[np.int32] = np.zeros((slots, length + 1), np.int32)
         self.slots: dict[str, int] = {}
         self._prompts: NDArray[np.int64] = np.zeros(slots, np.int64)
         self._parameters: list[Any] = [None] * slots

@@ -22,7 +22,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.batch_lengths import BatchLengths, Rows
 from freedraft.draft import DraftBatch
+from freedraft.engines.hooks import check
+from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine
+from freedraft.engines.vllm.hooks import V2_LOGITS_HOOKS
 from freedraft.engines.vllm.methods import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.start_line import start_line
@@ -33,6 +36,9 @@ from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS, Step
 
 logger = logging.getLogger(__name__)
+
+SPECULATOR = "_freedraft_speculator"
+"""Attribute of vLLM's RejectionSampler, in the rank that drafts."""
 
 
 class GainedTokens:
@@ -128,13 +134,14 @@ class MethodSpeculator(BaseSpeculator):
             self.guarded = GuardedMethod(spec, spec.option_type.parse(ours.options), context)
             controller = self.guarded.method.controller
             self.lengths = controller if isinstance(controller, BatchLengths) else None
-        self.requests = Requests(slots, self.max_model_len)
+        self.requests = Requests(slots, self.max_model_len, self.length)
         self._drafts = torch.zeros(slots, self.length, dtype=torch.int64, device=device)
         self._gained = [
             GainedTokens(slots, self.length, device) for _ in range(2)
         ]  # by the newest step, the one before
+        self.logits = LogitsCopy()
         self._pending = False  # whether the newest step's tokens are still to be taken
-        self._steps = 0
+        self._steps, self._drafted_at = 0, -1
         pinned = device.type != "cpu"
         self._proposed = torch.zeros(slots, self.length, dtype=torch.int64, pin_memory=pinned)
         # For vLLM's adaptive verification: how likely each draft token is accepted if those before it are.
@@ -242,9 +249,12 @@ class MethodSpeculator(BaseSpeculator):
         proposed[:] = tokens[:, -1:]
         if len(rows):
             step = self._step(input_batch, rows, tokens, drafted, most)
+            self._drafted_at = self._steps
             draft = self.guarded.draft(step)
             counts = write_chains(draft, step.capacities, rows, proposed)
-            self.requests.drafted[input_batch.idx_mapping_np[rows]] = counts
+            slots = gained.slots[rows]
+            self.requests.drafted[slots] = counts
+            self.requests.chains[slots, 0], self.requests.chains[slots, 1:] = step.roots, proposed[rows]
             if self.enable_adaptive_verification:
                 self._write_confidences(step, draft, rows, counts)
         return True
@@ -258,6 +268,8 @@ class MethodSpeculator(BaseSpeculator):
         gained, before = self._gained
         self._pending = False
         rows = gained.append_to(self.requests)
+        if self.guarded is not None and (logits := self.logits.take()) is not None:
+            self.guarded.recycle(logits)
         drafted = np.minimum(self.requests.drafted[gained.slots[rows]], gained.scheduled[rows]).astype(np.int32)
         if self.lengths is not None:
             tokens = gained.wait()
@@ -268,6 +280,21 @@ class MethodSpeculator(BaseSpeculator):
                 accepted = np.minimum(tokens[rows, 0] - 1, drafted)
                 self.lengths.record_drafts(gained.scheduled[rows], accepted)
         return rows, drafted
+
+    def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
+        """What the target says behind each root and draft token of ours that a step verifies.
+
+        Args:
+            logits: float [R, V], those of a request behind each other.
+        """
+        slots, scheduled = input_batch.idx_mapping_np[: input_batch.num_reqs], input_batch.num_draft_tokens_per_req
+        lengths = np.minimum(self.requests.drafted[slots], scheduled[: len(slots)]).astype(np.int64)
+        rows = np.flatnonzero(lengths)
+        first = input_batch.cu_num_logits_np
+        if len(rows) and len(logits) == first[len(slots)]:
+            request_ids = [input_batch.req_ids[row] for row in rows.tolist()]
+            chains = self.requests.chains[slots[rows]]
+            self.logits.put_chains(request_ids, chains, lengths[rows], first[rows].astype(np.int64), logits)
 
     def _catch_up(self) -> None:
         """Take the tokens of a step that was not drafted for."""
@@ -312,7 +339,10 @@ class MethodSpeculator(BaseSpeculator):
         ends = slots.astype(np.int64) * self.max_model_len + contexts
         # The last token that may be sampled is at max_model_len - 1, one beyond the drafts.
         capacities = np.minimum(most, self.max_model_len - 1 - contexts).clip(0)
-        tokens = self.requests.tokens
+        tokens, before = self.requests.tokens, self._gained[0]
+        # Also for clocks of the method's own, which hear only of steps that are drafted for.
+        timed = before.query_tokens and len(rows) == input_batch.num_reqs and self._drafted_at == self._steps - 1
+        previous = (len(rows), before.query_tokens) if timed else None
         return Step(
             request_ids=[input_batch.req_ids[row] for row in rows.tolist()],
             tokens=tokens.reshape(-1),
@@ -322,7 +352,7 @@ class MethodSpeculator(BaseSpeculator):
             capacities=capacities.astype(np.int32),
             drafted=drafted,
             widths=None,
-            previous=None,  # `BatchLengths` is told apart from drafts
+            previous=previous,
             history=lambda b: tokens[slots[b], : contexts[b]],
         )
 
@@ -353,6 +383,10 @@ def install() -> None:
     wrap_once(model_runner.GPUModelRunner, "finish_requests", _finish)
     wrap_once(model_runner.GPUModelRunner, "add_requests", _add)
     wrap_once(model_runner.GPUModelRunner, "sample_tokens", _sample)
+    if not check(V2_LOGITS_HOOKS):
+        from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+        wrap_once(RejectionSampler, "__call__", _verify)
 
 
 def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -386,9 +420,21 @@ def _add(original: Callable[..., Any]) -> Callable[..., Any]:
         new = scheduler_output.scheduled_new_reqs
         if new and (ours := _drafting(self)) is not None and ours.guarded is not None:
             ours.guarded.call(lambda: ours.begin(new))
+            if self.rejection_sampler is not None:
+                setattr(self.rejection_sampler, SPECULATOR, ours)
         return result
 
     return add_requests
+
+
+def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
+        if ours is not None and (guarded := ours.guarded) is not None and guarded.needs_logits:
+            guarded.call(lambda: ours.take_logits(logits, input_batch))
+        return original(self, logits, input_batch, *args, **kwargs)
+
+    return __call__
 
 
 def _sample(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,22 @@
+"""What logits are recycled of, noted on their way to the drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def recorded(guarded: Any, said: dict[tuple[int, ...], set[int]]) -> None:
+    """Note the likeliest token behind each text that logits are recycled of."""
+    drafter, original = guarded.method.drafter, guarded.recycle
+
+    def recycle(logits: Any) -> None:
+        request_ids, draft, top_tokens, _ = logits
+        for b, request_id in enumerate(request_ids):
+            text = drafter.tokens(request_id).tolist()
+            assert text[-1] == draft.tokens[b, 0]
+            for i in range(draft.counts[b]):
+                path = text + draft.tokens[b, 1 : i + 1].tolist()
+                said.setdefault(tuple(path), set()).add(int(top_tokens[b, i, 0]))
+        original(logits)
+
+    guarded.recycle = recycle
