@@ -58,6 +58,7 @@ class GainedTokens:
         self.slots: NDArray[np.int32] = np.zeros(0, np.int32)
         self.scheduled: NDArray[np.int32] = np.zeros(0, np.int32)
         self.query_tokens, self.number = 0, -1
+        self._arrived = False
 
     def copy(self, input_batch: Any, num_sampled: torch.Tensor, states: Any, number: int) -> None:
         """Start the copy, behind the step's own work.
@@ -80,11 +81,13 @@ class GainedTokens:
             self._event.record()
         else:
             self._ended = time.perf_counter()
+        self._arrived = False
 
     def wait(self) -> NDArray[np.int32]:
         """int32 [B, K + 3]: how many tokens each request gained, how many it has, and its newest K + 1."""
-        if self._event is not None:
+        if self._event is not None and not self._arrived:
             self._event.synchronize()
+        self._arrived = True
         return self._host[: len(self.slots)].numpy()
 
     def seconds_since(self, other: GainedTokens) -> float:
