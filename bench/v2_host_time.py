@@ -4,8 +4,8 @@
 
 V2 runs here in Triton's interpreter (tests/vllm/v2_interpreted), with async scheduling and a tiny model: its own times
 say nothing, those of our functions on the host do. Tensors of the device lie on the host here, so that what launches
-kernels on a GPU is counted at the time of the kernels' work. Waits are counted on events that stand in for the device's:
-those for the step's own work, not those for steps that are long over.
+kernels on a GPU is counted at the time of the kernels' work. Waits are counted on events that stand in for the
+device's: those for the step's own work, not those for steps that are long over.
 """
 
 from __future__ import annotations
@@ -73,7 +73,12 @@ def measure(model: Path, batch: int, length: int, steps: int) -> dict[str, Any]:
     config = {"method": "sssd", "num_speculative_tokens": length, "policy": "auto", "live": True, "recycle": "on"}
     config |= {"hardware": "h100"}
     most = max(2048, batch * (1 + length))
-    settings = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True, "gpu_memory_utilization": 0.2}
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "gpu_memory_utilization": 0.2,
+    }
     settings |= {"max_num_seqs": batch, "max_model_len": PROMPT + 600, "max_num_batched_tokens": most, "seed": 0}
     llm = LLM(str(model), speculative_config=config, **settings)
     engine: Any = llm.llm_engine
