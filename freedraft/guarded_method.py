@@ -96,6 +96,15 @@ class GuardedMethod:
         self.method.record_acceptance(step)
         return self.method.draft(step)
 
+    def observe(self, step: Step) -> None:
+        """Tell of a step that is not drafted for."""
+        if self._paused == 0:
+            self.call(lambda: self._observe(step))
+
+    def _observe(self, step: Step) -> None:
+        self.method.record_acceptance(step)
+        self.method.update(step)
+
     def finish(self, request_id: str, output: NDArray[np.int32] | None = None, aborted: bool = False) -> None:
         """See `Method.finish`."""
         self.running.discard(request_id)

@@ -14,6 +14,7 @@ from freedraft.config import ConfigError
 from freedraft.cost.controller import Auto, make_controller
 from freedraft.cost.policies import Controller
 from freedraft.cost.probes import ProbeSchedule
+from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel, MatchnessScorer
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
@@ -45,12 +46,23 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
         ValueError: one clear line that names the option or file and the remedy.
     """
     selector = options.make_selector(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
-    options.make_lookahead(context, list(selector.sets.values()), cast(Costs, None))  # its costs are asked later
+    options.make_lookahead(context, list(selector.sets.values()), cast(Costs, None))  # asked of nothing yet
     check_port(options.metrics_port)
 
 
+def schedule(options: LayerSkipOptions, context: EngineContext) -> Schedule | None:
+    """Return draft lengths by batch size, where costs decide them; None where they are the same for all."""
+    return draft_lengths(context, "auto" if options.lookahead == "cost" else "fixed")
+
+
 SPEC = MethodSpec(
-    NAME, "layerskip_plugin.method:LayerSkipMethod", LayerSkipOptions, check, runs_model=True, role="model"
+    NAME,
+    "layerskip_plugin.method:LayerSkipMethod",
+    LayerSkipOptions,
+    check,
+    runs_model=True,
+    schedule=schedule,
+    role="model",
 )
 
 
@@ -66,14 +78,15 @@ class LayerSkipMethod(ModelMethod):
 
     def __init__(self, options: LayerSkipOptions, context: EngineContext, controller: Controller | None = None) -> None:
         controller = controller or make_controller(context)
-        if not isinstance(controller, Auto):
-            raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
         super().__init__(options, context, controller, NAME)
-        self.auto = controller
+        # What steps and passes take; None where the engine decides how much a step drafts.
+        self.auto = controller if isinstance(controller, Auto) else None
+        if self.auto is None and context.lengths is None:
+            raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
         self.selector = options.make_selector(context.hf_config, self._matchness, context.hardware)
         self.needs_prompt_states = self.selector.selection.needs_hidden
         self.recipes: list[SkipSet] = list(self.selector.sets.values())
-        self.lookahead = options.make_lookahead(context, self.recipes, controller)
+        self.lookahead = options.make_lookahead(context, self.recipes, self.auto)
         self.trees = options.tree and context.widths is not None
         self.top_k = max(self.lookahead.needs_top, MAX_CANDIDATES if self.trees else 1)
         self.draft_passes: list[Any] = []
@@ -135,7 +148,7 @@ class LayerSkipMethod(ModelMethod):
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def draft(self, step: Step) -> DraftBatch:
-        controller = self.auto
+        controller = self.controller
         controller.update(step)
         self.update(step)
         limits = self.capacities(step)
@@ -191,7 +204,11 @@ class LayerSkipMethod(ModelMethod):
         if not len(rows):
             return rows
         batch = step.batch_size
-        if self._cost is not None and (not self.auto.baseline_known(batch) or self._baseline.due(batch)):
+        if (
+            self.auto is not None
+            and self._cost is not None
+            and (not self.auto.baseline_known(batch) or self._baseline.due(batch))
+        ):
             return rows[:0]
         return rows[self.lookahead.should_draft(self._sets[rows])]
 
@@ -228,7 +245,8 @@ class LayerSkipMethod(ModelMethod):
                     entropy[part] = drafted.entropy
                 # With what a round costs besides: setting up, deciding.
                 now = time.perf_counter()
-                self.auto.record_pass(self.recipes[number], len(part), now - started)
+                if self.auto is not None:
+                    self.auto.record_pass(self.recipes[number], len(part), now - started)
                 started = now
             result.drafted[active] += 1
             latest[active] = result.tokens[active, position, 0]
@@ -245,7 +263,7 @@ class LayerSkipMethod(ModelMethod):
         know no costs leave it to the confidence."""
         if not self.trees:
             return 1.0
-        if self._cost is None:
+        if self.auto is None or self._cost is None:
             return 0.0
         batch = len(round_.drafted)
         tokens = batch * (1 + int(round_.drafted.max()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
@@ -173,20 +173,22 @@ class LayerSkipOptions(PluginOptions):
             return Knn(Domains.load(file, layers, model))
         return Knapsack(Plan.load(file, layers, model, hardware))
 
-    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs) -> Lookahead:
+    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
         """The lookahead policy that these options describe.
 
         Args:
             recipes: the skip sets, in the order of their places; what a policy learns, it learns of each by itself.
-            costs: what "cost" goes by.
+            costs: what "cost" goes by; None where the engine decides by costs how much a step drafts.
 
         Raises:
             ValueError: one line: the classifier is missing, damaged or of another model.
         """
         model = model_fingerprint(context.hf_config)
         lookahead: Lookahead
-        if self.lookahead == "cost":
-            lookahead = Cost(costs, recipes)
+        if self.lookahead == "cost" and context.lengths is not None:
+            lookahead = Fixed(context.max_draft_tokens)
+        elif self.lookahead == "cost":
+            lookahead = Cost(cast(Costs, costs), recipes)
         else:
             make = self._policy(context, model)
             lookahead = PerSet(make, len(recipes)) if len(recipes) > 1 else make()

@@ -134,7 +134,6 @@ class Auto(Controller):
         return chosen
 
     def follow(self, *drafts: DraftBatch) -> None:
-        """Learn from what becomes of these drafts, whether they are verified or not."""
         self.acceptance.follow(*drafts)
 
     def end(self, step: Step) -> None:

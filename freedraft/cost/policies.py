@@ -63,6 +63,9 @@ class Controller(ABC):
             draft tokens over the batch; with widths, the width.
         """
 
+    def follow(self, *drafts: DraftBatch) -> None:
+        """Learn from what becomes of these drafts, whether they are verified or not."""
+
     def end(self, step: Step) -> None:
         """All is decided for the step that these requests begin now."""
 

@@ -12,7 +12,7 @@ from vllm_cases import PlainTiny, save_tiny
 from vllm_engines import engine, failures, runner_of, settle, spied, verified
 
 from freedraft.engines.vllm.guards import check_model
-from freedraft.engines.vllm.v1.kept_layers import Backbone, UnsupportedModel
+from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from layerskip_plugin.lookahead import Verifications
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 

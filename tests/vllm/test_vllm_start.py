@@ -90,8 +90,8 @@ def test_a_runner_that_the_method_cannot_have(tiny_model: Path, monkeypatch: pyt
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert config_of(tiny_model, dict(GOOD)).speculative_config.method == "custom_class"
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    message = refusal(tiny_model, {"method": "layerskip", "num_speculative_tokens": 3})
-    assert "'layerskip'" in message and "VLLM_USE_V2_MODEL_RUNNER" in message and "custom_class" not in message
+    message = refusal(tiny_model, {"method": "freedraft", "num_speculative_tokens": 3})
+    assert "'freedraft'" in message and "VLLM_USE_V2_MODEL_RUNNER" in message and "custom_class" not in message
     monkeypatch.setattr(methods, "V2_HOOKS", (*methods.V2_HOOKS, Hook("vllm.no_such_module", purpose="a test")))
     message = refusal(tiny_model, dict(GOOD))
     assert "'sssd'" in message and "vllm.no_such_module" in message and "VLLM_USE_V2_MODEL_RUNNER" in message

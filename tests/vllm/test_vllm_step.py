@@ -9,8 +9,7 @@ import pytest
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.outputs import output_of
-from freedraft.engines.vllm.v1.draft_model import StepState
-from freedraft.engines.vllm.v1.runner import draft_lists, make_step, proposed_by
+from freedraft.engines.vllm.v1.runner import V1StepState, draft_lists, make_step, proposed_by
 from freedraft.method import Step
 
 MAX_MODEL_LEN = 16
@@ -46,7 +45,7 @@ def step_of(
     for name, value in output.items():
         setattr(scheduled, name, value)
     arguments = {"scheduler_output": scheduled, "sampled_token_ids": sampled}
-    state = StepState(None, arguments, np.flatnonzero([len(tokens) for tokens in sampled]))
+    state = V1StepState(None, arguments, np.flatnonzero([len(tokens) for tokens in sampled]))
     return make_step(batch, arguments, state, max_draft_tokens=4, max_model_len=MAX_MODEL_LEN)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from vllm_cases import SAMPLED_PROMPT, PlainTiny, Prompts, p_value
 
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import prompts as texts
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
-SAMPLES, TOKENS = 700, 30
+SAMPLES, TOKENS = 400, 30
 SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
 
 
@@ -133,6 +134,62 @@ def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: Pl
     for confidences, drafted in own:
         assert all(0 < c <= 1 for c in confidences[:drafted]) or not any(confidences)
         assert not any(confidences[drafted:])
+
+
+@pytest.fixture(scope="module")
+def skipped(
+    tiny_model: Path, live_prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[str]]:
+    """An engine with too little room for all requests, whose model drafts for itself, with two skip sets."""
+    folder, config = tmp_path_factory.mktemp("skip_sets"), json.loads((tiny_model / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    SkipSet.empty(layers, model_fingerprint(config)).save(folder / "empty.json")
+    some = SkipSet(layers, frozenset({0}), frozenset({layers - 1}), model_fingerprint(config))
+    some.save(folder / "some.json")
+    options = {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed"}
+    options |= {"skip_set": [str(folder / "empty.json"), str(folder / "some.json")]}
+    ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
+    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    cases = {
+        name: {"prompts": ids, "parameters": greedy | {"extra_args": {"skip_set": name}}} for name in ("empty", "some")
+    }
+    cases["aborted"] = cases["some"] | {"abort": 6}
+    cases["sampled"] = {
+        "prompts": [SAMPLED_PROMPT] * (SAMPLES // 2),
+        "parameters": {"max_tokens": 4, "ignore_eos": True},
+    }
+    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    found = serve(
+        tiny_model, cases=cases, speculative_config=options, num_gpu_blocks_override=9, block_size=32, **engine
+    )
+    return found, ["empty", "some", "aborted"]
+
+
+def test_layer_skipping_leaves_greedy_answers_alone(
+    skipped: tuple[dict[str, Any], list[str]], plain_tiny: PlainTiny
+) -> None:
+    found, cases = skipped
+    for case in cases:
+        assert found[case] == plain_tiny.answers, case
+    engine = found["engine"]
+    assert engine["v2"] and engine["async"] and not engine["failures"] and engine["preempted"] > 0
+    assert engine["held"][1:] == [0, 0]
+
+
+def test_everything_is_accepted_when_nothing_is_skipped(skipped: tuple[dict[str, Any], list[str]]) -> None:
+    """Draft passes read the target's own KV and write theirs where it is not read by others."""
+    counts = skipped[0]["engine"]["counts"]
+    drafted, accepted = counts["empty"]
+    assert drafted > 100 and accepted >= 0.9 * drafted, "all but those beyond the ends of answers"
+    drafted, accepted = counts["some"]
+    assert 0 < accepted < drafted
+
+
+def test_layer_skipping_leaves_the_distribution_alone(
+    skipped: tuple[dict[str, Any], list[str]], plain_tiny: PlainTiny
+) -> None:
+    sampled = [tuple(tokens) for tokens in skipped[0]["sampled"]]
+    assert p_value(sampled, plain_tiny.sampled[1.0, 1.0, 0, False]) > 1e-3
 
 
 def test_structured_output(demo_model: Path) -> None:

@@ -36,7 +36,7 @@ def check_model(model_config: Any) -> None:
     Raises:
         ValueError: one clear line.
     """
-    from freedraft.engines.vllm.v1.kept_layers import ARCHITECTURES
+    from freedraft.engines.vllm.kept_layers import ARCHITECTURES
 
     names = list(getattr(model_config.hf_config, "architectures", None) or ())
     if not any(name in ARCHITECTURES for name in names):

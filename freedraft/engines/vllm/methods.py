@@ -30,8 +30,8 @@ from freedraft.engines.vllm.hooks import (
     V2_HOOKS,
     vllm_version,
 )
+from freedraft.engines.vllm.lookahead_slots import reserve_slots
 from freedraft.engines.vllm.patching import share_logging, wrap_once
-from freedraft.engines.vllm.v1.lookahead_slots import reserve_slots
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, MethodSpec
 
@@ -185,10 +185,11 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
 
     asked = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False)
     missing = check(V2_HOOKS) if HAS_TRITON or asked else ["Triton"]
-    if asked and spec.runs_model:
+    v1_only = spec.runs_model and spec.schedule is None
+    if asked and v1_only:
         raise ConfigError(
             f"{_source(spec)}: it drafts in vLLM's first model runner only: unset VLLM_USE_V2_MODEL_RUNNER, or use "
-            "method 'sssd'"
+            "method 'sssd' or 'layerskip'"
         )
     if asked and missing:
         raise ConfigError(
@@ -200,13 +201,13 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
         or getattr(engine_args, "ubatch_size", 0)
         or getattr(engine_args, "distributed_executor_backend", None) == "external_launcher"
     )
-    if spec.runs_model and stock and asked is None:
+    if v1_only and stock and asked is None:
         logger.warning(
             "freedraft: method '%s' is served by vLLM's first model runner, without async scheduling; "
-            "method 'sssd' and plain serving by model runner V2",
+            "methods 'sssd' and 'layerskip' and plain serving by model runner V2",
             spec.name,
         )
-    v2 = not spec.runs_model and not missing and (stock if asked is None else asked)
+    v2 = not v1_only and not missing and (stock if asked is None else asked)
     if not v2 and getattr(engine_args, "async_scheduling", None):
         raise ConfigError(
             f"{_source(spec)}: vLLM's first model runner, which serves it here, has no async scheduling for it: leave "

@@ -99,16 +99,23 @@ def main() -> None:
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
     runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     guarded = runner.speculator.guarded
-    drafter, controller = guarded.method.drafter, guarded.method.controller
+    drafter, controller = getattr(guarded.method, "drafter", ()), guarded.method.controller
     confidences = note_confidences(runner.speculator) if adaptive else []
     said: dict[tuple[int, ...], set[int]] = {}
-    recorded(guarded, said)
-    result: dict[str, Any] = {name: answers(llm, **case) for name, case in cases.items()}
+    if drafter != ():
+        recorded(guarded, said)
+    drafted, accepted = guarded.metrics.drafted._value, guarded.metrics.accepted._value
+    result: dict[str, Any] = {}
+    counts = {}
+    for name, case in cases.items():
+        before = drafted.get(), accepted.get()
+        result[name] = answers(llm, **case)
+        counts[name] = drafted.get() - before[0], accepted.get() - before[1]
     core = llm.llm_engine.engine_core.engine_core
     for _ in range(3):  # so that the runner hears of the last requests' ends, as in a process of its own
         core.step()
     figures = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    live = guarded.method.live
+    live = getattr(guarded.method, "live", None)
     tokens = (
         [] if live is None else [run.sub.tokens[: run.n].tolist() for t in live._tenants.values() for run in t.all_runs]
     )
@@ -121,7 +128,8 @@ def main() -> None:
         "preempted": figures["vllm:num_preemptions"],
         "cached": figures["vllm:prefix_cache_hits"],
         "failures": guarded.metrics.failures._value.get(),
-        "ours": [guarded.metrics.drafted._value.get(), guarded.metrics.accepted._value.get()],
+        "ours": [drafted.get(), accepted.get()],
+        "counts": counts,
         "lookup": core.scheduler.dynamic_sd_lookup,
         "decided": [[*batches, length] for batches, (length, _) in getattr(controller, "_decided", {}).items()],
         "verified": sorted({length for _, length, _ in getattr(controller, "_errors", {})}),

@@ -18,15 +18,16 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine
+from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.hooks import LOGITS_HOOKS
+from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.outputs import output_of
+from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
-from freedraft.engines.vllm.v1.draft_model import PagedDraftModel, StepState
-from freedraft.engines.vllm.v1.kept_layers import Backbone
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS, Step
 
@@ -44,6 +45,29 @@ class Proposed(NamedTuple):
     request_ids: list[str]
     tokens: NDArray[np.int32]
     counts: NDArray[np.int64]
+
+
+class V1StepState(NamedTuple):
+    """See `StepState`.
+
+    Attributes:
+        runner: vLLM's GPUModelRunner.
+        arguments: what vLLM passed to `propose_draft_token_ids`, by name (common_attn_metadata, ...).
+        rows: intp [B], rows of vLLM's batch that the step's requests have.
+    """
+
+    runner: Any
+    arguments: dict[str, Any]
+    rows: NDArray[np.intp]
+
+    def pages(self) -> Pages:
+        table = self.runner.input_batch.block_table[0]
+        blocks = table.num_blocks_per_row[self.rows].astype(np.int64)
+        return Pages(self.arguments["common_attn_metadata"].block_table_tensor, self.rows, blocks, table.block_size)
+
+    def prompt_lengths(self) -> NDArray[Any]:
+        lengths: NDArray[Any] = self.runner.input_batch.num_prompt_tokens[self.rows]
+        return lengths
 
 
 class MethodProposer:
@@ -106,7 +130,7 @@ class MethodProposer:
         step = make_step(
             runner.input_batch,
             arguments,
-            StepState(runner, arguments, self._rows_of_text(runner.input_batch, arguments["sampled_token_ids"])),
+            V1StepState(runner, arguments, self._rows_of_text(runner.input_batch, arguments["sampled_token_ids"])),
             max_draft_tokens=config.num_speculative_tokens,
             max_model_len=runner.max_model_len,
         )
@@ -173,7 +197,7 @@ class MethodProposer:
 
 
 def make_step(
-    batch: Any, arguments: dict[str, Any], state: StepState, *, max_draft_tokens: int, max_model_len: int
+    batch: Any, arguments: dict[str, Any], state: V1StepState, *, max_draft_tokens: int, max_model_len: int
 ) -> Step:
     """The `Step` behind a call of `propose_draft_token_ids`, of the requests in `state.rows` of vLLM's InputBatch."""
     rows, sampled, output = state.rows, arguments["sampled_token_ids"], arguments["scheduler_output"]

@@ -9,10 +9,11 @@ Every tensor-parallel rank verifies its own copy of the drafts: rank 0 drafts, a
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +26,11 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine
+from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.hooks import V2_LOGITS_HOOKS
+from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.methods import ADAPTIVE, SCHEDULE, configured
+from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
@@ -45,7 +49,7 @@ class GainedTokens:
     """What a step has accepted, on its way to the host. B requests, K = most draft tokens of a request.
 
     Attributes:
-        slots: int32 [B]; scheduled: int32 [B], draft tokens that each was to verify.
+        request_ids: B ids; slots: int32 [B]; scheduled: int32 [B], draft tokens that each was to verify.
         query_tokens: of the step; 0 if it did more than decode.
         number: of the step, as the engine runs them.
     """
@@ -55,6 +59,7 @@ class GainedTokens:
         self._host = torch.zeros(slots, length + 3, dtype=torch.int32, pin_memory=device.type != "cpu")
         self._event = torch.Event(device, enable_timing=True) if device.type != "cpu" else None
         self._ended = 0.0
+        self.request_ids: list[str] = []
         self.slots: NDArray[np.int32] = np.zeros(0, np.int32)
         self.scheduled: NDArray[np.int32] = np.zeros(0, np.int32)
         self.query_tokens, self.number = 0, -1
@@ -68,6 +73,7 @@ class GainedTokens:
         """
         batch = input_batch.num_reqs
         self.slots, self.number = input_batch.idx_mapping_np[:batch].copy(), number
+        self.request_ids = list(input_batch.req_ids)
         scheduled = input_batch.num_draft_tokens_per_req
         self.scheduled = np.zeros(batch, np.int32) if scheduled is None else scheduled[:batch].astype(np.int32)
         self.query_tokens = 0 if input_batch.has_prefill else int(input_batch.num_tokens)
@@ -102,6 +108,27 @@ class GainedTokens:
         return requests.append(self.slots, gained[:, 0], gained[:, 1], gained[:, 2:])
 
 
+class V2StepState(NamedTuple):
+    """See `StepState`.
+
+    Attributes:
+        block_tables: vLLM's BlockTables; states: its RequestState; slots: intp [B], of the step's requests.
+    """
+
+    block_tables: Any
+    states: Any
+    slots: NDArray[np.intp]
+
+    def pages(self) -> Pages:
+        tables = self.block_tables
+        blocks = tables.num_blocks.np[0, self.slots].astype(np.int64)
+        return Pages(tables.block_tables[0].gpu, self.slots, blocks, tables.block_sizes[0])
+
+    def prompt_lengths(self) -> NDArray[Any]:
+        lengths: NDArray[Any] = self.states.prompt_len.np[self.slots]
+        return lengths
+
+
 class MethodSpeculator(BaseSpeculator):
     """Drafts by a method on the host. B requests, K = most draft tokens of a request.
 
@@ -129,6 +156,9 @@ class MethodSpeculator(BaseSpeculator):
         self.max_model_len: int = vllm_config.model_config.max_model_len
         slots: int = req_states.max_num_reqs
         self.guarded: GuardedMethod | None = None  # in rank 0
+        self.runner: Any = None  # once it has its KV cache
+        # Requests whose prompt is not over, where the method wants the hidden states behind prompts.
+        self.in_prompt: set[str] = set()
         self.lengths: BatchLengths | None = None  # learnt while serving
         self.rows: Rows = []  # of them, what the scheduler is to know
         if self._ranks.rank_in_group == 0:
@@ -161,6 +191,15 @@ class MethodSpeculator(BaseSpeculator):
     def capture(self) -> None:
         """There is nothing to capture."""
 
+    def prepare(self, runner: Any) -> None:
+        """The KV cache of vLLM's GPUModelRunner is there; requests come next. Raises UnsupportedModel."""
+        guarded = self.guarded
+        assert guarded is not None
+        self.runner = runner
+        if METHODS[configured(self._vllm_config).name].runs_model:
+            model = PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
+            guarded.prepare(model)
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def begin(self, requests: Sequence[Any]) -> None:
@@ -180,12 +219,15 @@ class MethodSpeculator(BaseSpeculator):
             )
             extra = getattr(request.sampling_params, "extra_args", None)
             self.guarded.begin(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
+            if self.guarded.needs_prompt_states:
+                self.in_prompt.add(request.req_id)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """These requests have ended."""
         assert self.guarded is not None
         self._catch_up()
         for request_id in request_ids:
+            self.in_prompt.discard(request_id)
             self.guarded.finish(request_id, self.requests.finish(request_id))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -221,7 +263,7 @@ class MethodSpeculator(BaseSpeculator):
         guarded = self.guarded
         if guarded is not None:
             most = self.length if num_speculative_tokens is None else num_speculative_tokens
-            if guarded.call(lambda: self._draft(input_batch, num_sampled, most)):
+            if guarded.call(lambda: self._draft(input_batch, num_sampled, most, last_hidden_states)):
                 drafts.copy_(self._proposed[:batch], non_blocking=True)
                 if self.enable_adaptive_verification:
                     confidences.copy_(self._confidences[:batch], non_blocking=True)
@@ -236,22 +278,23 @@ class MethodSpeculator(BaseSpeculator):
                 self._ranks.broadcast(confidences, src=0)
         return drafts
 
-    def _draft(self, input_batch: Any, num_sampled: torch.Tensor, most: int) -> bool:
-        """Draft on the host for the requests that have gained tokens, at most so many tokens each; whether it was."""
+    def _draft(self, input_batch: Any, num_sampled: torch.Tensor, most: int, hidden_states: torch.Tensor) -> bool:
+        """Draft for the requests that have gained tokens, at most so many tokens each; whether it was."""
         assert self.guarded is not None
         self._catch_up()
         self._gained.reverse()
         gained = self._gained[0]
         gained.copy(input_batch, num_sampled, self._states, self._steps)
         self._pending = True
+        if self.in_prompt:
+            self._set_prompt_states(input_batch, hidden_states)
         if most == 0:  # what was gained is looked at later, when nobody has to wait for it
             return False
-        rows, drafted = self._take()
+        step, rows = self._take(most)
         tokens = gained.wait()
         proposed = self._proposed[: input_batch.num_reqs].numpy()
         proposed[:] = tokens[:, -1:]
-        if len(rows):
-            step = self._step(input_batch, rows, tokens, drafted, most)
+        if step is not None:
             self._drafted_at = self._steps
             draft = self.guarded.draft(step)
             counts = write_chains(draft, step.capacities, rows, proposed)
@@ -262,11 +305,14 @@ class MethodSpeculator(BaseSpeculator):
                 self._write_confidences(step, draft, rows, counts)
         return True
 
-    def _take(self) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+    def _take(self, most: int) -> tuple[Step | None, NDArray[np.intp]]:
         """Take the newest step's tokens, and learn from them how much to draft.
 
+        Args:
+            most: draft tokens that each request may have now.
+
         Returns:
-            intp [R], the rows of requests that gained some; int32 [R], draft tokens of ours that each verified.
+            The step, of the requests that gained tokens, None where none did; intp [R], their rows.
         """
         gained, before = self._gained
         self._pending = False
@@ -282,7 +328,7 @@ class MethodSpeculator(BaseSpeculator):
             if gained.scheduled.any():
                 accepted = np.minimum(tokens[rows, 0] - 1, drafted)
                 self.lengths.record_drafts(gained.scheduled[rows], accepted)
-        return rows, drafted
+        return (self._step(gained, rows, drafted, most) if len(rows) else None), rows
 
     def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
         """What the target says behind each root and draft token of ours that a step verifies.
@@ -302,10 +348,20 @@ class MethodSpeculator(BaseSpeculator):
     def _catch_up(self) -> None:
         """Take the tokens of a step that was not drafted for."""
         if self._pending and self.guarded is not None:
-            rows, drafted = self._take()
-            accepted = np.minimum(self._gained[0].wait()[rows, 0] - 1, drafted)
-            self.guarded.metrics.drafted.inc(int(drafted.sum()))
-            self.guarded.metrics.accepted.inc(int(accepted.sum()))
+            step, _ = self._take(0)
+            if step is not None:
+                self.guarded.observe(step)
+
+    def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor) -> None:
+        """Hand on the hidden states behind the prompts that this step has ended."""
+        assert self.guarded is not None
+        lengths = input_batch.seq_lens_cpu_upper_bound.numpy()  # exact in prompts
+        for row, request_id in enumerate(input_batch.req_ids):
+            ended = lengths[row] >= self._states.prefill_len.np[input_batch.idx_mapping_np[row]]
+            if request_id in self.in_prompt and ended:
+                self.in_prompt.remove(request_id)
+                state = hidden_states[int(input_batch.query_start_loc_np[row + 1]) - 1]
+                self.guarded.set_prompt_state(request_id, state.float().cpu().numpy())
 
     def _decide(self, batch: int) -> Rows:
         """Draft lengths that the scheduler is to use from now on."""
@@ -329,34 +385,30 @@ class MethodSpeculator(BaseSpeculator):
         confidences[rows, :width] = np.where(np.arange(width) < counts[:, None], given, 0.0)
         self._acceptance.follow(draft)
 
-    def _step(
-        self,
-        input_batch: Any,
-        rows: NDArray[np.intp],
-        gained: NDArray[np.int32],
-        drafted: NDArray[np.int32],
-        most: int,
-    ) -> Step:
-        slots = input_batch.idx_mapping_np[rows]
-        contexts = gained[rows, 1].astype(np.int32)
+    def _step(self, gained: GainedTokens, rows: NDArray[np.intp], drafted: NDArray[np.int32], most: int) -> Step:
+        known, slots = gained.wait(), gained.slots[rows]
+        contexts = known[rows, 1].astype(np.int32)
         ends = slots.astype(np.int64) * self.max_model_len + contexts
         # The last token that may be sampled is at max_model_len - 1, one beyond the drafts.
         capacities = np.minimum(most, self.max_model_len - 1 - contexts).clip(0)
-        tokens, before = self.requests.tokens, self._gained[0]
-        # Also for clocks of the method's own, which hear only of steps that are drafted for.
-        timed = before.query_tokens and len(rows) == input_batch.num_reqs and self._drafted_at == self._steps - 1
-        previous = (len(rows), before.query_tokens) if timed else None
+        tokens = self.requests.tokens
+        state = None
+        if self.runner is not None:
+            state = V2StepState(self.runner.block_tables, self._states, slots.astype(np.intp))
+        # For clocks of the method's own, which hear only of steps that are drafted for.
+        timed = gained.query_tokens and len(rows) == len(gained.slots) and self._drafted_at == gained.number - 1
         return Step(
-            request_ids=[input_batch.req_ids[row] for row in rows.tolist()],
+            request_ids=[gained.request_ids[row] for row in rows.tolist()],
             tokens=tokens.reshape(-1),
-            starts=ends - gained[rows, 0],
+            starts=ends - known[rows, 0],
             ends=ends,
             contexts=contexts,
             capacities=capacities.astype(np.int32),
             drafted=drafted,
             widths=None,
-            previous=previous,
+            previous=(len(rows), gained.query_tokens) if timed else None,
             history=lambda b: tokens[slots[b], : contexts[b]],
+            engine=state,
         )
 
 
@@ -386,6 +438,7 @@ def install() -> None:
     wrap_once(model_runner.GPUModelRunner, "finish_requests", _finish)
     wrap_once(model_runner.GPUModelRunner, "add_requests", _add)
     wrap_once(model_runner.GPUModelRunner, "sample_tokens", _sample)
+    wrap_once(model_runner.GPUModelRunner, "initialize_kv_cache", _initialize)
     if not check(V2_LOGITS_HOOKS):
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -428,6 +481,19 @@ def _add(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return add_requests
+
+
+def _initialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        profiling = signature.bind(self, *args, **kwargs).arguments.get("is_profiling", False)
+        if (ours := _drafting(self)) is not None and not profiling:
+            ours.prepare(self)
+        return result
+
+    return initialize_kv_cache
 
 
 def _verify(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ def reserve_slots(runs_model: Callable[[Any], bool]) -> None:
 
     def num_lookahead_tokens(self: Any) -> int:
         config = self.speculative_config
-        if config is not None and config.method == "custom_class" and runs_model(self):
+        if config is not None and config.method in ("custom_class", "ngram_gpu") and runs_model(self):
             # A draft of k tokens writes the KV of the last sampled token and of its first k - 1 tokens; that makes k
             # slots past the computed ones, of which the scheduler's own count holds none.
             return config.num_speculative_tokens

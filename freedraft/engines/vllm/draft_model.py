@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from freedraft.draft_model import DraftModel, Recipe
-from freedraft.engines.vllm.v1.draft_passes import PagedDraftRound
-from freedraft.engines.vllm.v1.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
-from freedraft.engines.vllm.v1.set_scores import SetScores
+from freedraft.engines.vllm.draft_passes import PagedDraftRound
+from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
+from freedraft.engines.vllm.set_scores import SetScores
 from freedraft.method import Step
-
-
-class StepState(NamedTuple):
-    """`Step.engine` of this seam.
-
-    Attributes:
-        runner: vLLM's GPUModelRunner.
-        arguments: what vLLM passed to `propose_draft_token_ids`, by name (common_attn_metadata, ...).
-        rows: intp [B], rows of vLLM's batch that the step's requests have.
-    """
-
-    runner: Any
-    arguments: dict[str, Any]
-    rows: NDArray[np.intp]
 
 
 class PagedDraftModel(DraftModel):
@@ -66,10 +52,9 @@ class PagedDraftModel(DraftModel):
         return KeptLayers(self.backbone, kept, top_k, entropy).eval()
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
-        # The KV of the last of n tokens is not computed yet: a draft of k writes positions n - 1 to n + k - 2. Beyond
-        # the blocks of a row its block table holds leftovers of others.
-        table = self.block_table
-        slots = table.num_blocks_per_row[step.engine.rows] * table.block_size - (step.contexts - 1)
+        # The KV of the last of n tokens is not computed yet: a draft of k writes positions n - 1 to n + k - 2.
+        pages = step.engine.pages()
+        slots = pages.blocks * pages.block_size - (step.contexts - 1)
         return np.minimum(slots.clip(0), step.capacities).astype(np.int32)
 
     def start(self, step: Step, rows: NDArray[np.intp], max_draft_len: int) -> PagedDraftRound:
@@ -77,10 +62,6 @@ class PagedDraftModel(DraftModel):
 
     def scorer(self, window: int) -> SetScores:
         return SetScores(self, window)
-
-    @property
-    def block_table(self) -> Any:
-        return self.runner.input_batch.block_table[0]
 
     def tensor(self, values: NDArray[Any]) -> torch.Tensor:
         """A copy on the device."""

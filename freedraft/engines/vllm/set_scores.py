@@ -15,7 +15,7 @@ from freedraft.engines.many_sets import Sublayer, forward
 from freedraft.method import Step
 
 if TYPE_CHECKING:
-    from freedraft.engines.vllm.v1.draft_model import PagedDraftModel
+    from freedraft.engines.vllm.draft_model import PagedDraftModel
 
 NO_SLOT = -1
 """What the KV kernels take for "write nothing"."""
@@ -40,17 +40,16 @@ class SetScores(MatchnessScorer):
         self.page: Any = None
 
     def observe(self, step: Step) -> bool:
-        batch_rows = step.engine.rows
-        prompts = self.model.runner.input_batch.num_prompt_tokens[batch_rows]
         # `window` tokens, each followed by one that was generated.
-        eligible = np.flatnonzero(step.contexts - prompts > self.window)
+        eligible = np.flatnonzero(step.contexts - step.engine.prompt_lengths() > self.window)
         if not len(eligible):
             return False
         chosen = int(eligible[self.turn % len(eligible)])
         self.turn += 1
         self.first = int(step.contexts[chosen]) - self.window - 1
         self.tokens = step.history(chosen)[self.first :].astype(np.int64)
-        self.page = step.engine.arguments["common_attn_metadata"].block_table_tensor[batch_rows[chosen]]
+        pages = step.engine.pages()
+        self.page = pages.table[int(pages.rows[chosen])]
         return True
 
     @torch.inference_mode()

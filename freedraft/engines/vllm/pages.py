@@ -1,0 +1,34 @@
+"""`Pages`: block tables of a step's requests, and `StepState`: what draft passes need to know of a step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class Pages(NamedTuple):
+    """Where the KV of B requests lies.
+
+    Attributes:
+        table: int32 [R, P] on the device, blocks of each row; beyond those of its request it holds leftovers of others.
+        rows: intp [B], the rows of the requests; blocks: int64 [B], how many each has.
+        block_size: tokens of a block.
+    """
+
+    table: torch.Tensor
+    rows: NDArray[np.intp]
+    blocks: NDArray[Any]
+    block_size: int
+
+
+class StepState(Protocol):
+    """`Step.engine` of vLLM's model runners."""
+
+    def pages(self) -> Pages:
+        """Of the step's requests."""
+
+    def prompt_lengths(self) -> NDArray[Any]:
+        """int [B]: tokens of each request's prompt."""
