@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import urllib.request
 
+import pytest
+
 from tests.sglang.conftest import sglang_engine
+from tests.support.models import continuations
 from tests.support.prompts import REPETITIVE as PROMPTS
 
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
 
 
@@ -24,13 +29,17 @@ def two_free_ports() -> int:
             return port
 
 
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_replicas(tiny, tmp_path):
-    with sglang_engine(tiny) as engine:
-        expected = [output["output_ids"] for output in engine.generate(PROMPTS[:4], GREEDY)]
+    from transformers import AutoTokenizer
+
+    prompts = [AutoTokenizer.from_pretrained(tiny)(text)["input_ids"] for text in PROMPTS[:4]]
+    expected = continuations(tiny, prompts, 40)
     port = two_free_ports()
     env = {
         "FREEDRAFT_METRICS_PORT": str(port),
         "FREEDRAFT_LIVE": "true",
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:2])),  # else SGLang wants a NUMA node for each
         "FREEDRAFT_DATASTORE": str(tmp_path / "store"),
     }
     with sglang_engine(tiny, env=env, speculative_algorithm="sssd", dp_size=2) as engine:
