@@ -104,6 +104,7 @@ class EngineContext:
         vocab_size: of the target model.
         max_draft_tokens: most draft tokens per request, roots not counted.
         widths: see `Step`.
+        chains: whether drafts must be chains also with widths, because of how this engine's attention verifies them.
         dtype: what the engine computes in, as "bfloat16".
         tensor_parallel: number of tensor-parallel ranks.
         rank: of this process among those that draft: one for each data-parallel replica, or each rank where all draft;
@@ -121,6 +122,7 @@ class EngineContext:
     vocab_size: int | None = None
     max_draft_tokens: int = 1
     widths: tuple[int, ...] | None = None
+    chains: bool = False
     dtype: str = "bfloat16"
     tensor_parallel: int = 1
     rank: int = 0

@@ -87,7 +87,7 @@ class LayerSkipMethod(ModelMethod):
         self.needs_prompt_states = self.selector.selection.needs_hidden
         self.recipes: list[SkipSet] = list(self.selector.sets.values())
         self.lookahead = options.make_lookahead(context, self.recipes, self.auto)
-        self.trees = options.tree and context.widths is not None
+        self.trees = options.tree and context.widths is not None and not context.chains
         self.top_k = max(self.lookahead.needs_top, MAX_CANDIDATES if self.trees else 1)
         self.draft_passes: list[Any] = []
         self._model: DraftModel | None = None

@@ -181,7 +181,7 @@ class SssdMethod(Method):
         return self.drafter.draft(
             step.request_ids,
             max_nodes=max_draft_len + 1,
-            shape="chain" if step.widths is None else "tree",
+            shape="chain" if step.widths is None or self.context.chains else "tree",
             min_score=self.min_score,
             recycled=self.recycling.on,
         )

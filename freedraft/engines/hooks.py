@@ -18,6 +18,7 @@ class Hook:
         attribute: name looked up there; "" when the module or class itself is all that is needed.
         parameters: names of parameters that the function must take.
         fields: names that the annotations of the attribute (a dataclass, say) must have.
+        assigned: names of attributes that the class has, or that its methods, or those of its bases, give to `self`.
         purpose: what goes without it; shown to the user.
     """
 
@@ -25,6 +26,7 @@ class Hook:
     attribute: str = ""
     parameters: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
+    assigned: tuple[str, ...] = ()
     purpose: str = ""
 
     @property
@@ -49,6 +51,9 @@ class Hook:
         absent = sorted(set(self.fields) - _fields(found)) if self.fields else []
         if absent:
             return f"{self.name} has no field {', '.join(absent)}"
+        absent = [name for name in self.assigned if not _is_assigned(found, name)]
+        if absent:
+            return f"{self.name} has no attribute {', '.join(absent)}"
         return None
 
 
@@ -106,6 +111,14 @@ def _fields(owner: Any) -> set[str]:
     for base in getattr(owner, "__mro__", (owner,)):
         names.update(getattr(base, "__annotations__", {}))
     return names
+
+
+def _is_assigned(owner: type, name: str) -> bool:
+    if hasattr(owner, name) or name in _fields(owner):
+        return True
+    members = (member for base in owner.__mro__ for member in vars(base).values())
+    codes = (getattr(inspect.unwrap(member), "__code__", None) for member in members if callable(member))
+    return any(name in code.co_names for code in codes if code is not None)
 
 
 def is_tested(version: str, tested: Sequence[str]) -> bool:

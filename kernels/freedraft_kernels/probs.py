@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from freedraft_kernels.checks import check_tensor
+from freedraft_kernels.dispatch import Backend, use_triton
+from freedraft_kernels.verification import WEIGHT_ONE, weight_of
+
+_NO_LIMIT = 1 << 62
+
 
 def target_probs(
     logits: torch.Tensor,
@@ -12,43 +18,99 @@ def target_probs(
     top_ks: torch.Tensor | None = None,
     top_ps: torch.Tensor | None = None,
     min_ps: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    backend: Backend = "auto",
 ) -> torch.Tensor:
-    """float32 [B, N, V]: the distribution each node's next token is sampled from. Torch only; does not synchronise.
+    """float32 [B, N, V]: the distribution each node's next token is sampled from.
 
-    Filters are skipped where they are None: pass only those that some request uses, the sort they need is the cost.
+    Filters are skipped where they are None: pass only those that some request uses. Ties go to the lower id.
 
     Args:
         logits: float [B, N, V], penalties and grammar mask already applied.
         temperatures: float [B]; 0 or less is greedy: one-hot at the argmax.
-        top_ks: int [B]; at most this many tokens are kept, ties going to the lower id; below 1 is no limit.
+        top_ks: int [B]; at most this many tokens are kept; below 1 is no limit.
         top_ps: float [B]; the smallest set of likeliest tokens whose mass reaches p. The mass is that before top-k, as
             in SGLang's samplers.
         min_ps: float [B]; tokens of at least this share of the likeliest one's probability.
+        counts: int32 [B], nodes of each request; rows beyond are padding, which is not filtered. None: all are nodes.
 
     Raises:
         ValueError: a wrong shape.
     """
     if logits.dim() != 3:
         raise ValueError(f"logits has shape {list(logits.shape)}, expected [batch, nodes, vocabulary]")
-    options = {"temperatures": temperatures, "top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps}
+    options = {"temperatures": temperatures, "top_ks": top_ks, "top_ps": top_ps, "min_ps": min_ps, "counts": counts}
     for name, option in options.items():
         if option is not None and tuple(option.shape) != (logits.shape[0],):
             raise ValueError(f"{name} has shape {list(option.shape)}, expected [{logits.shape[0]}]")
-    logits = logits.float()
     greedy = (temperatures <= 0)[:, None, None]
-    probs = torch.softmax(logits / torch.where(greedy, 1.0, temperatures[:, None, None]), -1)
+    probs = torch.softmax(logits.float() / torch.where(greedy, 1.0, temperatures[:, None, None]), -1)
     if top_ks is not None or top_ps is not None or min_ps is not None:
-        ranked, token = probs.sort(dim=-1, descending=True, stable=True)
-        keep = torch.ones_like(ranked, dtype=torch.bool)
-        if top_ks is not None:
-            limit = torch.where(top_ks < 1, ranked.shape[-1], top_ks)[:, None, None]
-            keep &= torch.arange(ranked.shape[-1], device=ranked.device) < limit
-        if top_ps is not None:
-            keep &= ranked.cumsum(-1) - ranked < top_ps[:, None, None]
-            keep[..., 0] = True
-        if min_ps is not None:
-            keep &= ranked >= ranked[..., :1] * min_ps[:, None, None]
-        ranked = ranked * keep
-        probs = torch.zeros_like(probs).scatter_(-1, token, ranked / ranked.sum(-1, keepdim=True))
-    first = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(greedy, first, probs)
+        nodes = torch.full_like(temperatures, logits.shape[1], dtype=torch.int32) if counts is None else counts
+        probs /= keep_likeliest(probs, nodes, top_ks, top_ps, min_ps, backend=backend)[:, :, None]
+    # In place: a second tensor of this size would cost more than all of the rest.
+    best = logits.argmax(-1, keepdim=True)
+    at_best = torch.where(greedy, 1.0, probs.gather(-1, best))
+    return probs.masked_fill_(greedy, 0.0).scatter_(-1, best, at_best)
+
+
+def keep_likeliest(
+    probs: torch.Tensor,
+    counts: torch.Tensor,
+    top_ks: torch.Tensor | None,
+    top_ps: torch.Tensor | None,
+    min_ps: torch.Tensor | None,
+    *,
+    backend: Backend = "auto",
+) -> torch.Tensor:
+    """Set the probability of all tokens to 0 that filters take away, in place; arguments as in `target_probs`.
+
+    All filters keep a first part of the tokens in falling order of probability. Masses are sums of the integers that
+    verification compares, so that they do not depend on the order of summation.
+
+    Returns:
+        float32 [B, N], the mass of what is kept; 1 at padding.
+    """
+    batch, _, vocab = probs.shape
+    check_tensor("probs", probs, probs.shape, (torch.float32,), probs.device)
+    check_tensor("counts", counts, (batch,), (torch.int32,), probs.device)
+    everything = torch.full((batch,), vocab, dtype=torch.int64, device=probs.device)
+    ranks = everything if top_ks is None else torch.where(top_ks < 1, everything, top_ks.to(torch.int64))
+    masses = torch.full_like(everything, _NO_LIMIT)
+    if top_ps is not None:
+        limits = (top_ps.double().clamp(min=0) * WEIGHT_ONE).to(torch.int64).clamp(min=1)
+        masses = torch.where(top_ps < 1, limits, masses)
+    shares = torch.zeros(batch, device=probs.device) if min_ps is None else min_ps.float().clamp(0, 1)
+    if use_triton(probs.device, backend):
+        from freedraft_kernels.device.filters import launch_keep_likeliest
+
+        sums = launch_keep_likeliest(probs, counts, ranks, masses, shares)
+    else:
+        sums = torch.full(probs.shape[:2], WEIGHT_ONE, dtype=torch.int64, device=probs.device)
+        for b in range(batch):
+            for node in range(int(counts[b])):
+                sums[b, node] = _keep_in_row(probs[b, node], int(ranks[b]), int(masses[b]), shares[b])
+    return sums.float() / WEIGHT_ONE
+
+
+def _keep_in_row(row: torch.Tensor, rank: int, mass: int, share: torch.Tensor) -> torch.Tensor:
+    """The weight of what is kept of one row; the rest is set to 0."""
+    row.copy_(torch.where(row > 0, row, 0.0))
+    vocab = len(row)
+    floor = row.max() * share
+    # Only what can be kept is sorted: the `rank` likeliest, and nothing so small that all of its kind together do not
+    # make up what is beyond `mass`.
+    least = floor
+    if rank < vocab:
+        least = torch.maximum(least, row.topk(rank).values[-1])
+    beyond = int(weight_of(row).sum()) - mass
+    if beyond > 0:
+        least = least.clamp(min=beyond / WEIGHT_ONE / vocab / 2)
+    able = (row >= torch.minimum(least, row.max())).nonzero().squeeze(1)
+    ranked, order = row[able].sort(descending=True, stable=True)
+    weights = weight_of(ranked)
+    kept = (weights.cumsum(0) - weights < mass) & (ranked >= floor)
+    kept[rank:] = False
+    row.zero_()
+    row[able[order[kept]]] = ranked[kept]
+    return weights[kept].sum()

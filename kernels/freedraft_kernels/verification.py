@@ -124,7 +124,7 @@ def verify_with_draws(tree: TreeBatch, probs: torch.Tensor, draws: torch.Tensor)
     known = valid & (tree.tokens >= 0) & (tree.tokens < vocab)
     column = torch.where(known, tree.tokens, 0).to(torch.int64)
     rows = torch.arange(tree.batch_size, device=tree.device)
-    weight = _weight(probs[rows[:, None], parents, column]) * known  # [B, N], of each node's token after its parent
+    weight = weight_of(probs[rows[:, None], parents, column]) * known  # [B, N], of each node's token after its parent
 
     current, taken = tree.counts.clamp(max=1) - 1, torch.zeros_like(valid)
     remaining = torch.full_like(draws[:, 0], WEIGHT_ONE)
@@ -136,7 +136,7 @@ def verify_with_draws(tree: TreeBatch, probs: torch.Tensor, draws: torch.Tensor)
         taken[:, node] = hit
 
     stop = current.clamp(min=0).to(torch.int64)
-    left = _weight(probs[rows, stop])  # [B, V]
+    left = weight_of(probs[rows, stop])  # [B, V]
     rejected = known & (tree.parents == current[:, None])
     rejected[:, 0] = False
     kept = left.scatter_add(1, column, torch.where(rejected, -weight, 0))
@@ -149,7 +149,7 @@ def verify_with_draws(tree: TreeBatch, probs: torch.Tensor, draws: torch.Tensor)
     return _outcome(tree, taken, bonus.to(torch.int32))
 
 
-def _weight(probs: torch.Tensor) -> torch.Tensor:
+def weight_of(probs: torch.Tensor) -> torch.Tensor:
     """Probabilities as int64 multiples of 2**-46. Scaling by a power of two is exact; what is below is cut off."""
     return (torch.where(probs > 0, probs, 0.0).clamp(max=1.0) * float(WEIGHT_ONE)).to(torch.int64)
 

@@ -53,6 +53,26 @@ def test_masked_tokens_stay_out() -> None:
     assert got[0, 0, 1] == 0 and abs(got.sum().item() - 1) < 1e-6
 
 
+def test_of_equal_tokens_the_first_are_kept() -> None:
+    """bfloat16 makes many logits equal."""
+    logits = torch.tensor([[[1.0, 3.0, 1.0, 3.0, 1.0, 3.0]]]).bfloat16()
+    for options, kept in [
+        ({"top_ks": torch.tensor([2])}, [1, 3]),
+        ({"top_ks": torch.tensor([4])}, [0, 1, 3, 5]),
+        ({"top_ps": torch.tensor([0.5])}, [1, 3]),
+        ({"top_ps": torch.tensor([0.95])}, [0, 1, 2, 3, 5]),
+    ]:
+        got = target_probs(logits, torch.ones(1), **options)
+        assert got[0, 0].nonzero().squeeze(1).tolist() == kept
+        assert abs(got.sum().item() - 1) < 1e-6
+
+
+def test_padding_is_not_filtered() -> None:
+    logits, options = torch.randn(2, 3, 50), {"top_ks": torch.tensor([2, 2])}
+    got = target_probs(logits, torch.ones(2), counts=torch.tensor([1, 3], dtype=torch.int32), **options)
+    assert (got > 0).sum(-1).tolist() == [[2, 50, 50], [2, 2, 2]]
+
+
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match=r"expected \[batch, nodes, vocabulary\]"):
         target_probs(torch.zeros(2, 3), torch.ones(2))

@@ -17,7 +17,7 @@ RANDOM = {"probs": "*fp32", "seeds": "*i64", "positions": "*i64"}
 
 def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
     """Kernel, argument types, compile-time arguments, warps: as launched at 32 nodes, and at the largest sizes."""
-    from freedraft_kernels.device import inputs, kv_pool, top_tokens, verification
+    from freedraft_kernels.device import filters, inputs, kv_pool, top_tokens, verification
 
     rows = {
         **TREE,
@@ -47,7 +47,16 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
     block = {"CHUNK": 4096, "VOCAB_BLOCK": 1024}
     top = {"logits": "*fp32", "keys": "*i64", "vocab": "i32", "stride": "i64"}
     eight = {"COUNT": 8, "COUNT_BLOCK": 8, "BLOCK": 4096}
+    likeliest = {
+        "probs": "*fp32",
+        "counts": "*i32",
+        "ranks": "*i64",
+        "masses": "*i64",
+        "shares": "*fp32",
+        "sums": "*i64",
+    }
     return {
+        "filters": (filters.keep_likeliest_kernel, {**likeliest, **ints}, {"BLOCK": 4096}, 8),
         "top tokens": (top_tokens.top_keys_kernel, top, eight, 4),
         "top tokens, bfloat16": (top_tokens.top_keys_kernel, {**top, "logits": "*bf16"}, eight, 4),
         "query mask": (inputs.tree_inputs_kernel, rows, query, 1),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from freedraft_kernels import KVPool, TreeBatch, Verification, top_tokens, tree_inputs, verify_greedy, verify_sampled
 from freedraft_kernels.dispatch import interpreting, use_triton
+from freedraft_kernels.probs import keep_likeliest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import batches, on, random_batch, random_probs
@@ -52,6 +53,27 @@ def same(ours: Verification, reference: Verification) -> None:
 @runs_triton
 def test_dispatch() -> None:
     assert use_triton(torch.device(DEVICE)) and not use_triton(torch.device(DEVICE), "reference")
+
+
+@runs_triton
+@pytest.mark.parametrize("vocab", [7, 4096, 9001])
+@pytest.mark.parametrize("values", [3, 60, 100_000], ids=["many ties", "some ties", "none"])
+def test_keep_likeliest(vocab: int, values: int) -> None:
+    rng = np.random.default_rng(vocab + values)
+    logits = torch.from_numpy(rng.integers(0, values, (6, 2, vocab)) * 12.0 / values).to(DEVICE)
+    probs = torch.softmax(logits.float(), -1)
+    probs[5, 0, 3] = torch.nan
+    counts = torch.tensor([2, 1, 2, 2, 2, 1], dtype=torch.int32, device=DEVICE)
+    filters = (
+        torch.tensor([0, 5, 1, vocab // 2, 0, 3], device=DEVICE),
+        torch.tensor([0.9, 0.5, 1.0, 0.3, 0.99999, 0.999], device=DEVICE),
+        torch.tensor([0.0, 0.0, 0.1, 0.0, 0.05, 0.0], device=DEVICE),
+    )
+    for chosen in (filters, (filters[0], None, None), (None, filters[1], None), (None, None, filters[2])):
+        ours, theirs = probs.clone(), probs.clone()
+        masses = keep_likeliest(ours, counts, *chosen, backend="triton")
+        assert torch.equal(masses, keep_likeliest(theirs, counts, *chosen, backend="reference"))
+        assert torch.equal(ours.nan_to_num(-1), theirs.nan_to_num(-1))
 
 
 @runs_triton

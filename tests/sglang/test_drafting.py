@@ -27,8 +27,7 @@ def scheduler_configuration():
     """What SGLang's scheduler publishes, and its batches read."""
     from sglang.srt.runtime_context import get_context
 
-    watermark = {"enable_watermark": True, "watermark_key": "1", "watermark_default_enabled": False}
-    with get_context().override_server_args(device="cpu", enable_custom_logit_processor=True, **watermark):
+    with get_context().override_server_args(device="cpu", enable_custom_logit_processor=True):
         yield
 
 
@@ -66,9 +65,9 @@ class Recorder(Method):
         return log
 
 
-def drafting(widths=(1, 2, 4, NODES), max_batch=4):
+def drafting(widths=(1, 2, 4, NODES), max_batch=4, **given):
     spec = MethodSpec("recorder", f"{__name__}:Recorder", PluginOptions)
-    return Drafting(GuardedMethod(spec, None, EngineContext(widths=widths)), widths, max_batch)
+    return Drafting(GuardedMethod(spec, None, EngineContext(widths=widths)), widths, max_batch, **given)
 
 
 def request(rid, prompt, padded=None, *, extra_key=None, cache_salt=None, custom_logit_processor=None, **parameters):
@@ -300,23 +299,51 @@ def logit_processor():
     ("sampling", "capacity"),
     [
         (lambda: {"frequency_penalty": 0.5}, 0),
+        (lambda: {"presence_penalty": -0.5}, 0),
         (lambda: {"repetition_penalty": 1.5}, 0),
         (logit_processor, 0),
-        (lambda: {"watermark": {"enabled": True}}, 0),
         (lambda: {"logit_bias": {"3": 1.0}, "top_p": 0.5, "min_p": 0.1}, NODES - 1),
     ],
-    ids=["additive", "scaling", "processor", "watermark", "none of these"],
+    ids=["frequency", "presence", "repetition", "processor", "none of these"],
 )
 def test_no_drafts_where_tokens_of_the_step_count(sampling, capacity):
-    """Penalties, for one: a tree has no one distribution. One request decides for its batch."""
+    """Penalties, for one: a tree has no one distribution. Other requests of the batch have their drafts."""
     seam = drafting()
-    seam.guarded.method.nodes = {"a": 4, "b": 4}
+    seam.guarded.method.nodes = {"a": 4, "b": 3}
     a, b = request("a", [1], **sampling()), request("b", [2])
     seam.begin([a, b])
     tree = step(seam, {a: [5], b: [6]})
-    assert seam.guarded.method.steps[-1].capacities.tolist() == [capacity] * 2
-    if capacity == 0:
-        assert tree.tokens.tolist() == [[5], [6]] and tree.counts.tolist() == [1, 1]
+    assert seam.guarded.method.steps[-1].capacities.tolist() == [capacity, NODES - 1]
+    assert tree.counts.tolist() == [1 if capacity == 0 else 4, 3] and tree.tokens[:, 0].tolist() == [5, 6]
+
+
+def test_no_drafts_before_the_end_is_allowed(demo_model):
+    """SGLang counts tokens since the prefill, and forbids the end while there are fewer than `min_new_tokens`."""
+    from transformers import AutoTokenizer
+
+    seam = drafting()
+    seam.guarded.method.nodes = {"a": 4}
+    a = request("a", [1, 2])
+    a.tokenizer, a.sampling_params.min_new_tokens = AutoTokenizer.from_pretrained(demo_model), 3
+    a.tokenizer.additional_stop_token_ids = None  # as SGLang's own loader sets it
+    seam.begin([a])
+    counts = [step(seam, {a: [5]}).counts.tolist() for _ in range(4)]
+    assert counts == [[1], [1], [4], [4]]
+    a.reset_for_retract()
+    seam.begin([a])
+    assert [step(seam, {a: [5]}).counts.tolist() for _ in range(3)] == [[1], [1], [4]]
+
+
+def test_trees_are_cut_to_chains_where_attention_verifies_no_others():
+    seam = drafting(chains=True)
+    method = seam.guarded.method
+    a, b = request("a", [1]), request("b", [2])
+    seam.begin([a, b])
+    branched = DraftBatch.empty(2, 4)
+    branched.parents[:] = [[-1, 0, 1, 0], [-1, 0, 0, 1]]
+    branched.counts[:] = 4
+    method.draft = lambda step: branched
+    assert step(seam, {a: [5], b: [6]}).counts.tolist() == [3, 2]
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(1, 1), (2, 2), (3, 4), (5, 6), (9, 6)])
@@ -327,15 +354,6 @@ def test_the_smallest_prepared_width(nodes, width):
     seam.begin([a])
     tree = step(seam, {a: [5]})
     assert tree.tokens.shape == (1, width) and tree.counts.tolist() == [min(nodes, NODES)]
-
-
-def test_one_width_for_all():
-    """Some backends fix the width when they are built."""
-    seam = drafting(widths=(NODES,))
-    a = request("a", [1])
-    seam.begin([a])
-    tree = step(seam, {a: [5]})
-    assert tree.tokens.shape == (1, NODES) and tree.counts.tolist() == [1]
 
 
 def test_failures_leave_the_roots():
@@ -356,3 +374,20 @@ def test_failures_leave_the_roots():
     before = method.metrics.failures._value.get()
     assert step(seam, {a: [7], b: [8]}).tokens.tolist() == [[7], [8]]
     assert method.metrics.failures._value.get() == before + 1
+
+
+def test_what_the_seam_itself_cannot_read_costs_drafts_only():
+    """A prompt, a step and an end of requests that are not as we know SGLang's to be."""
+    seam = drafting()
+    failures = seam.guarded.method.metrics.failures._value
+    before = failures.get()
+    a, b = request("a", [1]), request("b", [2])
+    b.extra_key = 7
+    seam.begin([a, b])
+    b.origin_input_ids_unpadded = None
+    assert step(seam, {a: [5], b: [6]}).tokens.tolist() == [[5], [6]]
+    a.finished_reason = "stop"
+    seam.finish("a")
+    seam.finish("b")
+    assert failures.get() >= before + 3
+    assert not seam.guarded.running and not seam._requests

@@ -6,12 +6,14 @@ import asyncio
 import json
 import time
 
+import numpy as np
 import pytest
 
 from tests.sglang.conftest import read_counts, sglang_engine
 from tests.support.prompts import LONG
 from tests.support.prompts import REPETITIVE as PROMPTS
 
+HIDDEN = 64
 GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
 SCHEMA = json.dumps(
     {
@@ -54,19 +56,46 @@ def answers(engine):
     return out
 
 
+# All that makes a distribution depend on tokens of the very step, and a request without.
+PENALTIES = [
+    {**GREEDY, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {**GREEDY, "repetition_penalty": 1.3, "logit_bias": {"300": 2.0}},
+    GREEDY,
+    {"temperature": 0, "max_new_tokens": 40, "min_new_tokens": 12},
+]
+
+
 def penalised(engine):
-    return ids(engine.generate(PROMPTS[:2], {**GREEDY, "frequency_penalty": 1.5, "min_new_tokens": 4}))
+    """The last two requests have drafts all the while, and after their first twelve tokens."""
+    out = {"penalties": ids(engine.generate(PROMPTS[:4], PENALTIES))}
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    processor = DisallowedTokensLogitsProcessor.to_str()
+    params = [{**GREEDY, "custom_params": {"token_ids": list(range(0, 49152, 2))}}, GREEDY]
+    out["processor"] = ids(engine.generate(PROMPTS[:2], params, custom_logit_processor=[processor, None]))
+    return out
+
+
+def hidden_states(engine, which):
+    """float [tokens, H] of each answer. SGLang gives those of prompts as far as they were not cached: left out."""
+    outputs = engine.generate(PROMPTS[:3], GREEDY, return_hidden_states=which)
+    found = [output["meta_info"]["hidden_states"] for output in outputs]
+    return [np.concatenate([np.ravel(state) for state in states]).reshape(-1, HIDDEN)[-40:] for states in found]
 
 
 LONGER = {**GREEDY, "max_new_tokens": 150}
-CHUNKS = {"chunked_prefill_size": 64}
+FEATURES = {"chunked_prefill_size": 64, "enable_return_hidden_states": True, "enable_custom_logit_processor": True}
 
 
 @pytest.fixture(scope="module")
 def stock(tiny):
-    with sglang_engine(tiny, disable_overlap_schedule=True, **CHUNKS) as engine:
+    with sglang_engine(tiny, disable_overlap_schedule=True, **FEATURES) as engine:
+        states = {which: hidden_states(engine, which) for which in (True, "last")}
         longer = ids(engine.generate(PROMPTS[:4], LONGER))
-        return {**answers(engine), "penalties": penalised(engine), "longer": longer}
+        found = {**answers(engine), "sync": penalised(engine), "longer": longer, "states": states}
+    # Under overlap scheduling SGLang counts a token for its penalties one step later.
+    with sglang_engine(tiny, **FEATURES) as engine:
+        return found | {"overlap": penalised(engine)}
 
 
 def abort_some(engine):
@@ -88,10 +117,12 @@ def abort_some(engine):
 
 
 # Settings of the engines with us. The last one's KV pool is too small for four requests.
-FIXED = {"speculative_algorithm": "sssd", "page_size": 16, "disable_overlap_schedule": False, **CHUNKS}
-CYCLING = {"speculative_algorithm": "sssd_cycle", "page_size": 1, "disable_overlap_schedule": False, **CHUNKS}
+FIXED = {"speculative_algorithm": "sssd", "page_size": 16, "disable_overlap_schedule": False, **FEATURES}
+CYCLING = {"speculative_algorithm": "sssd_cycle", "page_size": 1, "disable_overlap_schedule": False, **FEATURES}
 SYNC = {"disable_overlap_schedule": True}
 ENGINES = [FIXED, FIXED | SYNC, CYCLING, CYCLING | SYNC]
+# As on a GPU: a few widths, each with graphs of its own, and one.
+WIDTHS = {"sssd": "16", "sssd_cycle": "1,2,4,8,16"}
 NAMES = ["fixed width, pages", "fixed width, pages, sync", "cycling width", "cycling width, sync"]
 SMALL_POOL = {"speculative_algorithm": "sssd_cycle", "max_total_tokens": 512}
 
@@ -101,6 +132,8 @@ def drafting(request, tiny, stock, tmp_path_factory):
     """An engine with us, of these settings."""
     counts = tmp_path_factory.mktemp("engine") / "counts.json"
     env = {"SGLANG_INIT_NEW_TOKEN_RATIO": "0.01"} if request.param is SMALL_POOL else {}
+    if not request.param.get("disable_overlap_schedule"):
+        env["TREE_TEST_WIDTHS"] = WIDTHS[request.param["speculative_algorithm"]]
     with sglang_engine(tiny, counts, env, speculative_num_draft_tokens=16, **request.param) as engine:
         engine.counts, engine.settings = counts, request.param
         yield engine
@@ -117,11 +150,12 @@ def settled(engine):
 
 @pytest.mark.parametrize("drafting", ENGINES, indirect=True, ids=NAMES)
 def test_same_answers(drafting, stock):
-    got = answers(drafting)
-    if drafting.settings["disable_overlap_schedule"]:
-        got["penalties"] = penalised(drafting)
-    for name, value in got.items():
+    for name, value in answers(drafting).items():
         assert value == stock[name], name
+    assert penalised(drafting) == stock["sync" if drafting.settings["disable_overlap_schedule"] else "overlap"]
+    for which, expected in stock["states"].items():
+        for got, states in zip(hidden_states(drafting, which), expected, strict=True):
+            np.testing.assert_allclose(got, states, rtol=0, atol=1e-3)
     assert abort_some(drafting) == stock["batch 4"][0]
     done = settled(drafting)
     assert done["held"] == 0, "a request's n-grams outlive it"

@@ -2,81 +2,169 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import check
-from freedraft.engines.sglang.guards import refuse_unsupported, widths_for
+from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend, widths_for
+from tests.support.models import save, tiny_model
 
-GOOD = {"speculative_num_draft_tokens": 16, "attention_backend": "triton", "page_size": 1, "device": "cuda"}
+ON_GPU = {"device": "cuda", "attention_backend": "triton"}
+ON_CPU = {"device": "cpu", "attention_backend": "torch_native"}
 
 
-def arguments(**changed):
-    """SGLang's own arguments, before it fills in what this machine has."""
+@pytest.fixture(scope="module")
+def weightless(tmp_path_factory):
+    """A folder with a model's config."""
+    return save(tiny_model(seed=1, vocab_size=64), tmp_path_factory.mktemp("start"))
+
+
+@pytest.fixture
+def resolved(weightless, monkeypatch):
+    """Gives what SGLang makes of arguments, our part in it included, as it starts: a view of a ServerArgs."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
-    return ServerArgs(model_path="a", **GOOD | changed)
+    load_plugins()
+
+    def resolve(**given):
+        if given["device"] == "cuda":
+            monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+        args = ServerArgs(model_path=str(weightless), **{"speculative_algorithm": "sssd", "page_size": 1} | given)
+        args.resolve_once()
+        return resolving_view(args)
+
+    return resolve
 
 
-@pytest.mark.parametrize("backend", ["triton", "flashinfer", "fa3", None])
-def test_backends_with_tree_masks_pass(backend):
-    refuse_unsupported(arguments(attention_backend=backend), "SSSD", cpu_platform=False)
+@pytest.mark.parametrize("backend", ["triton", "flashinfer", "fa3"])
+def test_backends_with_tree_masks_pass(resolved, backend):
+    args = resolved(**ON_GPU | {"attention_backend": backend})
+    assert args.speculative_num_draft_tokens == 16
+    assert args.speculative_eagle_topk > 1, "FA3 ignores the tree mask otherwise"
+    assert args.speculative_num_steps * args.speculative_eagle_topk <= 16, "more KV slots than nodes would be reserved"
+    assert args.enable_mixed_chunk is False and args.max_running_requests == 48
 
 
-def test_flashinfer_may_have_pages():
-    refuse_unsupported(arguments(attention_backend="flashinfer", page_size=16), "SSSD", cpu_platform=False)
+def test_flashinfer_may_have_pages(resolved):
+    assert resolved(**ON_GPU | {"attention_backend": "flashinfer", "page_size": 16}).page_size == 16
 
 
 @pytest.mark.parametrize(
     "changed, reason, remedy",
     [
-        ({"attention_backend": "trtllm_mha"}, "attention backend trtllm_mha", "--attention-backend fa3 or"),
-        ({"decode_attention_backend": "cutlass_mla"}, "cutlass_mla", "--attention-backend"),
+        ({"attention_backend": "fa4"}, "attention backend fa4", "--attention-backend fa3 or"),
         ({"attention_backend": "torch_native"}, "torch_native", "--attention-backend"),
+        # The verifying pass runs on the prefill backend, unless SGLang is told otherwise.
+        ({"prefill_attention_backend": "fa4"}, "fa4 (--prefill-attention-backend)", "--attention-backend"),
+        (
+            {"decode_attention_backend": "flex_attention", "speculative_attention_mode": "decode"},
+            "flex_attention (--decode-attention-backend)",
+            "--attention-backend",
+        ),
         ({"page_size": 16}, "pages of 16", "--page-size 1"),
         ({"attention_backend": "fa3", "page_size": 64}, "pages of 64", "--page-size 1"),
         ({"pp_size": 2}, "pipeline parallelism", "--tp-size"),
-        ({"enable_lora": True}, "LoRA", "merged model"),
-        ({"lora_paths": ["a"]}, "LoRA", "merged model"),
+        ({"enable_lora": True, "lora_paths": ["a=b"]}, "LoRA", "merged model"),
         ({"disaggregation_mode": "decode"}, "disaggregation", "--disaggregation-mode"),
-        ({"enable_dp_attention": True}, "DP attention", "--enable-dp-attention"),
+        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, "DP attention", "--attn-dp-size"),
+        ({"tp_size": 2, "attn_dp_size": 2}, "DP attention", "--attn-dp-size"),
         ({"enable_two_batch_overlap": True}, "two-batch", "--enable-two-batch-overlap"),
-        ({"speculative_adaptive": True}, "width", "--speculative-adaptive"),
+        ({"enable_watermark": True}, "watermark", "--enable-watermark"),
         ({"speculative_accept_threshold_acc": 0.9}, "lossless", "1.0"),
         ({"enable_deterministic_inference": True}, "seed", "--enable-deterministic-inference"),
         ({"speculative_num_draft_tokens": 0}, "0 nodes", "1..256"),
         ({"speculative_num_draft_tokens": 500}, "500 nodes", "1..256"),
-        ({"device": "cpu", "attention_backend": "torch_native"}, "stock SGLang lacks", "SGLANG_PLATFORM=freedraft_cpu"),
-        ({"dcp_size": 2}, "context parallelism", "--dcp-size"),
+        (ON_CPU, "stock SGLang lacks", "SGLANG_PLATFORM=freedraft_cpu"),
+        ({"tp_size": 2, "dcp_size": 2}, "context parallelism", "--dcp-size"),
+        ({"speculative_algorithm": "layerskip", "tp_size": 2}, "tensor parallelism", "--tp-size 1"),
     ],
 )
-def test_refused(changed, reason, remedy):
+def test_refused(resolved, monkeypatch, changed, reason, remedy):
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     with pytest.raises(ConfigError) as caught:
-        refuse_unsupported(arguments(**changed), "SSSD", cpu_platform=False)
+        resolved(**ON_GPU | changed)
     message = str(caught.value)
-    assert message.startswith("--speculative-algorithm sssd ")
+    assert message.startswith(f"--speculative-algorithm {changed.get('speculative_algorithm', 'sssd')} ")
     assert reason in message and remedy in message and "\n" not in message
 
 
-def test_methods_that_run_the_model_have_one_rank():
-    refuse_unsupported(arguments(tp_size=2), "SSSD", cpu_platform=False)
-    refuse_unsupported(arguments(tp_size=1), "LAYERSKIP", cpu_platform=False, runs_model=True)
-    with pytest.raises(ConfigError, match=r"--speculative-algorithm layerskip .* --tp-size 1"):
-        refuse_unsupported(arguments(tp_size=2), "LAYERSKIP", cpu_platform=False, runs_model=True)
+def test_the_backend_that_does_not_verify_may_be_any(resolved):
+    """SGLang's own choice for another kind of pass is not ours to judge."""
+    assert verify_backend(resolved(**ON_GPU | {"decode_attention_backend": "flex_attention"})) == "triton"
+    decode = {"prefill_attention_backend": "fa4", "speculative_attention_mode": "decode"}
+    assert verify_backend(resolved(**ON_GPU | decode)) == "triton"
 
 
-def test_cpu_platform_takes_its_own_backend_only():
-    cpu = {"device": "cpu", "page_size": 16}
-    refuse_unsupported(arguments(attention_backend="torch_native", **cpu), "SSSD", cpu_platform=True)
+def test_ranks(resolved):
+    assert resolved(**ON_GPU, tp_size=2).tp_size == 2
+    assert resolved(**ON_GPU, tp_size=1, speculative_algorithm="layerskip").speculative_num_draft_tokens == 16
+
+
+def test_cpu_platform_takes_its_own_backend_only(resolved):
+    assert resolved(**ON_CPU | {"page_size": 16}).page_size == 16
     with pytest.raises(ConfigError, match="torch_native"):
-        refuse_unsupported(arguments(attention_backend="triton", **cpu), "SSSD", cpu_platform=True)
+        resolved(**ON_CPU | {"attention_backend": "triton"})
+
+
+ATTENTION = {
+    "plain": {},
+    "windows": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 16},
+    "chunks": {"attention_chunk_size": 64},
+    "latent": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("attention", "shapes"),
+    [
+        ("plain", {"triton": "tree", "flashinfer": "tree", "fa3": "tree", "torch_native": "tree"}),
+        ("windows", {"triton": "chain", "flashinfer": None, "fa3": "tree", "torch_native": "tree"}),
+        ("chunks", {"triton": None, "flashinfer": None, "fa3": None, "torch_native": "tree"}),
+        ("latent", {"triton": "tree", "flashinfer": "chain", "fa3": "tree", "torch_native": "tree"}),
+    ],
+)
+def test_what_attention_verifies(weightless, tmp_path, attention, shapes):
+    """As SGLang's ModelConfig tells the kinds of attention apart."""
+    from types import SimpleNamespace
+
+    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+    from sglang.srt.model_executor.model_runner_components.load_model_utils import resolve_sliding_window_size
+
+    changed = json.loads((weightless / "config.json").read_text()) | ATTENTION[attention]
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    config = ModelConfig(str(tmp_path))
+    window = 15 if attention == "windows" else resolve_sliding_window_size(object(), config)
+    latent = config.attention_arch == AttentionArch.MLA
+    assert latent == (attention == "latent")
+    runner = SimpleNamespace(model_config=config, use_mla_backend=latent, sliding_window_size=window)
+    for backend, shape in shapes.items():
+        if shape is not None:
+            assert shape_for("sssd", backend, runner) == shape
+            continue
+        with pytest.raises(ConfigError, match=rf"--speculative-algorithm sssd .* {backend}.*: (use|start)"):
+            shape_for("sssd", backend, runner)
+    with pytest.raises(ConfigError, match="trtllm_mla"):
+        shape_for("sssd", "trtllm_mla", runner)
 
 
 def test_widths():
-    assert widths_for("triton", 16) == (1, 2, 4, 8, 16)
+    assert widths_for("triton", 16) == widths_for("fa3", 16) == (1, 2, 4, 8, 16)
     assert widths_for("flashinfer", 12) == (1, 2, 4, 8, 12)
     assert widths_for("torch_native", 5) == (1, 2, 3, 4, 5)
-    assert widths_for("fa3", 16) == (16,)
+    assert all(widths_for(backend, 16)[0] == 1 for backend in BACKENDS), "what fails leaves the roots"
 
 
 def test_platform_is_off_unless_asked_for(monkeypatch):
@@ -118,6 +206,38 @@ def test_all_hooks_are_there():
     assert check(HOOKS + MODEL_HOOKS) == []
 
 
+def test_the_source_tells_what_the_installed_engine_tells():
+    """As `bench.sglang_versions` reads wheels that are not installed."""
+    from importlib.util import find_spec
+
+    from bench.lib.hooks_in_source import Source
+    from bench.sglang_versions import ASSEMBLED, PARTS
+
+    root = Path(find_spec("sglang").origin).parents[1]
+    files = [str(path.relative_to(root)) for path in (root / "sglang/srt/arg_groups/fields").glob("*.py")]
+    changed = {}
+
+    def read(name):
+        text = (root / name).read_text() if (root / name).is_file() else None
+        return text if name not in changed else text.replace(*changed[name])
+
+    def problems():
+        source = Source(read, files, ASSEMBLED)
+        return [found for hooks in PARTS.values() for hook in hooks if (found := source.problem(hook)) is not None]
+
+    assert problems() == []
+    changed["sglang/srt/speculative/spec_utils.py"] = "def build_grammar_vocab_mask", "def renamed"
+    changed["sglang/srt/layers/sampler.py"] = "num_tokens_in_batch", "count"
+    changed["sglang/srt/mem_cache/memory_pool.py"] = "kv_cache_layout", "layout"
+    changed["sglang/srt/arg_groups/fields/spec.py"] = "speculative_attention_mode", "mode"
+    lines = "\n".join(problems())
+    assert lines.count("\n") == 3
+    assert "spec_utils.build_grammar_vocab_mask is missing" in lines
+    assert "apply_custom_logit_processor takes no parameter num_tokens_in_batch" in lines
+    assert "MHATokenToKVPool has no kv_cache_layout" in lines
+    assert "ServerArgs has no speculative_attention_mode" in lines
+
+
 def test_nothing_registers_when_a_hook_is_renamed(monkeypatch, caplog):
     from sglang.srt.speculative import spec_utils
     from sglang.srt.speculative.spec_registry import get_spec
@@ -145,15 +265,8 @@ def test_doctor_names_the_hook(monkeypatch):
     assert "note_request_finished is missing" in problem
 
 
-def test_algorithm_sets_defaults_and_answers_the_core(monkeypatch):
-    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+def test_algorithm_answers_the_core():
     from freedraft.engines.sglang.algorithm import TreeAlgorithm
 
     algorithm = TreeAlgorithm("SSSD", lambda args: None, supports_overlap=True)
-    args = arguments(speculative_num_draft_tokens=None, max_running_requests=None, enable_mixed_chunk=True)
-    algorithm.handle_server_args(args)
-    assert args.speculative_num_draft_tokens == 16
-    assert args.speculative_eagle_topk > 1, "FA3 ignores the tree mask otherwise"
-    assert args.speculative_num_steps * args.speculative_eagle_topk <= 16, "more KV slots than nodes would be reserved"
-    assert args.enable_mixed_chunk is False
     assert algorithm.is_ngram() and not algorithm.has_draft_kv() and not algorithm.need_topk()

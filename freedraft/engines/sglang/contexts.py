@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from freedraft.engines.sglang.guards import decode_backend, widths_for
+from freedraft.engines.sglang.guards import verify_backend, widths_for
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.method import EngineContext
 
@@ -25,24 +25,27 @@ def context_at_start(args: Any) -> EngineContext:
         hf_config=config,
         vocab_size=getattr(config.get_text_config(), "vocab_size", None),
         max_draft_tokens=nodes - 1,
-        widths=widths_for(decode_backend(args) or "", nodes),
+        widths=widths_for(verify_backend(args) or "", nodes),
         tensor_parallel=args.tp_size,
     )
 
 
-def context_of_worker(target_worker: Any, widths: tuple[int, ...]) -> EngineContext:
-    """In a scheduler."""
+def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bool) -> EngineContext:
+    """In a scheduler. Of data-parallel replicas the first writes what it learns."""
     from sglang.srt.runtime_context import get_parallel
 
+    replica = get_parallel().dp_rank or 0
     runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
     return EngineContext(
         hf_config=published_config(runner.server_args),
         vocab_size=runner.model_config.vocab_size,
         max_draft_tokens=widths[-1] - 1,
         widths=widths,
+        chains=chains,
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
         tensor_parallel=runner.server_args.tp_size,
-        rank=get_parallel().dp_rank or 0,
+        rank=replica,
+        writes_store=replica == 0,
         gives_logits=True,
         hardware=hardware_name(str(runner.device)),
         tokenizer_fingerprint=partial(tokenizer_fingerprint, tokenizer) if tokenizer else lambda: None,

@@ -1,11 +1,15 @@
-"""Corpora as SGLang's HTTP calls hand them over."""
+"""Corpora over SGLang's HTTP calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from freedraft.engines.sglang.drafting import Drafting
 
 
 def documents_of(token_chunks: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
@@ -13,3 +17,29 @@ def documents_of(token_chunks: Sequence[Sequence[int]]) -> list[NDArray[np.int32
     flat = np.fromiter((token for chunk in token_chunks for token in chunk), np.int64)
     pieces = np.split(flat, np.flatnonzero(flat < 0))
     return [tokens.astype(np.int32) for piece in pieces if len(tokens := piece[piece >= 0])]
+
+
+class CorpusCalls:
+    """What SGLang's `ExternalCorpusManager` calls of a speculative worker, on every tensor-parallel rank: the first one
+    holds the corpora. Additions come from a thread of their own; what is raised goes to the client, except from
+    `commit_corpus_load`."""
+
+    _drafting: Drafting | None
+
+    def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
+        documents = documents_of(token_chunks)
+        if self._drafting is None:
+            return sum(len(document) for document in documents)
+        return self._drafting.guarded.method.add_corpus(corpus_id, documents)
+
+    def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
+        if self._drafting is not None:
+            guarded = self._drafting.guarded
+            guarded.call(lambda: guarded.method.commit_corpus(corpus_id))
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        if self._drafting is not None:
+            self._drafting.guarded.method.remove_corpus(corpus_id)
+
+    def list_external_corpora(self) -> dict[str, int]:
+        return self._drafting.guarded.method.corpora() if self._drafting is not None else {}

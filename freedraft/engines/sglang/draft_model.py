@@ -60,8 +60,6 @@ class PagedDraftModel(DraftModel):
         self.n_layers = len(self.decoder.layers)
         self._to_capture: dict[Stages, None] = {}
         self._graphs: dict[Stages, Captured] = {}
-        # Whether a pass is run as the verification of one node, which graphs are captured of, not as plain decoding.
-        self.as_nodes = False
 
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
         """See `DraftModel.build`. What is built after `capture` runs without CUDA graphs."""
@@ -85,8 +83,6 @@ class PagedDraftModel(DraftModel):
         except Exception as error:
             self._graphs.clear()
             logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
-            return
-        self.as_nodes = True
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         """SGLang has reserved slots for the widest tree."""
@@ -98,13 +94,17 @@ class PagedDraftModel(DraftModel):
     def scorer(self, window: int) -> PagedScorer:
         return PagedScorer(self, window)
 
+    def has_graphs(self, stages: Stages) -> bool:
+        """Whether these are captured, so that their passes are to be verifications of one node."""
+        return stages in self._graphs
+
     def run(self, stages: Stages, batch: ForwardBatch) -> torch.Tensor:
         """Logits after one token per request, float [R, V]."""
         return self.logits(self._runs(stages), batch, self._graphs.get(stages))
 
     def logits(self, hidden_of: HiddenOf, batch: ForwardBatch, captured: Captured | None = None) -> torch.Tensor:
         """Logits behind what `hidden_of` computes in place of the model, float [R, V]; eager unless `captured`."""
-        graphs = swapped_in(self.runner, captured or (self.runner.attn_backend, None))
+        graphs = swapped_in(self.runner, captured or Captured(self.runner.attn_backend, None))
         with self._in_place(hidden_of), graphs, torch.no_grad():
             return self.runner.forward(batch).logits_output.next_token_logits
 
@@ -127,7 +127,14 @@ class PagedDraftModel(DraftModel):
             del model.forward
 
     def one_token_each(
-        self, whole: Any, rows: torch.Tensor, tokens: torch.Tensor, past: torch.Tensor, slots: torch.Tensor
+        self,
+        whole: Any,
+        rows: torch.Tensor,
+        tokens: torch.Tensor,
+        past: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        as_nodes: bool = False,
     ) -> ForwardBatch:
         """A pass over one token for each of R rows.
 
@@ -137,6 +144,8 @@ class PagedDraftModel(DraftModel):
             tokens: int64 [R].
             past: int64 [R] on the CPU, how many tokens of its request each reads, those before it.
             slots: int64 [R], where its KV is written.
+            as_nodes: as the verification of one node, which graphs are captured of, and not as plain decoding, which
+                every attention backend runs eagerly.
         """
         part = copy.copy(whole)
         rows_there = rows.to(whole.seq_lens.device)
@@ -146,7 +155,7 @@ class PagedDraftModel(DraftModel):
         part.req_pool_indices = whole.req_pool_indices[rows_there]
         if whole.orig_seq_lens is not None:
             part.orig_seq_lens = whole.orig_seq_lens[rows_there]
-        if self.as_nodes:  # as the worker verifies a tree of nothing but its root
+        if as_nodes:  # as the worker verifies a tree of nothing but its root
             part.forward_mode = ForwardMode.TARGET_VERIFY
             part.seq_lens, part.seq_lens_cpu = past_there, past
             seen = len(rows) if selected() else int(past.sum()) + len(rows)
@@ -197,7 +206,12 @@ class PagedRound(DraftRound):
         there = here.to(device)
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device, non_blocking=True)
         part = self._model.one_token_each(
-            batch, here, ids, batch.seq_lens_cpu[here] + position, self.slots[there, position]
+            batch,
+            here,
+            ids,
+            batch.seq_lens_cpu[here] + position,
+            self.slots[there, position],
+            as_nodes=self._model.has_graphs(draft_pass.stages),
         )
         logits = self._as_sampled(self._model.run(draft_pass.stages, part), there)
         return most_likely(logits, draft_pass.top_k, draft_pass.entropy)

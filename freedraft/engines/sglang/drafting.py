@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,11 +12,27 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.logits_copy import LogitsCopy
-from freedraft.engines.sglang.requests import extra_of, output_of, padding_of, tenant_of, tokens_of, was_aborted
+from freedraft.engines.sglang.requests import (
+    counts_tokens_of_a_step,
+    extra_of,
+    output_of,
+    padding_of,
+    tenant_of,
+    tokens_of,
+    was_aborted,
+)
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import Step
 
 NOTHING = np.zeros(0, np.int32)
+
+
+class Gained(NamedTuple):
+    """The tokens that the last step accepted: `tokens[starts[b]:ends[b]]` of request b, at least one."""
+
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
 
 
 class Drafting:
@@ -28,10 +44,12 @@ class Drafting:
         guarded: the method.
         widths: the numbers of nodes per request, root included, that are prepared to be verified; ascending.
         max_batch: most requests in a batch.
+        chains: whether trees are cut to chains.
     """
 
-    def __init__(self, guarded: GuardedMethod, widths: Sequence[int], max_batch: int) -> None:
+    def __init__(self, guarded: GuardedMethod, widths: Sequence[int], max_batch: int, *, chains: bool = False) -> None:
         self.guarded = guarded
+        self._chains = chains
         self._widths = np.array(widths, np.int32)
         self._max_running = 4 * max_batch + 64
         self._requests: dict[str, tuple[Any, int]] = {}  # as they began: SGLang's request, its number of tokens
@@ -44,10 +62,14 @@ class Drafting:
 
     def begin(self, requests: Sequence[Any]) -> None:
         """Prefill starts, or goes on with a later chunk; of a request that was retracted, with its output so far."""
-        for request in requests:
-            began, length = self._requests.get(request.rid, (None, 0))
-            if began is not request or length != len(request.origin_input_ids) + len(request.output_ids):
-                self._begin(request, tokens_of(request))
+
+        def begin_each() -> None:
+            for request in requests:
+                began, length = self._requests.get(request.rid, (None, 0))
+                if began is not request or length != len(request.origin_input_ids) + len(request.output_ids):
+                    self._begin(request, tokens_of(request))
+
+        self.guarded.call(begin_each)
 
     def _begin(self, request: Any, tokens: NDArray[np.int32]) -> None:
         length = len(request.origin_input_ids) + len(request.output_ids)
@@ -64,8 +86,8 @@ class Drafting:
     def finish(self, request_id: str) -> None:
         """SGLang is done with a request."""
         request, _ = self._requests.get(request_id, (None, 0))
-        known = request is not None
-        self._forget(request_id, output_of(request) if known else None, known and was_aborted(request))
+        ended = None if request is None else self.guarded.call(lambda: (output_of(request), was_aborted(request)))
+        self._forget(request_id, *(ended or (None, False)))
 
     def _forget(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         for held in (self._requests, self._states, self._drafted):
@@ -92,52 +114,62 @@ class Drafting:
             self.guarded.call(lambda: self._logits.put(ids, draft, logits))
 
     def draft(self, batch: Any) -> DraftBatch:
-        """Trees [B, n] for SGLang's ScheduleBatch, where n is the smallest prepared width that holds them all."""
+        """Trees [B, n] for SGLang's ScheduleBatch, where n is the smallest prepared width that holds them all. Whatever
+        fails in making them leaves the roots."""
         spec = batch.spec_info
-        tokens = spec.accept_tokens.cpu().numpy().astype(np.int32, copy=False)
+        tokens, lengths = spec.accept_tokens.cpu().numpy(), spec.accept_lens.cpu().numpy()
+        starts = np.arange(0, len(tokens), len(tokens) // len(batch.reqs))
+        gained = Gained(tokens.astype(np.int32, copy=False), starts, starts + lengths)
+        draft = self.guarded.call(partial(self._draft, batch, gained))
+        if draft is None:
+            draft = DraftBatch.roots(gained.tokens[gained.ends - 1])
+        self._drafted = dict(zip((r.rid for r in batch.reqs), (draft.counts - 1).tolist(), strict=True))
+        self._previous = draft.tokens.shape[0], draft.tokens.size
+        return draft
+
+    def _draft(self, batch: Any, gained: Gained) -> DraftBatch | None:
         if (logits := self._logits.take()) is not None:
             self.guarded.recycle(logits)
-        step = self._step(batch, tokens, spec.accept_lens.cpu().numpy())
+        step = self._step(batch, gained)
         proposed = self.guarded.draft(step)
         for request in batch.reqs:
             if request.finished():  # with a grammar, SGLang runs a request once more after its end
                 self._forget(request.rid, NOTHING, was_aborted(request))
-        draft = None if proposed is None else self.guarded.call(partial(self._cut, step, proposed))
-        if draft is None:
-            draft = self._cut(step, DraftBatch.roots(step.roots))
-        self._drafted = dict(zip(step.request_ids, (draft.counts - 1).tolist(), strict=True))
-        self._previous = draft.tokens.shape[0], draft.tokens.size
-        return draft
+        return None if proposed is None else self._cut(step, proposed)
 
-    def _step(self, batch: Any, tokens: NDArray[np.int32], lengths: NDArray[np.int32]) -> Step:
-        """The step after one that accepted `lengths[b]` of request b's `tokens` (int32 [B * N]; [B])."""
+    def _step(self, batch: Any, gained: Gained) -> Step:
         requests = batch.reqs
+        tokens, starts, ends = gained
         ids = [request.rid for request in requests]
         padding = np.fromiter(map(padding_of, requests), np.int64, len(ids))
-        contexts = (batch.seq_lens_cpu.numpy() + 1 - padding).astype(np.int32)  # the root is not in the KV cache
-        starts = np.arange(0, len(tokens), len(tokens) // len(ids))
-        ends = starts + lengths
+        lengths = batch.seq_lens_cpu.numpy() + 1  # the root is not in the KV cache
+        contexts = (lengths - padding).astype(np.int32)
 
         def history(b: int) -> NDArray[np.int32]:
             # Under overlap scheduling `output_ids` lacks what the last step accepted.
-            before = tokens_of(requests[b])[: contexts[b] - lengths[b]]
+            before = tokens_of(requests[b])[: contexts[b] - (ends[b] - starts[b])]
             return np.concatenate((before, tokens[starts[b] : ends[b]]))
 
         for b, request in enumerate(requests):
             if request.rid not in self._requests and not request.finished():
-                self._begin(request, history(b)[: -lengths[b]])
+                self._begin(request, history(b)[: starts[b] - ends[b]])
         self._sweep(ids)
         if waiting := [request_id for request_id in ids if request_id in self._states]:
             states = torch.stack([self._states.pop(request_id) for request_id in waiting]).float().cpu().numpy()
             for request_id, state in zip(waiting, states, strict=True):
                 self.guarded.set_prompt_state(request_id, state)
+        capacities = np.full(len(ids), self._widths[-1] - 1, np.int32)
+        for b, request in enumerate(requests):
+            _, began = self._requests.get(request.rid, (None, 0))
+            if counts_tokens_of_a_step(request, int(lengths[b]) - began):
+                capacities[b] = 0
         return Step(
             request_ids=ids,
             tokens=tokens,
             starts=starts,
             ends=ends,
             contexts=contexts,
-            capacities=np.full(len(ids), 0 if _one_at_a_time(batch) else self._widths[-1] - 1, np.int32),
+            capacities=capacities,
             drafted=np.fromiter((self._drafted.get(i, 0) for i in ids), np.int32, len(ids)),
             widths=self._widths,
             previous=self._previous,
@@ -148,6 +180,9 @@ class Drafting:
     def _cut(self, step: Step, draft: DraftBatch) -> DraftBatch:
         size = step.batch_size
         counts = np.clip(draft.counts, 1, step.capacities + 1)
+        if self._chains:
+            follows = draft.parents[:, 1:] == np.arange(draft.max_nodes - 1)
+            np.minimum(counts, 1 + np.logical_and.accumulate(follows, 1).sum(1), out=counts)
         width = int(self._widths[np.searchsorted(self._widths, counts.max())])
         out = DraftBatch.empty(size, width)
         kept = min(width, draft.max_nodes)
@@ -157,15 +192,3 @@ class Drafting:
         # The root comes from the engine, whatever the method holds.
         out.tokens[:, 0], out.parents[:, 0], out.depths[:, 0] = step.roots, -1, 0
         return out
-
-
-def _one_at_a_time(batch: Any) -> bool:
-    """Whether some request's distribution depends on tokens of this very step, so that a tree has no one mask or bias:
-    penalties count tokens, custom logit processors and watermarks may look at them."""
-    sampling = batch.sampling_info
-    return (
-        sampling.acc_additive_penalties is not None
-        or sampling.acc_scaling_penalties is not None
-        or sampling.has_custom_logit_processor
-        or sampling.has_watermark_candidates
-    )

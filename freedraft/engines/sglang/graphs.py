@@ -1,67 +1,77 @@
-"""CUDA graphs for every width of the verify pass.
+"""An attention backend and CUDA graphs for every width of the verify pass.
 
-SGLang captures one graph, for the widest; a batch of another width would run eagerly. So each further width gets an
-attention backend and a graph runner of its own, made as SGLang makes them for its adaptive EAGLE, and swapped in for
-the pass.
+SGLang has one backend and one set of graphs, for the widest; a batch of another width would run eagerly, and not at all
+on a backend that is built for one width. So each further width gets its own, made as SGLang makes them for its adaptive
+EAGLE, and swapped in for the pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+
+class Captured(NamedTuple):
+    """What passes of one width run on; without graphs they run eagerly."""
+
+    backend: Any
+    graphs: Any
 
 
 class WidthGraphs:
-    """The graph runner of each width of one model runner. Empty, and doing nothing, where graphs are off."""
+    """What each width of one model runner runs on; empty where one backend runs all, eagerly."""
 
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
-        self._graphs: dict[int, Captured] = {}
+        self._of_width: dict[int, Captured] = {}
 
-    def capture(self, widths: Sequence[int]) -> None:
-        """Capture all of `widths` but the last, which SGLang has captured; call it after SGLang's own capture."""
-        if self._runner.decode_cuda_graph_runner is None:
-            return
-        for width in widths[:-1]:
-            self._graphs[width] = capture(self._runner, width)
+    def capture(self, widths: Sequence[int], *, fixed_width: bool) -> None:
+        """Prepare all of `widths` but the last, which SGLang has prepared; call it after SGLang's own capture.
 
-    @contextmanager
-    def use(self, width: int) -> Iterator[None]:
-        """Run a pass of this width on its own graph."""
-        if width not in self._graphs:
-            yield
-            return
-        with swapped_in(self._runner, self._graphs[width]):
-            yield
+        Args:
+            fixed_width: whether the attention backend is built for one width.
+        """
+        if fixed_width or self._runner.decode_cuda_graph_runner is not None:
+            for width in widths[:-1]:
+                self._of_width[width] = capture(self._runner, width)
 
-
-Captured = tuple[Any, Any]  # attention backend, graph runner
+    def use(self, width: int) -> AbstractContextManager[None]:
+        """Passes inside run on what belongs to this width."""
+        captured = self._of_width.get(width)
+        return nullcontext() if captured is None else swapped_in(self._runner, captured)
 
 
 def capture(runner: Any, width: int) -> Captured:
-    """Capture graphs of `width` nodes per request, for every batch size that SGLang captures, with whatever `runner`
-    has as its model now."""
+    """A backend of `width` nodes per request, and its graphs for every batch size that SGLang captures, if it captures
+    any, with whatever `runner` has as its model now."""
     from sglang.srt.runtime_context import get_context, get_spec
 
-    widest = get_spec().speculative_num_draft_tokens
-    get_context().override("freedraft.capture", speculative_num_draft_tokens=width)
+    spec = get_spec()
+    widest = {
+        "speculative_num_draft_tokens": spec.speculative_num_draft_tokens,
+        "speculative_eagle_topk": spec.speculative_eagle_topk,
+    }
+    # FA3 leaves the mask of a single node alone with topk 1, and then costs what plain decoding costs.
+    topk = 1 if width == 1 else spec.speculative_eagle_topk
+    get_context().override("freedraft.capture", speculative_num_draft_tokens=width, speculative_eagle_topk=topk)
     try:
-        backend = _new_backend(runner)
-        graph = type(runner.decode_cuda_graph_runner)(
-            runner,
-            attn_backend=backend,
-            speculative_num_steps=get_spec().speculative_num_steps,
-            speculative_num_draft_tokens=width,
-        )
+        backend, graphs = _new_backend(runner), None
+        if runner.decode_cuda_graph_runner is not None:
+            graphs = type(runner.decode_cuda_graph_runner)(
+                runner,
+                attn_backend=backend,
+                speculative_num_steps=spec.speculative_num_steps,
+                speculative_num_draft_tokens=width,
+            )
     finally:
-        get_context().override("freedraft.capture", speculative_num_draft_tokens=widest)
-    return backend, graph
+        get_context().override("freedraft.capture", **widest)
+    return Captured(backend, graphs)
 
 
 @contextmanager
 def swapped_in(runner: Any, captured: Captured) -> Iterator[None]:
-    """Passes of `runner` go to these graphs."""
+    """Passes of `runner` go to these."""
     before = runner.attn_backend, runner.decode_cuda_graph_runner
     runner.attn_backend, runner.decode_cuda_graph_runner = captured
     try:
@@ -71,8 +81,9 @@ def swapped_in(runner: Any, captured: Captured) -> Iterator[None]:
 
 
 def _new_backend(runner: Any) -> Any:
-    shared = runner.init_new_workspace
+    """On the workspace that SGLang's own backend has, 384 MiB and more: their passes never run at the same time."""
+    own = runner.init_new_workspace
     try:
-        return runner._get_attention_backend(init_new_workspace=True)
+        return runner._get_attention_backend(init_new_workspace=False)
     finally:
-        runner.init_new_workspace = shared
+        runner.init_new_workspace = own

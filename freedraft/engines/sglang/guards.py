@@ -2,31 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from freedraft.config import ConfigError
 
-# Which backends read a custom tree mask in TARGET_VERIFY (SGLang 0.5.23), and whether its width may vary from step to
-# step.
-TREE_BACKENDS = {"triton": True, "flashinfer": True, "fa3": False}
 CPU_BACKEND = "torch_native"
-# With pages of more than one token, accepted branches may end in the middle of a page: only these backends address
-# slots.
-PAGED_TREE_BACKENDS = {"flashinfer", CPU_BACKEND}
+
+Shape = Literal["tree", "chain"]
+
+
+class AttentionBackend(NamedTuple):
+    """What an attention backend verifies in TARGET_VERIFY (read in SGLang 0.5.23).
+
+    Attributes:
+        mla: what it verifies of models with multi-head latent attention; None where it would verify nothing right.
+        windows: the same of models with sliding windows.
+        fixed_width: it is built for one number of nodes per request, so that each width needs one of its own.
+        pages: whether accepted branches may end in the midst of a page of several tokens.
+    """
+
+    mla: Shape | None
+    windows: Shape | None
+    fixed_width: bool = False
+    pages: bool = False
+
+
+BACKENDS = {
+    # A window is counted from a node's index, not from its position: the same in a chain, and another in a tree.
+    "triton": AttentionBackend(mla="tree", windows="chain"),
+    # MLA is planned as causal, whatever the mask; with windows the mask is not that of the keys which are read.
+    "flashinfer": AttentionBackend(mla="chain", windows=None, pages=True),
+    "fa3": AttentionBackend(mla="tree", windows="tree", fixed_width=True),
+    CPU_BACKEND: AttentionBackend(mla="tree", windows="tree", pages=True),
+}
 
 
 def widths_for(backend: str, max_nodes: int) -> tuple[int, ...]:
     """The numbers of nodes per request, root included, that steps may have under this attention backend; ascending.
 
     A small set (powers of two and the maximum): each needs a CUDA graph of its own. On a CPU there are no graphs and
-    every node costs, so any width is one. Backends that fix the width when they are built have the maximum only.
+    every node costs, so any width is one.
     """
     if backend == CPU_BACKEND:
         return tuple(range(1, max_nodes + 1))
-    if not TREE_BACKENDS.get(backend, True):
-        return (max_nodes,)
     powers = [1 << i for i in range(max_nodes.bit_length()) if 1 << i < max_nodes]
     return (*powers, max_nodes)
+
+
+def shape_for(name: str, backend: str, model_runner: Any) -> Shape:
+    """What the speculative algorithm `name` may draft for the model that SGLang's ModelRunner has loaded.
+
+    Raises:
+        ConfigError: this attention backend verifies no drafts of such a model.
+    """
+    config = model_runner.model_config
+
+    def shape_of(able: AttentionBackend) -> Shape | None:
+        shapes: list[Shape | None] = ["tree"]
+        if model_runner.use_mla_backend:
+            shapes.append(able.mla)
+        if model_runner.sliding_window_size is not None and model_runner.sliding_window_size > -1:
+            shapes.append(able.windows)
+        if config.attention_chunk_size is not None and able is not BACKENDS[CPU_BACKEND]:
+            shapes.append(None)
+        return None if None in shapes else "chain" if "chain" in shapes else "tree"
+
+    shape = shape_of(BACKENDS[backend]) if backend in BACKENDS else None
+    if shape is None:
+        others = [other for other, able in BACKENDS.items() if other != CPU_BACKEND and shape_of(able) is not None]
+        raise ConfigError(
+            f"--speculative-algorithm {name} verifies no drafts of {config.hf_config.architectures[0]} on attention "
+            f"backend {backend}, for its kind of attention: "
+            + (f"use --attention-backend {' or '.join(others)}" if others else "start without it")
+        )
+    return shape
 
 
 def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: bool = False) -> None:
@@ -56,8 +105,11 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: 
         refuse("does not go with LoRA adapters", "serve a merged model, or use --speculative-algorithm ngram")
     if getattr(args, "disaggregation_mode", "null") not in (None, "null"):
         refuse("does not run under prefill-decode disaggregation", "serve without --disaggregation-mode")
-    if getattr(args, "enable_dp_attention", False):
-        refuse("does not run under DP attention", "start without --enable-dp-attention, or with --dp-size replicas")
+    # SGLang 0.5.23 makes `--enable-dp-attention` an `attn_dp_size`, and unsets the flag.
+    if getattr(args, "enable_dp_attention", False) or getattr(args, "attn_dp_size", 1) > 1:
+        refuse("does not run under DP attention", "start without it (--attn-dp-size), or with --dp-size replicas")
+    if getattr(args, "enable_watermark", False):
+        refuse("does not watermark what it accepts", "start without --enable-watermark")
     if getattr(args, "enable_two_batch_overlap", False):
         refuse("does not go with two-batch overlap", "start without --enable-two-batch-overlap")
     if getattr(args, "dllm_algorithm", None):
@@ -79,25 +131,44 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: 
     for option in ("dcp_size", "attn_cp_size"):
         if (getattr(args, option, 1) or 1) > 1:
             refuse("does not run under context parallelism", f"start without --{option.replace('_', '-')}")
-    backend = decode_backend(args)
-    _check_backend(args, backend, refuse, cpu_platform)
+    _check_backend(args, verify_backend(args), refuse, cpu_platform)
 
 
 def _check_backend(args: Any, backend: str | None, refuse: Any, cpu_platform: bool) -> None:
     if args.device == "cpu" and not cpu_platform:
         refuse("needs tree attention, which stock SGLang lacks on a CPU", "set SGLANG_PLATFORM=freedraft_cpu")
-    usable = {CPU_BACKEND} if cpu_platform else set(TREE_BACKENDS)
-    if backend is not None and backend not in usable:
+    if backend is None:
+        return
+    usable = {CPU_BACKEND} if cpu_platform else set(BACKENDS) - {CPU_BACKEND}
+    if backend not in usable:
+        option = "" if backend == args.attention_backend else f" ({_option_of(args)})"
         refuse(
-            f"cannot verify trees on attention backend {backend}",
+            f"cannot verify trees on attention backend {backend}{option}",
             f"use --attention-backend {' or '.join(sorted(usable))}",
         )
     page = getattr(args, "page_size", None)
-    if page is not None and page > 1 and backend is not None and backend not in PAGED_TREE_BACKENDS:
+    if page is not None and page > 1 and not BACKENDS[backend].pages:
         remedy = "use --page-size 1, or --attention-backend flashinfer"
         refuse(f"cannot compact trees on pages of {page} tokens with attention backend {backend}", remedy)
 
 
-def decode_backend(args: Any) -> str | None:
+def _option_of(args: Any) -> str:
+    """The option that names the backend of the verifying pass, where prefill and decoding have one each."""
+    return f"--{'decode' if args.speculative_attention_mode == 'decode' else 'prefill'}-attention-backend"
+
+
+def verify_backend(args: Any) -> str | None:
     """The attention backend that runs the verifying pass; None where SGLang has not chosen one."""
-    return getattr(args, "decode_attention_backend", None) or args.attention_backend
+    own = (
+        args.decode_attention_backend if args.speculative_attention_mode == "decode" else args.prefill_attention_backend
+    )
+    return own or args.attention_backend
+
+
+def verify_backend_of(model_runner: Any) -> str:
+    """The same of a ModelRunner, which has the last word on its backends."""
+    from sglang.srt.runtime_context import get_spec
+
+    decodes = get_spec().speculative_attention_mode == "decode"
+    own = model_runner.decode_attention_backend_str if decodes else model_runner.prefill_attention_backend_str
+    return str(own)

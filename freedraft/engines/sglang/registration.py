@@ -8,7 +8,7 @@ from typing import Any
 
 from freedraft.engines.hooks import check
 from freedraft.engines.sglang.cpu import selected
-from freedraft.engines.sglang.hooks import CPU_HOOKS, HOOKS, MODEL_HOOKS
+from freedraft.engines.sglang.hooks import CORPUS_HOOKS, CPU_HOOKS, HOOKS, MODEL_HOOKS
 from freedraft.engines.sglang.patches import ASSIGN_SLOTS, assign_slots, let_corpora_through
 from freedraft.method import METHODS, MethodSpec
 
@@ -48,7 +48,8 @@ def _patch_once() -> None:
     _patched = True
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    let_corpora_through(lambda: {name.upper() for name, spec in METHODS.items() if spec.takes_corpora})
+    if not check(CORPUS_HOOKS):
+        let_corpora_through(lambda: {name.upper() for name, spec in METHODS.items() if spec.takes_corpora})
     if not selected():
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend

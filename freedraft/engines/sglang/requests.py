@@ -38,3 +38,20 @@ def was_aborted(request: Any) -> bool:
     """Whether a request that has ended was given up, by its client or by SGLang."""
     reason = request.finished_reason
     return reason is not None and reason.to_json()["type"] == "abort"
+
+
+def counts_tokens_of_a_step(request: Any, generated: int) -> bool:
+    """Whether the distribution of a request's next token but one depends on the next: penalties count tokens, custom
+    logit processors may look at them. A draft tree then has no one distribution, so that nothing is drafted.
+
+    Args:
+        generated: tokens since its prefill, which SGLang compares with `min_new_tokens` (a retraction starts anew).
+    """
+    sampling = request.sampling_params
+    return bool(
+        sampling.frequency_penalty != 0.0
+        or sampling.presence_penalty != 0.0
+        or sampling.repetition_penalty != 1.0
+        or sampling.min_new_tokens > generated
+        or request.custom_logit_processor is not None
+    )

@@ -20,6 +20,8 @@ from sglang.srt.speculative.spec_utils import (
 )
 
 from freedraft.draft import DraftBatch
+from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
+from freedraft.engines.sglang.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +31,20 @@ class TreeVerifier:
 
     Args:
         max_nodes: N.
-        ranks: SGLang's group of tensor-parallel ranks.
+        ranks: the tensor-parallel ones.
         device: of the logits.
         allocator: of the KV pool that accepted paths are compacted in.
     """
 
-    def __init__(self, max_nodes: int, ranks: Any, device: Any, allocator: Any) -> None:
+    def __init__(self, max_nodes: int, ranks: Ranks, device: Any, allocator: Any) -> None:
         self._max_nodes, self._ranks, self._device, self._allocator = max_nodes, ranks, device, allocator
         self._pool: KVPool | None = None
         kv = allocator.get_kvcache()
-        if isinstance(kv, MHATokenToKVPool) and not kv.is_quantized_kv_cache:
-            try:
-                self._pool = KVPool([buffer.flatten(0, -3) for buffer in (*kv.k_buffer, *kv.v_buffer)])
-            except (ValueError, RuntimeError) as error:  # a layout of its own: SGLang's move knows it
-                logger.info("freedraft: accepted tokens are moved by SGLang (%s)", error)
+        # Subclasses keep more than K and V, or keep them by other slots, and know how to move them.
+        if type(kv) in (MHATokenToKVPool, CpuKVPool) and kv.kv_cache_layout == "nhd" and not kv.is_quantized_kv_cache:
+            self._pool = KVPool([*kv.k_buffer, *kv.v_buffer])
+        else:
+            logger.info("freedraft: SGLang moves what is accepted in its %s", type(kv).__name__)
 
     def verify(self, batch: Any, host_tree: DraftBatch, tree: TreeBatch, output: Any) -> Verification:
         """The outcome of a verifying pass, the same on every tensor-parallel rank; KV and logprobs follow it.
@@ -53,27 +55,33 @@ class TreeVerifier:
             output: the pass's LogitsProcessorOutput, whose logits (float [B * n, V]) are processed in place.
         """
         self._process_logits(batch, output.next_token_logits, host_tree)
-        verified = self._agree(self._verify(batch, tree, output.next_token_logits))
+        verified = self._ranks.share_outcome(self._verify(batch, tree, output.next_token_logits))
         width = tree.max_nodes
         if width > 1:
             self._compact(batch, verified, width)
-        if batch.return_logprob:
-            compute_spec_logprobs(batch, output, _by_node(verified), accept_index=self._flat(verified.accepted, width))
+        if batch.return_logprob or batch.return_hidden_states:
+            rows = self._flat(verified.accepted, width)
+            if batch.return_logprob:
+                compute_spec_logprobs(batch, output, _by_node(verified), accept_index=rows)
+            if batch.return_hidden_states and output.hidden_states is not None:  # SGLang reads N rows for each request
+                output.hidden_states = output.hidden_states[rows.view(-1).clamp(min=0)]
         return verified
 
     def _process_logits(self, batch: Any, logits: torch.Tensor, tree: DraftBatch) -> None:
         """In place: everything that SGLang's sampler does to logits before the softmax, at each node."""
-        sampling, width = batch.sampling_info, tree.max_nodes
+        sampling = batch.sampling_info
         grammar = self._grammar_mask(batch, tree) if batch.has_grammar else None
         sampling.grammar_mask = None  # the prefill's, if any
-        if sampling.has_custom_logit_processor:
-            apply_custom_logit_processor(logits, sampling, num_tokens_in_batch=width)
-        if tree.counts.max() == 1:  # the only case with penalties, see `Step.capacities`
-            sampling.apply_logits_bias(logits.view(tree.batch_size, width, -1)[:, 0])
-        elif sampling.logit_bias is not None:
-            logits.add_(sampling.logit_bias.repeat_interleave(width, 0))
+        nodes = logits.view(tree.batch_size, tree.max_nodes, -1)
+        # Whoever has penalties or a custom processor has no more than a root: see `counts_tokens_of_a_step`.
+        roots = nodes[:, 0]
+        sampling.apply_logits_bias(roots)
+        if sampling.logit_bias is not None:
+            nodes[:, 1:] += sampling.logit_bias[:, None]
         if grammar is not None:
             grammar.apply(logits)
+        if sampling.has_custom_logit_processor:
+            apply_custom_logit_processor(roots, sampling)
 
     def _grammar_mask(self, batch: Any, tree: DraftBatch) -> Any:
         child, sibling = tree_links(tree)
@@ -97,23 +105,12 @@ class TreeVerifier:
             top_ks=sampling.top_ks if sampling.need_top_k_sampling else None,
             top_ps=sampling.top_ps if sampling.need_top_p_sampling else None,
             min_ps=sampling.min_ps if sampling.need_min_p_sampling else None,
+            counts=tree.counts,
         )
         seeds = sampling.sampling_seed
         if seeds is None:
             seeds = torch.randint(2**62, (tree.batch_size,), device=self._device)
         return verify_sampled(tree, probs, seeds.to(torch.int64), batch.seq_lens)
-
-    def _agree(self, verified: Verification) -> Verification:
-        """Rank 0's outcome on all tensor-parallel ranks: their logits may differ in the last bit, and their coins."""
-        if self._ranks.world_size == 1:
-            return verified
-        width = verified.tokens.shape[1]
-        flat = torch.cat((verified.accepted, verified.tokens, verified.lengths[:, None], verified.bonus[:, None]), 1)
-        self._ranks.broadcast(flat, src=0)
-        accepted, tokens, lengths, bonus = flat.split((width, width, 1, 1), 1)
-        return Verification(
-            accepted.contiguous(), lengths.squeeze(1).contiguous(), tokens.contiguous(), bonus.squeeze(1).contiguous()
-        )
 
     def _compact(self, batch: Any, verified: Verification, width: int) -> None:
         """Bring the KV of the accepted path to the front of the verify window."""

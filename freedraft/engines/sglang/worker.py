@@ -17,20 +17,19 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
 from freedraft.config import ConfigError
-from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.contexts import context_of_worker
-from freedraft.engines.sglang.corpora import documents_of
+from freedraft.engines.sglang.corpora import CorpusCalls
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.graphs import WidthGraphs
-from freedraft.engines.sglang.guards import widths_for
-from freedraft.engines.sglang.prompt_states import with_states
+from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
+from freedraft.engines.sglang.ranks import Ranks
 from freedraft.engines.sglang.verify import TreeVerifier
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import MethodSpec
 
 
-class TreeVerifyWorker(BaseSpecWorker):
+class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
     """Drafts on the host, verifies the trees in one forward pass, keeps the accepted path's KV. B requests, N = most
     nodes, n = this step's width.
 
@@ -48,8 +47,8 @@ class TreeVerifyWorker(BaseSpecWorker):
         self.max_nodes: int = get_spec().speculative_num_draft_tokens
         self.speculative_num_draft_tokens = self.max_nodes
         self._check_model()
-        self._tp = get_parallel().tp_group
-        self._drafting: Drafting | None = None  # on tensor-parallel rank 0, whose trees the others verify too
+        self._ranks = Ranks(get_parallel().tp_group, self.max_nodes)
+        self._drafting: Drafting | None = None  # on the first tensor-parallel rank, whose trees the others verify too
         self._draft_model: Any = None
         self.widths: tuple[int, ...] = (self.max_nodes,)
         self._graphs = WidthGraphs(self.model_runner)
@@ -69,15 +68,15 @@ class TreeVerifyWorker(BaseSpecWorker):
 
     def alloc_memory_pool(self, **kwargs: Any) -> None:
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
-        self._verifier = TreeVerifier(self.max_nodes, self._tp, self.device, self.token_to_kv_pool_allocator)
+        self._verifier = TreeVerifier(self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator)
 
     def init_attention_backends(self) -> None:
-        backend = self.model_runner.server_args.attention_backend or ""
-        decode = getattr(self.model_runner, "decode_attention_backend_str", None) or backend
-        self.widths = widths_for(decode, self.max_nodes)
-        if self._tp.rank_in_group > 0:
+        self._backend = verify_backend_of(self.model_runner)
+        self.widths = widths_for(self._backend, self.max_nodes)
+        chains = shape_for(self._spec.name, self._backend, self.model_runner) == "chain"
+        if not self._ranks.first:
             return
-        context = context_of_worker(self._target_worker, self.widths)
+        context = context_of_worker(self._target_worker, self.widths, chains=chains)
         guarded = GuardedMethod(self._spec, self._spec.option_type.read(), context)
         if self._spec.runs_model:
             from freedraft.engines.sglang.draft_model import PagedDraftModel
@@ -87,10 +86,10 @@ class TreeVerifyWorker(BaseSpecWorker):
             except ConfigError as error:
                 raise ConfigError(f"--speculative-algorithm {self._spec.name} {error}") from None
             guarded.prepare(self._draft_model)
-        self._drafting = Drafting(guarded, self.widths, self.model_runner.max_running_requests)
+        self._drafting = Drafting(guarded, self.widths, self.model_runner.max_running_requests, chains=chains)
 
     def init_cuda_graphs(self) -> None:
-        self._graphs.capture(self.widths)
+        self._graphs.capture(self.widths, fixed_width=BACKENDS[self._backend].fixed_width)
         if self._draft_model is not None:
             self._draft_model.capture()
 
@@ -119,13 +118,16 @@ class TreeVerifyWorker(BaseSpecWorker):
             if batch.forward_mode.is_extend():
                 drafting.begin(batch.reqs)
                 if drafting.guarded.needs_prompt_states:
+                    from freedraft.engines.sglang.prompt_states import with_states
+
                     result, states = with_states(self._target_worker, batch, pp_proxy_tensors=pp_proxy_tensors)
                     drafting.take_states(batch.reqs, states)
                     return result
         return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
 
     def _decode(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
-        host_tree = self._draft(batch)
+        drafted = None if self._drafting is None else self._drafting.draft(batch)
+        host_tree = self._ranks.share_draft(drafted, len(batch.reqs))
         size, width = host_tree.tokens.shape
         tree = TreeBatch.from_numpy(
             host_tree.tokens, host_tree.parents, host_tree.depths, host_tree.counts, self.device
@@ -166,14 +168,6 @@ class TreeVerifyWorker(BaseSpecWorker):
         tokens = F.pad(verified.tokens.clamp(min=0), (0, self.max_nodes - verified.tokens.shape[1]))
         return self._result(result, tokens.flatten(), tokens, verified.lengths, new_seq_lens)
 
-    def _draft(self, batch: Any) -> DraftBatch:
-        """The trees of this step, [B, n], the same on every tensor-parallel rank."""
-        tree = self._drafting.draft(batch) if self._drafting is not None else None
-        if self._tp.world_size > 1:
-            tree = self._tp.broadcast_object(tree, src=0)
-        assert tree is not None
-        return tree
-
     def _result(
         self,
         target: Any,
@@ -206,20 +200,3 @@ class TreeVerifyWorker(BaseSpecWorker):
 
     def clear_cache_pool(self) -> None:
         """SGLang flushes its prefix cache: nothing of ours lies there."""
-
-    def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
-        documents = documents_of(token_chunks)
-        if self._drafting is None:  # rank 0 holds the corpora
-            return sum(len(document) for document in documents)
-        return self._drafting.guarded.method.add_corpus(corpus_id, documents)
-
-    def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
-        if self._drafting is not None:
-            self._drafting.guarded.method.commit_corpus(corpus_id)
-
-    def remove_external_corpus(self, corpus_id: str) -> None:
-        if self._drafting is not None:
-            self._drafting.guarded.method.remove_corpus(corpus_id)
-
-    def list_external_corpora(self) -> dict[str, int]:
-        return self._drafting.guarded.method.corpora() if self._drafting is not None else {}

@@ -125,7 +125,8 @@ def make_checked(options, context, controller):
                     hashes[request_id].append([length, hashlib.sha256(kept).hexdigest()])
                 if set_of(request_id) is not None:
                     self.selector.selection.asked[request_id] = set_of(request_id)
-            self.paged.as_nodes = any("nodes" in words(request_id) for request_id in ids)
+            nodes = any("nodes" in words(request_id) for request_id in ids)
+            self.paged.has_graphs = lambda stages: nodes
             self.trees = not any("chain" in words(request_id) for request_id in ids)
             if "replay" in words(ids[0]):
                 return trees[recorded_as(ids[0])].pop(0)

@@ -22,11 +22,18 @@ def register():
     from sssd_plugin.options import SssdOptions
     from tests.support.repeat_drafter import SPEC as REPEAT
 
+    if os.environ.get("TREE_TEST_WIDTHS"):
+        from freedraft.engines.sglang import guards
+
+        widths = tuple(map(int, os.environ["TREE_TEST_WIDTHS"].split(",")))
+        guards.widths_for = lambda backend, max_nodes: widths
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle", role=None))
     register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
     register(dataclasses.replace(REPEAT, factory=f"{__name__}:make_repeat"))
     if os.environ.get("TREE_TEST_COUNTS"):
         count_work(Path(os.environ["TREE_TEST_COUNTS"]))
+    if os.environ.get("TREE_TEST_RANKS"):
+        record_ranks(Path(os.environ["TREE_TEST_RANKS"]))
 
 
 def count_work(path):
@@ -51,8 +58,8 @@ def count_work(path):
         path.write_text(json.dumps(totals))
         return verified
 
-    def stepping(self, batch, tokens, lengths):
-        step = step_of(self, batch, tokens, lengths)
+    def stepping(self, batch, gained):
+        step = step_of(self, batch, gained)
         drafter = getattr(self.guarded.method, "drafter", None)
         running = [row for row, request in enumerate(batch.reqs) if not request.finished()]
         for row in running:
@@ -86,6 +93,28 @@ def count_work(path):
 
     TreeVerifier.verify, Drafting._step = verifying, stepping
     Drafting.draft, Drafting.finish = drafting, finishing
+
+
+def record_ranks(folder):
+    """Every process writes what it verifies, a line for each step, and whether it has a drafter."""
+    from freedraft.engines.sglang.verify import TreeVerifier
+    from sssd_plugin.method import SssdMethod
+
+    verify, init = TreeVerifier.verify, SssdMethod.__init__
+
+    def verifying(self, batch, host_tree, tree, output):
+        verified = verify(self, batch, host_tree, tree, output)
+        host = [getattr(host_tree, name) for name in ("tokens", "parents", "depths", "counts")]
+        device = [getattr(verified, name).numpy() for name in ("accepted", "lengths", "tokens", "bonus")]
+        with (folder / f"steps-{os.getpid()}").open("a") as file:
+            file.write(json.dumps([array.tolist() for array in host + device]) + "\n")
+        return verified
+
+    def making(self, *arguments):
+        init(self, *arguments)
+        (folder / f"drafter-{os.getpid()}").touch()
+
+    TreeVerifier.verify, SssdMethod.__init__ = verifying, making
 
 
 def make_cycle(options, context, controller):

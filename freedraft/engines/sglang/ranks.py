@@ -1,0 +1,70 @@
+"""What tensor-parallel ranks have to agree on: the trees that they verify, and what is accepted of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from freedraft_kernels import Verification
+
+from freedraft.draft import DraftBatch
+
+
+class Ranks:
+    """The first rank decides.
+
+    Args:
+        group: SGLang's group of tensor-parallel ranks.
+        max_nodes: N, of a tree.
+    """
+
+    def __init__(self, group: Any, max_nodes: int) -> None:
+        self._group, self._max_nodes = group, max_nodes
+        self.several: bool = group.world_size > 1
+        self.first: bool = group.rank_in_group == 0
+
+    def share_draft(self, draft: DraftBatch | None, batch_size: int) -> DraftBatch:
+        """The trees of the first rank on all ranks, without scores and kinds.
+
+        One int32 array over the host's group: width n, then counts [B], then tokens, parents and depths [B, n]. It has
+        room for n = N, so that the others need not know n.
+
+        Args:
+            draft: on the first rank.
+            batch_size: B, which all ranks know.
+        """
+        if not self.several:
+            assert draft is not None
+            return draft
+        packed = np.empty(1 + batch_size * (1 + 3 * self._max_nodes), np.int32)
+        if draft is not None:
+            flat = (draft.counts, draft.tokens.ravel(), draft.parents.ravel(), draft.depths.ravel())
+            used = 1 + sum(map(len, flat))
+            packed[0] = draft.max_nodes
+            np.concatenate(flat, out=packed[1:used])
+            packed[used:] = 0
+        self._broadcast_on_host(torch.from_numpy(packed))
+        if draft is not None:
+            return draft
+        width = int(packed[0])
+        counts, nodes = np.split(packed[1 : 1 + batch_size * (1 + 3 * width)], [batch_size])
+        shared = DraftBatch.empty(batch_size, width)
+        shared.counts[:] = counts
+        shared.tokens[:], shared.parents[:], shared.depths[:] = nodes.reshape(3, batch_size, width)
+        return shared
+
+    def _broadcast_on_host(self, tensor: torch.Tensor) -> None:
+        torch.distributed.broadcast(tensor, src=self._group.ranks[0], group=self._group.cpu_group)
+
+    def share_outcome(self, verified: Verification) -> Verification:
+        """The first rank's on all ranks: their logits may differ in the last bit, and their draws."""
+        if not self.several:
+            return verified
+        width = verified.tokens.shape[1]
+        flat = torch.cat((verified.accepted, verified.tokens, verified.lengths[:, None], verified.bonus[:, None]), 1)
+        flat = self._group.broadcast(flat, src=0)
+        accepted, tokens, lengths, bonus = flat.split((width, width, 1, 1), 1)
+        return Verification(
+            accepted.contiguous(), lengths.squeeze(1).contiguous(), tokens.contiguous(), bonus.squeeze(1).contiguous()
+        )
