@@ -46,6 +46,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner", "__init__",
          ("attn_backend", "speculative_num_steps", "speculative_num_draft_tokens"),
          purpose="a CUDA graph per width"),
+    Hook(f"{_SRT}.managers.schedule_batch.Req", "__init__", ("extra_key", "cache_salt", "lora_id"),
+         purpose="tenants of live datastores"),
     Hook("sglang.kernels.ops.speculative.cache_locs", "assign_extend_cache_locs_func", purpose="slots to verify in"),
     Hook(f"{_SRT}.speculative.spec_utils", "record_stream_for_v2_verify", purpose="CUDA streams under overlap"),
     Hook(f"{_SRT}.speculative.spec_utils", "build_grammar_vocab_mask", ("reqs", "tree", "sampling_info", "device",
