@@ -6,9 +6,10 @@ Cold start: the rows of the trace are replayed in order (see bench/replay.py), a
 that began empty. After as many rows as bench/replay.py puts into its static store, its test rows are replayed with
 either. Rebuild: drafting while one thread sorts and merges runs all the time, as the live datastore's does, in turns
 with drafting alone. Kills: a process that appends, rotates, merges and drops is killed at random moments; every
-document that it had learnt a second before must be there afterwards, in order, and no other. Engine, with --model: the
-same for vLLM's server, whose greedy answers must be those of a plain server before and after. With --json, parts that
-are not run keep the figures that the file has of them.
+document that it had learnt a second before must be there afterwards, in order, and no other. The same while the command
+that forgets, or the rewriting that leaves no copies, is killed: what it had confirmed must not come back. Engine, with
+--model: the same for vLLM's server, whose greedy answers must be those of a plain server before and after. With --json,
+parts that are not run keep the figures that the file has of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib.kills import engine_kills, kills
+from bench.lib.kills import COMPACT, ERASE, engine_kills, kills, kills_of
 from bench.lib.machine import cpu, timed, write_json
 from bench.replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows
 from bench.replay import untainted_weights as weights_for
@@ -72,7 +73,7 @@ def rate(drafter: Drafter, rows: list[Row], budget: int) -> float:
 
 
 def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
-    live = LiveDatastore(trace.vocab_size)
+    live = LiveDatastore(trace.vocab_size, isolation="shared")
     make = partial(Drafter, vocab_size=trace.vocab_size, max_nodes=budget, weights=weights)
     drafter = make(live=live)
     by_hundred, steps, tokens = [], 0, 0
@@ -106,7 +107,7 @@ def update_cost(trace: Trace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for where in ("memory", "disk"):
         with tempfile.TemporaryDirectory() as folder:
-            live = open_live(Path(folder) if where == "disk" else None, trace.vocab_size)
+            live = open_live(Path(folder) if where == "disk" else None, trace.vocab_size, isolation="shared")
             seconds: list[float] = []
             for _ in range(5):
                 seconds += [timed(partial(live.insert, output))[1] for _, output in trace.rows]
@@ -127,7 +128,7 @@ def update_cost(trace: Trace) -> dict[str, Any]:
                 "close_ms": round(closing * 1e3, 1),
             }
             if where == "disk":
-                again, took = timed(lambda: open_live(Path(folder), trace.vocab_size))
+                again, took = timed(lambda: open_live(Path(folder), trace.vocab_size, isolation="shared"))
                 result["reopen_seconds"] = round(took, 3)
                 result["reopen_tokens"] = again.stats().tokens
                 again.close()
@@ -144,7 +145,13 @@ def runs_of(trace: Trace, tokens: int) -> tuple[Run, Run, list[NDArray[np.int32]
         total += len(documents[half]) + 1
         half += 1
     rest = documents[half : 2 * half]
-    return sorted_run(documents[:half], trace.vocab_size, 0), sorted_run(rest, trace.vocab_size, half), documents[:half]
+    older, newer = (sorted_run(part, trace.vocab_size, _nobody(part)) for part in (documents[:half], rest))
+    return older, newer, documents[:half]
+
+
+def _nobody(documents: list[NDArray[np.int32]]) -> NDArray[np.int64]:
+    """`Run.documents` of documents whose tenant and time do not matter."""
+    return np.zeros((len(documents), 3), np.int64)
 
 
 def with_the_gil(older: Run, newer: Run, vocab_size: int) -> dict[str, float]:
@@ -165,7 +172,7 @@ def with_the_gil(older: Run, newer: Run, vocab_size: int) -> dict[str, float]:
         started = time.thread_time()
         result = [merged(older, newer, vocab_size)]
         merging = time.thread_time() - started - inside
-        release(result)  # type: ignore[arg-type]
+        release(result)
         started = time.thread_time()
         result.clear()
         return merging, time.thread_time() - started
@@ -181,10 +188,10 @@ def with_the_gil(older: Run, newer: Run, vocab_size: int) -> dict[str, float]:
 
 def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, Any]:
     older, newer, documents = runs_of(trace, delta)
-    sorting = timed(lambda: sorted_run(documents, trace.vocab_size, 0))[1]
+    sorting = timed(lambda: sorted_run(documents, trace.vocab_size, _nobody(documents)))[1]
     merging = timed(lambda: merged(older, newer, trace.vocab_size))[1]
     gil = with_the_gil(older, newer, trace.vocab_size)
-    live = LiveDatastore(trace.vocab_size)
+    live = LiveDatastore(trace.vocab_size, isolation="shared")
     for _, output in trace.rows[:STORE_ROWS]:
         live.insert(output)
     live.settle()
@@ -198,7 +205,7 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while not stop.is_set():
             if go.wait(0.1):
-                merged(older, sorted_run(documents, trace.vocab_size, 0), trace.vocab_size)
+                merged(older, sorted_run(documents, trace.vocab_size, _nobody(documents)), trace.vocab_size)
                 rebuilds += 1
 
     thread = threading.Thread(target=work)
@@ -238,9 +245,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--model", type=Path, help="model folder: also kill a server of it")
     parser.add_argument("--engine-kills", type=int, default=3)
-    parser.add_argument(
-        "--only", nargs="*", choices=("update", "rebuild", "cold_start", "crashes", "engine"), help="default: all"
-    )
+    parser.add_argument("--only", nargs="*", help="parts, as the file names them (default: all)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     try:
@@ -256,6 +261,8 @@ def main() -> int:
         "rebuild": lambda: rebuild(trace, arguments.budget, weights, arguments.delta),
         "cold_start": lambda: cold_start(trace, arguments.budget, weights),
         "crashes": lambda: kills(arguments.kills),
+        "crashes_while_forgetting": lambda: kills_of(ERASE, arguments.kills),
+        "crashes_while_compacting": lambda: kills_of(COMPACT, arguments.kills),
     }
     if arguments.model is not None:
         parts["engine"] = lambda: engine_kills(arguments.model, arguments.engine_kills)

@@ -110,7 +110,6 @@ class EngineContext:
         rank: of this process among those that draft: one for each data-parallel replica, or each rank where all draft;
             each serves metrics at a port of its own.
         hardware: the device in words, as `freedraft calibrate` writes it; None where it is not known.
-        writes_store: whether this process may write what it learns.
         lengths: numbers of draft tokens that a step may verify for each of its requests, where all of them have the
             same, decided before anything is drafted (`freedraft.cost.schedule`), so that shorter drafts save nothing;
             None where every request may have its own.
@@ -127,7 +126,6 @@ class EngineContext:
     tensor_parallel: int = 1
     rank: int = 0
     hardware: str | None = None
-    writes_store: bool = True
     lengths: tuple[int, ...] | None = None
     gives_logits: bool = False
     tokenizer_fingerprint: Callable[[], str | None] = lambda: None
@@ -166,7 +164,7 @@ class Method:
 
         Args:
             tokens: int32 [n], all tokens of the request; a view that is valid during the call only.
-            tenant: whose text it is (vLLM's cache_salt, SGLang's extra_key and cache_salt); None where nobody says.
+            tenant: whose text it is (`freedraft.tenants.tenant_key`); None where nobody says.
             extra: what the client sent for the drafter (vLLM's extra_args, SGLang's custom_params).
         """
 

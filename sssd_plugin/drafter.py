@@ -146,6 +146,8 @@ class Drafter:
         self._threads = min(MAX_THREADS, cores)
         self._pool: ThreadPoolExecutor | None = None
         self._scratch: list[tuple[tuple | None, tuple | None]] = []  # by thread, of the learned scorer and the paper's
+        if live is not None:
+            live.on_erased = self._forget_others
         self._set_view(View.of(Snapshot.empty() if snapshot is None else snapshot) if live is None else live.view()[0])
         self._warm_up()
 
@@ -349,6 +351,13 @@ class Drafter:
         self.finish(self._index.request_ids())
         if self._live is not None:
             self._live.close()
+
+    def _forget_others(self) -> None:
+        """Something learnt was erased: let go of the last view, and of all recycled logits, which do not tell age."""
+        with self._lock:
+            self._entries[:] = 0
+            if self._live is not None:
+                self._set_view(self._live.view()[0])
 
     def _replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         with self._lock:

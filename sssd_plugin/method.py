@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,13 +47,13 @@ def check(options: SssdOptions, context: EngineContext) -> None:
         _open_store(options, context, verify=True).close()
     if options.live and options.live_store is not None:
         from sssd_plugin.datastore.disk.format import MAX_VOCAB_SIZE
-        from sssd_plugin.datastore.live.segments import check_live
+        from sssd_plugin.datastore.live.log import check_live
 
         check_live(
             options.live_store,
             vocab_size=context.vocab_size or MAX_VOCAB_SIZE,
             fingerprint=context.tokenizer_fingerprint(),
-            second_writer=options.live_second_writer,
+            isolation=options.isolation,
         )
 
 
@@ -76,7 +77,13 @@ def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -
 
     assert options.static_store is not None
     fingerprint = context.tokenizer_fingerprint()
-    return Datastore.open(options.static_store, vocab_size=context.vocab_size, fingerprint=fingerprint, verify=verify)
+    return Datastore.open(
+        options.static_store,
+        vocab_size=context.vocab_size,
+        fingerprint=fingerprint,
+        verify=verify,
+        sha256=options.datastore_sha256,
+    )
 
 
 class SssdMethod(Method):
@@ -105,6 +112,7 @@ class SssdMethod(Method):
         self.recycling = RecycleChoice(options.recycle if recycles else "off")
         self._recycles = self.recycling.on
         self._prompt_lengths: dict[str, int] = {}  # of requests to learn from
+        self._requests = 0  # begun; requests of no tenant keep their logits for themselves
         self.drafter = Drafter(
             vocab_size=context.vocab_size,
             max_nodes=context.max_draft_tokens + 1,
@@ -125,30 +133,44 @@ class SssdMethod(Method):
         )
 
     def _open_live(self) -> LiveDatastore:
-        """Open the store that grows, over the static one. Of all processes that learn in its folder, one writes."""
+        """Open the store that grows, over the static one."""
+        from sssd_plugin.datastore.errors import DatastoreError
         from sssd_plugin.datastore.live.store import open_live
 
         options, context = self.options, self.context
-        return open_live(
-            options.live_store,
-            context.vocab_size or 0,
+        if options.isolation == "tenant":
+            logger.warning(
+                "freedraft: isolation is 'tenant', so requests without a cache_salt neither teach nor are taught: have "
+                "your gateway set one for each tenant, or set isolation 'shared' if everybody may see everybody's text"
+            )
+        open_at = partial(
+            open_live,
+            vocab_size=context.vocab_size or 0,
             static=self.store.snapshot if self.store else None,
             fingerprint=context.tokenizer_fingerprint(),
             isolation=options.isolation,
             max_tokens=options.live_tokens,
-            writer=context.writes_store,
-            # Whether another server writes, `check` has asked; of data-parallel replicas one does.
-            second_writer="read",
+            max_age=None if options.live_max_age is None else 3600 * options.live_max_age,
         )
+        try:
+            return open_at(options.live_store)
+        except DatastoreError as error:
+            if context.rank == 0:
+                raise
+            # A replica on another host than the first, whose folder this is.
+            logger.warning("freedraft: %s; this replica learns in memory only", error)
+            return open_at(None)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         if self.live is not None:
-            # A request that was preempted begins anew, with what it wrote behind its prompt.
-            self._prompt_lengths.setdefault(request_id, len(tokens))
-            if tenant:
-                self.drafter.set_tenant(request_id, self.live.tenant(tenant))
+            number = self.live.tenant(tenant)
+            self.drafter.set_tenant(request_id, number)
+            if self.live.learns(number):
+                # A request that was preempted begins anew, with what it wrote behind its prompt.
+                self._prompt_lengths.setdefault(request_id, len(tokens))
         if self._recycles and self.options.isolation == "tenant":
-            self.drafter.set_owner(request_id, owner_of(tenant))
+            self._requests += 1
+            self.drafter.set_owner(request_id, owner_of(tenant) or self._requests)
         self.drafter.begin(request_id, tokens)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:

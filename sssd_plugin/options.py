@@ -33,15 +33,17 @@ class SssdOptions(PluginOptions):
     Attributes:
         datastore: folder that `freedraft datastore build` wrote, or a URL of one that fsspec opens (it is copied to a
             local cache); None drafts from prompt and output only.
+        datastore_sha256: digest that the datastore must have, as `freedraft datastore info` shows it, for a store that
+            others could change; None checks for damage only.
         live: learn from finished requests: what they wrote is drafted from at the next step, and kept in the folder of
             the datastore if one is named, which may then begin empty. With a URL it is kept in memory only.
         live_prompts: learn from their prompts, too.
-        live_tokens: learnt tokens held at most, in memory (8 to 12 bytes each) and on disk (4 bytes); the oldest go
-            first.
-        live_second_writer: when another server learns in the same folder: "refuse" to start, or "read" what is there
-            and learn in memory only.
+        live_tokens: learnt tokens held at most, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond them, who
+            holds most loses its oldest text first.
+        live_max_age: hours after which what was learnt is erased; None for never.
         isolation: whose text a request is drafted from: "tenant": of requests with the same cache_salt (in SGLang
-            also extra_key); "shared": of all; "off": of all, and the files do not tell tenants apart either.
+            also extra_key), while requests without one neither teach nor are taught; "shared": of all; "off": of all,
+            and the files do not tell tenants apart either.
         scoring: "learned" (calibrated probabilities) or "paper" (Algorithms 1-3 with their constants).
         weights: file of the learned scorer; None takes the shipped one.
         hardware: name of a shipped profile, path of a .yaml file, or "auto".
@@ -61,10 +63,11 @@ class SssdOptions(PluginOptions):
     source_name: ClassVar[str] = "sssd"
 
     datastore: StorePath = None
+    datastore_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     live: bool = False
     live_prompts: bool = False
     live_tokens: int = Field(default=1 << 24, ge=1 << 14, le=1 << 30)
-    live_second_writer: Literal["refuse", "read"] = "refuse"
+    live_max_age: float | None = Field(default=None, gt=0.0, le=1e6)
     isolation: Literal["tenant", "shared", "off"] = "tenant"
     scoring: Scoring = "learned"
     weights: UserPath = None

@@ -17,14 +17,16 @@ import numpy as np
 
 from bench.lib import servers
 from bench.lib.prompts import BY_KIND
-from sssd_plugin.datastore.live.segments import SegmentLog
+from freedraft.tenants import tenant_key
+from sssd_plugin.datastore.live.log import DocumentLog
+from sssd_plugin.datastore.live.store import open_live
 
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
-from sssd_plugin.datastore.live import segments, store as live
-live.MEMTABLE_TOKENS, segments.SEGMENT_TOKENS = 256, 2000
-store = live.open_live(sys.argv[1], 1000, max_tokens=1 << 18)
+from sssd_plugin.datastore.live import store as live
+live.MEMTABLE_TOKENS = 256
+store = live.open_live(sys.argv[1], 1000, max_tokens=1 << 18, isolation="shared")
 number = int(sys.argv[2])
 print("ready", flush=True)
 while True:
@@ -36,6 +38,77 @@ while True:
         print(number, time.time(), flush=True)
         time.sleep(0.002)
 """
+
+
+# One process that erases what a tenant wrote, or rewrites the file, again and again.
+ERASE = """
+import sys
+from pathlib import Path
+from sssd_plugin.datastore.live.maintenance import forget
+print("ready", flush=True)
+forget(Path(sys.argv[1]), sys.argv[2:])
+print("done", flush=True)
+"""
+COMPACT = """
+import sys
+from pathlib import Path
+from sssd_plugin.datastore.live.database import LearntDatabase
+database = LearntDatabase(Path(sys.argv[1]) / "live" / "learnt.sqlite")
+print("ready", flush=True)
+while True:
+    database.compact()
+"""
+
+
+def documents_in(folder: Path, vocab_size: int) -> list[list[int]]:
+    """The documents in a store, oldest first."""
+    log = DocumentLog.open(folder, vocab_size, 1 << 24, None, "shared")
+    texts = [record.tokens.tolist() for record in log.sync()[1]]
+    log.close()
+    return texts
+
+
+def kills_of(command: str, times: int) -> dict[str, Any]:
+    """Kill a command at random moments: each time documents are all as they were, or all of one tenant's are gone."""
+    rng = np.random.default_rng()
+    wrong = undone = done = copies = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder, output = Path(name) / "store", Path(name) / "output"
+        even: list[list[int]] = []
+        first = odd_left = 0
+        for _ in range(times):
+            store = open_live(folder, 1000, isolation="shared")
+            for number in range(first, first + 200):
+                text = [number // 1000, number % 1000, *([900 + number % 2] * (number % 50))]
+                store.insert(np.array(text, np.int32), store.tenant(tenant_key("odd" if number % 2 else "even")))
+                even += [text] if number % 2 == 0 else []
+            first, odd_left = first + 200, odd_left + 100
+            store.close()
+            with output.open("w") as out:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", command, str(folder), str(tenant_key("odd"))], stdout=out
+                )
+            while not output.read_text().startswith("ready\n"):
+                time.sleep(0.001)
+            time.sleep(float(rng.random()) * 0.06)
+            process.kill()
+            process.wait()
+            confirmed = "done" in output.read_text()
+            texts = documents_in(folder, 1000)
+            odd = [text for text in texts if text[1] % 2]
+            wrong += [text for text in texts if text[1] % 2 == 0] != even or len(odd) not in (0, odd_left)
+            undone += confirmed and len(odd) > 0
+            done += confirmed
+            if not odd:
+                odd_left = 0
+                copies += np.array([901] * 4, "<i4").tobytes() in (folder / "live" / "learnt.sqlite").read_bytes()
+    return {
+        "kills": times,
+        "ended_before_the_kill": done,
+        "restarts_with_wrong_data": wrong,
+        "erasures_that_came_back": undone,
+        "erasures_that_left_copies": copies,
+    }
 
 
 def kills(times: int) -> dict[str, Any]:
@@ -60,9 +133,7 @@ def kills(times: int) -> dict[str, Any]:
             # When each document was in: (how many there were, time).
             learnt = [(int(n), float(t)) for n, t in (line.split() for line in output.read_text().split("\n")[1:-1])]
             started = time.perf_counter()
-            log = SegmentLog.open(folder, vocab_size=1000, max_tokens=1 << 18)
-            texts = [record.tokens.tolist() for record in log.take_recovered()]
-            log.close()
+            texts = documents_in(folder, 1000)
             opening.append(time.perf_counter() - started)
             numbers = [text[0] * 1_000_000 + text[1] * 1000 + text[2] for text in texts]
             wrong += any(t[3:] != [n % 7] * (n % 50) for t, n in zip(texts, numbers, strict=True))
@@ -96,7 +167,7 @@ def engine_kills(model: Path, times: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         speculative: dict[str, object] = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed"}
-        speculative |= {"live": True, "datastore": str(folder / "store")}
+        speculative |= {"live": True, "isolation": "shared", "datastore": str(folder / "store")}
 
         def start(speculative: dict[str, object] | None) -> servers.Server:
             server = servers.build("s", "vllm", model, folder / "log", speculative=speculative)
@@ -144,9 +215,7 @@ def engine_kills(model: Path, times: int) -> dict[str, Any]:
             finally:
                 server.stop()
             asking.join()
-            log = SegmentLog.open(folder / "store", vocab_size=1 << 30, max_tokens=1 << 24, writer=False)
-            documents = [tuple(record.tokens.tolist()) for record in log.take_recovered()]
-            log.close()
+            documents = [tuple(text) for text in documents_in(folder / "store", 1 << 30)]
             wrong += sum(document not in plain for document in documents)
             lost += len(documents) < sum(moment < killed - 1.0 for moment in ended)
     return {

@@ -37,7 +37,7 @@ class Arm:
     url: str | None = None
 
 
-_SSSD = {"method": "sssd", "num_speculative_tokens": 8, "live": True}
+_SSSD = {"method": "sssd", "num_speculative_tokens": 8, "live": True, "isolation": "shared"}
 # The rivals' settings are those of vLLM's and SGLang's own documentation.
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
 _PRESETS = (

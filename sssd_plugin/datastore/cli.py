@@ -9,18 +9,19 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from freedraft.tenants import parse_tenant
 from sssd_plugin.datastore.build.builder import StoreBuilder, merge_stores
 from sssd_plugin.datastore.build.memory import format_size, parse_size, peak_resident_bytes
 from sssd_plugin.datastore.build.sorting import ProcessSorter, Sorter
-from sssd_plugin.datastore.disk.format import Manifest, TokenizerEntry, read_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, TokenizerEntry, digest, read_manifest
 from sssd_plugin.datastore.disk.remote import local_copy
-from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.errors import DatastoreError, reporting
 
 SEARCHED_SUB_INDICES = 8
 """papers/sssd.txt 3.1.3: more sub-indices leave too few samples for each."""
@@ -176,6 +177,7 @@ def info(store: StorePath, as_json: Annotated[bool, typer.Option("--json", help=
     typer.echo(f"contents    {_contents(manifest)}")
     typer.echo(f"vocabulary  {manifest.vocab_size} ids, largest in use {manifest.max_token}")
     typer.echo(f"tokenizer   {f'{known.name} (fingerprint {known.fingerprint})' if known else 'not recorded'}")
+    typer.echo(f"digest      {digest(store)} (datastore_sha256)")
     typer.echo(f"format      version {manifest.format_version}")
     typer.echo(f"built       {manifest.created_at:%Y-%m-%d %H:%M:%S %Z} by {manifest.created_by}")
     for sub in manifest.sub_indices:
@@ -189,14 +191,25 @@ def verify(
     vocab_size: Annotated[int | None, typer.Option(metavar="N", help="The model's vocabulary size.")] = None,
     full: Annotated[bool, typer.Option(
         "--full", help="Prove the order of every suffix (slow; 4 bytes of memory per token).")] = False,
+    erased: Annotated[str | None, typer.Option(
+        "--erased", metavar="FILE", help="Tenants, as for `forget`, of whom nothing may be left.")] = None,
 ) -> None:  # fmt: skip
-    """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model. Exit code 1 if not."""
+    """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; of what was learnt, with
+    --erased, that no byte is left of documents that are gone. Exit code 1 if not."""
     from sssd_plugin.datastore import tokenizer as tokenizers
     from sssd_plugin.datastore.disk.audit import audit
     from sssd_plugin.datastore.disk.store import Datastore
+    from sssd_plugin.datastore.live.maintenance import verify_live
 
     with _one_line():
         fingerprint = None if tokenizer is None else tokenizers.fingerprint(tokenizers.load(tokenizer))
+        learnt = verify_live(store, _tenants(erased))
+        if learnt is not None:
+            typer.echo(f"{store}: {learnt}")
+        elif erased:
+            raise DatastoreError(f"{store} has learnt nothing: correct the path")
+        if learnt is not None and not (store / MANIFEST).exists():
+            return  # nothing was built
         with Datastore.open(store, vocab_size=vocab_size, fingerprint=fingerprint) as opened:
             audit(opened, full=full)
             manifest = opened.manifest
@@ -220,22 +233,64 @@ def merge(
     typer.echo(f"{out}: {_contents(manifest)}")
 
 
+TenantsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tenants", metavar="FILE",
+        help="Tenants: a cache_salt a line, or a JSON list of cache_salt and extra_key; '-' is standard input.",
+    ),
+]  # fmt: skip
+
+
 @app.command()
 def forget(
     store: StorePath,
-    tenant: Annotated[list[str] | None, typer.Option(
-        metavar="NAME", help="What this tenant's requests wrote; may be repeated.")] = None,
+    tenants: TenantsOption = None,
     before: Annotated[str | None, typer.Option(
         metavar="TIME", help="What was learnt before, as 2026-01-31 or 2026-01-31T12:00.")] = None,
 ) -> None:  # fmt: skip
-    """Erase what was learnt while serving. With --tenant and --before, only what both apply to. No server may write."""
-    from sssd_plugin.datastore.live import segments
+    """Erase what was learnt while serving, on disk and in servers of this host that learn there. With --tenants and
+    --before, only what both apply to."""
+    from sssd_plugin.datastore.live import maintenance
 
     with _one_line():
-        if not tenant and before is None:
-            raise DatastoreError("say what to forget: --tenant NAME, --before TIME, or both")
-        documents, tokens = segments.forget(store, tenant or (), before)
-    typer.echo(f"{store}: {documents:,} documents, {tokens:,} tokens forgotten")
+        if tenants is None and before is None:
+            raise DatastoreError("say what to forget: --tenants FILE, --before TIME, or both")
+        gone = maintenance.forget(store, _tenants(tenants), before)
+    servers = "" if gone.alone else "; servers that learn there follow within a second"
+    typer.echo(f"{store}: {gone.documents:,} documents, {gone.tokens:,} tokens forgotten{servers}")
+
+
+@app.command()
+def isolation(
+    store: StorePath,
+    kind: Annotated[Literal["tenant", "shared", "off"], typer.Argument(help="As the option of the server.")],
+    accept: Annotated[bool, typer.Option("--accept", help="Let everybody see what was learnt of one tenant.")] = False,
+) -> None:
+    """Let servers with this isolation use what was learnt under another one."""
+    from sssd_plugin.datastore.live import maintenance
+
+    with _one_line():
+        if not accept:
+            raise DatastoreError(f"requests of everybody may then be drafted from all of {store}: say so with --accept")
+        before = maintenance.accept_isolation(store, kind)
+    typer.echo(f"{store}: isolation '{kind}', before '{before}'")
+
+
+def _tenants(source: str | None) -> list[str]:
+    """Read keys of tenants. A salt is a secret, so it is never an argument, which every user of the machine can see.
+
+    Raises:
+        DatastoreError: the file cannot be read, or names nobody.
+    """
+    if source is None:
+        return []
+    with reporting("read", Path(source)):
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    keys = [key for line in text.splitlines() if (key := parse_tenant(line))]
+    if not keys:
+        raise DatastoreError(f"{'standard input' if source == '-' else source} names no tenant: give one a line")
+    return keys
 
 
 def _contents(manifest: Manifest) -> str:

@@ -25,7 +25,12 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_arms_from_the_command_line() -> None:
-    assert serving.parse_arm("sssd").speculative == {"method": "sssd", "num_speculative_tokens": 8, "live": True}
+    assert serving.parse_arm("sssd").speculative == {
+        "method": "sssd",
+        "num_speculative_tokens": 8,
+        "live": True,
+        "isolation": "shared",
+    }
     arm = serving.parse_arm('mine={"engine": "sglang", "method": "sssd", "num_speculative_tokens": 4}')
     assert (arm.name, arm.engine, arm.learns) == ("mine", "sglang", False)
     assert arm.speculative == {"method": "sssd", "num_speculative_tokens": 4}

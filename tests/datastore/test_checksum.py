@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import zlib
 from pathlib import Path
 
@@ -7,14 +8,15 @@ import numpy as np
 import pytest
 
 from sssd_plugin.datastore.disk import checksum
-from sssd_plugin.datastore.disk.checksum import ChecksummedFile, check_contents
+from sssd_plugin.datastore.disk.checksum import Bounds, ChecksummedFile, check_contents, write_array
 from sssd_plugin.datastore.errors import DatastoreError
 
 
+@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("length", [0, 1, 24, 25, 26, 75, 80])
-def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, pinned: bool) -> None:
     monkeypatch.setattr(checksum, "BLOCK_BYTES", 100)
-    monkeypatch.setattr(checksum, "_READ_BYTES", 30)
+    monkeypatch.setattr(checksum, "_READ_BYTES", 28)
     array = np.arange(length, dtype=np.int32)
     with ChecksummedFile(tmp_path / "a") as file:
         for a in range(0, length, 7):
@@ -23,14 +25,30 @@ def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) ->
     content = (tmp_path / "a").read_bytes()
     assert content == array.tobytes()
     assert entry.size == 4 * length
+    parts = [content[a : a + 100] for a in range(0, len(content), 100)]
+    assert entry.sha256 == tuple(hashlib.sha256(part).hexdigest() for part in parts)
     assert entry.crc32 == tuple(f"{zlib.crc32(content[a : a + 100]):08x}" for a in range(0, len(content), 100))
-    check_contents([(tmp_path / "a", entry)])
+    check_contents([(tmp_path / "a", entry, Bounds(0, 1000, rising=True))], pinned=pinned)
     for position in range(0, len(content), 9):
         damaged = bytearray(content)
         damaged[position] ^= 16
         (tmp_path / "a").write_bytes(damaged)
         with pytest.raises(DatastoreError, match=f"block at byte {position // 100 * 100} is"):
-            check_contents([(tmp_path / "a", entry)])
+            check_contents([(tmp_path / "a", entry, Bounds(0, 1000, rising=True))], pinned=pinned)
+
+
+@pytest.mark.parametrize("wrong", [-1, 11, 2])
+def test_numbers_that_compiled_code_could_not_read_are_refused(tmp_path: Path, monkeypatch, wrong: int) -> None:
+    """At every place, also where a block or a read begins."""
+    monkeypatch.setattr(checksum, "BLOCK_BYTES", 40)
+    monkeypatch.setattr(checksum, "_READ_BYTES", 12)
+    for place in range(4, 25):
+        array = np.minimum(np.arange(25, dtype=np.int32), 10)
+        array[place] = wrong
+        path = tmp_path / str(place)
+        entry = write_array(path, array)
+        with pytest.raises(DatastoreError, match=r"holds numbers .* in the block at byte .* whom you trust"):
+            check_contents([(path, entry, Bounds(0, 10, rising=True))])
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from sssd_plugin.datastore.disk.audit import audit
-from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, TokenizerEntry, read_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, TokenizerEntry, digest, read_manifest
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from tests.support.stores import build_store, edit_manifest, replace_array
@@ -162,7 +163,7 @@ def test_unknown_keys_are_ignored(store: Path) -> None:
     def change(content: dict[str, Any]) -> None:
         content["notes"] = {"a": 1}
         content["sub_indices"][0]["tier"] = "cold"
-        content["sub_indices"][0]["files"]["tokens"]["sha256"] = "x"
+        content["sub_indices"][0]["files"]["tokens"]["blake3"] = "x"
 
     edit_manifest(store, change)
     Datastore.open(store).close()
@@ -234,6 +235,10 @@ def _beyond_vocabulary(array: np.ndarray) -> None:
     array[500] = 100
 
 
+def _shift_down(array: np.ndarray) -> None:
+    array[50] = 0
+
+
 def _shift(array: np.ndarray) -> None:
     array[50] += 1
 
@@ -244,9 +249,7 @@ def _shift(array: np.ndarray) -> None:
     [
         ("suffix_array", _swap, "not sorted at entry"),
         ("suffix_array", _repeat, "no permutation"),
-        ("suffix_array", _outside, "outside the tokens"),
         ("tokens", _other_token, "bucket_starts.i32 is wrong"),
-        ("tokens", _beyond_vocabulary, "outside the vocabulary of 100"),
         ("bucket_starts", _shift, "does not agree with the tokens"),
     ],
 )
@@ -255,3 +258,33 @@ def test_an_audit_finds_what_checksums_cannot(store: Path, role: str, change: An
     with Datastore.open(store) as opened, pytest.raises(DatastoreError) as caught:
         audit(opened, full=full)
     assert complaint in str(caught.value) and str(file.parent) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("role", "change"), [("suffix_array", _outside), ("tokens", _beyond_vocabulary), ("bucket_starts", _shift_down)]
+)
+def test_what_compiled_code_could_not_read_is_refused(store: Path, role: str, change: Any) -> None:
+    """Though checksums match."""
+    file = replace_array(store, role, change)
+    assert f"{file} holds numbers" in (message := refusal(store)) and "from whom you trust" in message
+
+
+def test_a_pinned_store_is_that_one(store: Path) -> None:
+    pinned = digest(store)
+    Datastore.open(store, sha256=pinned).close()
+    replace_array(store, "suffix_array", _swap)
+    Datastore.open(store).close()
+    assert f"not {pinned}" in refusal(store, sha256=pinned)
+    file = array_files(store)[0]
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1  # with another checksum in the manifest, but no other SHA-256
+    file.write_bytes(content)
+    crc = f"{zlib.crc32(content):08x}"
+    edit_manifest(store, lambda manifest: manifest["sub_indices"][0]["files"][file.stem].update(crc32=[crc]))
+    assert "checksum of the block" in refusal(store, sha256=digest(store))
+
+
+def test_a_store_without_sha256_cannot_be_pinned(store: Path) -> None:
+    edit_manifest(store, lambda content: content["sub_indices"][0]["files"]["tokens"].pop("sha256"))
+    Datastore.open(store).close()
+    assert "has no SHA-256" in refusal(store, sha256=digest(store))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from freedraft.tenants import tenant_key
 from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.disk.format import TokenizerEntry
 from sssd_plugin.datastore.disk.store import Datastore
@@ -19,14 +20,14 @@ from tests.support.stores import build_store, documents_of
 VOCAB = 100
 
 
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+def run(*args: object, input: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], input=input)
 
 
 def learn(directory: Path, texts: dict[str | None, list[int]]) -> None:
-    store = open_live(directory, VOCAB)
+    store = open_live(directory, VOCAB, isolation="shared")
     for name, text in texts.items():
-        store.insert(np.array(text, np.int32), store.tenant(name))
+        store.insert(np.array(text, np.int32), store.tenant(tenant_key(name)))
     store.close()
 
 
@@ -37,12 +38,17 @@ def learnt(directory: Path) -> list[list[int]]:
     return sorted(found)
 
 
-def test_forget_a_tenant(tmp_path: Path) -> None:
-    learn(tmp_path, {"a": [1, 2], "b": [3, 4], None: [5, 6]})
-    result = run("forget", tmp_path, "--tenant", "a")
+def test_forget_tenants_of_a_file_or_of_standard_input(tmp_path: Path) -> None:
+    learn(tmp_path, {"a": [1, 2], "b": [3, 4], "c d": [7], None: [5, 6]})
+    (tmp_path / "names").write_text("a\n\nnobody\n")
+    result = run("forget", tmp_path, "--tenants", tmp_path / "names")
     assert result.exit_code == 0 and "1 documents, 2 tokens" in result.output
-    assert learnt(tmp_path) == [[3, 4], [5, 6]]
-    assert "0 documents" in run("forget", tmp_path, "--tenant", "nobody").output
+    assert learnt(tmp_path) == [[3, 4], [5, 6], [7]]
+    result = run("forget", tmp_path, "--tenants", "-", input='["c d", ""]\n')
+    assert result.exit_code == 0 and "1 documents, 1 tokens" in result.output
+    assert run("verify", tmp_path, "--erased", tmp_path / "names").exit_code == 0
+    left = run("verify", tmp_path, "--erased", "-", input="b\n")
+    assert left.exit_code == 1 and "holds documents of this tenant" in left.stderr
 
 
 def test_forget_what_is_old(tmp_path: Path) -> None:
@@ -50,22 +56,46 @@ def test_forget_what_is_old(tmp_path: Path) -> None:
     time.sleep(1.1)
     moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
     learn(tmp_path, {"a": [7, 8]})
-    assert run("forget", tmp_path, "--before", moment, "--tenant", "a").exit_code == 0
+    assert run("forget", tmp_path, "--before", moment, "--tenants", "-", input="a").exit_code == 0
     assert learnt(tmp_path) == [[3, 4], [7, 8]]
     assert run("forget", tmp_path, "--before", moment).exit_code == 0
     assert learnt(tmp_path) == [[7, 8]]
 
 
 def test_forget_says_what_it_needs(tmp_path: Path) -> None:
-    for arguments, words in (((tmp_path,), "--tenant NAME"), ((tmp_path, "--tenant", "a"), "learnt nothing")):
+    for arguments, words in (
+        ((tmp_path,), "--tenants FILE"),
+        ((tmp_path, "--tenants", "-"), "names no tenant"),
+        ((tmp_path, "--tenants", tmp_path / "none"), "correct the path"),
+        ((tmp_path, "--before", "2020-01-01"), "learnt nothing"),
+    ):
         result = run("forget", *arguments)
         assert result.exit_code == 1 and words in result.stderr and result.stderr.count("\n") == 1
     learn(tmp_path, {"a": [1]})
     assert "not a time" in run("forget", tmp_path, "--before", "yesterday").stderr
-    held = open_live(tmp_path, VOCAB)
-    assert "stop it first" in run("forget", tmp_path, "--tenant", "a").stderr
-    held.close()
     assert learnt(tmp_path) == [[1]]
+
+
+def test_an_older_format_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "live").mkdir()
+    (tmp_path / "live" / "manifest.json").write_text('{"format": "freedraft-live", "format_version": 1}')
+    for command in (("forget", tmp_path, "--before", "2020-01-01"), ("verify", tmp_path)):
+        result = run(*command)
+        assert result.exit_code == 1 and "older than" in result.stderr and "remove the folder" in result.stderr
+
+
+def test_a_wider_isolation_must_be_accepted(tmp_path: Path) -> None:
+    open_live(tmp_path, VOCAB, isolation="tenant").close()
+    with pytest.raises(DatastoreError, match="--accept"):
+        learnt(tmp_path)
+    refused = run("isolation", tmp_path, "shared")
+    assert refused.exit_code == 1 and "--accept" in refused.stderr
+    held = open_live(tmp_path, VOCAB)
+    assert "stop it first" in run("isolation", tmp_path, "shared", "--accept").stderr
+    held.close()
+    accepted = run("isolation", tmp_path, "shared", "--accept")
+    assert accepted.exit_code == 0 and "isolation 'shared', before 'tenant'" in accepted.output
+    assert learnt(tmp_path) == []
 
 
 def test_merge_stores(tmp_path: Path) -> None:

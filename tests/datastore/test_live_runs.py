@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sssd_plugin.datastore.build.memory import resident_bytes
-from sssd_plugin.datastore.index.runs import DEPTH, Run, merged, release, sorted_run, with_document
+from sssd_plugin.datastore.index.runs import DEPTH, Run, merged, release, sorted_run, with_document, without
 from sssd_plugin.datastore.index.sub_index import SPARSE_STEP
 from tests.support.stores import brute_force, documents_of, look_up
 
@@ -18,6 +18,12 @@ documents = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_s
 
 def arrays(texts: Documents) -> list[np.ndarray]:
     return [np.array(text, np.int32) for text in texts]
+
+
+def about(first: int, number: int) -> np.ndarray:
+    """Rows of `Run.documents`, each its own."""
+    numbers = np.arange(first, first + number)
+    return np.stack([1000 + numbers, 5 * numbers, numbers], axis=1)
 
 
 def key(run: Run, place: int) -> list[int]:
@@ -46,43 +52,44 @@ def check(run: Run, texts: Documents) -> None:
 @settings(deadline=None, max_examples=150)
 @given(documents)
 def test_sorting_and_adding_one_by_one_agree(texts: Documents) -> None:
-    check(sorted_run(arrays(texts), 4, 0), texts)
+    check(sorted_run(arrays(texts), 4, about(0, len(texts))), texts)
     run = None
     for number, document in enumerate(arrays(texts)):
-        run = with_document(run, document, 4, number)
+        run = with_document(run, document, 4, about(number, 1))
     assert run is not None
     check(run, texts)
-    assert (run.first, run.last) == (0, len(texts) - 1)
+    assert np.array_equal(run.documents, about(0, len(texts)))
 
 
 @settings(deadline=None, max_examples=150)
-@given(documents, documents, st.integers(0, 120))
-def test_merging_and_dropping_the_oldest(older: Documents, newer: Documents, cut: int) -> None:
-    a, b = sorted_run(arrays(older), 4, 0), sorted_run(arrays(newer), 4, len(older))
-    kept, start = [], 0
-    for text in older:
-        if start >= cut:
-            kept.append(text)
-        start += len(text) + 1
-    both = merged(a, b, 4, cut)
-    assert both is not None
-    check(both, [*kept, *newer])
-    alone = merged(a, None, 4, cut)
-    if kept:
-        assert alone is not None
-        check(alone, kept)
-    else:
-        assert alone is None
+@given(documents, documents, st.integers(0, 120), st.integers(0, 4096))
+def test_merging_and_leaving_out(older: Documents, newer: Documents, excess: int, bits: int) -> None:
+    """Documents that start in the first `excess` tokens, and any others."""
+    a, b = (sorted_run(arrays(texts), 4, about(i, len(texts))) for i, texts in ((0, older), (len(older), newer)))
+    both = merged(a, b, 4)
+    texts = [*older, *newer]
+    check(both, texts)
+    assert np.array_equal(both.documents, about(0, len(texts)))
+    keep = np.array([not bits >> i & 1 for i in range(len(texts))])
+    starts = np.cumsum([0, *(len(text) + 1 for text in texts)])[:-1]
+    kept = [i for i in range(len(texts)) if starts[i] >= excess and keep[i]]
+    left = without(both, 4, keep, excess)
+    if not kept:
+        assert left is None
+        return
+    assert left is not None
+    check(left, [texts[i] for i in kept])
+    assert np.array_equal(left.documents, about(0, len(texts))[kept])
 
 
 @pytest.mark.parametrize("pattern", [[5], [1, 2], [7, 7, 7, 3]])
 def test_text_that_repeats_for_ever_costs_no_more(pattern: list[int]) -> None:
     """A full comparison of suffixes would take minutes here."""
     text = (pattern * 200_000)[:200_000]
-    run = sorted_run(arrays([text, text]), 10, 0)
+    run = sorted_run(arrays([text, text]), 10, about(0, 2))
     assert len(run.sub.suffix_array) == 400_000
     joined = merged(run, run, 10)
-    assert joined is not None and joined.n == 2 * run.n
+    assert joined.n == 2 * run.n
     sample = [key(joined, int(place)) for place in joined.sub.suffix_array[::5000]]
     assert sample == sorted(sample)
 
@@ -92,7 +99,7 @@ def test_a_sorting_by_bytes_is_in_this_order_too() -> None:
 
     rng = np.random.default_rng(2)
     texts = [(rng.zipf(1.3, 400) % 50).tolist() for _ in range(20)]
-    run = sorted_run(arrays(texts), 50, 0)
+    run = sorted_run(arrays(texts), 50, about(0, 20))
     full = SubIndex.build(run.sub.tokens[: run.n], 50)
     assert [key(run, int(p)) for p in full.suffix_array] == [key(run, int(p)) for p in run.sub.suffix_array]
 
@@ -100,7 +107,7 @@ def test_a_sorting_by_bytes_is_in_this_order_too() -> None:
 def test_runs_that_nobody_holds_are_given_back() -> None:
     """Not before: who still holds one reads what it always held."""
     documents = [np.full(50_000, i, np.int32) for i in range(8)]
-    runs = [sorted_run(documents, 100, 0) for _ in range(3)]
+    runs = [sorted_run(documents, 100, about(0, 8)) for _ in range(3)]
     held = runs[1]
     before = held.sub.tokens.copy(), held.sub.suffix_array.copy()
     here = resident_bytes()

@@ -11,6 +11,7 @@ import pytest
 
 from freedraft.engines.vllm.tenants import SALT, _from_request
 from freedraft.method import EngineContext, Step
+from freedraft.tenants import parse_tenant, tenant_key
 from sssd_plugin.method import SssdMethod
 from sssd_plugin.options import SssdOptions
 
@@ -50,7 +51,7 @@ def serve(method: SssdMethod, name: str, prompt: list[int], output: list[int], k
 
 @pytest.mark.parametrize("prompts", [False, True])
 def test_it_learns_from_finished_requests(prompts: bool) -> None:
-    one = method(live_prompts=prompts)
+    one = method(live_prompts=prompts, isolation="shared")
     assert serve(one, "a", [1, 2, 3, 150], [10, 11, 12, 13, 14]) == []
     assert serve(one, "b", [5, 6], [10, 11, 12])[:3] == [11, 12, 13]
     seen = serve(one, "c", [9, 1, 2], [3])
@@ -62,13 +63,14 @@ def test_it_keeps_tenants_apart() -> None:
     one = method()
     serve(one, "a", [1, 2], [10, 11, 12, 13], key="x")
     assert serve(one, "b", [3, 4], [10, 11], key="y") == []
-    assert serve(one, "c", [3, 4], [10, 11]) == []
+    assert serve(one, "c", [3, 4], [10, 11, 12]) == [] == serve(one, "e", [3, 4], [10, 11]), "of nobody"
     assert serve(one, "d", [3, 4], [10, 11], key="x")[:2] == [11, 12]
+    assert one.live is not None and one.live.stats().documents == 3
     one.close()
 
 
 def test_a_retracted_request_is_learnt_from_once(tmp_path: Path) -> None:
-    one = method(datastore=tmp_path)
+    one = method(datastore=tmp_path, isolation="shared")
     one.begin("a", np.array([1, 2], np.int32), None, {})
     draft(one, "a", [1, 2, 10, 11], [10, 11])
     one.begin("a", np.array([1, 2, 10, 11], np.int32), None, {})  # prompt, and output so far
@@ -78,7 +80,7 @@ def test_a_retracted_request_is_learnt_from_once(tmp_path: Path) -> None:
     one.finish("a", None, aborted=False)
     assert one.live is not None and one.live.stats().inserted == 3
     one.close()
-    again = method(datastore=tmp_path)
+    again = method(datastore=tmp_path, isolation="shared")
     assert serve(again, "b", [3], [10, 11])[:2] == [11, 12], "on disk, in a folder that began empty"
     again.close()
 
@@ -87,15 +89,57 @@ def test_vllm_carries_the_salt_of_new_requests() -> None:
     wrapped = _from_request(lambda request, blocks: types.SimpleNamespace(req_id=request.request_id))
     salted = wrapped(types.SimpleNamespace(request_id="a", cache_salt="s"), ([1],))
     plain = wrapped(types.SimpleNamespace(request_id="b", cache_salt=None), ([1],))
-    assert getattr(salted, SALT) == "s" and not hasattr(plain, SALT)
+    assert getattr(salted, SALT) == tenant_key("s") and not hasattr(plain, SALT)
 
 
-def test_of_replicas_one_writes(tmp_path: Path) -> None:
-    one, other = method(datastore=tmp_path), method(datastore=tmp_path)
+def test_tenants_have_keys_of_their_own() -> None:
+    keys = [tenant_key(*fields) for fields in (("a\nb", None), ("b", "a"), ("a", "b"), ("ab", ""), ("", "ab"), ("a",))]
+    assert len(set(keys)) == 6 and tenant_key(None, None) is tenant_key("", "") is None
+    assert parse_tenant("a b") == tenant_key("a b") and parse_tenant('["a", "b"]') == tenant_key("a", "b")
+    assert parse_tenant("") is None and parse_tenant("[1]") == tenant_key("[1]")
+
+
+def test_the_default_says_what_it_does_to_clients_without_salts(caplog: pytest.LogCaptureFixture) -> None:
+    for isolation, said in (("tenant", 1), ("shared", 0)):
+        caplog.clear()
+        method(isolation=isolation).close()
+        assert [("neither teach nor are taught" in r.message) for r in caplog.records].count(True) == said
+
+
+def test_replicas_learn_from_each_other(tmp_path: Path) -> None:
+    one, other = (method(datastore=tmp_path, isolation="shared") for _ in range(2))
     serve(one, "a", [1, 2], [10, 11, 12])
-    assert serve(other, "a", [1, 2], [20, 21, 22]) == []
-    assert serve(other, "b", [3, 4], [20, 21])[:1] == [21], "the other learns in memory"
+    serve(other, "a", [1, 2], [20, 21, 22])
+    assert one.live is not None and other.live is not None
+    one.live.flush(), other.live.flush(), one.live.flush()
+    assert serve(other, "b", [3, 4], [10, 11])[:1] == [11] and serve(one, "b", [3, 4], [20, 21])[:1] == [21]
     one.close(), other.close()
-    again = method(datastore=tmp_path)
-    assert serve(again, "c", [5], [20, 21]) == [] and serve(again, "d", [5], [10, 11])[:1] == [11]
+    again = method(datastore=tmp_path, isolation="shared")
+    assert serve(again, "c", [5], [20, 21])[:1] == [21] and serve(again, "d", [5], [10, 11])[:1] == [11]
     again.close()
+
+
+def test_a_replica_on_another_host_learns_in_memory(tmp_path: Path, monkeypatch, caplog) -> None:
+    from sssd_plugin.datastore.live import folder
+
+    one = method(datastore=tmp_path, isolation="shared")
+    monkeypatch.setattr(folder, "_host", lambda: b"1 elsewhere")
+    context = EngineContext(vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=(1, NODES), rank=1)
+    options = SssdOptions(policy="fixed", live=True, datastore=tmp_path, isolation="shared")
+    other = SssdMethod(options, context)
+    assert "learns in memory only" in caplog.text
+    serve(other, "a", [1, 2], [20, 21, 22])
+    assert serve(other, "b", [3, 4], [20, 21])[:1] == [21]
+    with pytest.raises(ValueError, match="this host's own"):
+        method(datastore=tmp_path, isolation="shared")
+    one.close(), other.close()
+
+
+def test_requests_of_nobody_keep_their_logits_for_themselves() -> None:
+    context = EngineContext(vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=(1, NODES), gives_logits=True)
+    one = SssdMethod(SssdOptions(policy="fixed", recycle="on"), context)
+    for name, key in (("a", None), ("b", None), ("c", "x"), ("d", "x")):
+        one.begin(name, np.array([1, 2], np.int32), key, {})
+    a, b, c, d = one.drafter._owners_of(["a", "b", "c", "d"]).tolist()
+    assert len({0, a, b, c}) == 4 and c == d
+    one.close()

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from freedraft.tenants import tenant_key
 from tests.sglang.conftest import read_counts, sglang_engine
 
 
@@ -21,7 +22,8 @@ def ask(engine, prompt, **keys):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_learns_for_its_tenant(tiny, tmp_path, overlap):
-    from sssd_plugin.datastore.live.segments import SegmentLog
+    from sssd_plugin.datastore.live.log import DocumentLog
+    from sssd_plugin.datastore.live.maintenance import forget
 
     store, counts = tmp_path / "store", tmp_path / "counts.json"
     env = {"FREEDRAFT_LIVE": "true", "FREEDRAFT_DATASTORE": str(store)}
@@ -34,13 +36,20 @@ def test_learns_for_its_tenant(tiny, tmp_path, overlap):
         others = [{"extra_key": "b"}, {"cache_salt": "c"}, {"extra_key": "a", "cache_salt": "c"}, {}]
         for keys in others:
             assert ask(engine, prompt, **keys) == (answer, first), keys
+        assert ask(engine, prompt) == (answer, first), "of nobody"
         assert ask(engine, prompt, cache_salt="c") == (answer, second)
+        gone = forget(store, [str(tenant_key("c"))])
+        assert gone.documents >= 1 and not gone.alone
+        time.sleep(1.0)
+        assert ask(engine, prompt, cache_salt="c") == (answer, first), "forgotten while serving"
+        assert ask(engine, prompt, extra_key="a") == (answer, second)
         time.sleep(1.0)
     # SGLang kills its processes at the end.
-    log = SegmentLog.open(store, vocab_size=49152, max_tokens=1 << 20, writer=False)
-    records = log.take_recovered()
-    assert [record.tokens.tolist() for record in records] == [answer] * 7, "each answer, whole"
-    assert len({record.tenant for record in records}) == 5
+    log = DocumentLog.open(store, 49152, 1 << 20, None, "tenant")
+    records = log.sync()[1]
+    log.close()
+    assert [record.tokens.tolist() for record in records] == [answer] * 6, "each answer of a tenant, whole"
+    assert len({record.tenant for record in records}) == 4
     read_counts(counts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from prometheus_client import REGISTRY
 from vllm_cases import PlainTiny, Prompts, parameters, tokens_of
 from vllm_engines import engine, failures, runner_of, settle, spied
 
+from freedraft.tenants import tenant_key
 from sssd_plugin import metrics as source_metrics
+from sssd_plugin.datastore.live.maintenance import forget
 from sssd_plugin.scoring.attribution import SOURCES
 from tests.support.recycled import recorded
 
@@ -70,15 +73,15 @@ def test_learns_from_what_it_said(
     monkeypatch.setattr(source_metrics, "EVERY", 1)
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4}
     method = {
-        "method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "live": True, "datastore": str(tmp_path)
+        "method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "live": True, "datastore": str(tmp_path),
     }  # fmt: skip
     with engine(tiny_model, speculative_config=method, **settings) as llm:
         proposer = runner_of(llm).drafter
         learning = proposer.guarded.method
         before = counters()
-        first, answers = accepted(llm, prompts)
+        first, answers = accepted(llm, prompts, "main")
         assert answers == plain
-        runs = learning.live._tenants[0].all_runs
+        runs = learning.live._tenants[1].all_runs
         learnt = [tuple(x) for run in runs for x in np.split(run.sub.tokens[: run.n], np.flatnonzero(
             run.sub.tokens[: run.n] == -1) + 1) if len(x)]  # fmt: skip
         assert sorted(learnt) == sorted((*answer, -1) for answer in plain), "every output, whole, and nothing else"
@@ -87,7 +90,7 @@ def test_learns_from_what_it_said(
         assert sum(one[f"{source} tokens"] for source in (*SOURCES, "other")) == first
         assert one["input tokens"] > 0 and one["static tokens"] == 0
         before = counters()
-        second, answers = accepted(llm, prompts)
+        second, answers = accepted(llm, prompts, "main")
         assert answers == plain and second > first
         show(learning)
         two = gained(before)
@@ -107,11 +110,20 @@ def test_learns_from_what_it_said(
         assert accepted(llm, prompts, "two")[0] == first
         again, answers = accepted(llm, prompts, "one")
         assert again > first and answers == plain
-        assert not failures(proposer) and learning.live.stats().tenants == 3
+        # Requests without a salt teach nobody, each other neither.
+        unsalted = [accepted(llm, prompts) for _ in range(2)]
+        assert unsalted[0] == unsalted[1] and unsalted[0][0] <= first and unsalted[0][1] == plain
+        gone = forget(tmp_path, [str(tenant_key("one"))])
+        assert gone.documents == 12 and not gone.alone
+        time.sleep(1.0)
+        alone, answers = accepted(llm, prompts, "one")
+        assert alone == first and answers == plain, "forgotten while serving"
+        assert accepted(llm, prompts, "main")[0] == second
+        assert not failures(proposer) and learning.live.stats().tenants == 4
         proposer.guarded.close()
 
     with engine(tiny_model, speculative_config=method, **settings) as llm:
-        restarted, answers = accepted(llm, prompts)
+        restarted, answers = accepted(llm, prompts, "main")
         assert restarted > first and answers == plain
         runner_of(llm).drafter.guarded.close()
 
@@ -127,10 +139,12 @@ def test_recycles_for_its_tenant(tiny_model: Path, plain_tiny: PlainTiny, live_p
         held = proposer.guarded.method.drafter._entries
         said: dict[tuple[int, ...], set[int]] = {}
         recorded(proposer.guarded, said)
-        first, answers = accepted(llm, prompts)
+        first, answers = accepted(llm, prompts, "main")
         assert answers == plain and (held["key"] != 0).sum() > 100
-        second, answers = accepted(llm, prompts)
+        second, answers = accepted(llm, prompts, "main")
         assert answers == plain and second > first
+        unsalted = [accepted(llm, prompts) for _ in range(2)]
+        assert unsalted[0] == unsalted[1] and unsalted[0][0] <= first and unsalted[0][1] == plain
         alone, answers = accepted(llm, prompts, "one")
         assert alone == first and answers == plain
         texts = [[*prompt["prompt_token_ids"], *answer] for prompt, answer in zip(prompts, plain, strict=True)]
@@ -155,7 +169,14 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
         with torch.no_grad():
             given[i] = {"prompt_embeds": embedding(torch.tensor(live_prompts[i]["prompt_token_ids"]))}
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4, "enable_prompt_embeds": True}
-    method = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "live": True, "live_prompts": True}
+    method = {
+        "method": "sssd",
+        "num_speculative_tokens": 6,
+        "policy": "fixed",
+        "live": True,
+        "live_prompts": True,
+        "isolation": "shared",
+    }
     with engine(tiny_model, speculative_config=method, **settings) as llm:
         proposer = runner_of(llm).drafter
         texts: set[tuple[int, ...]] = set()

@@ -13,7 +13,7 @@ from tests.support.prompts import SHORT
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 ONE_CORE_EACH = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:2])), "VLLM_USE_AOT_COMPILE": "0"}
-SSSD = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "live": True}
+SSSD = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "live": True, "isolation": "shared"}
 # Heads of 64, which vLLM's CPU attention has, and enough of them for two ranks.
 SHAPE = {
     "vocab_size": 49152,
@@ -40,7 +40,7 @@ def test_two_tensor_parallel_ranks(model: Path, tmp_path: Path) -> None:
 
 
 def test_two_data_parallel_replicas(model: Path, tmp_path: Path) -> None:
-    """Each serves its metrics at a port of its own and learns; one of them writes what it learns."""
+    """Each serves its metrics at a port of its own and learns, into one folder."""
     replicas = ("--data-parallel-size", "2")
     speculative = SSSD | {"datastore": str(tmp_path / "store")}
     with serving(model, tmp_path, speculative, *replicas, drafters=2, environment=ONE_CORE_EACH) as server:

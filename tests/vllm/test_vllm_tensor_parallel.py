@@ -16,7 +16,7 @@ from tests.support.models import save, tiny_model
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
-SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
+SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True, "isolation": "shared"}
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 # Heads of 64, which vLLM's CPU attention has, and enough of them for two ranks.
 SHAPE = {

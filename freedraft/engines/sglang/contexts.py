@@ -31,7 +31,7 @@ def context_at_start(args: Any) -> EngineContext:
 
 
 def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bool) -> EngineContext:
-    """In a scheduler. Of data-parallel replicas the first writes what it learns."""
+    """In a scheduler: of each data-parallel replica one."""
     from sglang.srt.runtime_context import get_parallel
 
     replica = get_parallel().dp_rank or 0
@@ -45,7 +45,6 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bo
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
         tensor_parallel=runner.server_args.tp_size,
         rank=replica,
-        writes_store=replica == 0,
         gives_logits=True,
         hardware=hardware_name(str(runner.device)),
         tokenizer_fingerprint=partial(tokenizer_fingerprint, tokenizer) if tokenizer else lambda: None,

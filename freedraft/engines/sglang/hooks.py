@@ -89,6 +89,8 @@ HOOKS: tuple[Hook, ...] = (
          "num_correct_drafts", "token_to_kv_pool_allocator"), purpose="accepted paths in pools of other kinds"),
     Hook(f"{_SRT}.mem_cache.memory_pool", "MHATokenToKVPool", assigned=("k_buffer", "v_buffer", "kv_cache_layout",
          "is_quantized_kv_cache"), purpose="the KV pool that accepted paths are compacted in"),
+    Hook(f"{_SRT}.managers.schedule_batch.Req", "__init__", ("extra_key", "cache_salt", "lora_id"),
+         purpose="tenants of live datastores"),
     Hook(f"{_SRT}.speculative.spec_utils", "build_grammar_vocab_mask", ("reqs", "tree", "sampling_info", "device",
          "barrier"), purpose="structured output over a tree"),
     Hook(f"{_SRT}.speculative.spec_utils.GrammarTree", "from_host", purpose="structured output over a tree"),

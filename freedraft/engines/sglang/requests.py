@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.tenants import tenant_key
+
 
 def tokens_of(request: Any) -> NDArray[np.int32]:
     """Prompt and output so far. Image padding holds hashes in place of token ids, so the unpadded prompt is taken."""
@@ -20,8 +22,10 @@ def padding_of(request: Any) -> int:
 
 
 def tenant_of(request: Any) -> str | None:
-    """Whose a request is: its extra_key (which SGLang ends in the adapter's id, if there is one) and its cache_salt."""
-    return "\n".join(filter(None, (request.extra_key, request.cache_salt))) or None
+    """The key of whose a request is, by its cache_salt and extra_key, without the id that SGLang appends to the latter
+    for an adapter."""
+    extra_key = (request.extra_key or "").removesuffix(request.lora_id or "")
+    return tenant_key(request.cache_salt, extra_key)
 
 
 def extra_of(request: Any) -> dict[str, Any]:

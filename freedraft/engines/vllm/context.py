@@ -17,7 +17,7 @@ def context_of_arguments(engine_args: Any, model_config: Any, max_draft_tokens: 
 
 
 def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = None) -> EngineContext:
-    """What the rank that drafts knows: the first tensor-parallel one of a replica. One replica writes what it learns.
+    """What the rank that drafts knows: the first tensor-parallel one of a replica.
 
     Args:
         v2_lengths: in model runner V2, the draft lengths that may be scheduled.
@@ -30,7 +30,6 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
         vllm_config.speculative_config.num_speculative_tokens,
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
-        writes_store=replica == 0,
         gives_logits=_gives_logits(vllm_config.speculative_config, v2=v2_lengths is not None),
         lengths=v2_lengths,
     )

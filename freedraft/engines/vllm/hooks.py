@@ -56,6 +56,7 @@ MODEL_DRAFT_HOOKS = (
 # Needed besides to tell tenants apart.
 TENANT_HOOKS = (
     Hook("vllm.v1.core.sched.output.NewRequestData", "from_request", purpose="tenants of live datastores"),
+    Hook("vllm.v1.request.Request", "__init__", parameters=("cache_salt",), purpose="tenants of live datastores"),
 )  # fmt: skip
 
 # Needed besides to recycle logits.

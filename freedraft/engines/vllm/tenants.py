@@ -1,4 +1,4 @@
-"""The tenant of a request: its `cache_salt`, which vLLM's scheduler knows and does not hand to the model runner."""
+"""The tenant of a request, by its `cache_salt`, which vLLM's scheduler knows and does not hand to the model runner."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.hooks import TENANT_HOOKS
 from freedraft.engines.vllm.patching import wrap_once
+from freedraft.tenants import tenant_key
 
 SALT = "freedraft_salt"
-"""Attribute of vLLM's NewRequestData."""
+"""Attribute of vLLM's NewRequestData: the key of the request's tenant."""
 
 
 def carry_salt() -> bool:
@@ -26,9 +27,9 @@ def carry_salt() -> bool:
 def _from_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def from_request(request: Any, *args: Any, **kwargs: Any) -> Any:
         data = original(request, *args, **kwargs)
-        salt = getattr(request, "cache_salt", None)
-        if salt:
-            setattr(data, SALT, salt)
+        key = tenant_key(request.cache_salt)
+        if key:
+            setattr(data, SALT, key)
         return data
 
     return from_request

@@ -1,13 +1,15 @@
-"""Checksummed files: a CRC-32 per block, so that damage is found in parallel and located."""
+"""Checksummed files: a CRC-32 and a SHA-256 per block, so that damage is found in parallel and located. What they hold
+is checked in the same pass, since compiled code reads it unchecked."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +23,25 @@ _ITEMS = 1 << 20
 
 
 class FileEntry(BaseModel, frozen=True):
-    """What a manifest records of a file: its size in bytes and the CRC-32 of each block of `BLOCK_BYTES`, in hex."""
+    """What a manifest records of a file: its size in bytes, and the CRC-32 and SHA-256 of each block of `BLOCK_BYTES`,
+    in hex. Older files have no SHA-256."""
 
     size: Annotated[int, Field(ge=0)]
     crc32: tuple[Annotated[str, Field(pattern="^[0-9a-f]{8}$")], ...]
+    sha256: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = ()
+
+
+class Bounds(NamedTuple):
+    """What numbers a file of int32 may hold.
+
+    Attributes:
+        low, high: the least and the greatest.
+        rising: whether none may be below the one before it.
+    """
+
+    low: int
+    high: int
+    rising: bool = False
 
 
 class ChecksummedFile:
@@ -37,8 +54,8 @@ class ChecksummedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
-        self._finished: list[str] = []
-        self._crc = 0
+        self._finished: list[tuple[str, str]] = []
+        self._crc, self._sha = 0, hashlib.sha256()
         with reporting("write", path):
             # Unbuffered: callers hand over large arrays.
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -52,10 +69,10 @@ class ChecksummedFile:
             with reporting("write", self.path):
                 part = part[: self._file.write(part)]
             self._crc = zlib.crc32(part, self._crc)
+            self._sha.update(part)
             self.size += len(part)
             if self.size % BLOCK_BYTES == 0:
-                self._finished.append(f"{self._crc:08x}")
-                self._crc = 0
+                self._end_block()
             view = view[len(part) :]
 
     def close(self) -> FileEntry:
@@ -63,8 +80,14 @@ class ChecksummedFile:
         with reporting("write", self.path):
             os.fsync(self._file.fileno())
             self._file.close()
-        tail = [f"{self._crc:08x}"] if self.size % BLOCK_BYTES else []
-        return FileEntry(size=self.size, crc32=(*self._finished, *tail))
+        if self.size % BLOCK_BYTES:
+            self._end_block()
+        crcs, shas = zip(*self._finished, strict=True) if self._finished else ((), ())
+        return FileEntry(size=self.size, crc32=crcs, sha256=shas)
+
+    def _end_block(self) -> None:
+        self._finished.append((f"{self._crc:08x}", self._sha.hexdigest()))
+        self._crc, self._sha = 0, hashlib.sha256()
 
     def __enter__(self) -> Self:
         return self
@@ -92,24 +115,54 @@ def check_size(path: Path, entry: FileEntry) -> None:
         raise DatastoreError(f"{path} is {state}: {size} bytes instead of {entry.size}; restore it, or {REBUILD}")
 
 
-def check_contents(files: Iterable[tuple[Path, FileEntry]]) -> None:
-    """Raise `DatastoreError` at the first block that differs from its checksum; all blocks are read, in parallel."""
-    blocks = [(path, i, crc) for path, entry in files for i, crc in enumerate(entry.crc32)]
+def check_contents(files: Iterable[tuple[Path, FileEntry, Bounds]], *, pinned: bool = False) -> None:
+    """Raise `DatastoreError` at the first block that differs from its checksum or holds a number out of bounds; all
+    blocks are read, in parallel.
+
+    Args:
+        pinned: whether to compare SHA-256 instead of CRC-32, which an attacker can match.
+    """
+    blocks = []
+    for path, entry, bounds in files:
+        if pinned and len(entry.sha256) != len(entry.crc32):
+            raise DatastoreError(f"{path} has no SHA-256 in the manifest, so a digest cannot pin it: {REBUILD}")
+        sums = entry.sha256 if pinned else entry.crc32
+        blocks += [(path, i, expected, bounds) for i, expected in enumerate(sums)]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(_check_block, blocks))  # cancels what is left at the first that raises
 
 
-def _check_block(block: tuple[Path, int, str]) -> None:
-    path, index, expected = block
-    crc, left, start = 0, BLOCK_BYTES, index * BLOCK_BYTES
+def _check_block(block: tuple[Path, int, str, Bounds]) -> None:
+    path, index, expected, bounds = block
+    crc, sha, left, start = 0, hashlib.sha256(), BLOCK_BYTES, index * BLOCK_BYTES
+    pinned = len(expected) > 8
     buffer = memoryview(bytearray(_READ_BYTES))
-    with reporting("read", path), path.open("rb", buffering=0) as file:
+    low, high, last = bounds.high, bounds.low, bounds.low
+    rises = True
+    with reporting("read", path), path.open("rb") as file:
+        if start and bounds.rising:
+            file.seek(start - 4)
+            last = int.from_bytes(file.read(4), "little", signed=True)
         file.seek(start)
         while left and (n := file.readinto(buffer[: min(left, _READ_BYTES)])):
-            crc = zlib.crc32(buffer[:n], crc)  # lets other threads run meanwhile
+            part = buffer[:n]
+            if pinned:
+                sha.update(part)  # these let other threads run meanwhile
+            else:
+                crc = zlib.crc32(part, crc)
+            numbers = np.frombuffer(part[: n // 4 * 4], "<i4")
+            if len(numbers):
+                low, high = min(low, int(numbers.min())), max(high, int(numbers.max()))
+                if bounds.rising:
+                    rises &= last <= numbers[0] and bool((numbers[1:] >= numbers[:-1]).all())
+                    last = int(numbers[-1])
             left -= n
-    if f"{crc:08x}" != expected:
+    found = sha.hexdigest() if pinned else f"{crc:08x}"
+    if found != expected:
         raise DatastoreError(
-            f"{path} is corrupted: checksum of the block at byte {start} is {crc:08x}, not {expected}; "
+            f"{path} is corrupted: checksum of the block at byte {start} is {found}, not {expected}; "
             f"restore it, or {REBUILD}"
         )
+    if low < bounds.low or high > bounds.high or not rises:
+        wrong = "numbers that do not rise" if not rises else f"numbers outside {bounds.low}..{bounds.high}"
+        raise DatastoreError(f"{path} holds {wrong} in the block at byte {start}: take the store from whom you trust")

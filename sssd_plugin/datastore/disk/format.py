@@ -15,6 +15,7 @@ arrays or these rules do.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,14 +24,14 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, Field, model_validator
 
 import freedraft
-from sssd_plugin.datastore.disk.checksum import BLOCK_BYTES, FileEntry
+from sssd_plugin.datastore.disk.checksum import BLOCK_BYTES, Bounds, FileEntry
 from sssd_plugin.datastore.disk.manifest import ChecksummedManifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import PAD, direct_buckets
+from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, direct_buckets
 
 MANIFEST = "manifest.json"
 LIVE = "live"
-"""Folder of what was learnt while serving; see `sssd_plugin.datastore.live.segments`."""
+"""Folder of what was learnt while serving; see `sssd_plugin.datastore.live.folder`."""
 MAX_VOCAB_SIZE = 1 << 31
 
 Role = Literal["tokens", "suffix_array", "bucket_starts"]
@@ -134,9 +135,23 @@ class Manifest(ChecksummedManifest, frozen=True):
         """Bytes on disk, the manifest not counted."""
         return sum(sub.size for sub in self.sub_indices)
 
-    def files(self, directory: Path) -> list[tuple[Path, FileEntry]]:
-        """Return the paths of all array files under `directory`, with what is recorded of them."""
-        return [(directory / sub.name / file_name(r), sub.files[r]) for sub in self.sub_indices for r in ROLES]
+    def files(self, directory: Path) -> list[tuple[Path, FileEntry, Bounds]]:
+        """Return the paths of all array files under `directory`, what is recorded of them, and what they may hold."""
+        found = []
+        for sub in self.sub_indices:
+            bounds: dict[Role, Bounds] = {
+                "tokens": Bounds(SEPARATOR, sub.max_token),
+                "suffix_array": Bounds(0, sub.n_tokens + sub.n_documents - 1),
+                "bucket_starts": Bounds(0, sub.n_tokens, rising=True),
+            }
+            found += [(directory / sub.name / file_name(role), sub.files[role], bounds[role]) for role in ROLES]
+        return found
+
+
+def digest(directory: Path) -> str:
+    """Return the SHA-256 of a store's manifest, which holds those of all files."""
+    with reporting("read", directory / MANIFEST):
+        return hashlib.sha256((directory / MANIFEST).read_bytes()).hexdigest()
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -64,6 +64,10 @@ class ChecksummedManifest(BaseModel, frozen=True):
                 f"{path} has format version {version}, newer than the {known} that {newer} reads: "
                 f"upgrade freedraft, or {cls.ALTERNATIVE}"
             )
+        if isinstance(version, int) and version < known:
+            raise DatastoreError(
+                f"{path} has format version {version}, older than the {known} that {newer} reads: {cls.REMEDY}"
+            )
         if content.pop("checksum", None) != checksum(content):
             raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {cls.REMEDY}")
         required = content.get("requires")

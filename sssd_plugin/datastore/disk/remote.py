@@ -48,7 +48,7 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
             temporary.mkdir(mode=0o700, parents=True)
             (temporary / MANIFEST).write_bytes(described)
         manifest = read_manifest(temporary)
-        for path, _ in manifest.files(temporary):
+        for path, *_ in manifest.files(temporary):
             with reporting("write", path):
                 path.parent.mkdir(mode=0o700, exist_ok=True)
             with _reaching(url):

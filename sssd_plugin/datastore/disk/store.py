@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 
 from sssd_plugin.datastore.disk.checksum import check_contents, check_size
-from sssd_plugin.datastore.disk.format import MANIFEST, ROLES, Manifest, SubIndexEntry, file_name, read_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, ROLES, Manifest, SubIndexEntry, digest, file_name, read_manifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
 
@@ -28,14 +28,22 @@ class Datastore:
 
     @classmethod
     def open(
-        cls, path: Path | str, *, vocab_size: int | None = None, fingerprint: str | None = None, verify: bool = True
+        cls,
+        path: Path | str,
+        *,
+        vocab_size: int | None = None,
+        fingerprint: str | None = None,
+        verify: bool = True,
+        sha256: str | None = None,
     ) -> Datastore:
         """Open the store at `path`.
 
         Args:
             vocab_size: the model's; every id of the store must be below it. None: not checked.
             fingerprint: of the model's tokenizer; must be the store's, if that records one. None: not checked.
-            verify: read all files and compare their checksums; sizes are always compared.
+            verify: read all files, compare their checksums, and see that compiled code can read them unchecked; sizes
+                are always compared. What nobody has verified must not be drafted from.
+            sha256: the `digest` that the store must have. None: not checked.
 
         Raises:
             DatastoreError: missing, truncated, corrupted, foreign or newer than this version reads.
@@ -43,11 +51,15 @@ class Datastore:
         path = Path(path)
         manifest = read_manifest(path)
         check_fits(path, manifest, vocab_size, fingerprint)
+        if sha256 is not None and (found := digest(path)) != sha256:
+            raise DatastoreError(
+                f"{path / MANIFEST} has the digest {found}, not {sha256}: restore the store, or correct the digest"
+            )
         files = manifest.files(path)
-        for file, entry in files:
+        for file, entry, _ in files:
             check_size(file, entry)
         if verify:
-            check_contents(files)
+            check_contents(files, pinned=sha256 is not None)
         return cls(path, manifest, Snapshot.of([_map(path, sub) for sub in manifest.sub_indices]))
 
     @property

@@ -105,23 +105,17 @@ def sort_into(tokens, begin, end, order):
 
 
 @njit(nogil=True, cache=True)
-def merge_into(tokens, first, cut, second, shift, order):
+def merge_into(tokens, first, second, shift, order):
     """Merge two sorted lists of suffixes of `tokens`; on a tie the first list's come first.
 
     Args:
         tokens: int32, as for `sort_into`.
-        first: int32, places plus `cut`; those below `cut` are left out.
+        first: int32, places.
         second: int32, places minus `shift`.
-        order: int32, out.
-
-    Returns:
-        Number of suffixes.
+        order: int32 [the length of both], out.
     """
     n, j = 0, 0
-    for i in range(len(first)):
-        p = first[i] - cut
-        if p < 0:
-            continue
+    for p in first:
         while j < len(second) and _before(tokens, second[j] + shift, p, 0):
             order[n] = second[j] + shift
             j += 1
@@ -131,7 +125,6 @@ def merge_into(tokens, first, cut, second, shift, order):
     for q in second[j:]:
         order[n] = q + shift
         n += 1
-    return n
 
 
 @njit(nogil=True, cache=True)
@@ -149,15 +142,6 @@ def _with_tables(tokens, order, direct):
     for i in range(len(sparse)):
         sparse[i] = tokens[order[i * SPARSE_STEP] + 1]
     return tokens, order, starts, sparse
-
-
-@njit(nogil=True, cache=True)
-def _next_document(tokens, at, n):
-    """Return the start of the first document at or after `at`; n if there is none."""
-    at = min(at, n)
-    while 0 < at < n and tokens[at - 1] >= 0:
-        at += 1
-    return at
 
 
 # Each of these makes the arrays of a run in one call, so that a thread asks for the GIL once and not for every array.
@@ -179,36 +163,62 @@ def _with_document(older, older_order, document, direct):
     new = np.empty(len(document), np.int32)
     count = sort_into(tokens, old, end, new)
     order = np.empty(len(older_order) + count, np.int32)
-    merge_into(tokens, older_order, 0, new[:count], 0, order)
+    merge_into(tokens, older_order, new[:count], 0, order)
     return _with_tables(tokens, order, direct)
 
 
 @njit(nogil=True, cache=True)
-def _merged(older, older_order, start, newer, newer_order, direct):
-    """Merge two runs, without what is before `start` in the older one."""
-    kept = len(older) - PAD - start
-    tokens = np.empty(kept + len(newer), np.int32)
-    tokens[:kept] = older[start : start + kept]
-    tokens[kept:] = newer
+def _merged(older, older_order, newer, newer_order, direct):
+    old = len(older) - PAD
+    tokens = np.empty(old + len(newer), np.int32)
+    tokens[:old] = older[:old]
+    tokens[old:] = newer
     order = np.empty(len(older_order) + len(newer_order), np.int32)
-    count = merge_into(tokens, older_order, start, newer_order, kept, order)
-    if start > 0:
-        order = order[:count].copy()
+    merge_into(tokens, older_order, newer_order, old, order)
     return _with_tables(tokens, order, direct)
+
+
+@njit(nogil=True, cache=True)
+def _without(tokens, order, excess, keep, direct):
+    """Leave out documents, and say how many are left out only because they start in the first `excess` tokens."""
+    n = len(tokens) - PAD
+    place = np.full(n, -1, np.int32)
+    end, document, cut, start = 0, 0, 0, True
+    kept = False
+    for i in range(n):
+        if start:
+            kept = i >= excess and keep[document]
+            cut += i < excess
+        if kept:
+            place[i] = end
+            end += 1
+        start = tokens[i] < 0
+        document += start
+    left = np.full(end + PAD, SEPARATOR, np.int32)
+    for i in range(n):
+        if place[i] >= 0:
+            left[place[i]] = tokens[i]
+    left_order = np.empty(end, np.int32)
+    m = 0
+    for p in order:
+        if place[p] >= 0:
+            left_order[m] = place[p]
+            m += 1
+    return _with_tables(left, left_order[:m].copy(), direct), cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Documents that follow each other in time.
+    """Documents, in the order in which they were learnt.
 
     Attributes:
         sub: their sub-index.
-        first, last: numbers of the oldest and the newest document.
+        documents: int64 [d, 3], of each: when it was learnt, in ms since 1970; what stands for its tenant; its number,
+            which rises from one document to the next.
     """
 
     sub: SubIndex
-    first: int
-    last: int
+    documents: NDArray[np.int64]
 
     @property
     def n(self) -> int:
@@ -216,39 +226,48 @@ class Run:
         return self.sub.n
 
 
-def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, first: int) -> Run:
-    """Return a run of documents (int32, without separators), numbered from `first`."""
+def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, about: NDArray[np.int64]) -> Run:
+    """Return a run of documents (int32, without separators); about: `Run.documents`."""
     parts = [part for document in documents for part in (document, [SEPARATOR])]
     tokens = np.concatenate([*parts, _PADDING], dtype=np.int32)
-    return Run(SubIndex(*_sorted(tokens, direct_buckets(vocab_size))), first, first + len(documents) - 1)
+    return Run(SubIndex(*_sorted(tokens, direct_buckets(vocab_size))), about)
 
 
-def with_document(run: Run | None, document: NDArray[np.int32], vocab_size: int, number: int) -> Run:
-    """Return the run with one more document, which `number` numbers. It costs a pass over the run."""
+def with_document(run: Run | None, document: NDArray[np.int32], vocab_size: int, about: NDArray[np.int64]) -> Run:
+    """Return the run with one more document; about: int64 [1, 3], its row of `Run.documents`. It costs a pass over the
+    run."""
     if run is None:
-        return sorted_run([document], vocab_size, number)
+        return sorted_run([document], vocab_size, about)
     document = np.ascontiguousarray(document, np.int32)
     arrays = _with_document(run.sub.tokens, run.sub.suffix_array, document, direct_buckets(vocab_size))
-    return Run(SubIndex(*arrays), run.first, number)
+    return Run(SubIndex(*arrays), np.concatenate([run.documents, about]))
 
 
-def merged(older: Run, newer: Run | None, vocab_size: int, cut: int = 0) -> Run | None:
-    """Merge two runs, without the documents that start in the first `cut` tokens; None if nothing is left."""
-    start = int(_next_document(older.sub.tokens, cut, older.n)) if cut else 0
-    if older.n - start + (newer.n if newer else 0) == 0:
-        return None
-    more = (newer.sub.tokens, newer.sub.suffix_array) if newer else (_PADDING, np.zeros(0, np.int32))
-    arrays = _merged(older.sub.tokens, older.sub.suffix_array, start, *more, direct_buckets(vocab_size))
-    first = older.first + (older.last - older.first) * start // max(1, older.n)
-    return Run(SubIndex(*arrays), first, newer.last if newer else older.last)
+def merged(older: Run, newer: Run, vocab_size: int) -> Run:
+    """Merge two runs."""
+    arrays = _merged(
+        older.sub.tokens, older.sub.suffix_array, newer.sub.tokens, newer.sub.suffix_array, direct_buckets(vocab_size)
+    )
+    return Run(SubIndex(*arrays), np.concatenate([older.documents, newer.documents]))
+
+
+def without(run: Run, vocab_size: int, keep: NDArray[np.bool_], excess: int = 0) -> Run | None:
+    """Leave out documents; None if none is left.
+
+    Args:
+        keep: bool [d], the documents that stay,
+        excess: of them not those that start in the first so many tokens.
+    """
+    arrays, cut = _without(run.sub.tokens, run.sub.suffix_array, excess, keep, direct_buckets(vocab_size))
+    left = run.documents[cut:][keep[cut:]]
+    return Run(SubIndex(*arrays), left) if len(left) else None
 
 
 def warm_up() -> None:
-    """Compile, or load from the cache, what inserting and merging call."""
-    document = np.zeros(4, np.int32)
-    run = with_document(with_document(None, document, 8, 0), document, 8, 1)
-    merged(run, run, 8)
-    merged(run, None, 8, 1)
+    """Compile, or load from the cache, what inserting, merging and erasing call."""
+    document, about = np.zeros(4, np.int32), np.zeros((1, 3), np.int64)
+    run = with_document(with_document(None, document, 8, about), document, 8, about)
+    without(merged(run, run, 8), 8, np.arange(4) > 0, 1)
 
 
 def release(runs: list[Run]) -> list[Run]:

@@ -1,33 +1,35 @@
-"""The folder of a live datastore: its manifest, and the lock of its one writer."""
+"""The folder of a live datastore: its manifest, and the lock that the processes of one host share.
+
+    STORE/live/lock             held by every process that learns there; names their host
+    STORE/live/manifest.json    what the folder holds
+    STORE/live/learnt.sqlite    the documents; see `database`
+
+All of it is of mode 0600. Suffix arrays are not stored: sorting is faster than proving that a stored order is right.
+"""
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import fcntl
+import os
+import platform
+import secrets
+import time
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from freedraft.files import FileLock
 from sssd_plugin.datastore.disk.manifest import ChecksummedManifest
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 
-logger = logging.getLogger("freedraft.datastore")
-
 MANIFEST = "manifest.json"
 LOCK = "lock"
+FILE = "learnt.sqlite"
+_WAIT_SECONDS = 30.0
 
-
-class SegmentEntry(BaseModel, frozen=True):
-    """A segment; its size in bytes and its tokens, separators included, are recorded once it is full."""
-
-    name: Annotated[str, Field(pattern=r"^\d{6,}\.seg$")]
-    size: int | None = None
-    tokens: int = 0
-
-
-def segment_name(number: int) -> str:
-    return f"{number:06d}.seg"
+Isolation = Literal["tenant", "shared", "off"]
+_WIDTH = {"tenant": 0, "shared": 1, "off": 1}  # who sees a text: its tenant, or everybody
 
 
 class LiveManifest(ChecksummedManifest, frozen=True):
@@ -35,8 +37,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
 
     Attributes:
         key: of the digests that stand for tenants' names, in hex.
-        next: number of the next segment.
-        segments: oldest first; the last one is being appended to.
+        isolation: the narrowest under which something was learnt.
     """
 
     DESCRIBES: ClassVar[str] = "a live datastore"
@@ -44,48 +45,120 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     ALTERNATIVE: ClassVar[str] = "choose another datastore"
 
     format: Literal["freedraft-live"] = "freedraft-live"
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     vocab_size: int
     fingerprint: str | None = None
-    key: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-    next: int = 1
-    segments: tuple[SegmentEntry, ...] = ()
+    key: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] = Field(default_factory=lambda: secrets.token_hex(16))
+    isolation: Isolation
 
     @classmethod
     def of(cls, folder: Path) -> LiveManifest | None:
         """Return the manifest of a live folder; None if nothing was learnt there.
 
         Raises:
-            DatastoreError: see `ChecksummedManifest.read`; it is missing though there are segments.
+            DatastoreError: see `ChecksummedManifest.read`; it is missing though there are documents.
         """
         path = folder / MANIFEST
         with reporting("read", path):
             if path.exists():
                 return cls.read(path)
-            if folder.is_dir() and any(folder.glob("*.seg")):
-                raise DatastoreError(f"{path} is missing though there are segments: restore it, or {cls.REMEDY}")
+            if (folder / FILE).exists():
+                raise DatastoreError(f"{path} is missing though {FILE} is there: restore it, or {cls.REMEDY}")
         return None
 
-    def check_fits(self, folder: Path, vocab_size: int, fingerprint: str | None) -> None:
-        """Raise `DatastoreError` unless what the folder holds was learnt with this model's tokenizer."""
+    def check_fits(self, folder: Path, vocab_size: int, fingerprint: str | None, isolation: Isolation) -> None:
+        """Raise `DatastoreError` unless a server of this tokenizer and isolation may learn in the folder."""
         other = self.fingerprint is not None and fingerprint is not None and self.fingerprint != fingerprint
         if other or self.vocab_size > vocab_size:
             raise DatastoreError(
                 f"{folder} was learnt with another model's tokenizer: choose another datastore, or remove this folder"
             )
+        if _WIDTH[isolation] > _WIDTH[self.isolation]:
+            raise DatastoreError(
+                f"{folder} was learnt with isolation '{self.isolation}', and '{isolation}' would show it to everybody: "
+                f"set isolation '{self.isolation}', choose another datastore, or run "
+                f"`freedraft datastore isolation {folder.parent} {isolation} --accept`"
+            )
+
+    def with_isolation(self, isolation: Isolation) -> LiveManifest:
+        return self.model_copy(update={"isolation": isolation})
+
+    def narrowed(self, isolation: Isolation) -> LiveManifest:
+        """Return the manifest after something was learnt with this isolation."""
+        return self.with_isolation(min(self.isolation, isolation, key=_WIDTH.__getitem__))
 
 
-def lock_writer(folder: Path) -> FileLock | None:
-    """Take the writer's lock of a live folder; None if another process has it.
+class FolderLock:
+    """A lock that the processes of one host share, and no process of another.
+
+    sqlite3 keeps processes apart by locks of the file system, so where there are none nobody gets this lock.
+
+    Attributes:
+        alone: whether no other process had the lock when this one took it.
 
     Raises:
-        DatastoreError: the disk refuses.
+        DatastoreError: another host has the lock, the file system has no locks, or the disk refuses.
     """
-    with reporting("write", folder / LOCK):
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / LOCK
+        with reporting("write", path):
+            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            lock = FileLock(folder / LOCK, create=True)
-        except BlockingIOError:
-            return None
-    if not lock.enforced:
-        logger.warning("freedraft: %s is on a file system without locks: see that only one server writes it", folder)
-    return lock
+            self.alone = self._take(path)
+        except BaseException:
+            self.release()
+            raise
+
+    def _take(self, path: Path) -> bool:
+        assert self._fd is not None
+        end = time.monotonic() + _WAIT_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.pwrite(self._fd, _host(), 0)
+                os.ftruncate(self._fd, len(_host()))
+                return True
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise DatastoreError(
+                    f"{path.parent} is on a file system without locks ({error.strerror}), where two servers could "
+                    f"destroy what is learnt: choose a datastore on another disk"
+                ) from None
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise DatastoreError(f"another process has {path} for itself: try again later") from None
+                time.sleep(0.02)
+        holder = os.pread(self._fd, 1000, 0)
+        if holder != _host():
+            name = holder.decode("utf-8", "replace").partition(" ")[2] or "another host"
+            raise DatastoreError(f"a process on {name} learns in {path.parent}: choose a datastore of this host's own")
+        return False
+
+    def share(self) -> None:
+        """Let other processes of this host in."""
+        if self._fd is not None:
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """May be called twice."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _host() -> bytes:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    with contextlib.suppress(OSError):
+        return f"{boot.read_text().strip()} {platform.node()}".encode()
+    return f"- {platform.node()}".encode()

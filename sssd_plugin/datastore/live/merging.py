@@ -1,4 +1,5 @@
-"""`MergeThread`: the background thread of a live datastore, which merges runs and frees those that nobody sees."""
+"""`MergeThread`: the background thread of a live datastore, which merges runs, erases documents from them, takes large
+documents and frees runs that nobody sees."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
-from sssd_plugin.datastore.index.runs import Run, merged, release
+from sssd_plugin.datastore.index.runs import Run, merged, release, without
+from sssd_plugin.datastore.live.database import Erasure
+from sssd_plugin.datastore.live.tenants import Tenant, kept
 
 logger = logging.getLogger("freedraft.datastore")
 
@@ -26,15 +28,22 @@ class Merge:
     """Runs to replace by one.
 
     Attributes:
-        owner: whose runs they are; nothing to the thread.
+        owner: whose runs they are.
         inputs: consecutive runs, oldest first.
-        cut: tokens at the beginning of the first run that are dropped.
+        erasures: see `tenants.kept`.
+        excess: documents that start in the first so many tokens are left out, too.
+        more: a run that none of these is yet; it becomes part of the one.
     """
 
-    owner: Any
+    owner: Tenant
     inputs: list[Run]
-    cut: int
+    excess: int = 0
+    more: Run | None = None
     result: Run | None = None
+    erasures: list[tuple[Erasure, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.erasures = list(self.owner.erasures)
 
 
 class MergeThread:
@@ -43,21 +52,23 @@ class MergeThread:
     Args:
         vocab_size: token ids are below it.
         on_merged: called in the thread with each merge that is done.
+        learn: called in the thread for each `submit(None)`.
 
     Attributes:
         failed: a merge failed, for instance for lack of memory; the thread has ended and no more are done.
         merges, seconds, longest: merges done, and what they took, together and at most.
     """
 
-    def __init__(self, vocab_size: int, on_merged: Callable[[Merge], None]) -> None:
-        self._vocab_size, self._on_merged = vocab_size, on_merged
+    def __init__(self, vocab_size: int, on_merged: Callable[[Merge], None], learn: Callable[[], None]) -> None:
+        self._vocab_size, self._on_merged, self._learn = vocab_size, on_merged, learn
         self._tasks: queue.SimpleQueue[Merge | list[Run] | None] = queue.SimpleQueue()
+        self._closed = False
         self._thread: threading.Thread | None = None
         self.failed = False
         self.merges, self.seconds, self.longest = 0, 0.0, 0.0
 
-    def submit(self, task: Merge | list[Run]) -> None:
-        """Give the thread a merge to do, or runs to free."""
+    def submit(self, task: Merge | list[Run] | None) -> None:
+        """Give the thread a merge to do, runs to free, or (None) a large document to learn."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="freedraft-live", daemon=True)
             self._thread.start()
@@ -72,29 +83,30 @@ class MergeThread:
     def close(self) -> None:
         """Stop the thread after what it was given; may be called twice."""
         if self._thread is not None:
-            self._tasks.put(None)
+            self._closed = True
+            self._tasks.put([])
             self._thread.join()
             self._thread = None
 
     def merge(self, task: Merge) -> Run | None:
         """Merge the runs, the newest two first."""
-        result: Run | None
-        *older, result = task.inputs
-        for run in reversed(older):
-            result = merged(run, result, self._vocab_size)
-        return result if older else merged(task.inputs[0], None, self._vocab_size, task.cut)
+        result = task.more
+        for run in reversed(task.inputs):
+            keep, excess = kept(run, task.erasures), task.excess
+            left = run if keep.all() and not excess else without(run, self._vocab_size, keep, excess)
+            if left is not None:
+                result = left if result is None else merged(left, result, self._vocab_size)
+        return result
 
     def _work(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # where the system can: the engine's threads go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         unseen: list[Run] = []
-        while True:
+        while not (self._closed and self._tasks.empty()):
             try:
                 task = self._tasks.get(timeout=_RELEASE_SECONDS if unseen else None)
             except queue.Empty:
                 task = []
-            if task is None:
-                return
             if isinstance(task, list):
                 unseen.extend(task)
                 task.clear()
@@ -103,10 +115,13 @@ class MergeThread:
                 return
             del task  # or it would hold its runs while the thread waits
 
-    def _done(self, task: Merge) -> bool:
-        """Do a merge and return whether it succeeded."""
+    def _done(self, task: Merge | None) -> bool:
+        """Do a merge, or learn, and return whether it succeeded."""
         started = time.perf_counter()
         try:
+            if task is None:
+                self._learn()
+                return True
             task.result = self.merge(task)
         except Exception:  # out of memory: keep what there is
             self.failed = True

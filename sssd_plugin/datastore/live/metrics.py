@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge
@@ -27,6 +28,7 @@ _COUNTERS = {
     "merges": Counter("freedraft_live_merges", "Merges of live sub-indices in the background"),
     "merge_seconds": Counter("freedraft_live_merge_seconds", "Time that they took"),
 }
+_DROPPED = Counter("freedraft_live_dropped_documents", "Finished requests that were not learnt from", ["reason"])
 
 
 class LiveMetrics:
@@ -34,7 +36,7 @@ class LiveMetrics:
 
     def __init__(self) -> None:
         self._next = 0.0
-        self._shown = dict.fromkeys(_COUNTERS, 0.0)
+        self._shown: defaultdict[str, float] = defaultdict(float)
 
     def show(self, live: LiveDatastore) -> None:
         """Bring the metrics up to date, for at most a hundredth of the time: with many tenants that takes a while."""
@@ -46,6 +48,11 @@ class LiveMetrics:
             gauge.set(getattr(stats, name))
         for name, counter in _COUNTERS.items():
             value = getattr(stats, name)
-            counter.inc(value - self._shown[name])
-            self._shown[name] = value
+            self._add(counter, name, value)
+        for reason, value in stats.dropped.items():
+            self._add(_DROPPED.labels(reason), reason, value)
         self._next = now + 100 * (time.monotonic() - now)
+
+    def _add(self, counter: Counter, name: str, value: float) -> None:
+        counter.inc(value - self._shown[name])
+        self._shown[name] = value

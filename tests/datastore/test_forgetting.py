@@ -1,0 +1,296 @@
+"""What is erased is gone: from the disk, from memory, in every process that learns there, and whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from freedraft.method import TOP_TOKENS, NodeLogits
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.live import database as database_module
+from sssd_plugin.datastore.live import store as live_module
+from sssd_plugin.datastore.live.clock import SteadyClock
+from sssd_plugin.datastore.live.database import Erasure
+from sssd_plugin.datastore.live.folder import LiveManifest
+from sssd_plugin.datastore.live.maintenance import forget, verify_live
+from sssd_plugin.datastore.live.store import LiveDatastore, open_live
+from sssd_plugin.datastore.live.tenants import tenant_digest
+from sssd_plugin.drafter import Drafter
+from tests.support.stores import documents_of
+
+VOCAB = 100_000
+
+
+def marker(tenant: int, number: int, n: int = 40) -> np.ndarray:
+    """Text whose every token says whose it is: no two of them stand in another tenant's."""
+    return (1000 * (tenant + 1) + np.random.default_rng([tenant, number]).integers(0, 1000, n)).astype(np.int32)
+
+
+def teach(store: LiveDatastore, tenants: int, documents: int, first: int = 0, **settings) -> None:
+    for number in range(first, first + documents):
+        for tenant in range(tenants):
+            n = 1 + (37 * number) % 400
+            while not store.insert(marker(tenant, number, n), store.tenant(f"salt {tenant}")):
+                time.sleep(0.001)
+
+
+def left_on_disk(directory: Path, tenant: int) -> int:
+    """Places in the folder where two neighbouring tokens of the tenant stand."""
+    found = 0
+    for path in (directory / "live").iterdir():
+        content = path.read_bytes()
+        for shift in range(4):
+            part = content[shift : shift + (len(content) - shift) // 4 * 4]
+            mine = np.frombuffer(part, "<i4") // 1000 == tenant + 1
+            found += int((mine[1:] & mine[:-1]).sum())
+    return found
+
+
+def digest_of(directory: Path, tenant: int) -> bytes:
+    manifest = LiveManifest.of(directory / "live")
+    assert manifest is not None
+    return tenant_digest(bytes.fromhex(manifest.key), f"salt {tenant}")
+
+
+def held(store: LiveDatastore, tenant: int) -> list[list[int]]:
+    """What is in memory of a tenant, drafted from or not."""
+    owners = store._tenants.values() if not store.isolated else [store._tenants[store.tenant(f"salt {tenant}")]]
+    texts = [text for owner in owners for run in owner.all_runs for text in documents_of(run.sub)]
+    return [text for text in texts if text[0] // 1000 == tenant + 1]
+
+
+def wait_until(condition, seconds: float = 1.0) -> float:
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() < started + seconds
+        time.sleep(0.005)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("isolation", ["tenant", "shared"])
+def test_nothing_is_left_of_a_tenant_on_disk(tmp_path: Path, isolation: str) -> None:
+    store = open_live(tmp_path, VOCAB, isolation=isolation)  # type: ignore[arg-type]
+    teach(store, 4, 120)
+    store.close()
+    assert left_on_disk(tmp_path, 1) > 1000, "the test can see it"
+    for tenant in (1, 3):  # in two rounds: the first moves rows about
+        gone = forget(tmp_path, [f"salt {tenant}"])
+        assert gone.documents == 120 and gone.alone
+        assert left_on_disk(tmp_path, tenant) == 0
+        content = b"".join(path.read_bytes() for path in (tmp_path / "live").glob("learnt*"))
+        assert digest_of(tmp_path, tenant) not in content
+        assert verify_live(tmp_path, [f"salt {tenant}"]) is not None
+    with pytest.raises(DatastoreError, match="holds documents of this tenant"):
+        verify_live(tmp_path, ["salt 2"])
+    store = open_live(tmp_path, VOCAB, isolation=isolation)  # type: ignore[arg-type]
+    assert [len(held(store, tenant)) for tenant in range(4)] == [120, 0, 120, 0]
+    store.close()
+
+
+def test_verify_finds_what_only_a_deletion_would_leave(tmp_path: Path) -> None:
+    """Rows that are dropped at the bound may leave copies in free space; only an erasure sees to these."""
+    store = open_live(tmp_path, VOCAB, isolation="shared")
+    teach(store, 2, 50)
+    store.flush()
+    database = store._log._database._db
+    database.execute("PRAGMA secure_delete = OFF")
+    database.execute("DELETE FROM documents WHERE id % 2")
+    store.close()
+    assert left_on_disk(tmp_path, 0) > 0
+    assert "whole; no bytes" not in str(verify_live(tmp_path))
+    with pytest.raises(DatastoreError, match=r"bytes in its free space: .*forget"):
+        verify_live(tmp_path, ["nobody"])
+    assert forget(tmp_path, before="1970-01-02").documents == 0
+    assert "whole; no bytes" in str(verify_live(tmp_path, ["nobody"]))
+
+
+def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_module, "MEMTABLE_TOKENS", 256)
+    monkeypatch.setattr(database_module, "ANNOUNCED_SECONDS", 0.5)
+    monkeypatch.setattr("sssd_plugin.datastore.live.log.ANNOUNCED_SECONDS", 0.5)
+    servers = [open_live(tmp_path, VOCAB) for _ in range(2)]
+    drafters = [Drafter(vocab_size=VOCAB, max_nodes=8, live=store) for store in servers]
+    teach(servers[0], 3, 60)
+    teach(servers[1], 3, 60, first=60)
+    wait_until(lambda: all(store.stats().documents == 360 for store in servers), 10)
+    servers[0].insert(marker(1, 999), servers[0].tenant("salt 1"))  # not on disk yet
+
+    def drafts(store: LiveDatastore, drafter: Drafter, tenant: int) -> bool:
+        found = False
+        for number in (3, 63, 119):
+            drafter.set_tenant("x", store.tenant(f"salt {tenant}"))
+            drafter.replace("x", marker(tenant, number, 1 + (37 * number) % 400)[:4])
+            found |= int(drafter.draft(["x"], max_nodes=8).counts[0]) > 1
+            drafter.finish(["x"])
+        return found
+
+    assert all(drafts(*pair, tenant) for pair in zip(servers, drafters, strict=True) for tenant in range(3))
+    gone = forget(tmp_path, ["salt 1"])
+    assert 120 <= gone.documents <= 121 and not gone.alone
+    took = wait_until(lambda: not any(drafts(*pair, 1) for pair in zip(servers, drafters, strict=True)))
+    assert took < 1.0
+    wait_until(lambda: not any(held(store, 1) for store in servers))
+    assert all(drafts(*pair, tenant) for pair in zip(servers, drafters, strict=True) for tenant in (0, 2))
+    assert all(store.settle() for store in servers)
+    wait_until(lambda: digest_of(tmp_path, 1) not in (tmp_path / "live" / "learnt.sqlite").read_bytes(), 5)
+    assert left_on_disk(tmp_path, 1) == 0
+    teach(servers[0], 2, 1, first=500)  # what comes later is learnt anew
+    assert len(held(servers[0], 1)) == 1
+    for store in servers:
+        store.close()
+    again = open_live(tmp_path, VOCAB)
+    assert [len(held(again, tenant)) for tenant in range(3)] == [121, 1, 120]
+    again.close()
+
+
+def test_what_is_being_merged_sorted_or_written_is_forgotten_too(tmp_path: Path, monkeypatch) -> None:
+    """Erasures at every moment of a store that learns, shared by all, large documents among them."""
+    monkeypatch.setattr(live_module, "MEMTABLE_TOKENS", 128)
+    monkeypatch.setattr(live_module, "LARGE_TOKENS", 200)
+    store = open_live(tmp_path, VOCAB, isolation="shared")
+    for round_ in range(25):
+        teach(store, 3, 8, first=8 * round_)
+        store.erase(Erasure(tenant_digest(store._key, "salt 1")))
+        view = store.view()[0]
+        seen = [text for run in view.keeps[1:] for text in documents_of(run.sub)]
+        assert not any(text[0] // 1000 == 2 for text in seen)
+    assert store.settle()
+    assert [len(held(store, tenant)) for tenant in range(3)] == [200, 0, 200]
+    assert store.stats().tokens == sum(len(text) + 1 for tenant in range(3) for text in held(store, tenant))
+    store.close()
+
+
+def test_a_server_that_slept_through_an_erasure_takes_what_the_file_holds(tmp_path: Path) -> None:
+    store = open_live(tmp_path, VOCAB)
+    teach(store, 2, 5)
+    store.flush()
+    store._stop.set()
+    store._keeper.join()
+    forget(tmp_path, ["salt 1"])
+    other = open_live(tmp_path, VOCAB)
+    other._log._database._db.execute("DELETE FROM erasures")
+    teach(other, 2, 1, first=7)
+    other.close()
+    store.flush()
+    assert store.settle() and [len(held(store, tenant)) for tenant in range(2)] == [6, 1]
+    store.close()
+
+
+def test_recycled_logits_are_forgotten_too() -> None:
+    store = LiveDatastore(VOCAB)
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=4, live=store, recycle_megabytes=1)
+    drafter.set_tenant("x", store.tenant("salt 1"))
+    drafter.replace("x", np.array([1, 2, 3], np.int32))
+    tree = drafter.draft(["x"], max_nodes=4)
+    top = np.arange(4 * TOP_TOKENS, dtype=np.int32).reshape(1, 4, TOP_TOKENS)
+    drafter.recycle(NodeLogits(["x"], tree, top, np.full(top.shape, -1.0, np.float32)))
+    assert (drafter._entries["key"] != 0).any()
+    store.erase(Erasure(tenant_digest(store._key, "salt 1")))
+    assert not drafter._entries["key"].any() and not drafter._entries["tokens"].any()
+    drafter.close()
+
+
+def test_no_text_grows_older_than_it_may(tmp_path: Path) -> None:
+    now = [1e9]
+    clock = SteadyClock(lambda: now[0], lambda: now[0])
+    for directory in (None, tmp_path):
+        store = open_live(directory, VOCAB, max_age=100.0)
+        store._clock, store._expire_at = clock, 0
+        for number in range(20):
+            teach(store, 2, 1, first=number)
+            now[0] += 10.0
+            store.flush()
+            store._expire()
+        assert store.settle()
+        assert [len(held(store, tenant)) for tenant in range(2)] == [10, 10]
+        store.close()
+    assert verify_live(tmp_path) == "20 documents were learnt and are whole; no bytes are left in free space"
+
+
+def test_a_clock_that_jumps_is_said_and_changes_no_age(caplog: pytest.LogCaptureFixture) -> None:
+    wall, elapsed = [1e9], [50.0]
+    clock = SteadyClock(lambda: wall[0], lambda: elapsed[0])
+    store = LiveDatastore(VOCAB, max_age=100.0, clock=clock)
+    teach(store, 1, 3)
+    wall[0] += 1e6
+    elapsed[0] += 50.0
+    for _ in range(3):
+        store._expire()
+    assert len(held(store, 0)) == 3 and clock.milliseconds() == int(1e12 + 5e4)
+    assert len([r for r in caplog.records if "clock jumped by 999950 s" in r.message]) == 1
+    elapsed[0] += 60.0
+    store._expire()
+    assert store.settle() and held(store, 0) == []
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["bit", "page", "not a database", "schema", "gone"])
+def test_forgetting_with_damaged_data(tmp_path: Path, damage: str) -> None:
+    store = open_live(tmp_path, VOCAB)
+    teach(store, 3, 60)
+    store.close()
+    path = tmp_path / "live" / "learnt.sqlite"
+    content = bytearray(path.read_bytes())
+    at = content.index(marker(1, 30, 1 + (37 * 30) % 400).tobytes())
+    if damage == "bit":
+        content[at + 1] ^= 1
+    elif damage == "page":
+        content[at // 4096 * 4096 : at // 4096 * 4096 + 12] = os.urandom(12)
+    elif damage == "schema":
+        content[content.index(b"CREATE TABLE") :][:12] = b""
+        content[100:4096] = os.urandom(3996)
+    else:
+        content[:100] = os.urandom(100)
+    path.unlink() if damage == "gone" else path.write_bytes(content)
+    forget(tmp_path, ["salt 1"])
+    assert left_on_disk(tmp_path, 1) == 0, "also what could not be read"
+    assert verify_live(tmp_path, ["salt 1"]) is not None
+    store = open_live(tmp_path, VOCAB)
+    kept = [len(held(store, tenant)) for tenant in range(3)]
+    assert kept[1] == 0
+    assert kept == [60, 0, 60] if damage == "bit" else min(kept[0], kept[2]) >= 50 if damage == "page" else True
+    store.close()
+
+
+FORGET = """
+import sys
+from pathlib import Path
+from sssd_plugin.datastore.live.maintenance import forget
+print("ready", flush=True)
+forget(Path(sys.argv[1]), ["salt 1"])
+print("done", flush=True)
+"""
+
+
+def test_killed_while_forgetting(tmp_path: Path) -> None:
+    """At any moment: all of it is there or nothing, and what the command had confirmed does not come back."""
+    rng = np.random.default_rng()
+    confirmed = 0
+    for number in range(8):
+        store = open_live(tmp_path, VOCAB)
+        teach(store, 2, 40, first=40 * number)
+        store.close()
+        process = subprocess.Popen([sys.executable, "-c", FORGET, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(float(rng.random()) * 0.06)
+        process.send_signal(signal.SIGKILL)
+        done = "done" in process.stdout.read()
+        process.wait()
+        confirmed += done
+        store = open_live(tmp_path, VOCAB)
+        others, mine = (len(held(store, tenant)) for tenant in range(2))
+        assert others == 40 * (number + 1)
+        assert mine == 0 if done else mine % 40 == 0
+        store.close()
+        if mine == 0:
+            assert left_on_disk(tmp_path, 1) == 0
+            assert verify_live(tmp_path, ["salt 1"]) is not None
+        else:
+            forget(tmp_path, ["salt 1"])

@@ -1,0 +1,374 @@
+"""What was learnt on disk: it comes back, whatever stops the writer; damage is left out and said; all may write."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.live import folder as folder_module
+from sssd_plugin.datastore.live.database import LearntDatabase, Record, keep_shares
+from sssd_plugin.datastore.live.log import DocumentLog, check_live
+from sssd_plugin.datastore.live.store import open_live
+from tests.support.stores import read_only_folder
+
+VOCAB = 1000
+
+LEARN_FOREVER = """
+import sys, time
+import numpy as np
+from sssd_plugin.datastore.live import store as live
+from sssd_plugin.datastore.live.store import open_live
+
+live.MEMTABLE_TOKENS, live.SYNC_SECONDS = 64, 0.02
+store = open_live(sys.argv[1], 1000, max_tokens=1 << 15, isolation="shared")
+number = int(sys.argv[2])
+print("ready", flush=True)
+while True:
+    text = np.array([number // 1000, number % 1000, *([number % 7] * (number % 50))], np.int32)
+    while not store.insert(text):  # faster than the background can drop the oldest
+        time.sleep(0.001)
+    number += 1
+    if number % 20 == 0:
+        store.flush()
+        print(number, flush=True)
+"""
+
+
+def log_of(directory: Path, **settings) -> DocumentLog:
+    given = {"vocab_size": VOCAB, "max_tokens": 1 << 20, "fingerprint": None, "isolation": "tenant"} | settings
+    return DocumentLog.open(directory, **given)
+
+
+def record(text: list[int], tenant: bytes = b"", milliseconds: int = 1) -> Record:
+    return Record(tenant, milliseconds, np.array(text, np.int32))
+
+
+def write(directory: Path, texts: list[list[int]], **settings) -> None:
+    log = log_of(directory, **settings)
+    for text in texts:
+        log.append(record(text))
+    log.close()
+
+
+def read(directory: Path, **settings) -> list[list[int]]:
+    log = log_of(directory, **settings)
+    records = log.sync()[1]
+    log.close()
+    return [record.tokens.tolist() for record in records]
+
+
+def file_of(directory: Path) -> Path:
+    return directory / "live" / "learnt.sqlite"
+
+
+def check(directory: Path, **settings) -> None:
+    check_live(directory, **({"vocab_size": VOCAB, "fingerprint": None, "isolation": "tenant"} | settings))
+
+
+def test_what_was_appended_comes_back_in_order(tmp_path: Path) -> None:
+    texts = [[i, i + 1, 5] for i in range(50)]
+    write(tmp_path, texts[:20])
+    write(tmp_path, texts[20:])
+    assert read(tmp_path) == texts
+
+
+def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    log.append(record([1, 2]))
+    log.sync()
+    for path in (tmp_path / "live").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "live").stat().st_mode) == 0o700
+    log.close()
+
+
+def test_bounded_oldest_first(tmp_path: Path) -> None:
+    log = log_of(tmp_path, max_tokens=1 << 14)
+    for number in range(6000):
+        log.append(record([number // 1000, number % 1000, *[1] * 8]))
+        if number % 30 == 29:
+            log.sync()
+    log.close()
+    numbers = [text[0] * 1000 + text[1] for text in read(tmp_path, max_tokens=1 << 14)]
+    assert numbers == list(range(6000))[-len(numbers) :]
+    assert 0.8 * (1 << 14) <= 11 * len(numbers) <= 1 << 14
+    assert file_of(tmp_path).stat().st_size < 8 * (1 << 14)
+
+
+def test_a_tenant_beyond_its_share_drops_its_own(tmp_path: Path) -> None:
+    tenants = {c: bytes([c]) * 16 for c in range(3)}
+    log = log_of(tmp_path, max_tokens=1 << 14)
+    for number in range(100):
+        log.append(record([0, number], tenants[0]))
+    for number in range(3000):
+        log.append(record([1, number % 1000, number // 1000, *[1] * 20], tenants[1]))
+        log.append(record([2, number % 1000, number // 1000], tenants[2]))
+        if number % 30 == 29:
+            log.sync()
+    log.close()
+    texts = read(tmp_path, max_tokens=1 << 14)
+    held = {c: sum(len(text) + 1 for text in texts if text[0] == c) for c in tenants}
+    assert held[0] == 300, "far below its share: nothing is lost"
+    assert abs(held[1] - held[2]) < 0.2 * (1 << 14) and sum(held.values()) <= 1 << 14
+
+
+def test_shares() -> None:
+    assert keep_shares({"a": 5, "b": 100, "c": 70}, 200) == {"a": 5, "b": 100, "c": 70}
+    assert keep_shares({"a": 5, "b": 100, "c": 70}, 105) == {"a": 5, "c": 50, "b": 50}
+    assert keep_shares({"a": 9}, 4) == {"a": 4} and keep_shares({}, 4) == {}
+
+
+@pytest.mark.parametrize("part", ["tokens", "tenant", "milliseconds"])
+def test_a_flipped_bit_costs_one_document(tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture) -> None:
+    texts = [[i, i + 1, i + 2, 900] for i in range(12)]
+    log = log_of(tmp_path)
+    for i, text in enumerate(texts):
+        log.append(record(text, bytes([0xA0 + i]) * 16, 0x0123456789AB00 + i))
+    log.close()
+    path = file_of(tmp_path)
+    content = bytearray(path.read_bytes())
+    patterns = {"tokens": np.array(texts[5], "<i4").tobytes(), "tenant": bytes([0xA5]) * 16}
+    at = content.index(patterns.get(part, (0x0123456789AB05).to_bytes(8, "big")))
+    content[at + 1] ^= 4
+    path.write_bytes(content)
+    assert read(tmp_path) == texts[:5] + texts[6:]
+    assert "damaged and left out" in caplog.text
+    assert path.read_bytes() == content, "nothing that is stored is thrown away"
+
+
+def test_a_damaged_page_costs_its_documents_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also the file is sound again then: what is learnt next comes back, and ids go on."""
+    texts = [[i, i + 1, *[i] * 200] for i in range(60)]
+    write(tmp_path, texts)
+    path = file_of(tmp_path)
+    content = bytearray(path.read_bytes())
+    at = content.index(np.array(texts[30], "<i4").tobytes()) // 4096 * 4096
+    content[at : at + 4096] = os.urandom(4096)
+    path.write_bytes(content)
+    found = read(tmp_path)
+    assert 50 <= len(found) < 60 and all(text in texts for text in found) and found == sorted(found)
+    assert "was damaged" in caplog.text
+    caplog.clear()
+    write(tmp_path, [[999]])
+    assert read(tmp_path) == [*found, [999]] and not caplog.records
+
+
+def test_random_damage_is_never_taken_for_text(tmp_path: Path) -> None:
+    texts = [[i, *[(7 * i) % 900] * (i % 90)] for i in range(200)]
+    write(tmp_path, texts)
+    path = file_of(tmp_path)
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    kept = []
+    for _ in range(60):
+        content = bytearray(whole)
+        for at in rng.integers(0, len(content), int(rng.integers(1, 20))).tolist():
+            content[at] ^= int(rng.integers(1, 256))
+        path.write_bytes(content)
+        try:
+            found = read(tmp_path)
+        except DatastoreError as error:
+            assert "\n" not in str(error) and str(path) in str(error)
+            continue
+        assert all(text in texts for text in found)
+        kept.append(len(found))
+    assert len(kept) > 40 and np.mean(kept) > 150
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (b"{", "not JSON"),
+        (b'{"format": "other"}', "does not describe"),
+        (b'{"format": "freedraft-live", "format_version": 3}', "newer"),
+        (b'{"format": "freedraft-live", "format_version": 1}', "older than the 2 .* remove the folder to start anew"),
+        (b'{"format": "freedraft-live", "format_version": 2}', "checksum"),
+        (None, "is missing though learnt.sqlite is there"),
+    ],
+)
+def test_a_bad_manifest_stops_the_start_and_loses_nothing(tmp_path: Path, change: bytes | None, words: str) -> None:
+    write(tmp_path, [[1, 2]])
+    content = file_of(tmp_path).read_bytes()
+    manifest = tmp_path / "live" / "manifest.json"
+    manifest.unlink()
+    if change is not None:
+        manifest.write_bytes(change)
+    for attempt in (log_of, check):
+        with pytest.raises(DatastoreError, match=words) as error:
+            attempt(tmp_path)
+        assert "\n" not in str(error.value) and "manifest.json" in str(error.value)
+    assert file_of(tmp_path).read_bytes() == content
+
+
+def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, [[1, 2]])
+    file_of(tmp_path).write_bytes(b"something else entirely " * 100)
+    with pytest.raises(DatastoreError, match="not a database; restore it, or remove it to start anew"):
+        log_of(tmp_path)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    log_of(tmp_path, fingerprint="a" * 64).close()
+    for settings in ({"fingerprint": "b" * 64}, {"vocab_size": VOCAB - 1}):
+        for attempt in (log_of, check):
+            with pytest.raises(DatastoreError, match="another model's tokenizer"):
+                attempt(tmp_path, **settings)
+    log_of(tmp_path, fingerprint="a" * 64).close()
+
+
+def test_a_wider_isolation_is_refused(tmp_path: Path) -> None:
+    log_of(tmp_path, isolation="shared").close()
+    log_of(tmp_path, isolation="tenant").close()  # from now on there may be text of one tenant only
+    for wider in ("shared", "off"):
+        for attempt in (log_of, check):
+            with pytest.raises(DatastoreError, match=f"'{wider}' would show it to everybody: .* {wider} --accept"):
+                attempt(tmp_path, isolation=wider)
+    log_of(tmp_path).close()
+
+
+def test_two_servers_learn_in_one_folder_and_from_each_other(tmp_path: Path) -> None:
+    first = open_live(tmp_path, VOCAB, isolation="shared")
+    second = open_live(tmp_path, VOCAB, isolation="shared")
+    first.insert(np.array([1, 2, 3], np.int32))
+    second.insert(np.array([4, 5], np.int32))
+    end = time.monotonic() + 5
+    while min(first.stats().tokens, second.stats().tokens) < 7:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    time.sleep(0.5)
+    assert first.stats().tokens == second.stats().tokens == 7, "once each"
+    first.close(), second.close()
+    assert sorted(read(tmp_path, isolation="shared")) == [[1, 2, 3], [4, 5]]
+
+
+def test_no_two_hosts_learn_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = log_of(tmp_path)
+    monkeypatch.setattr(folder_module, "_host", lambda: b"1234 elsewhere")
+    for attempt in (log_of, check):
+        with pytest.raises(DatastoreError, match="choose a datastore of this host's own"):
+            attempt(tmp_path)
+    here.close()
+    there = log_of(tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(DatastoreError, match="a process on elsewhere learns in"):
+        log_of(tmp_path)
+    there.close()
+    log_of(tmp_path).close()
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*arguments: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    (tmp_path / "live").mkdir()
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for attempt in (log_of, check):
+        with pytest.raises(DatastoreError, match=r"file system without locks .* choose a datastore on another disk"):
+            attempt(tmp_path)
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    for attempt in (log_of, check):
+        with pytest.raises(DatastoreError) as error:
+            attempt(file)
+        assert "\n" not in str(error.value)
+    assert file.read_text() == "x"
+
+
+def test_a_folder_that_may_not_be_written_is_refused() -> None:
+    with read_only_folder() as folder:
+        for attempt in (log_of, check):
+            with pytest.raises(DatastoreError, match=r"cannot write .* give this user access") as error:
+                attempt(folder)
+            assert "\n" not in str(error.value)
+
+
+def test_a_full_disk_stops_nothing_and_writing_is_tried_again(tmp_path: Path, caplog) -> None:
+    """sqlite3 may not make the file larger; documents of a page each."""
+    store = open_live(tmp_path, VOCAB, isolation="shared")
+    store.insert(np.array([1, 2], np.int32))
+    store.flush()
+    database = store._log._database._db
+    pages = database.execute("PRAGMA page_count").fetchone()[0]
+    database.execute(f"PRAGMA max_page_count = {pages}")
+    for number in range(3, 6):
+        assert store.insert(np.full(2000, number, np.int32)), "serving goes on"
+        store.flush()
+    said = [r.message for r in caplog.records if "database or disk is full; free some space" in r.message]
+    assert len(said) == 1
+    database.execute("PRAGMA max_page_count = 1000000")
+    store.flush()
+    assert any("works again" in record.message for record in caplog.records)
+    store.close()
+    assert read(tmp_path, isolation="shared") == [[1, 2], *([n] * 2000 for n in (3, 4, 5))]
+
+
+def test_what_the_disk_refuses_for_long_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sssd_plugin.datastore.live import log as log_module
+
+    monkeypatch.setattr(log_module, "_MAX_PENDING", 10)
+    log = log_of(tmp_path)
+    for number in range(6):
+        log.append(record([number, 1, 2, 3]))
+    assert log.dropped == 4
+    log.close()
+    assert [text[0] for text in read(tmp_path)] == [4, 5]
+
+
+def test_nothing_is_logged_of_texts_or_tenants(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    store = open_live(tmp_path, VOCAB)
+    store.insert(np.array([777, 778, 779], np.int32), store.tenant("secret name"))
+    store.close()
+    open_live(tmp_path, VOCAB).close()
+    assert not any("777" in record.getMessage() or "secret" in record.getMessage() for record in caplog.records)
+    assert not any(b"secret" in path.read_bytes() for path in (tmp_path / "live").iterdir())
+
+
+def test_a_kill_at_any_moment_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
+    """A process that appends, drops old documents and merges, killed at random moments."""
+    rng = np.random.default_rng()
+    confirmed = number = 0
+    for _ in range(10):
+        process = subprocess.Popen(
+            [sys.executable, "-c", LEARN_FOREVER, str(tmp_path), str(number)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(float(rng.random()) * 0.25)
+        process.send_signal(signal.SIGKILL)
+        lines = process.stdout.read().split("\n")
+        process.wait()
+        confirmed = max([confirmed, *(int(line) for line in lines[:-1])])
+        texts = read(tmp_path, max_tokens=1 << 15, isolation="shared")
+        found = [text[0] * 1000 + text[1] for text in texts]
+        assert all(t[2:] == [n % 7] * (n % 50) for t, n in zip(texts, found, strict=True)), "never wrong data"
+        assert found == list(range(found[0], found[0] + len(found))) if found else confirmed == 0
+        assert not found or found[-1] + 1 >= confirmed
+        number = found[-1] + 1 if found else 0
+        assert sum(len(text) + 1 for text in texts) <= (1 << 15)
+    assert confirmed > 100
+
+
+def test_a_transaction_that_fails_leaves_nothing_half_done(tmp_path: Path) -> None:
+    database = LearntDatabase(tmp_path / "f")
+    with pytest.raises(TypeError):
+        database.write([record([1]), Record(object(), 1, np.zeros(1, np.int32))])  # type: ignore[arg-type]
+    assert database.write([record([2])]) == ([], [])
+    other = LearntDatabase(tmp_path / "f")
+    assert [r.tokens.tolist() for r in other.read()[1]] == [[2]]
+    database.write([record([3])])
+    assert [r.tokens.tolist() for r in other.read()[1]] == [[3]] and other.read() == ([], [])
+    database.close(), other.close()
