@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
-from freedraft_kernels.verification import WEIGHT_ONE, weight_of
+from freedraft_kernels.verification import WEIGHT_ONE
 
 _NO_LIMIT = 1 << 62
 
@@ -86,31 +88,42 @@ def keep_likeliest(
 
         sums = launch_keep_likeliest(probs, counts, ranks, masses, shares)
     else:
-        sums = torch.full(probs.shape[:2], WEIGHT_ONE, dtype=torch.int64, device=probs.device)
-        for b in range(batch):
-            for node in range(int(counts[b])):
-                sums[b, node] = _keep_in_row(probs[b, node], int(ranks[b]), int(masses[b]), shares[b])
+        sums = torch.full(probs.shape[:2], WEIGHT_ONE, dtype=torch.int64)
+        host = probs.cpu()  # itself where it is there
+        given = zip(counts.tolist(), ranks.tolist(), masses.tolist(), shares.cpu().numpy(), strict=True)
+        for b, (count, rank, mass, share) in enumerate(given):
+            for node in range(count):
+                sums[b, node] = _keep_in_row(host[b, node].numpy(), rank, mass, share)
+        probs.copy_(host)
+        sums = sums.to(probs.device)
     return sums.float() / WEIGHT_ONE
 
 
-def _keep_in_row(row: torch.Tensor, rank: int, mass: int, share: torch.Tensor) -> torch.Tensor:
-    """The weight of what is kept of one row; the rest is set to 0."""
-    row.copy_(torch.where(row > 0, row, 0.0))
-    vocab = len(row)
-    floor = row.max() * share
+def _keep_in_row(row: NDArray[np.float32], rank: int, mass: int, share: np.float32) -> int:
+    """The weight of what is kept of one row; the rest is set to 0. In NumPy: a thread pool costs more than it brings on
+    so many small operations."""
+    row[~(row > 0)] = 0
+    vocab, best = len(row), row.max()
+    floor = best * share
     # Only what can be kept is sorted: the `rank` likeliest, and nothing so small that all of its kind together do not
     # make up what is beyond `mass`.
-    least = floor
+    least = float(floor)
     if rank < vocab:
-        least = torch.maximum(least, row.topk(rank).values[-1])
-    beyond = int(weight_of(row).sum()) - mass
+        least = max(least, float(np.partition(row, vocab - rank)[vocab - rank]))
+    beyond = int(_weights(row).sum()) - mass
     if beyond > 0:
-        least = least.clamp(min=beyond / WEIGHT_ONE / vocab / 2)
-    able = (row >= torch.minimum(least, row.max())).nonzero().squeeze(1)
-    ranked, order = row[able].sort(descending=True, stable=True)
-    weights = weight_of(ranked)
-    kept = (weights.cumsum(0) - weights < mass) & (ranked >= floor)
+        least = max(least, beyond / WEIGHT_ONE / vocab / 2)
+    able = np.flatnonzero(row >= min(least, float(best)))
+    order = able[np.argsort(-row[able], kind="stable")]
+    ranked = row[order]
+    weights = _weights(ranked)
+    kept = (weights.cumsum() - weights < mass) & (ranked >= floor)
     kept[rank:] = False
-    row.zero_()
-    row[able[order[kept]]] = ranked[kept]
-    return weights[kept].sum()
+    row[:] = 0
+    row[order[kept]] = ranked[kept]
+    return int(weights[kept].sum())
+
+
+def _weights(probs: NDArray[np.float32]) -> NDArray[np.int64]:
+    """As `weight_of`."""
+    return (np.minimum(probs, np.float32(1)) * np.float32(WEIGHT_ONE)).astype(np.int64)
