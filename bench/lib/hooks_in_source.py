@@ -77,7 +77,7 @@ class Source:
     def _member(self, owner: Found, name: str) -> Found | None:
         nodes = list(_definitions(owner.node))
         for node in nodes:
-            if name in _defined(node):
+            if name in _defined(node) and not _is_overload(node):
                 return Found(owner.module, node)
         for node in nodes:
             if isinstance(node, ast.ImportFrom):
@@ -151,6 +151,10 @@ def _definitions(node: ast.AST) -> Iterator[ast.AST]:
             for other in (*getattr(child, "handlers", []), *getattr(child, "orelse", [])):
                 yield other
                 yield from _definitions(other)
+
+
+def _is_overload(node: ast.AST) -> bool:
+    return isinstance(node, Function) and any(ast.unparse(d).endswith("overload") for d in node.decorator_list)
 
 
 def _defined(node: ast.AST) -> set[str]:

@@ -207,11 +207,11 @@ def test_all_hooks_are_there():
 
 
 def test_the_source_tells_what_the_installed_engine_tells():
-    """As `bench.sglang_versions` reads wheels that are not installed."""
+    """As `bench.versions` reads wheels that are not installed."""
     from importlib.util import find_spec
 
     from bench.lib.hooks_in_source import Source
-    from bench.sglang_versions import ASSEMBLED, PARTS
+    from bench.versions import ASSEMBLED, parts
 
     root = Path(find_spec("sglang").origin).parents[1]
     files = [str(path.relative_to(root)) for path in (root / "sglang/srt/arg_groups/fields").glob("*.py")]
@@ -223,7 +223,9 @@ def test_the_source_tells_what_the_installed_engine_tells():
 
     def problems():
         source = Source(read, files, ASSEMBLED)
-        return [found for hooks in PARTS.values() for hook in hooks if (found := source.problem(hook)) is not None]
+        return [
+            found for hooks in parts("sglang").values() for hook in hooks if (found := source.problem(hook)) is not None
+        ]
 
     assert problems() == []
     changed["sglang/srt/speculative/spec_utils.py"] = "def build_grammar_vocab_mask", "def renamed"

@@ -45,6 +45,25 @@ def test_all_hooks_are_there() -> None:
     assert check(HOOKS + OPTIONAL_HOOKS) == []
 
 
+def test_the_source_tells_what_the_installed_engine_tells() -> None:
+    """As `bench.versions` reads wheels that are not installed."""
+    from importlib.util import find_spec
+
+    from bench.lib.hooks_in_source import Source
+    from bench.versions import parts
+
+    found = find_spec("vllm")
+    assert found is not None and found.origin is not None
+    root = Path(found.origin).parents[1]
+    source = Source(lambda name: (root / name).read_text() if (root / name).is_file() else None, ())
+    hooks = [hook for table in parts("vllm").values() for hook in table]
+    assert set(hooks) == set(HOOKS + OPTIONAL_HOOKS)
+    assert [problem for hook in hooks if (problem := source.problem(hook)) is not None] == []
+    # Decorated with overloads, of which the last definition counts.
+    lacks = Hook("vllm.compilation.decorators", "support_torch_compile", ("no_such",), purpose="a test")
+    assert "no_such" in (source.problem(lacks) or "")
+
+
 def test_the_method_is_rewritten_and_options_travel(tiny_model: Path) -> None:
     given = GOOD | {"knee": 11, "min-score": 0.25}
     config = config_of(tiny_model, copy.deepcopy(given))
