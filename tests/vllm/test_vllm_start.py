@@ -116,6 +116,28 @@ def test_a_runner_that_the_method_cannot_have(tiny_model: Path, monkeypatch: pyt
     assert "'sssd'" in message and "vllm.no_such_module" in message and "VLLM_USE_V2_MODEL_RUNNER" in message
 
 
+def test_ranks_that_nobody_drafts_on(tiny_model: Path) -> None:
+    for method in ("sssd", "layerskip"):
+        message = refusal(tiny_model, {"method": method, "num_speculative_tokens": 3}, pipeline_parallel_size=2)
+        assert f"'{method}'" in message and "--pipeline-parallel-size 1" in message
+
+
+def test_replicas_that_share_experts_draft_one_length(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import MixtralConfig
+
+    from freedraft.cost.controller import make_controller
+    from freedraft.cost.policies import Fixed
+    from freedraft.engines.vllm.context import context_of_engine
+
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 96}  # fmt: skip
+    MixtralConfig(**shape, num_local_experts=2, architectures=["MixtralForCausalLM"]).save_pretrained(tmp_path)
+    for model, replicas, lengths in ((tmp_path, 2, (8,)), (tmp_path, 1, None), (tiny_model, 2, None)):
+        context = context_of_engine(config_of(model, GOOD, data_parallel_size=replicas))
+        assert context.lengths == lengths
+        assert (type(make_controller(context)) is Fixed) == (lengths is not None)
+
+
 def test_other_methods_are_left_alone(tiny_model: Path) -> None:
     assert config_of(tiny_model, None).speculative_config is None
     config = config_of(tiny_model, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})

@@ -31,7 +31,7 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
         gives_logits=_gives_logits(vllm_config.speculative_config, v2=v2_lengths is not None),
-        lengths=v2_lengths,
+        lengths=v2_lengths or _lengths_of_experts(vllm_config),
     )
 
 
@@ -45,6 +45,13 @@ def _context(model_config: Any, max_draft_tokens: int, **known: Any) -> EngineCo
         tokenizer_fingerprint=partial(_tokenizer_fingerprint, model_config),
         **known,
     )
+
+
+def _lengths_of_experts(vllm_config: Any) -> tuple[int, ...] | None:
+    """Replicas that share experts take steps together, as wide as the widest: one length, and nothing that differs."""
+    if vllm_config.parallel_config.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False):
+        return (vllm_config.speculative_config.num_speculative_tokens,)
+    return None
 
 
 def _gives_logits(speculative_config: Any, *, v2: bool) -> bool:

@@ -1,14 +1,26 @@
-"""What the target model cannot draft for itself with: refused before the engine starts."""
+"""What methods cannot draft with: refused before the engine starts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 ONE_RANK = {
-    "pipeline_parallel_size": "layers on several pipeline ranks",
     "tensor_parallel_size": "layers split over several tensor-parallel ranks",
     "decode_context_parallel_size": "KV split over several ranks",
 }
+
+
+def check_ranks(engine_args: Any) -> None:
+    """Refuse ranks that no method drafts on.
+
+    Raises:
+        ValueError: one clear line.
+    """
+    if (stages := getattr(engine_args, "pipeline_parallel_size", 1) or 1) > 1:
+        # vLLM fetches drafts by a blocking call per batch, so that the stages of a pipeline would wait for one another.
+        raise ValueError(
+            f"drafts on the host would stop the pipeline at every step: set --pipeline-parallel-size 1, not {stages}"
+        )
 
 
 def check_engine(engine_args: Any) -> None:

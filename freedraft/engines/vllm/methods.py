@@ -21,7 +21,7 @@ from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm.context import context_of_arguments
 from freedraft.engines.vllm.fixes import apply_fixes
-from freedraft.engines.vllm.guards import check_engine, check_model
+from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks
 from freedraft.engines.vllm.hooks import (
     CONFIG_HOOKS,
     MODEL_DRAFT_HOOKS,
@@ -256,6 +256,7 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any], v2: bool) 
 def _check(engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, max_tokens: int) -> None:
     """Raises ConfigError for what would fail when the engine has started."""
     try:
+        check_ranks(engine_args)
         if spec.runs_model:
             check_engine(engine_args)
             check_model(model_config)
