@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib.kills import COMPACT, ERASE, engine_kills, kills, kills_of
+from bench.lib.kills import compact, engine_kills, forget_odd, kills, kills_of
 from bench.lib.machine import cpu, timed, write_json
 from bench.replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows
 from bench.replay import untainted_weights as weights_for
@@ -261,8 +261,8 @@ def main() -> int:
         "rebuild": lambda: rebuild(trace, arguments.budget, weights, arguments.delta),
         "cold_start": lambda: cold_start(trace, arguments.budget, weights),
         "crashes": lambda: kills(arguments.kills),
-        "crashes_while_forgetting": lambda: kills_of(ERASE, arguments.kills),
-        "crashes_while_compacting": lambda: kills_of(COMPACT, arguments.kills),
+        "crashes_while_forgetting": lambda: kills_of(forget_odd, arguments.kills),
+        "crashes_while_compacting": lambda: kills_of(compact, arguments.kills),
     }
     if arguments.model is not None:
         parts["engine"] = lambda: engine_kills(arguments.model, arguments.engine_kills)

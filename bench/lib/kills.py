@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ import numpy as np
 from bench.lib import servers
 from bench.lib.prompts import BY_KIND
 from freedraft.tenants import tenant_key
+from sssd_plugin.datastore.live.database import LearntDatabase
 from sssd_plugin.datastore.live.log import DocumentLog
+from sssd_plugin.datastore.live.maintenance import forget
 from sssd_plugin.datastore.live.store import open_live
 
 LEARN_FOREVER = """
@@ -40,24 +44,22 @@ while True:
 """
 
 
-# One process that erases what a tenant wrote, or rewrites the file, again and again.
-ERASE = """
-import sys
-from pathlib import Path
-from sssd_plugin.datastore.live.maintenance import forget
-print("ready", flush=True)
-forget(Path(sys.argv[1]), sys.argv[2:])
-print("done", flush=True)
-"""
-COMPACT = """
-import sys
-from pathlib import Path
-from sssd_plugin.datastore.live.database import LearntDatabase
-database = LearntDatabase(Path(sys.argv[1]) / "live" / "learnt.sqlite")
-print("ready", flush=True)
-while True:
-    database.compact()
-"""
+def forget_odd(folder: Path) -> None:
+    """Erase what a tenant wrote."""
+    forget(folder, [str(tenant_key("odd"))])
+
+
+def compact(folder: Path) -> None:
+    """Rewrite the file again and again."""
+    database = LearntDatabase(folder / "live" / "learnt.sqlite")
+    while True:
+        database.compact()
+
+
+def _run(work: Callable[[Path], None], folder: Path, begun: Path, done: Path) -> None:
+    begun.touch()
+    work(folder)
+    done.touch()
 
 
 def documents_in(folder: Path, vocab_size: int) -> list[list[int]]:
@@ -68,12 +70,12 @@ def documents_in(folder: Path, vocab_size: int) -> list[list[int]]:
     return texts
 
 
-def kills_of(command: str, times: int) -> dict[str, Any]:
-    """Kill a command at random moments: each time documents are all as they were, or all of one tenant's are gone."""
+def kills_of(work: Callable[[Path], None], times: int) -> dict[str, Any]:
+    """Kill a process at random moments of its work: what it left is what there was, or that without one tenant's."""
     rng = np.random.default_rng()
-    wrong = undone = done = copies = 0
+    wrong = undone = ended = copies = 0
     with tempfile.TemporaryDirectory() as name:
-        folder, output = Path(name) / "store", Path(name) / "output"
+        folder, begun, done = (Path(name) / part for part in ("store", "begun", "done"))
         even: list[list[int]] = []
         first = odd_left = 0
         for _ in range(times):
@@ -84,27 +86,27 @@ def kills_of(command: str, times: int) -> dict[str, Any]:
                 even += [text] if number % 2 == 0 else []
             first, odd_left = first + 200, odd_left + 100
             store.close()
-            with output.open("w") as out:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", command, str(folder), str(tenant_key("odd"))], stdout=out
-                )
-            while not output.read_text().startswith("ready\n"):
-                time.sleep(0.001)
+            process = multiprocessing.get_context("fork").Process(target=_run, args=(work, folder, begun, done))
+            process.start()
+            while not begun.exists():
+                time.sleep(0.0002)
             time.sleep(float(rng.random()) * 0.06)
             process.kill()
-            process.wait()
-            confirmed = "done" in output.read_text()
+            process.join()
+            confirmed = done.exists()
+            begun.unlink()
+            done.unlink(missing_ok=True)
             texts = documents_in(folder, 1000)
             odd = [text for text in texts if text[1] % 2]
             wrong += [text for text in texts if text[1] % 2 == 0] != even or len(odd) not in (0, odd_left)
             undone += confirmed and len(odd) > 0
-            done += confirmed
+            ended += confirmed
             if not odd:
                 odd_left = 0
                 copies += np.array([901] * 4, "<i4").tobytes() in (folder / "live" / "learnt.sqlite").read_bytes()
     return {
         "kills": times,
-        "ended_before_the_kill": done,
+        "ended_before_the_kill": ended,
         "restarts_with_wrong_data": wrong,
         "erasures_that_came_back": undone,
         "erasures_that_left_copies": copies,

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig
 
 from freedraft.engines.vllm.tenants import SALT, _from_request
 from freedraft.method import EngineContext, Step
@@ -19,8 +20,10 @@ VOCAB, NODES = 200, 8
 
 
 def method(**options: Any) -> SssdMethod:
-    context = EngineContext(vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=(1, NODES))
-    return SssdMethod(SssdOptions(policy="fixed", live=True, **options), context)
+    context = EngineContext(
+        hf_config=LlamaConfig(vocab_size=VOCAB), vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=(1, NODES)
+    )
+    return SssdMethod(SssdOptions(**({"policy": "fixed", "live": True} | options)), context)
 
 
 def draft(method: SssdMethod, name: str, text: list[int], gained: list[int]) -> list[int]:
@@ -143,3 +146,29 @@ def test_requests_of_nobody_keep_their_logits_for_themselves() -> None:
     a, b, c, d = one.drafter._owners_of(["a", "b", "c", "d"]).tolist()
     assert len({0, a, b, c}) == 4 and c == d
     one.close()
+
+
+def test_other_tenants_move_how_much_is_verified_and_nothing_else() -> None:
+    """The cost model learns acceptance from all requests, which docs/security.md says."""
+    text = np.random.default_rng(3).integers(0, 150, 40).tolist()
+    whole, odds = [], []
+    for accepts in (None, True, False):
+        one = method(policy="fixed" if accepts is None else "auto")
+        serve(one, "mine", [160], text, key="b")
+        others = np.random.default_rng(4).integers(0, 150, 40).tolist()
+        serve(one, "theirs", [161], others, key="a")
+        for number in range(0 if accepts is None else 30):
+            name, known = str(number), [161, *others[:5]]
+            one.begin(name, np.array(known[:-1], np.int32), "a", {})
+            drafted = draft(one, name, known, known[-1:])
+            gained = others[5 : 5 + max(1, len(drafted))] if accepts else [170]
+            draft(one, name, known + gained, gained)
+            one.finish(name, None, aborted=True)
+        one.begin("x", np.array([160, *text[:4]], np.int32), "b", {})
+        whole.append(draft(one, "x", [160, *text[:5]], text[4:5]))
+        if accepts is not None:
+            odds.append(one.controller.acceptance.odds.copy())
+        one.close()
+    assert whole[0][:4] == text[5:9]
+    assert all(part == whole[0][: len(part)] for part in whole), "the same drafts, as far as they go"
+    assert not np.array_equal(*odds), "how much of them is verified is learnt from others, too"

@@ -15,8 +15,10 @@ from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.drafting import Drafting
+from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import FIRST_PAUSE, GuardedMethod
 from freedraft.method import EngineContext, Method, MethodSpec
+from freedraft.tenants import tenant_key
 
 NODES = 6
 VOCAB_SIZE = 100
@@ -70,7 +72,17 @@ def drafting(widths=(1, 2, 4, NODES), max_batch=4, **given):
     return Drafting(GuardedMethod(spec, None, EngineContext(widths=widths)), widths, max_batch, **given)
 
 
-def request(rid, prompt, padded=None, *, extra_key=None, cache_salt=None, custom_logit_processor=None, **parameters):
+def request(
+    rid,
+    prompt,
+    padded=None,
+    *,
+    extra_key=None,
+    cache_salt=None,
+    lora_id=None,
+    custom_logit_processor=None,
+    **parameters,
+):
     """SGLang's Req, as its scheduler makes one from what a client sends."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -85,6 +97,7 @@ def request(rid, prompt, padded=None, *, extra_key=None, cache_salt=None, custom
         sampling,
         extra_key=extra_key,
         cache_salt=cache_salt,
+        lora_id=lora_id,
         custom_logit_processor=custom_logit_processor,
     )
     if padded:  # as the scheduler does when it has counted a prompt's images
@@ -157,6 +170,15 @@ def read_result(gained):
             request.update_finish_state(len(new))
 
 
+def test_an_adapter_makes_no_other_tenant():
+    """SGLang appends its id to the extra_key."""
+    assert request("a", [1], extra_key="x", lora_id="7f").extra_key == "x7f"
+    for fields in ({}, {"cache_salt": "y"}, {"extra_key": "x"}, {"extra_key": "x", "cache_salt": "y"}):
+        with_adapter = request("a", [1], lora_id="7f", **fields)
+        assert tenant_of(with_adapter) == tenant_of(request("a", [1], **fields)) == tenant_key(
+            fields.get("cache_salt"), fields.get("extra_key"))  # fmt: skip
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
 def test_a_step_says_what_requests_gained(overlap):
     seam = drafting()
@@ -165,7 +187,8 @@ def test_a_step_says_what_requests_gained(overlap):
     b = request("b", [4, 5])
     seam.begin([a])
     seam.begin([a, b])  # a later chunk of a's prompt
-    assert method.take() == [("begin", "a", [1, 2, 3], "x\ny", {"skip_set": "one"}), ("begin", "b", [4, 5], None, {})]
+    key = tenant_key("y", "x")
+    assert method.take() == [("begin", "a", [1, 2, 3], key, {"skip_set": "one"}), ("begin", "b", [4, 5], None, {})]
     method.nodes = {"a": 4, "b": 2}
     tree = step(seam, {a: [7], b: [8]}, overlap=overlap)
     assert tree.tokens.shape == (2, 4) and tree.counts.tolist() == [4, 2]
@@ -261,7 +284,7 @@ def test_aborted_requests_do_not_pile_up_and_a_swept_one_keeps_its_tenant():
     assert ("finish", "0", None, True) in method.take()
     waiting[0].output_ids.extend([3, 4])
     step(seam, {waiting[0]: [6, 7]})
-    assert method.take() == [("begin", "0", [1, 2, 3, 4], "t", {})]
+    assert method.take() == [("begin", "0", [1, 2, 3, 4], tenant_key(None, "t"), {})]
     assert method.steps[-1].history(0).tolist() == [1, 2, 3, 4, 6, 7]
 
 

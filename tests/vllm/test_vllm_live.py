@@ -74,6 +74,7 @@ def test_learns_from_what_it_said(
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4}
     method = {
         "method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "live": True, "datastore": str(tmp_path),
+        "recycle": "off",
     }  # fmt: skip
     with engine(tiny_model, speculative_config=method, **settings) as llm:
         proposer = runner_of(llm).drafter
@@ -118,7 +119,7 @@ def test_learns_from_what_it_said(
         time.sleep(1.0)
         alone, answers = accepted(llm, prompts, "one")
         assert alone == first and answers == plain, "forgotten while serving"
-        assert accepted(llm, prompts, "main")[0] == second
+        assert accepted(llm, prompts, "main")[0] > first, "others go on"
         assert not failures(proposer) and learning.live.stats().tenants == 4
         proposer.guarded.close()
 

@@ -19,7 +19,7 @@ from tests.support import prompts as texts
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
 SAMPLES, TOKENS = 400, 30
-SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True, "isolation": "shared"}
+SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
 
 
 def serve(model: Path, timeout: float = 600, **given: Any) -> dict[str, Any]:
