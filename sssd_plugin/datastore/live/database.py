@@ -45,6 +45,8 @@ _SCHEMA = (
 )
 _ROWS = "SELECT id, tenant, milliseconds, checksum, tokens FROM documents WHERE id > ? ORDER BY id"
 _INSERT = "INSERT INTO documents (id, tenant, milliseconds, checksum, tokens) VALUES (?, ?, ?, ?, ?)"
+_APPEND = "INSERT INTO documents (tenant, milliseconds, checksum, tokens) VALUES"
+_ROWS_AT_ONCE = 1000
 _DUE = "PRAGMA user_version = 1"  # `compact` is to be called, by whom ever if this process is killed
 _ANNOUNCE = "INSERT INTO erasures (id, tenant, before, milliseconds) VALUES (?, ?, ?, ?)"
 
@@ -156,9 +158,17 @@ class LearntDatabase:
         """Append documents, on disk when this returns, less those that an erasure covers; return as `read` does."""
         with self._transaction():
             erasures, others = self._read()
-            for record in records:
-                if not any(erasure.covers(record.tenant, record.milliseconds) for erasure in erasures):
-                    self._seen = self._seen[0], _insert(self._db, record)
+            rows = [
+                _row(record)
+                for record in records
+                if not any(erasure.covers(record.tenant, record.milliseconds) for erasure in erasures)
+            ]
+            for start in range(0, len(rows), _ROWS_AT_ONCE):  # after each statement this thread waits for the GIL
+                some = rows[start : start + _ROWS_AT_ONCE]
+                statement = f"{_APPEND} {', '.join(['(?, ?, ?, ?)'] * len(some))}"
+                newest = self._db.execute(statement, [value for row in some for value in row]).lastrowid
+                assert newest is not None
+                self._seen = self._seen[0], newest
         return erasures, others
 
     def erase(self, erasure: Erasure) -> tuple[int, int]:
@@ -347,12 +357,9 @@ def _connect(path: str) -> sqlite3.Connection:
     return db
 
 
-def _insert(db: sqlite3.Connection, record: Record) -> int:
+def _row(record: Record) -> tuple[bytes, int, int, bytes]:
     tokens = np.ascontiguousarray(record.tokens, "<i4").tobytes()
-    checksum = _checksum(record.tenant, record.milliseconds, tokens)
-    number = db.execute(_INSERT, (None, record.tenant, record.milliseconds, checksum, tokens)).lastrowid
-    assert number is not None
-    return number
+    return record.tenant, record.milliseconds, _checksum(record.tenant, record.milliseconds, tokens), tokens
 
 
 def _record(row: tuple[Any, ...]) -> Record | None:
