@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm_server import Server, clients_that_go_away, command, serving
+from vllm_server import Server, clients_that_go_away, command, get, serving
 
 from bench.lib.servers import free_port
 from tests.support.prompts import SHORT
@@ -16,7 +18,7 @@ from tests.support.prompts import SHORT
 
 @pytest.fixture(scope="module")
 def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    speculative = {"method": "sssd", "num_speculative_tokens": 8, "knee": 24}
+    speculative = {"method": "sssd", "num_speculative_tokens": 8, "knee": 24, "live": True}
     with serving(demo_model, tmp_path_factory.mktemp("server"), speculative) as made:
         yield made
 
@@ -25,11 +27,42 @@ def test_eight_clients_with_aborts_lose_nothing_and_leak_nothing(server: Server)
     clients_that_go_away(server, SHORT[:4])
 
 
+def accepted(server: Server, salt: str | None) -> int:
+    """Draft tokens accepted of one answer, to a client that sends this salt."""
+
+    def total() -> float:
+        name = "vllm:spec_decode_num_accepted_tokens_total{"
+        return sum(float(line.split()[-1]) for line in get(server.port, "/metrics")[1].splitlines() if name in line)
+
+    before = total()
+    body = {"model": "m", "prompt": SHORT[5], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    body |= {} if salt is None else {"cache_salt": salt}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        assert json.load(answer)["usage"]["completion_tokens"] == 60
+    return int(total() - before)
+
+
+def test_clients_draft_from_their_own_text_only(server: Server) -> None:
+    """What a client without a salt was told is drafted for nobody; what one with a salt was, for it alone."""
+    alone = accepted(server, None)
+    assert accepted(server, None) == alone
+    assert accepted(server, "one") == alone
+    assert accepted(server, "one") > alone + 20
+    assert accepted(server, "two") == alone
+    assert accepted(server, None) == alone
+
+
 def test_the_log_says_so_once_and_nothing_per_step(server: Server) -> None:
     lines = [line for line in server.log.read_text().splitlines() if re.match(r"freedraft[\w.]* ", line)]
     assert sum("sssd drafts up to 8 tokens per request" in line for line in lines) == 1
     assert sum("method 'sssd': vLLM" in line and "attention CPU_ATTN" in line for line in lines) == 1
-    assert len(lines) < 8, lines
+    assert sum("cache_salt" in line for line in lines) == 1, "what the default does to clients without one"
+    assert len(lines) < 10, lines
 
 
 @pytest.mark.parametrize(
