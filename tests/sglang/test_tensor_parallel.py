@@ -46,7 +46,8 @@ def abort_one(engine):
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_ranks(tiny, plain, tmp_path):
     binding = "|".join(map(str, CORES[:2]))  # without it SGLang wants a NUMA node for each rank
-    env = {"TREE_TEST_RANKS": str(tmp_path), "FREEDRAFT_LIVE": "true", "SGLANG_CPU_OMP_THREADS_BIND": binding}
+    env = {"TREE_TEST_RANKS": str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": binding}
+    env |= {"FREEDRAFT_LIVE": "true", "FREEDRAFT_ISOLATION": "shared"}
     with sglang_engine(tiny, env=env, speculative_algorithm="sssd_cycle", tp_size=2) as engine:
         assert ids(engine.generate(PROMPTS[:4], GREEDY)) == plain
         engine.generate(PROMPTS[:4], SAMPLED)
