@@ -94,9 +94,9 @@ def _in_worker(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if configured(vllm_config).name in METHODS and vllm_config.speculative_config.method == V2_METHOD:
-            from freedraft.engines.vllm.v2 import speculator
+            from freedraft.engines.vllm.v2.install import install
 
-            speculator.install()
+            install()
         original(self, vllm_config, *args, **kwargs)
 
     return __init__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,24 @@ def wrap_once(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callab
     replacement = functools.wraps(original)(make(original))
     setattr(replacement, _MARK, original)
     setattr(owner, name, replacement)
+
+
+def with_kv_cache(prepare: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For `wrap_once` of a model runner's `initialize_kv_cache`: call `prepare(runner)` when its KV cache is there, not
+    in profiling runs."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if not signature.bind(self, *args, **kwargs).arguments.get("is_profiling", False):
+                prepare(self)
+            return result
+
+        return initialize_kv_cache
+
+    return make
 
 
 def unwrap(owner: Any, name: str) -> None:

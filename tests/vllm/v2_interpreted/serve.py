@@ -77,7 +77,7 @@ def note_confidences(speculator: Any) -> list[Any]:
 
     vLLM's configuration takes adaptive verification only with CUDA graphs, so the speculator alone is told of it.
     """
-    speculator.enable_adaptive_verification = True
+    speculator.verify_adaptively(speculator._drafts.device)
     original, noted = speculator.propose, []
 
     def propose(input_batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.outputs import output_of
 from freedraft.engines.vllm.pages import Pages
-from freedraft.engines.vllm.patching import share_logging, wrap_once
+from freedraft.engines.vllm.patching import share_logging, with_kv_cache, wrap_once
 from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
 from freedraft.guarded_method import GuardedMethod
@@ -259,7 +259,7 @@ def install() -> None:
     if not check(LOGITS_HOOKS):
         wrap_once(GPUModelRunner, "_sample", _with_logits)
     if hasattr(GPUModelRunner, "initialize_kv_cache"):
-        wrap_once(GPUModelRunner, "initialize_kv_cache", _initialize)
+        wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
 
 
 def _drafting(runner: Any) -> MethodProposer | None:
@@ -318,14 +318,6 @@ def _with_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     return _sample
 
 
-def _initialize(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        profiling = signature.bind(self, *args, **kwargs).arguments.get("is_profiling", False)
-        if (drafter := _drafting(self)) is not None and not profiling:
-            drafter.guarded.call(lambda: drafter.prepare(self))
-        return result
-
-    return initialize_kv_cache
+def _prepare(runner: Any) -> None:
+    if (drafter := _drafting(runner)) is not None:
+        drafter.guarded.call(lambda: drafter.prepare(runner))

@@ -1,18 +1,15 @@
-"""`MethodSpeculator` and its hooks in vLLM's model runner V2: how a `Method` of ours sees requests and steps there.
+"""`MethodSpeculator`: how a `Method` of ours sees requests and steps in vLLM's model runner V2.
 
 Model runner V2 prepares the next step on the device while the host is behind, so what a step accepted is asked for by
-one copy to pinned memory, and waited for once; drafts go back by one copy. It takes its speculator for method
-"ngram_gpu" from a module's attribute, which is where ours comes in.
+one copy to pinned memory, and waited for once; drafts go back by one copy.
 
 Every tensor-parallel rank verifies its own copy of the drafts: rank 0 drafts, and the others get its tokens.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,92 +17,24 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.batch_lengths import BatchLengths, Rows
 from freedraft.draft import DraftBatch
-from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine
 from freedraft.engines.vllm.draft_model import PagedDraftModel
-from freedraft.engines.vllm.hooks import V2_LOGITS_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.methods import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.pages import Pages
-from freedraft.engines.vllm.patching import share_logging, wrap_once
+from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
-from freedraft.engines.vllm.v2.lengths import send_lengths
+from freedraft.engines.vllm.v2.confidences import Confidences
+from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
 from freedraft.engines.vllm.v2.requests import NO_SLOT, Requests
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS, Step
 
 logger = logging.getLogger(__name__)
-
-SPECULATOR = "_freedraft_speculator"
-"""Attribute of vLLM's RejectionSampler, in the rank that drafts."""
-
-
-class GainedTokens:
-    """What a step has accepted, on its way to the host. B requests, K = most draft tokens of a request.
-
-    Attributes:
-        request_ids: B ids; slots: int32 [B]; scheduled: int32 [B], draft tokens that each was to verify.
-        query_tokens: of the step; 0 if it did more than decode.
-        number: of the step, as the engine runs them.
-    """
-
-    def __init__(self, slots: int, length: int, device: torch.device) -> None:
-        self._newest = torch.arange(-length - 1, 0, device=device)
-        self._host = torch.zeros(slots, length + 3, dtype=torch.int32, pin_memory=device.type != "cpu")
-        self._event = torch.Event(device, enable_timing=True) if device.type != "cpu" else None
-        self._ended = 0.0
-        self.request_ids: list[str] = []
-        self.slots: NDArray[np.int32] = np.zeros(0, np.int32)
-        self.scheduled: NDArray[np.int32] = np.zeros(0, np.int32)
-        self.query_tokens, self.number = 0, -1
-        self._arrived = False
-
-    def copy(self, input_batch: Any, num_sampled: torch.Tensor, states: Any, number: int) -> None:
-        """Start the copy, behind the step's own work.
-
-        Args:
-            num_sampled: int32 [B], tokens that each request gained; states: vLLM's RequestState.
-        """
-        batch = input_batch.num_reqs
-        self.slots, self.number = input_batch.idx_mapping_np[:batch].copy(), number
-        self.request_ids = list(input_batch.req_ids)
-        scheduled = input_batch.num_draft_tokens_per_req
-        self.scheduled = np.zeros(batch, np.int32) if scheduled is None else scheduled[:batch].astype(np.int32)
-        self.query_tokens = 0 if input_batch.has_prefill else int(input_batch.num_tokens)
-        slots = input_batch.idx_mapping[:batch].long()
-        lengths = states.total_len.gpu[slots].long()
-        at = (lengths[:, None] + self._newest).clamp(min=0)
-        newest = states.all_token_ids.gpu[slots[:, None], at]
-        counts = torch.stack((num_sampled[:batch].long(), lengths), 1)
-        self._host[:batch].copy_(torch.cat((counts, newest.long()), 1), non_blocking=True)
-        if self._event is not None:
-            self._event.record()
-        else:
-            self._ended = time.perf_counter()
-        self._arrived = False
-
-    def wait(self) -> NDArray[np.int32]:
-        """int32 [B, K + 3]: how many tokens each request gained, how many it has, and its newest K + 1."""
-        if self._event is not None and not self._arrived:
-            self._event.synchronize()
-        self._arrived = True
-        return self._host[: len(self.slots)].numpy()
-
-    def seconds_since(self, other: GainedTokens) -> float:
-        """Seconds from the end of another step to that of this one, on the device; both are over."""
-        if self._event is None or other._event is None:
-            return self._ended - other._ended
-        return 1e-3 * float(other._event.elapsed_time(self._event))
-
-    def append_to(self, requests: Requests) -> NDArray[np.intp]:
-        """Append the tokens to their requests; intp [R], the rows of those that gained some."""
-        gained = self.wait()
-        return requests.append(self.slots, gained[:, 0], gained[:, 1], gained[:, 2:])
 
 
 class V2StepState(NamedTuple):
@@ -152,7 +81,6 @@ class MethodSpeculator(BaseSpeculator):
         self._schedule = getattr(config, SCHEDULE)
         if ours.lengths:  # so that graphs are captured for each of them, until `init_cudagraph_manager`
             setattr(config, SCHEDULE, [(i, i, length) for i, length in enumerate(reversed(ours.lengths), 1)])
-        self.enable_adaptive_verification: bool = getattr(config, ADAPTIVE, False)
         self.max_model_len: int = vllm_config.model_config.max_model_len
         slots: int = req_states.max_num_reqs
         self.guarded: GuardedMethod | None = None  # in rank 0
@@ -169,18 +97,21 @@ class MethodSpeculator(BaseSpeculator):
             self.lengths = controller if isinstance(controller, BatchLengths) else None
         self.requests = Requests(slots, self.max_model_len, self.length)
         self._drafts = torch.zeros(slots, self.length, dtype=torch.int64, device=device)
-        self._gained = [
-            GainedTokens(slots, self.length, device) for _ in range(2)
-        ]  # by the newest step, the one before
+        self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # by the newest step, the last one
         self.logits = LogitsCopy()
         self._pending = False  # whether the newest step's tokens are still to be taken
         self._steps, self._drafted_at = 0, -1
         pinned = device.type != "cpu"
         self._proposed = torch.zeros(slots, self.length, dtype=torch.int64, pin_memory=pinned)
-        # For vLLM's adaptive verification: how likely each draft token is accepted if those before it are.
-        self._acceptance = Acceptance()
-        self._confidences = torch.zeros(slots, self.length, dtype=torch.float32, pin_memory=pinned)
-        self.draft_token_confidence_probs = torch.zeros(slots, self.length, dtype=torch.float32, device=device)
+        self.confidences: Confidences | None = None
+        if getattr(config, ADAPTIVE, False):
+            self.verify_adaptively(device)
+
+    def verify_adaptively(self, device: torch.device) -> None:
+        """Give vLLM's adaptive verification what it asks for: confidences, by these names."""
+        self.confidences = Confidences(self.requests.lengths.size, self.length, device)
+        self.enable_adaptive_verification = True
+        self.draft_token_confidence_probs = self.confidences.device
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """The model is loaded, vLLM knows what graphs to capture, and we have none."""
@@ -257,7 +188,7 @@ class MethodSpeculator(BaseSpeculator):
         """
         self._steps += 1
         batch = input_batch.num_reqs
-        drafts, confidences = self._drafts[:batch], self.draft_token_confidence_probs[:batch]
+        drafts, confidences = self._drafts[:batch], self.confidences
         if dummy_run or is_profile:
             return drafts
         guarded = self.guarded
@@ -265,17 +196,18 @@ class MethodSpeculator(BaseSpeculator):
             most = self.length if num_speculative_tokens is None else num_speculative_tokens
             if guarded.call(lambda: self._draft(input_batch, num_sampled, most, last_hidden_states)):
                 drafts.copy_(self._proposed[:batch], non_blocking=True)
-                if self.enable_adaptive_verification:
-                    confidences.copy_(self._confidences[:batch], non_blocking=True)
+                if confidences is not None:
+                    confidences.send(batch)
             else:
                 drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
-                confidences.zero_()
+                if confidences is not None:
+                    confidences.device[:batch].zero_()
             if self.lengths is not None:
                 self.rows = guarded.call(lambda: self._decide(batch)) or []
         if self._ranks.world_size > 1:
             self._ranks.broadcast(drafts, src=0)
-            if self.enable_adaptive_verification:
-                self._ranks.broadcast(confidences, src=0)
+            if confidences is not None:
+                self._ranks.broadcast(confidences.device[:batch], src=0)
         return drafts
 
     def _draft(self, input_batch: Any, num_sampled: torch.Tensor, most: int, hidden_states: torch.Tensor) -> bool:
@@ -301,8 +233,8 @@ class MethodSpeculator(BaseSpeculator):
             slots = gained.slots[rows]
             self.requests.drafted[slots] = counts
             self.requests.chains[slots, 0], self.requests.chains[slots, 1:] = step.roots, proposed[rows]
-            if self.enable_adaptive_verification:
-                self._write_confidences(step, draft, rows, counts)
+            if self.confidences is not None:
+                self.confidences.estimate(step, draft, rows, counts, len(gained.slots))
         return True
 
     def _take(self, most: int) -> tuple[Step | None, NDArray[np.intp]]:
@@ -370,21 +302,6 @@ class MethodSpeculator(BaseSpeculator):
         context = float(self.requests.lengths[slots].mean()) if len(slots) else 1.0
         return self.lengths.decide(batch, max(context, 1.0))
 
-    def _write_confidences(
-        self, step: Step, draft: DraftBatch | None, rows: NDArray[np.intp], counts: NDArray[np.int32]
-    ) -> None:
-        """How likely each draft token is accepted if those before it are; 0 where there is none."""
-        confidences = self._confidences[: len(self._gained[0].slots)].numpy()
-        confidences[:] = 0.0
-        self._acceptance.update(step)
-        if draft is None:
-            return
-        p = self._acceptance.probabilities(draft)[:, : 1 + confidences.shape[1]]
-        given = (p[:, 1:] / np.maximum(p[:, :-1], 1e-9)).clip(0.0, 1.0)
-        width = given.shape[1]
-        confidences[rows, :width] = np.where(np.arange(width) < counts[:, None], given, 0.0)
-        self._acceptance.follow(draft)
-
     def _step(self, gained: GainedTokens, rows: NDArray[np.intp], drafted: NDArray[np.int32], most: int) -> Step:
         known, slots = gained.wait(), gained.slots[rows]
         contexts = known[rows, 1].astype(np.int32)
@@ -395,8 +312,9 @@ class MethodSpeculator(BaseSpeculator):
         state = None
         if self.runner is not None:
             state = V2StepState(self.runner.block_tables, self._states, slots.astype(np.intp))
-        # For clocks of the method's own, which hear only of steps that are drafted for.
-        timed = gained.query_tokens and len(rows) == len(gained.slots) and self._drafted_at == gained.number - 1
+        # For clocks of the method's own: not where the step before was not drafted for, or this one is looked at later.
+        on_time = most > 0 and self._drafted_at == gained.number - 1
+        timed = on_time and gained.query_tokens and len(rows) == len(gained.slots)
         return Step(
             request_ids=[gained.request_ids[row] for row in rows.tolist()],
             tokens=tokens.reshape(-1),
@@ -427,91 +345,3 @@ def write_chains(
     of, column = np.nonzero(np.arange(min(draft.max_nodes - 1, proposed.shape[1])) < counts[:, None])
     proposed[rows[of], column] = draft.tokens[of, 1 + column]
     return counts.astype(np.int32)
-
-
-def install() -> None:
-    """Hook vLLM's model runner V2, once per process. Speculators of others see no difference."""
-    from vllm.v1.worker.gpu import model_runner
-    from vllm.v1.worker.gpu.spec_decode.ngram import speculator
-
-    wrap_once(speculator, "NgramGPUSpeculator", _or_ours)
-    wrap_once(model_runner.GPUModelRunner, "finish_requests", _finish)
-    wrap_once(model_runner.GPUModelRunner, "add_requests", _add)
-    wrap_once(model_runner.GPUModelRunner, "sample_tokens", _sample)
-    wrap_once(model_runner.GPUModelRunner, "initialize_kv_cache", _initialize)
-    if not check(V2_LOGITS_HOOKS):
-        from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-
-        wrap_once(RejectionSampler, "__call__", _verify)
-
-
-def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
-    def make(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
-        ours = configured(vllm_config).name in METHODS
-        return (MethodSpeculator if ours else original)(vllm_config, device, req_states)
-
-    return make
-
-
-def _drafting(runner: Any) -> MethodSpeculator | None:
-    """Our speculator, in the rank that drafts."""
-    speculator = getattr(runner, "speculator", None)
-    return speculator if isinstance(speculator, MethodSpeculator) and speculator.guarded is not None else None
-
-
-def _finish(original: Callable[..., Any]) -> Callable[..., Any]:
-    def finish_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if (ours := _drafting(self)) is not None and ours.guarded is not None:
-            ours.guarded.call(lambda: ours.finish(scheduler_output.finished_req_ids))
-            for request_id in scheduler_output.preempted_req_ids or ():
-                ours.requests.preempt(request_id)
-        return original(self, scheduler_output, *args, **kwargs)
-
-    return finish_requests
-
-
-def _add(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, scheduler_output, *args, **kwargs)
-        new = scheduler_output.scheduled_new_reqs
-        if new and (ours := _drafting(self)) is not None and ours.guarded is not None:
-            ours.guarded.call(lambda: ours.begin(new))
-            if self.rejection_sampler is not None:
-                setattr(self.rejection_sampler, SPECULATOR, ours)
-        return result
-
-    return add_requests
-
-
-def _initialize(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        profiling = signature.bind(self, *args, **kwargs).arguments.get("is_profiling", False)
-        if (ours := _drafting(self)) is not None and not profiling:
-            ours.prepare(self)
-        return result
-
-    return initialize_kv_cache
-
-
-def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __call__(self: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
-        if ours is not None and (guarded := ours.guarded) is not None and guarded.needs_logits:
-            guarded.call(lambda: ours.take_logits(logits, input_batch))
-        return original(self, logits, input_batch, *args, **kwargs)
-
-    return __call__
-
-
-def _sample(original: Callable[..., Any]) -> Callable[..., Any]:
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if (ours := _drafting(self)) is not None and ours.rows:
-            send_lengths(result, ours.rows)
-            ours.rows = []
-        return result
-
-    return sample_tokens

@@ -1,0 +1,75 @@
+"""`GainedTokens`: what a step has accepted, on its way from the device to the host."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freedraft.engines.vllm.v2.requests import Requests
+
+
+class GainedTokens:
+    """What a step has accepted, on its way to the host. B requests, K = most draft tokens of a request.
+
+    Attributes:
+        request_ids: B ids; slots: int32 [B]; scheduled: int32 [B], draft tokens that each was to verify.
+        query_tokens: of the step; 0 if it did more than decode.
+        number: of the step, as the engine runs them.
+    """
+
+    def __init__(self, slots: int, length: int, device: torch.device) -> None:
+        self._newest = torch.arange(-length - 1, 0, device=device)
+        self._host = torch.zeros(slots, length + 3, dtype=torch.int32, pin_memory=device.type != "cpu")
+        self._event = torch.Event(device, enable_timing=True) if device.type != "cpu" else None
+        self._ended = 0.0
+        self.request_ids: list[str] = []
+        self.slots: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.scheduled: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.query_tokens, self.number = 0, -1
+        self._arrived = False
+
+    def copy(self, input_batch: Any, num_sampled: torch.Tensor, states: Any, number: int) -> None:
+        """Start the copy, behind the step's own work.
+
+        Args:
+            num_sampled: int32 [B], tokens that each request gained; states: vLLM's RequestState.
+        """
+        batch = input_batch.num_reqs
+        self.slots, self.number = input_batch.idx_mapping_np[:batch].copy(), number
+        self.request_ids = list(input_batch.req_ids)
+        scheduled = input_batch.num_draft_tokens_per_req
+        self.scheduled = np.zeros(batch, np.int32) if scheduled is None else scheduled[:batch].astype(np.int32)
+        self.query_tokens = 0 if input_batch.has_prefill else int(input_batch.num_tokens)
+        slots = input_batch.idx_mapping[:batch].long()
+        lengths = states.total_len.gpu[slots].long()
+        at = (lengths[:, None] + self._newest).clamp(min=0)
+        newest = states.all_token_ids.gpu[slots[:, None], at]
+        counts = torch.stack((num_sampled[:batch].long(), lengths), 1)
+        self._host[:batch].copy_(torch.cat((counts, newest.long()), 1), non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        else:
+            self._ended = time.perf_counter()
+        self._arrived = False
+
+    def wait(self) -> NDArray[np.int32]:
+        """int32 [B, K + 3]: how many tokens each request gained, how many it has, and its newest K + 1."""
+        if self._event is not None and not self._arrived:
+            self._event.synchronize()
+        self._arrived = True
+        return self._host[: len(self.slots)].numpy()
+
+    def seconds_since(self, other: GainedTokens) -> float:
+        """Seconds from the end of another step to that of this one, on the device; both are over."""
+        if self._event is None or other._event is None:
+            return self._ended - other._ended
+        return 1e-3 * float(other._event.elapsed_time(self._event))
+
+    def append_to(self, requests: Requests) -> NDArray[np.intp]:
+        """Append the tokens to their requests; intp [R], the rows of those that gained some."""
+        gained = self.wait()
+        return requests.append(self.slots, gained[:, 0], gained[:, 1], gained[:, 2:])

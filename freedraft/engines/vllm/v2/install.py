@@ -1,0 +1,102 @@
+"""The hooks in vLLM's model runner V2, by which a `MethodSpeculator` gets there and hears of requests and logits.
+
+V2 takes its speculator for method "ngram_gpu" from a module's attribute, which is where ours comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from freedraft.engines.hooks import check
+from freedraft.engines.vllm.hooks import V2_LOGITS_HOOKS
+from freedraft.engines.vllm.methods import configured
+from freedraft.engines.vllm.patching import with_kv_cache, wrap_once
+from freedraft.engines.vllm.v2.lengths import send_lengths
+from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+from freedraft.method import METHODS
+
+SPECULATOR = "_freedraft_speculator"
+"""Attribute of vLLM's RejectionSampler, in the rank that drafts."""
+
+
+def install() -> None:
+    """Hook vLLM's model runner V2, once per process. Speculators of others see no difference."""
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.spec_decode.ngram import speculator
+
+    wrap_once(speculator, "NgramGPUSpeculator", _or_ours)
+    wrap_once(model_runner.GPUModelRunner, "finish_requests", _finish)
+    wrap_once(model_runner.GPUModelRunner, "add_requests", _add)
+    wrap_once(model_runner.GPUModelRunner, "sample_tokens", _sample)
+    wrap_once(model_runner.GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
+    if not check(V2_LOGITS_HOOKS):
+        from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+        wrap_once(RejectionSampler, "__call__", _verify)
+
+
+def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
+        ours = configured(vllm_config).name in METHODS
+        return (MethodSpeculator if ours else original)(vllm_config, device, req_states)
+
+    return make
+
+
+def _drafting(runner: Any) -> MethodSpeculator | None:
+    """Our speculator, in the rank that drafts."""
+    speculator = getattr(runner, "speculator", None)
+    return speculator if isinstance(speculator, MethodSpeculator) and speculator.guarded is not None else None
+
+
+def _finish(original: Callable[..., Any]) -> Callable[..., Any]:
+    def finish_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if (ours := _drafting(self)) is not None and ours.guarded is not None:
+            ours.guarded.call(lambda: ours.finish(scheduler_output.finished_req_ids))
+            for request_id in scheduler_output.preempted_req_ids or ():
+                ours.requests.preempt(request_id)
+        return original(self, scheduler_output, *args, **kwargs)
+
+    return finish_requests
+
+
+def _add(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, scheduler_output, *args, **kwargs)
+        new = scheduler_output.scheduled_new_reqs
+        if new and (ours := _drafting(self)) is not None and ours.guarded is not None:
+            ours.guarded.call(lambda: ours.begin(new))
+        return result
+
+    return add_requests
+
+
+def _prepare(runner: Any) -> None:
+    if (ours := _drafting(runner)) is not None:
+        ours.prepare(runner)
+        if runner.rejection_sampler is not None:
+            setattr(runner.rejection_sampler, SPECULATOR, ours)
+
+
+def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
+        if ours is not None and (guarded := ours.guarded) is not None and guarded.needs_logits:
+            guarded.call(lambda: ours.take_logits(logits, input_batch))
+        return original(self, logits, input_batch, *args, **kwargs)
+
+    return __call__
+
+
+def _sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if (ours := _drafting(self)) is not None and ours.rows:
+            send_lengths(result, ours.rows)
+            ours.rows = []
+        return result
+
+    return sample_tokens
