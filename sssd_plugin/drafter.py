@@ -18,7 +18,8 @@ from freedraft.method import NodeLogits
 from sssd_plugin import recycled_logits
 from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.index.sub_index import Snapshot
-from sssd_plugin.datastore.live.store import SEARCHED, LiveDatastore
+from sssd_plugin.datastore.live.learnt_runs import SEARCHED
+from sssd_plugin.datastore.live.store import LiveDatastore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP, Recycled
 from sssd_plugin.request_index import RequestIndex, request_at

@@ -28,9 +28,10 @@ from sssd_plugin.datastore.live.store import open_live
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
-from sssd_plugin.datastore.live import store as live
-live.MEMTABLE_TOKENS = 256
-store = live.open_live(sys.argv[1], 1000, max_tokens=1 << 18, isolation="shared")
+from sssd_plugin.datastore.live import learnt_runs
+from sssd_plugin.datastore.live.store import open_live
+learnt_runs.MEMTABLE_TOKENS = 256
+store = open_live(sys.argv[1], 1000, max_tokens=1 << 18, isolation="shared")
 number = int(sys.argv[2])
 print("ready", flush=True)
 while True:

@@ -15,7 +15,7 @@ import pytest
 from freedraft.method import TOP_TOKENS, NodeLogits
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import database as database_module
-from sssd_plugin.datastore.live import store as live_module
+from sssd_plugin.datastore.live import learnt_runs
 from sssd_plugin.datastore.live.clock import SteadyClock
 from sssd_plugin.datastore.live.database import Erasure
 from sssd_plugin.datastore.live.folder import LiveManifest
@@ -61,7 +61,7 @@ def digest_of(directory: Path, tenant: int) -> bytes:
 
 def held(store: LiveDatastore, tenant: int) -> list[list[int]]:
     """What is in memory of a tenant, drafted from or not."""
-    owners = store._tenants.values() if not store.isolated else [store._tenants[store.tenant(f"salt {tenant}")]]
+    owners = store.runs.tenants.values() if not store.isolated else [store.runs.tenants[store.tenant(f"salt {tenant}")]]
     texts = [text for owner in owners for run in owner.all_runs for text in documents_of(run.sub)]
     return [text for text in texts if text[0] // 1000 == tenant + 1]
 
@@ -112,7 +112,7 @@ def test_verify_finds_what_only_a_deletion_would_leave(tmp_path: Path) -> None:
 
 
 def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "MEMTABLE_TOKENS", 256)
+    monkeypatch.setattr(learnt_runs, "MEMTABLE_TOKENS", 256)
     monkeypatch.setattr(database_module, "ANNOUNCED_SECONDS", 0.5)
     monkeypatch.setattr("sssd_plugin.datastore.live.log.ANNOUNCED_SECONDS", 0.5)
     servers = [open_live(tmp_path, VOCAB) for _ in range(2)]
@@ -152,8 +152,8 @@ def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: p
 
 def test_what_is_being_merged_sorted_or_written_is_forgotten_too(tmp_path: Path, monkeypatch) -> None:
     """Erasures at every moment of a store that learns, shared by all, large documents among them."""
-    monkeypatch.setattr(live_module, "MEMTABLE_TOKENS", 128)
-    monkeypatch.setattr(live_module, "LARGE_TOKENS", 200)
+    monkeypatch.setattr(learnt_runs, "MEMTABLE_TOKENS", 128)
+    monkeypatch.setattr(learnt_runs, "LARGE_TOKENS", 200)
     store = open_live(tmp_path, VOCAB, isolation="shared")
     for round_ in range(25):
         teach(store, 3, 8, first=8 * round_)

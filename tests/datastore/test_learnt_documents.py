@@ -26,10 +26,10 @@ VOCAB = 1000
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
-from sssd_plugin.datastore.live import store as live
+from sssd_plugin.datastore.live import learnt_runs, store as live
 from sssd_plugin.datastore.live.store import open_live
 
-live.MEMTABLE_TOKENS, live.SYNC_SECONDS = 64, 0.02
+learnt_runs.MEMTABLE_TOKENS, live.SYNC_SECONDS = 64, 0.02
 store = open_live(sys.argv[1], 1000, max_tokens=1 << 15, isolation="shared")
 number = int(sys.argv[2])
 print("ready", flush=True)

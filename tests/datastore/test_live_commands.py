@@ -33,7 +33,7 @@ def learn(directory: Path, texts: dict[str | None, list[int]]) -> None:
 
 def learnt(directory: Path) -> list[list[int]]:
     store = open_live(directory, VOCAB, isolation="shared")
-    found = [text for run_ in store._tenants[0].all_runs for text in documents_of(run_.sub)]
+    found = [text for run_ in store.runs.tenants[0].all_runs for text in documents_of(run_.sub)]
     store.close()
     return sorted(found)
 

@@ -12,9 +12,9 @@ import pytest
 
 from sssd_plugin.datastore.index.runs import Run, release, sorted_run
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
-from sssd_plugin.datastore.live import merging
-from sssd_plugin.datastore.live import store as live_module
-from sssd_plugin.datastore.live.store import SEARCHED, LiveDatastore, open_live
+from sssd_plugin.datastore.live import learnt_runs, merging
+from sssd_plugin.datastore.live.learnt_runs import SEARCHED
+from sssd_plugin.datastore.live.store import LiveDatastore, open_live
 from sssd_plugin.drafter import Drafter
 
 VOCAB = 500
@@ -22,7 +22,7 @@ VOCAB = 500
 
 @pytest.fixture(autouse=True)
 def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "MEMTABLE_TOKENS", 64)
+    monkeypatch.setattr(learnt_runs, "MEMTABLE_TOKENS", 64)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def document(seed: int, n: int = 40) -> np.ndarray:
 def contents(store: LiveDatastore, tenant: int = 0) -> list[list[int]]:
     """Documents that a tenant sees besides the static ones, oldest first."""
     found = []
-    for run in store._tenants[tenant].all_runs:
+    for run in store.runs.tenants[tenant].all_runs:
         text: list[int] = []
         for token in run.sub.tokens[: run.n].tolist():
             if token == SEPARATOR:
@@ -72,8 +72,8 @@ def test_drafts_equal_those_of_a_static_store_with_the_same_text(store: LiveData
     assert store.settle()
     joined = np.concatenate([np.append(text, SEPARATOR) for text in texts]).astype(np.int32)
     one = LiveDatastore(VOCAB, isolation="shared", max_tokens=1 << 16)
-    one._tenants[0].runs = [sorted_run(texts, VOCAB, np.zeros((40, 3), np.int64))]
-    one._tenants[0].view = one._view_of(one._tenants[0])
+    one.runs.tenants[0].runs = [sorted_run(texts, VOCAB, np.zeros((40, 3), np.int64))]
+    one.runs.tenants[0].view = one.runs._view_of(one.runs.tenants[0])
     static = Drafter(vocab_size=VOCAB, max_nodes=16, snapshot=Snapshot.of([SubIndex.build(joined, VOCAB)]))
     single, several = (Drafter(vocab_size=VOCAB, max_nodes=16, live=s) for s in (one, store))
     found = 0
@@ -91,8 +91,8 @@ def test_at_most_eight_sub_indices_whatever_the_background_does(static_parts: in
     part = SubIndex.build(np.append(document(1, 300), SEPARATOR).astype(np.int32), VOCAB)
     store = LiveDatastore(VOCAB, isolation="shared", max_tokens=1 << 18, static=Snapshot.of([part] * static_parts))
     gate = threading.Event()
-    original = store._merger.merge
-    store._merger.merge = lambda job: (gate.wait(), original(job))[1]  # type: ignore[method-assign]
+    original = store.runs.merger.merge
+    store.runs.merger.merge = lambda job: (gate.wait(), original(job))[1]  # type: ignore[method-assign]
     for seed in range(300):
         assert store.insert(document(seed))
         assert store.view()[0].widest <= SEARCHED
@@ -107,7 +107,7 @@ def test_merges_are_geometric(store: LiveDatastore) -> None:
     for seed in range(600):
         store.insert(document(seed))
         store.settle()
-    sizes = [run.n for run in store._tenants[0].runs]
+    sizes = [run.n for run in store.runs.tenants[0].runs]
     assert sizes == sorted(sizes, reverse=True) and len(sizes) <= 6
     assert store.stats().merges < 600 / 3, "a document is not merged with everything each time"
 
@@ -230,7 +230,7 @@ def test_who_floods_the_store_drops_its_own_text() -> None:
 
 def test_large_documents_are_sorted_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     """131,072 tokens hold the caller for less than a millisecond, also where no further run may be searched."""
-    monkeypatch.setattr(live_module, "MEMTABLE_TOKENS", 1 << 12)
+    monkeypatch.setattr(learnt_runs, "MEMTABLE_TOKENS", 1 << 12)
     part = SubIndex.build(np.append(document(1, 300), SEPARATOR).astype(np.int32), VOCAB)
     store = LiveDatastore(VOCAB, isolation="shared", max_tokens=1 << 22, static=Snapshot.of([part] * 6))
     texts = [document(seed, 131_072) for seed in range(4)]
@@ -248,8 +248,8 @@ def test_large_documents_are_sorted_in_the_background(monkeypatch: pytest.Monkey
 
 
 def test_a_salt_per_request_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_module, "_MANY_TENANTS", 50)
-    monkeypatch.setattr(live_module, "_TENANT_SECONDS", 0.0)
+    monkeypatch.setattr(learnt_runs, "_MANY_TENANTS", 50)
+    monkeypatch.setattr(learnt_runs, "_TENANT_SECONDS", 0.0)
     store = LiveDatastore(VOCAB, max_tokens=1 << 14)
     first = store.tenant("salt 0")
     for seed in range(3000):
@@ -321,7 +321,7 @@ def test_a_merge_that_fails_stops_learning_only(store: LiveDatastore, caplog: py
     def fail(job):
         raise MemoryError
 
-    store._merger.merge = fail  # type: ignore[method-assign]
+    store.runs.merger.merge = fail  # type: ignore[method-assign]
     for seed in range(20):
         store.insert(document(seed))
     for _ in range(200):

@@ -82,7 +82,7 @@ def test_learns_from_what_it_said(
         before = counters()
         first, answers = accepted(llm, prompts, "main")
         assert answers == plain
-        runs = learning.live._tenants[1].all_runs
+        runs = learning.live.runs.tenants[1].all_runs
         learnt = [tuple(x) for run in runs for x in np.split(run.sub.tokens[: run.n], np.flatnonzero(
             run.sub.tokens[: run.n] == -1) + 1) if len(x)]  # fmt: skip
         assert sorted(learnt) == sorted((*answer, -1) for answer in plain), "every output, whole, and nothing else"
@@ -195,7 +195,7 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
         ]
         # A step may accept tokens beyond the end of an answer.
         assert texts and all(any(whole[: len(text)] == text[: len(whole)] for whole in known) for text in texts)
-        learnt = [run.sub.tokens[: run.n].tolist() for run in proposer.guarded.method.live._tenants[0].all_runs]
+        learnt = [run.sub.tokens[: run.n].tolist() for run in proposer.guarded.method.live.runs.tenants[0].all_runs]
         documents = {tuple(x[:-1]) for run in learnt for x in np.split(run, np.flatnonzero(np.array(run) == -1) + 1)}
         assert documents - {()} == set(known)
         assert not failures(proposer) and not proposer.guarded.running and not proposer.without_text

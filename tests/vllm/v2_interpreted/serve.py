@@ -116,9 +116,8 @@ def main() -> None:
         core.step()
     figures = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     live = getattr(guarded.method, "live", None)
-    tokens = (
-        [] if live is None else [run.sub.tokens[: run.n].tolist() for t in live._tenants.values() for run in t.all_runs]
-    )
+    tenants = () if live is None else live.runs.tenants.values()
+    tokens = [run.sub.tokens[: run.n].tolist() for tenant in tenants for run in tenant.all_runs]
     result["engine"] = {
         "v2": isinstance(runner, GPUModelRunner),
         "async": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
