@@ -38,6 +38,7 @@ def parts(engine: str) -> dict[str, tuple[Hook, ...]]:
     return {
         "V1": hooks.CONFIG_HOOKS + hooks.RUNNER_HOOKS,
         "V1, layer skipping": hooks.MODEL_DRAFT_HOOKS,
+        "V1, full graphs": hooks.GRAPH_HOOKS,
         "V2": hooks.V2_HOOKS,
         "tenants": hooks.TENANT_HOOKS,
         "recycled logits": hooks.LOGITS_HOOKS + hooks.V2_LOGITS_HOOKS,

@@ -86,6 +86,31 @@ def test_one_line_says_what_decides_the_speed(tiny_model: Path) -> None:
     assert "8 from 1 on, 0 from 9 on" in start_line(config, "sssd", v2=True)
 
 
+def test_full_graphs_for_every_step_where_attention_allows_it(tiny_model: Path) -> None:
+    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
+
+    def resolved(given: str, support: AttentionCGSupport, *, preferred: bool) -> str:
+        config = CompilationConfig(mode=3, cudagraph_mode=given, cudagraph_capture_sizes=[9, 18])
+        config.max_cudagraph_capture_size = 18
+        config.set_splitting_ops_for_v1("", data_parallel_size=1)
+        if preferred:
+            prefer_full_graphs(config)
+        return CUDAGraphMode(config.resolve_cudagraph_mode_and_sizes(support, "a backend", 9)).name
+
+    by_default = "FULL_AND_PIECEWISE"
+    assert resolved(by_default, AttentionCGSupport.ALWAYS, preferred=True) == "FULL"
+    assert resolved(by_default, AttentionCGSupport.ALWAYS, preferred=False) == by_default
+    for support in (AttentionCGSupport.UNIFORM_BATCH, AttentionCGSupport.NEVER):
+        assert resolved(by_default, support, preferred=True) == resolved(by_default, support, preferred=False) != "FULL"
+    assert resolved("PIECEWISE", AttentionCGSupport.ALWAYS, preferred=True) == "PIECEWISE"
+    assert not methods.configured(config_of(tiny_model, GOOD)).graph_mode_given
+    chosen = config_of(tiny_model, GOOD, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"})
+    assert methods.configured(chosen).graph_mode_given
+
+
 def test_a_configuration_can_be_made_twice(tiny_model: Path) -> None:
     from vllm import EngineArgs
 

@@ -66,6 +66,13 @@ LOGITS_HOOKS = (
     Hook("vllm.v1.spec_decode.metadata.SpecDecodeMetadata", fields=("num_draft_tokens",), purpose="recycled logits"),
 )  # fmt: skip
 
+# Needed besides for full CUDA graphs at every step of V1.
+GRAPH_HOOKS = (
+    Hook("vllm.config.CompilationConfig", "resolve_cudagraph_mode_and_sizes", parameters=("min_cg_support",),
+         purpose="full CUDA graphs"),
+    Hook("vllm.v1.attention.backend.AttentionCGSupport", "ALWAYS", purpose="full CUDA graphs"),
+)  # fmt: skip
+
 # Needed to tell the scheduler how much to draft in model runner V2.
 SCHEDULER_HOOKS = (
     Hook("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", parameters=("scheduler_output",
@@ -110,7 +117,7 @@ V2_LOGITS_HOOKS = (
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
 
 # What drafting does without, where it is not there.
-OPTIONAL_HOOKS = LOGITS_HOOKS + V2_HOOKS + V2_LOGITS_HOOKS
+OPTIONAL_HOOKS = GRAPH_HOOKS + LOGITS_HOOKS + V2_HOOKS + V2_LOGITS_HOOKS
 
 
 def setting() -> str:

@@ -55,11 +55,13 @@ class Configured:
     Attributes:
         name: of the method; options: as the user gave them.
         lengths: draft tokens per request that model runner V2 chooses from while serving; none where it does not.
+        graph_mode_given: whether the user has chosen a mode of CUDA graphs.
     """
 
     name: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[int, ...] = ()
+    graph_mode_given: bool = False
 
 
 def register(spec: MethodSpec) -> bool:
@@ -154,7 +156,8 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
         with _rewritten(self, config):
             made = original(self, *args, **kwargs)
         given = options.model_dump(mode="json", exclude_none=True)
-        setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt))
+        graph_mode_given = self.compilation_config.cudagraph_mode is not None
+        setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given))
         return made
 
     return create_speculative_config

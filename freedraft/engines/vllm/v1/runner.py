@@ -20,7 +20,7 @@ from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.fixes import apply_fixes
-from freedraft.engines.vllm.hooks import LOGITS_HOOKS
+from freedraft.engines.vllm.hooks import GRAPH_HOOKS, LOGITS_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.outputs import output_of
@@ -28,6 +28,7 @@ from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import share_logging, with_kv_cache, wrap_once
 from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
+from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS, Step
 
@@ -86,6 +87,8 @@ class MethodProposer:
         apply_fixes(early=False)
         ours = configured(vllm_config)
         self.spec = METHODS[ours.name]
+        if not ours.graph_mode_given and not check(GRAPH_HOOKS):
+            prefer_full_graphs(vllm_config.compilation_config)
         self.drafts = get_tp_group().rank_in_group == 0
         self.vllm_config = vllm_config
         self.backbone: Backbone | None = None
@@ -100,14 +103,12 @@ class MethodProposer:
 
     def load_model(self, target_model: Any) -> None:
         """vLLM has loaded the target. Raises UnsupportedModel, which stops the start."""
-        if not self.drafts:
-            return
-        logger.info(start_line(self.vllm_config, self.spec.name, v2=False))
-        if self.spec.runs_model:
+        if self.drafts and self.spec.runs_model:
             self.backbone = Backbone.of(target_model)
 
     def prepare(self, runner: Any) -> None:
         """The KV cache of vLLM's GPUModelRunner is there; requests come next."""
+        logger.info(start_line(self.vllm_config, self.spec.name, v2=False))
         if self.backbone is not None:
             self.guarded.prepare(PagedDraftModel(runner, self.backbone, self.vllm_config))
 
