@@ -8,6 +8,7 @@ operation synchronises host and device. Nothing here imports an engine, and Trit
 from freedraft_kernels.draws import draws
 from freedraft_kernels.inputs import TreeInputs, tree_inputs
 from freedraft_kernels.kv_pool import KVPool
+from freedraft_kernels.newest_tokens import newest_tokens
 from freedraft_kernels.probs import target_probs
 from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree import TreeBatch
@@ -19,6 +20,7 @@ __all__ = [
     "TreeInputs",
     "Verification",
     "draws",
+    "newest_tokens",
     "target_probs",
     "top_tokens",
     "tree_inputs",

@@ -17,7 +17,7 @@ RANDOM = {"probs": "*fp32", "seeds": "*i64", "positions": "*i64"}
 
 def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
     """Kernel, argument types, compile-time arguments, warps: as launched at 32 nodes, and at the largest sizes."""
-    from freedraft_kernels.device import filters, inputs, kv_pool, top_tokens, verification
+    from freedraft_kernels.device import filters, inputs, kv_pool, newest_tokens, top_tokens, verification
 
     rows = {
         **TREE,
@@ -55,7 +55,10 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
         "shares": "*fp32",
         "sums": "*i64",
     }
+    newest = {"tokens": "*i32", "lengths": "*i32", "slots": "*i32", "gained": "*i32", "out": "*i32", "drafts": "*i64"}
+    newest |= {"stride": "i64", "length": "i32"}
     return {
+        "newest tokens": (newest_tokens.newest_tokens_kernel, newest, {"BLOCK": 16}, 1),
         "filters": (filters.keep_likeliest_kernel, {**likeliest, **ints}, {"BLOCK": 4096}, 8),
         "top tokens": (top_tokens.top_keys_kernel, top, eight, 4),
         "top tokens, bfloat16": (top_tokens.top_keys_kernel, {**top, "logits": "*bf16"}, eight, 4),

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import batches, on, random_batch, random_probs
 from test_kernel_kv_pool import accepted_paths, paged_slots, random_buffers
+from test_kernel_newest_tokens import cases, check
 from test_kernel_top_tokens import random_logits
 from test_kernel_verification import chi_square
 
@@ -86,6 +87,14 @@ def test_top_tokens(rows: int, vocab: int, values: int, dtype: torch.dtype) -> N
     for count in (1, 5, 8):
         ours, reference = (top_tokens(logits, count, backend=name) for name in ("triton", "reference"))
         assert all(map(torch.equal, ours, reference)), (ours, reference)
+
+
+@runs_triton
+@settings(max_examples=25, deadline=None)
+@given(cases)
+def test_newest_tokens(case: tuple[list[int], list[int], int]) -> None:
+    lengths, slots, length = case
+    check(lengths, slots, length, "triton", DEVICE)
 
 
 @runs_triton

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from freedraft_kernels import newest_tokens
 from numpy.typing import NDArray
 
 from freedraft.engines.vllm.v2.requests import Requests
@@ -22,9 +23,10 @@ class GainedTokens:
     """
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
-        self._newest = torch.arange(-length - 1, 0, device=device)
-        self._host = torch.zeros(slots, length + 3, dtype=torch.int32, pin_memory=device.type != "cpu")
-        self._event = torch.Event(device, enable_timing=True) if device.type != "cpu" else None
+        self._device = torch.zeros(slots, length + 3, dtype=torch.int32, device=device)
+        on_host = device.type == "cpu"
+        self._host = self._device if on_host else torch.zeros_like(self._device, device="cpu", pin_memory=True)
+        self._event = None if on_host else torch.Event(device, enable_timing=True)
         self._ended = 0.0
         self.request_ids: list[str] = []
         self.slots: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -32,11 +34,12 @@ class GainedTokens:
         self.query_tokens, self.number = 0, -1
         self._arrived = False
 
-    def copy(self, input_batch: Any, num_sampled: torch.Tensor, states: Any, number: int) -> None:
+    def copy(self, input_batch: Any, num_sampled: torch.Tensor, states: Any, number: int, drafts: torch.Tensor) -> None:
         """Start the copy, behind the step's own work.
 
         Args:
             num_sampled: int32 [B], tokens that each request gained; states: vLLM's RequestState.
+            drafts: int64 [B, K], filled with each request's newest token.
         """
         batch = input_batch.num_reqs
         self.slots, self.number = input_batch.idx_mapping_np[:batch].copy(), number
@@ -44,12 +47,10 @@ class GainedTokens:
         scheduled = input_batch.num_draft_tokens_per_req
         self.scheduled = np.zeros(batch, np.int32) if scheduled is None else scheduled[:batch].astype(np.int32)
         self.query_tokens = 0 if input_batch.has_prefill else int(input_batch.num_tokens)
-        slots = input_batch.idx_mapping[:batch].long()
-        lengths = states.total_len.gpu[slots].long()
-        at = (lengths[:, None] + self._newest).clamp(min=0)
-        newest = states.all_token_ids.gpu[slots[:, None], at]
-        counts = torch.stack((num_sampled[:batch].long(), lengths), 1)
-        self._host[:batch].copy_(torch.cat((counts, newest.long()), 1), non_blocking=True)
+        packed, slots = self._device[:batch], input_batch.idx_mapping[:batch]
+        newest_tokens(states.all_token_ids.gpu, states.total_len.gpu, slots, num_sampled[:batch], packed, drafts)
+        if self._host is not self._device:
+            self._host[:batch].copy_(packed, non_blocking=True)
         if self._event is not None:
             self._event.record()
         else:

@@ -194,14 +194,13 @@ class MethodSpeculator(BaseSpeculator):
         guarded = self.guarded
         if guarded is not None:
             most = self.length if num_speculative_tokens is None else num_speculative_tokens
-            if guarded.call(lambda: self._draft(input_batch, num_sampled, most, last_hidden_states)):
+            drafted = guarded.call(lambda: self._draft(input_batch, num_sampled, most, last_hidden_states, drafts))
+            if drafted:
                 drafts.copy_(self._proposed[:batch], non_blocking=True)
-                if confidences is not None:
-                    confidences.send(batch)
-            else:
+            elif drafted is None:  # it failed, perhaps before it filled them
                 drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
-                if confidences is not None:
-                    confidences.device[:batch].zero_()
+            if confidences is not None:
+                confidences.send(batch) if drafted else confidences.device[:batch].zero_()
             if self.lengths is not None:
                 self.rows = guarded.call(lambda: self._decide(batch)) or []
         if self._ranks.world_size > 1:
@@ -210,13 +209,21 @@ class MethodSpeculator(BaseSpeculator):
                 self._ranks.broadcast(confidences.device[:batch], src=0)
         return drafts
 
-    def _draft(self, input_batch: Any, num_sampled: torch.Tensor, most: int, hidden_states: torch.Tensor) -> bool:
-        """Draft for the requests that have gained tokens, at most so many tokens each; whether it was."""
+    def _draft(
+        self,
+        input_batch: Any,
+        num_sampled: torch.Tensor,
+        most: int,
+        hidden_states: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> bool:
+        """Draft for the requests that have gained tokens, at most so many tokens each; whether it was, or `drafts`,
+        int64 [B, K], hold their newest tokens."""
         assert self.guarded is not None
         self._catch_up()
         self._gained.reverse()
         gained = self._gained[0]
-        gained.copy(input_batch, num_sampled, self._states, self._steps)
+        gained.copy(input_batch, num_sampled, self._states, self._steps, drafts)
         self._pending = True
         if self.in_prompt:
             self._set_prompt_states(input_batch, hidden_states)

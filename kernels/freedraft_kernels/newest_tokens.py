@@ -1,0 +1,54 @@
+"""`newest_tokens`: what a decoding step has given each request, packed for one copy to the host."""
+
+from __future__ import annotations
+
+import torch
+
+from freedraft_kernels.checks import check_tensor
+from freedraft_kernels.dispatch import Backend, use_triton
+
+_INTS = (torch.int32, torch.int64)
+
+
+def newest_tokens(
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    slots: torch.Tensor,
+    gained: torch.Tensor,
+    out: torch.Tensor,
+    drafts: torch.Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Gather the newest tokens of B requests that live in S slots, and fill their drafts with the newest one.
+
+    Args:
+        tokens: int32 [S, M], rows contiguous, of each slot; it may be host memory that the device can read.
+        lengths: int32 [S], at least 1: how many of a row are a request's.
+        slots: int32 or int64 [B]; gained: int32 or int64 [B], tokens that each request gained.
+        out: int32 [B, K + 3], filled with gained, length, and the newest K + 1 tokens, the newest last. Where a request
+            has fewer, its first token comes again.
+        drafts: int64 [B, K], filled with each request's newest token: an engine embeds what it then does not verify.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+    """
+    batch, length = drafts.shape
+    if tokens.dim() != 2 or tokens.dtype != torch.int32 or tokens.stride(1) != 1:
+        raise ValueError(f"tokens is {tokens.dtype} {list(tokens.shape)}, expected int32 [slots, max_model_len]")
+    check_tensor("lengths", lengths, (tokens.shape[0],), (torch.int32,), drafts.device)
+    check_tensor("slots", slots, (batch,), _INTS, drafts.device)
+    check_tensor("gained", gained, (batch,), _INTS, drafts.device)
+    check_tensor("out", out, (batch, length + 3), (torch.int32,), drafts.device)
+    check_tensor("drafts", drafts, (batch, length), (torch.int64,), drafts.device)
+    if use_triton(drafts.device, backend):
+        from freedraft_kernels.device.newest_tokens import launch_newest_tokens
+
+        launch_newest_tokens(tokens, lengths, slots, gained, out, drafts)
+        return
+    rows = slots.long()
+    known = lengths[rows].long()
+    at = (known[:, None] + torch.arange(-length - 1, 0, device=drafts.device)).clamp(min=0)
+    out[:, 0], out[:, 1] = gained, known
+    out[:, 2:] = tokens[rows[:, None], at]
+    drafts.copy_(out[:, -1:].expand_as(drafts))
