@@ -20,8 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.arms import Arms
-from bench.lib.machine import write_json
 from bench.lib.prompts import PROMPTS, chats
+from bench.lib.results import write_json
 from bench.lib.servers import in_process_environment
 
 ARMS: dict[str, tuple[str, int | None] | None] = {

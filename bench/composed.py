@@ -22,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.deep_model import SKIP_SET, build
 from bench.lib.engine import ROOT, SKIP_SET_OF_DEMO, Engine, in_process
-from bench.lib.machine import cores, cpu, rounded, write_json
+from bench.lib.machine import cores, cpu, rounded
 from bench.lib.prompts import PROMPTS, chats
+from bench.lib.results import write_json
 from freedraft.draft import DraftBatch
 from freedraft.hybrid.method import HybridMethod
 

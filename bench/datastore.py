@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.demo.store import documents
-from bench.lib.machine import cpu, write_json
+from bench.lib.machine import cpu
+from bench.lib.results import write_json
 from sssd_plugin.datastore import tokenizer
 from sssd_plugin.datastore.build import sources
 from sssd_plugin.datastore.build.builder import StoreBuilder

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.fuzz import fuzz
-from bench.lib.machine import write_json
+from bench.lib.results import write_json
 
 
 def main() -> int:

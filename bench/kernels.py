@@ -10,7 +10,6 @@ at tiny shapes, and under TRITON_INTERPRET=1 the kernels are checked against the
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -23,9 +22,12 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from freedraft_kernels import KVPool, TreeBatch, Verification, tree_inputs, verify_greedy, verify_sampled
 from freedraft_kernels.dispatch import Backend, has_triton, use_triton
+
+from bench.lib.results import write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +206,7 @@ def main() -> int:
     if args.json:
         figures = {"device": name, "torch": torch.__version__, "triton": triton_version, "copy_bytes_per_s": bandwidth}
         figures |= {"shapes": [asdict(s) for s in shapes], "rows": [asdict(r) for r in rows]}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_json(args.json, figures)
     if any(row.equal is False for row in rows):
         print("a kernel differs from its reference", file=sys.stderr)
         return 1

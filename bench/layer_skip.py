@@ -32,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.deep_model import SKIP_SET, build, mixed_sets
 from bench.lib.engine import ROOT, SKIP_SET_OF_DEMO, Engine, Run, in_process
-from bench.lib.machine import cores, cpu, rounded, write_json
+from bench.lib.machine import cores, cpu, rounded
 from bench.lib.prompts import BY_KIND, chats
+from bench.lib.results import write_json
 from bench.lib.switch import baseline_seconds, verdicts
 
 BATCHES = (1, 2, 4)

@@ -26,8 +26,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.deep_model import mixed_sets
-from bench.lib.machine import write_json
 from bench.lib.prompts import MIXED, chats
+from bench.lib.results import write_json
 from bench.lib.switch import Call, Switch, calls_in
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -33,7 +33,8 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.kills import compact, engine_kills, forget_odd, kills, kills_of
-from bench.lib.machine import cpu, timed, write_json
+from bench.lib.machine import cpu, timed
+from bench.lib.results import write_json
 from bench.replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows
 from bench.replay import untainted_weights as weights_for
 from sssd_plugin.datastore.index import runs as runs_module

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.answers import answers_of, weight_share
 from bench.lib.draft_chains import draft_chains
-from bench.lib.machine import write_json
+from bench.lib.results import write_json
 from freedraft.cost.acceptance import Acceptance
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import Recipe

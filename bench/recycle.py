@@ -24,8 +24,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib import questions as spec_bench
-from bench.lib.machine import machine, versions, write_json
+from bench.lib.machine import machine, versions
 from bench.lib.prompts import chats
+from bench.lib.results import write_json
 from bench.lib.servers import HOST, MODEL_NAME, Server, build, free_port
 
 BASELINE = "off"

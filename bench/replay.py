@@ -39,6 +39,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib import long_texts
+from bench.lib.results import write_json
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
@@ -407,8 +408,7 @@ def main() -> int:
         if arguments.long:
             results = long_contexts(arguments)
             Console().print(long_table(results, arguments.lengths))
-            if arguments.json:
-                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+            write_json(arguments.json, results)
             return 0
         if arguments.trace is None:
             raise ValueError("give --trace, or --long")
@@ -430,8 +430,8 @@ def main() -> int:
         Console().print(table(results, arguments.budget))
     elif results:
         print(json.dumps(results[0], indent=1))
-    if arguments.json and results:
-        arguments.json.write_text(json.dumps(results if many else results[0], indent=1) + "\n")
+    if results:
+        write_json(arguments.json, results if many else results[0], data=[arguments.trace])
     return 1 if missing else 0
 
 

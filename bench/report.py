@@ -3,7 +3,8 @@
     python bench/report.py bench/results --out bench/results/report.html
 
 The page holds everything that it shows: no scripts, no requests. Each plot is also written beside it as a PNG. Files of
-results that this does not know are passed over; damaged ones are named on the page.
+results that this does not know are passed over; damaged ones, and such that were changed since their benchmark wrote
+them, are named on the page.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib import plots
 from bench.lib.plots import Plot, Rows, names, nice, overall, plt
+from bench.lib.results import checked
 
 METHODS = ("sssd", "layerskip", "freedraft")
 STYLE = """
@@ -201,6 +203,7 @@ def build(folder: Path) -> tuple[str, list[Plot]]:
                 title, (body, drawn) = "How much to draft, by batch", budget(result)
             else:
                 continue
+            checked(path)
         except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
             title, drawn = path.name, []
             body = f"<div class=problem>left out: {html.escape(f'{type(error).__name__}: {error}')}</div>"

@@ -32,7 +32,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.answers import answers_of, sample_of
-from bench.lib.machine import timed, write_json
+from bench.lib.machine import timed
+from bench.lib.results import write_json
 from bench.lib.selection_stream import stream
 from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate import bayesian, knapsack

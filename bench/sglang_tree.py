@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib.machine import write_json
 from bench.lib.prompts import BY_KIND, chats
+from bench.lib.results import write_json
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib.machine import machine, versions, write_json
+from bench.lib.machine import machine, versions
+from bench.lib.results import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERPRETED = ROOT / "tests" / "vllm" / "v2_interpreted"

@@ -21,8 +21,9 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-def test_the_configuration_page_is_up_to_date() -> None:
-    script = ROOT / "docs" / "make_configuration.py"
+@pytest.mark.parametrize("name", ["configuration", "results"])
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    script = ROOT / "docs" / f"make_{name}.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -30,8 +30,9 @@ from rich.table import Table
 from bench.demo.measure import BASELINE, SSSD, Client, Prompt, measure, row
 from bench.demo.store import ensure_store
 from bench.lib import servers
-from bench.lib.machine import cores, machine, versions, write_json
+from bench.lib.machine import cores, machine, versions
 from bench.lib.prompts import PROMPTS
+from bench.lib.results import write_json
 
 DRAFT_TOKENS = 8
 console = Console(highlight=False)

@@ -1,8 +1,7 @@
-"""The machine and the package versions that figures are measured with; how they are timed, rounded and written."""
+"""The machine and the package versions that figures are measured with; how they are timed and rounded."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -34,8 +33,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def gpu(device: str) -> dict[str, str]:
-    """The GPUs by the names of nvidia-smi if `device` is "cuda"; empty otherwise."""
+def gpu(device: str = "cuda") -> dict[str, str]:
+    """The GPUs by the names of nvidia-smi if `device` is "cuda"; empty without."""
     if device != "cuda":
         return {}
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -64,13 +63,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     return [rounded(item) for item in value] if isinstance(value, list) else value
-
-
-def write_json(path: Path | None, figures: Any, indent: int = 1) -> None:
-    """Write the figures, and the folders above the file; nothing happens without a path."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=indent) + "\n", encoding="utf-8")
 
 
 def timed(work: Callable[[], Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.lib import load, summary
+from bench.lib import load, results, summary
 from bench.lib.machine import gpu, machine, rounded, versions
 
 FORMAT = 1
@@ -161,6 +161,7 @@ class Report:
         beside = self.path.with_suffix(".part")
         beside.write_text(text + "\n", encoding="utf-8")
         beside.replace(self.path)
+        results.write_manifest(self.path)
 
 
 def step_of(block: dict[str, Any]) -> Step:

@@ -62,6 +62,14 @@ def test_it_names_problems_and_damaged_files_and_shows_figures(folder: Path) -> 
     assert "sssd over ngram" in page and "<td>2.50 (2.50-2.50)</td>" in page and "ngram over" not in page
 
 
+def test_a_result_that_was_changed_is_refused(folder: Path) -> None:
+    path = folder / "serve-test.json"
+    path.write_text(path.read_text().replace('"ratio": 2.0', '"ratio": 3.0'))
+    page, plots = report.build(folder)
+    assert "left out: ValueError: serve-test.json is not the file that its benchmark wrote" in page
+    assert not plots and "<td>3.00</td>" not in page
+
+
 def test_the_table_for_a_readme(folder: Path) -> None:
     lines = report.markdown(json.loads((folder / "serve-test.json").read_text())).splitlines()
     assert lines[0] == "| at a time | questions | plain, tokens/s | sssd | ngram |"

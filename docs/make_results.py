@@ -1,0 +1,488 @@
+"""Writes results.md from the files of results, each with its command, commit, versions and machine.
+
+python docs/make_results.py           # write it
+python docs/make_results.py --check   # exit code 1 when it is out of date
+
+A file without a manifest, or changed since its benchmark wrote it, is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import report
+from bench.lib.results import checked
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = Path(__file__).with_name("results.md")
+FOLDER = ROOT / "bench" / "results"
+
+HEAD = """\
+# Results
+
+<!-- Written by docs/make_results.py from bench/results: run a benchmark with --json there, then that. -->
+
+Everything here ran on CPUs: 2 cores of an AMD EPYC, without a GPU, often beside other work. Ratios are of arms that
+took turns in one run, and mean something; tokens per second and milliseconds are those of this machine. The engines'
+CPU builds have other kernels than those for GPUs, and little idle arithmetic to use: gains there will differ. Draft
+quality by replay is the same on every machine. How to measure it yourself: [benchmarks.md](benchmarks.md).
+"""
+
+
+class Section(NamedTuple):
+    """A part of the page.
+
+    Attributes:
+        title, text: of it; files: of results, in `bench/results`.
+        body: Markdown from what the files hold, in their order.
+    """
+
+    title: str
+    files: tuple[str, ...]
+    text: str
+    body: Callable[..., str]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def demo(vllm: Any, sglang: Any) -> str:
+    rows = [
+        [name, r["kind"], f"{r['plain_tps']:.1f}", f"{r['sssd_tps']:.1f}",
+         f"**{r['ratio']:.2f}** ({r['ratio_min']:.2f}-{r['ratio_max']:.2f})", f"{r['tokens_per_step']:.2f}",
+         "yes" if r["identical"] else "no"]
+        for name, result in (("vLLM", vllm), ("SGLang", sglang)) for r in result["rows"]
+    ]  # fmt: skip
+    return table(
+        ["engine", "prompts", "plain tok/s", "sssd tok/s", "ratio (repeats)", "tokens per step", "identical"], rows
+    )
+
+
+def serve(result: Any, noise: Any) -> str:
+    again = [r for r in noise["rows"] if r["arm"] == "again" and r["group"] == "all"]
+    said = ", ".join(f"{r['ratio']:.2f} at {r['concurrency']} at a time" for r in again)
+    over = []
+    for r in result["rows"]:
+        if r["arm"] == "suffix" and r["group"] == "all":
+            ratio, low, high = (1 / value for value in (r["over"]["sssd"][i] for i in (0, 2, 1)))
+            over.append(f"{ratio:.2f} ({low:.2f}-{high:.2f}) at {r['concurrency']}")
+    return (
+        f"{report.markdown(result)}\n\n`sssd` over `suffix`, all questions: {', '.join(over)} at a time. A second "
+        f"plain server, measured the same way, over the first: {said}."
+    )
+
+
+def budget(result: Any) -> str:
+    arms = list(result["rows"][0]["ratio"])
+    rows = [
+        [r["batch"], *(f"{r['ratio'][arm]:.2f}" for arm in arms), "{:.2f}-{:.2f}".format(*r["spread"]["auto"]),
+         "yes" if r["identical"] else "no"]
+        for r in result["rows"]
+    ]  # fmt: skip
+    return table(["batch", *arms, "spread of auto", "identical"], rows) + (
+        f"\n\nThe controller takes {result['controller_us']:.0f} us per step at batch 32."
+        "\n\n![Throughput by batch](../bench/results/budget-vllm-cpu.png)"
+    )
+
+
+def budget_replay(result: Any) -> str:
+    arms = [arm for arm in result["rows"][0]["ratio"] if arm != "plain"]
+    rows = [[r["machine"], r["batch"], *(f"{r['ratio'][arm]:.2f}" for arm in arms)] for r in result["rows"]]
+    return table(["machine", "batch", *arms], rows)
+
+
+def replay(rows: Any) -> str:
+    names = {"sssd": "freedraft", "suffix": "ArcticInference suffix decoding", "lookup": "prompt lookup"}
+    budgets = sorted({r["budget"] for r in rows})
+    lines: dict[tuple[str, str], dict[int, str]] = {}
+    for r in rows:
+        name = names[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "")
+        name += f", {r['shape']}" + (", no store" if r["drafter"] == "sssd" and not r["store_tokens"] else "")
+        trace = r["trace"].removeprefix("replay_").removesuffix(".jsonl")
+        lines.setdefault((trace, name), {})[r["budget"]] = f"{r['tokens_per_step']:.3f}"
+    body = [[*key, *(cells.get(b, "") for b in budgets)] for key, cells in lines.items()]
+    return table(["answers of", "tokens per step, by nodes", *budgets], body)
+
+
+def long_copies(rows: Any) -> str:
+    names = {"sssd": "freedraft", "paper": "freedraft, `paper`", "suffix": "ArcticInference suffix decoding"}
+    contexts = sorted({r["context"] for r in rows})
+    lines: dict[tuple[str, str, str], dict[int, str]] = {}
+    for r in rows:
+        key = (r["kind"], r["shape"], names[r["drafter"]])
+        lines.setdefault(key, {})[r["context"]] = f"{r['tokens_per_step']:.1f}"
+    body = [[*key, *(cells[c] for c in contexts)] for key, cells in sorted(lines.items())]
+    return table(["text", "draft", "drafter", *(f"{c // 1000} k" for c in contexts)], body)
+
+
+def recycle(*results: Any) -> str:
+    rows = []
+    for result in results:
+        for r in result["rows"]:
+            for arm, over in (r.get("over") or {"on": r}).items():
+                low, high = over["speed_quarters"]
+                at_once = r.get("at_once", 1)
+                rows.append(
+                    [result.get("engine", "sglang"), r["nodes"], at_once, arm, f"{r['tokens_per_step']['off']:.2f}",
+                     f"{r['tokens_per_step'][arm]:.2f} ({over['gain']:+.1%})", f"{over['step_seconds']:.2f}",
+                     f"{over['speed']:.2f} ({low:.2f}-{high:.2f})"]
+                )  # fmt: skip
+    head = [
+        "engine",
+        "nodes",
+        "at a time",
+        "`recycle`",
+        "tokens per step without",
+        "with",
+        "a step takes",
+        "speed (quarters)",
+    ]
+    return table(head, rows)
+
+
+def trees(result: Any) -> str:
+    rows = [
+        [r["questions"], " and ".join(r["corpus"]) or "none", r["nodes"], f"{r['chain']:.2f}", f"{r['tree']:.2f}",
+         f"{r['gain']:+.1%}", "yes" if r["same answers"] else "no"]
+        for r in result["runs"]
+    ]  # fmt: skip
+    return table(["questions", "datastore", "nodes", "chain", "tree", "gain", "identical"], rows)
+
+
+def drafter(result: Any) -> str:
+    times, prompt, build = result["draft_us_per_call"], result["prompt"], result["store_build"]
+    rows = [[name, *(f"{t[key]:,.0f}" for key in ("median", "p5", "p95"))] for name, t in times.items()]
+    indexing = "; ".join(f"{float(v['ns_per_token']):.0f} ns at {int(n):,} tokens" for n, v in prompt.items())
+    return table(["microseconds per draft", "median", "5 %", "95 %"], rows) + (
+        f"\n\nIndexing a prompt takes, per token, {indexing}; an accepted token at most "
+        f"{max(result['append_us_per_token'].values()):.1f} us. A context holds "
+        f"{min(v['bytes_per_token'] for v in prompt.values()):.1f} bytes per token, a store "
+        f"{min(result['store_bytes_per_token'].values()):.1f}; it builds in {build['us_per_token']:.2f} us per token at "
+        f"a peak of {build['peak_bytes_per_token']:.0f} bytes per token."
+    )
+
+
+def live(result: Any) -> str:
+    update, rebuild, cold = (result[key] for key in ("update", "rebuild", "cold_start"))
+    visible = [
+        f"{name} {u['visible_after_ms_p50']:.2f} / {u['visible_after_ms_p99']:.1f}"
+        for name, u in update.items()
+        if isinstance(u, dict)
+    ]
+    merges = f"{1e3 * rebuild['sort_seconds']:.0f}, {1e3 * rebuild['merge_with_as_many_seconds']:.0f}"
+    rows = [
+        ["tokens per step by hundred rows, from an empty store",
+         ", ".join(f"{r['tokens_per_step']:.2f}" for r in cold["by_hundred_rows"])],
+        ["on rows that nobody learnt from: no store, live, static",
+         "{no_store:.3f}, {live_store:.3f}, {static_store:.3f}".format(**cold["test_rows"])],
+        ["ms until a finished answer is visible, median / 99 %", ", ".join(visible)],
+        [f"ms to sort {rebuild['delta_tokens']:,} tokens and to merge them with as many", merges],
+        ["us to draft, 99 %: idle; while merges never stop",
+         "{:.0f}; {:.0f}".format(*(d["p99_us"] for d in rebuild["drafting"].values()))],
+        ["bytes of memory per token", f"{update['memory']['bytes_per_token']:.1f}"],
+    ]  # fmt: skip
+    kinds = {"crashes": "while it learns", "crashes_while_forgetting": "while a tenant is forgotten",
+             "crashes_while_compacting": "while the file is rewritten"}  # fmt: skip
+    wrong = ("restarts_with_wrong_data", "erasures_that_came_back", "erasures_that_left_copies")
+    for key, when in kinds.items():
+        c = result[key]
+        found = f"{sum(c.get(name, 0) for name in wrong)} restarts with wrong data or text that came back"
+        if "oldest_lost_ms" in c:
+            found += f", the oldest loss {c['oldest_lost_ms'] / 1e3:.2f} s old"
+        rows.append([f"kill -9 {when}, {c['kills']} times", found])
+    e = result["engine"]
+    found = f"{e['documents_with_wrong_data']} wrong documents, "
+    found += f"{e['answers_that_differ_from_plain']} of {e['answers']} answers other than plain's"
+    return table(["", ""], [*rows, [f"kill -9 of vLLM's server while it answers, {e['kills']} times", found]])
+
+
+def stores(result: Any) -> str:
+    rows = [
+        [r["name"], f"{r['store_tokens']:,}", f"{r['build_us_per_token']:.2f}", f"{r['peak_bytes_per_token']:.1f}",
+         f"{r['disk_bytes_per_token']:.1f}", f"{1e3 * r['open_seconds']:.0f}"]
+        for r in result["rows"]
+    ]  # fmt: skip
+    large = result["large"]
+    return table(["text", "tokens", "us per token", "peak bytes per token", "bytes on disk", "ms to open"], rows) + (
+        f"\n\n`{large['command']}` built {large['store_tokens']:,} tokens in {large['seconds_of_both_runs']:.0f} s, "
+        f"tokenising included, killed halfway and resumed, at a peak of {large['peak_memory']}."
+    )
+
+
+def fuzz(result: Any) -> str:
+    kinds: dict[str, dict[str, int]] = {}
+    for name, count in result["ended"].items():
+        kind, how = name.split()
+        kinds.setdefault(kind, {})[how] = count
+    rows = [[kind, c.get("refused", 0), c.get("harmless", 0)] for kind, c in kinds.items()]
+    return table(
+        ["what was changed", "refused in one line", "harmless"], [*rows, ["wrong or crashed", len(result["wrong"]), ""]]
+    )
+
+
+def layer_skip(*results: Any) -> str:
+    rows = []
+    for result in results:
+        for model, batches in result.items():
+            if not isinstance(batches, dict) or "fp32" in model:
+                continue
+            cells = {"four skip sets, batch 4": batches} if model == "mixed_sets" else batches
+            for name, r in cells.items():
+                share = f"{r['share_of_formula']:.0%}" if "share_of_formula" in r else ""
+                low, high = r["ratio_quarters"]
+                rows.append([model.replace("_", " "), name, f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}",
+                             f"**{r['ratio']:.2f}** ({low:.2f}-{high:.2f})", share])  # fmt: skip
+    return table(
+        ["model", "", "tokens per step", "accepted", "cost of a pass", "over plain (quarters)", "of the formula"], rows
+    )
+
+
+def layer_skip_sglang(result: Any) -> str:
+    cells = {f"batch {b['batch']}": b for b in result["batches"]} | {"four skip sets, batch 4": result["mixed_sets"]}
+    rows = [
+        [name, f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}", f"{r['verify']:.2f}",
+         "**{:.2f}** ({:.2f}-{:.2f})".format(r["ratio"], *r["ratio_spread"])]
+        for name, r in cells.items()
+    ]  # fmt: skip
+    head = ["", "tokens per step", "accepted", "cost of a pass", "of a verification", "over plain (spread)"]
+    return table(head, rows)
+
+
+def composed(result: Any) -> str:
+    rows = []
+    for model in ("demo model", "deep model"):
+        for kind, by_arm in result[model].items():
+            arms = [by_arm[arm] for arm in ("sssd", "layerskip", "both")]
+            cells = ["{:.2f} ({:.2f}-{:.2f})".format(arm["ratio"], *arm["quarters"]) for arm in arms]
+            rows.append([model, kind, *cells])
+    return table(["model", "prompts", "`sssd`", "`layerskip`", "`freedraft`"], rows)
+
+
+def lookahead(result: Any) -> str:
+    costs = sorted({r["c"] for r in result["rows"]})
+    lines: dict[str, dict[float, str]] = {}
+    f1 = {}
+    for r in result["rows"]:
+        lines.setdefault(r["policy"], {})[r["c"]] = f"{r['tokens_per_time']:.2f}"
+        f1[r["policy"]] = f"{r['f1']:.3f}"
+    rows = [
+        [policy, "" if policy == "cost" else f1[policy], *(cells[c] for c in costs)] for policy, cells in lines.items()
+    ]
+    return table(["policy", 'F1 of "go on"', *(f"c = {c:.2f}" for c in costs)], rows)
+
+
+def selection(result: Any) -> str:
+    rows = [
+        [model, f"{r['mix']:.1f}", r["selection"], f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}",
+         f"{r['expected_speed']:.2f}"]
+        for model in result
+        for r in result[model]["stream"]["rows"]
+    ]  # fmt: skip
+    head = ["model", "share of shuffled prompts", "selection", "tokens per round", "accepted", "cost of a pass"]
+    return table([*head, "expected speed"], rows)
+
+
+def host_time(result: Any) -> str:
+    rows = [
+        [r["batch"], f"{r['drafted']} of {r['steps']}", r["waits"],
+         *(f"{r['us'].get(name, 0):,.0f}" for name in ("propose", "draft", "decide"))]
+        for r in result["rows"]
+    ]  # fmt: skip
+    head = ["batch", "steps drafted for", "waits", "us per step, all of it", "of which drafting", "choosing lengths"]
+    return table(head, rows)
+
+
+SECTIONS = (
+    Section(
+        "Over HTTP, on the demo's prompts",
+        (
+            "demo-vllm-cpu.json",
+            "demo-sglang-cpu.json",
+        ),
+        "SmolLM2-135M-Instruct, fp32, eager, one request at a time, prefill included; two servers, prompts "
+        "alternating between them; datastore of Python's library, 2.4 M tokens, built in seconds. vLLM verifies "
+        "chains, SGLang trees.",
+        demo,
+    ),
+    Section(
+        "Over HTTP, against plain decoding and vLLM's own drafters",
+        (
+            "serve-vllm-cpu.json",
+            "serve-vllm-cpu-noise.json",
+        ),
+        "Half of Spec-Bench, answers of 64 tokens; `sssd` starts with an empty datastore and learns from what it "
+        "answers; `suffix` (ArcticInference) runs with the settings of vLLM's documentation. Throughput over "
+        "plain with 95 % intervals over blocks of questions, prefill included; all answers identical.\n\n"
+        "![Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)",
+        serve,
+    ),
+    Section(
+        "How much is drafted, by batch",
+        ("budget-vllm-cpu.json",),
+        "Through vLLM: fp32, eager, SmolLM2-135M, no datastore, the demo's four kinds of prompts mixed, 48 tokens "
+        "each. Throughput over plain.",
+        budget,
+    ),
+    Section(
+        "How much is drafted, on machines whose step times are known",
+        ("budget-replay.json",),
+        "Answers of Llama-3.1-8B replayed, chains; step times with 8 % noise that the policies do not know; "
+        "drafting time included. `cpu`: these two cores with SmolLM2; `h200`: the roofline of an 8B model.",
+        budget_replay,
+    ),
+    Section(
+        "Draft quality, by replay",
+        ("replay.json",),
+        "Recorded answers, scorer weights trained on the other trace. Deterministic.",
+        replay,
+    ),
+    Section(
+        "Long copies and edits",
+        ("long-copies.json",),
+        "600 tokens copied from a prompt, with 5 % of them replaced, inserted or deleted; no datastore; at most "
+        "16 tokens per step; tokens per step by tokens of context.",
+        long_copies,
+    ),
+    Section(
+        "Recycled logits",
+        (
+            "recycle-sglang-cpu.json",
+            "recycle-sglang-cpu-64-nodes.json",
+            "recycle-sglang-cpu-32-at-once.json",
+            "recycle-vllm-cpu.json",
+        ),
+        "Spec-Bench questions, two servers in turns, both learning from what they answer, policy `fixed`, "
+        "identical answers. Large trees cost more than they bring on these cores: they show what a device with "
+        "idle arithmetic can have.",
+        recycle,
+    ),
+    Section(
+        "Trees against chains",
+        ("sglang-tree.json",),
+        "Through SGLang, fp32; tokens per step.",
+        trees,
+    ),
+    Section(
+        "What drafting costs",
+        ("drafter.json",),
+        "Batches on two threads.",
+        drafter,
+    ),
+    Section(
+        "What sssd adds to a step of vLLM's model runner V2",
+        ("v2-host-time.json",),
+        "In Triton's interpreter, where kernels take far longer than on a GPU.",
+        host_time,
+    ),
+    Section(
+        "A datastore that learns",
+        ("live-datastore.json",),
+        "Answers of Llama-3.1-8B, 16 nodes.",
+        live,
+    ),
+    Section(
+        "Building datastores",
+        ("datastore.json",),
+        "",
+        stores,
+    ),
+    Section(
+        "Stores that were tampered with",
+        ("fuzz-datastore.json",),
+        "",
+        fuzz,
+    ),
+    Section(
+        "Layer skipping on vLLM",
+        (
+            "layer-skip-vllm-cpu.json",
+            "layer-skip-vllm-cpu-deep.json",
+            "layer-skip-vllm-cpu-mixed-sets.json",
+        ),
+        "bf16, compiled, lookahead `cost`. The deep model is a synthetic one, half of whose sublayers can be "
+        "skipped; the demo model cannot spare layers, and drafting stops by itself. The first file is of before "
+        "one cost model for all methods, the second of after it.",
+        layer_skip,
+    ),
+    Section(
+        "Layer skipping on SGLang",
+        ("layer-skip-sglang-cpu.json",),
+        "The deep model, bf16.",
+        layer_skip_sglang,
+    ),
+    Section(
+        "Both together",
+        ("composed-vllm-cpu.json",),
+        "Over plain, quarters in brackets; vLLM, bf16.",
+        composed,
+    ),
+    Section(
+        "How far to draft",
+        ("lookahead.json",),
+        "Recorded drafts of SmolLM2 with 12 of 60 sublayers skipped, held-out answers; tokens per time in units "
+        "of plain decoding, for draft passes that cost c of a whole one.",
+        lookahead,
+    ),
+    Section(
+        "Which layers, on streams of prompts",
+        ("selection.json",),
+        "Expected speed over plain from measured acceptance and pass times.",
+        selection,
+    ),
+)
+
+
+def source(name: str) -> str:
+    """How a file came to be, in one line.
+
+    Raises:
+        ValueError: it is not as its benchmark wrote it.
+    """
+    manifest = checked(FOLDER / name)
+    machine = manifest["machine"]
+    where = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
+    versions = ", ".join(f"{package} {version}" for package, version in manifest["versions"].items())
+    data = ", ".join(f"{file} {digest[:12]}" for file, digest in manifest["data"].items())
+    parts = [f"`{manifest['command']}`", f"commit {manifest['commit']}", manifest["date"][:10], where, versions, data]
+    note = f" ({manifest['note']})" if "note" in manifest else ""
+    return f"- [{name}](../bench/results/{name}): " + "; ".join(part for part in parts if part) + note
+
+
+def page() -> str:
+    shown = {name for section in SECTIONS for name in section.files}
+    if strange := sorted({path.name for path in FOLDER.glob("*.json")} - shown):
+        raise ValueError(f"no section shows {', '.join(strange)}")
+    parts = [HEAD]
+    for section in SECTIONS:
+        sources = [source(name) for name in section.files]
+        figures = [json.loads((FOLDER / name).read_text(encoding="utf-8")) for name in section.files]
+        blocks = [f"## {section.title}", section.text, section.body(*figures), "\n".join(sources)]
+        parts.append("\n\n".join(block for block in blocks if block) + "\n")
+    return "\n".join(parts)
+
+
+def main() -> int:
+    try:
+        text = page()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if "--check" in sys.argv:
+        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text:
+            return 0
+        print("docs/results.md is out of date: run python docs/make_results.py", file=sys.stderr)
+        return 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

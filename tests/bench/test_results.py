@@ -1,0 +1,52 @@
+"""Files of results and their manifests: what was changed by hand, or came from nowhere, is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.lib import results
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "bench" / "results"
+
+
+def test_all_files_of_results_are_as_they_were_written() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.lib.results", str(HERE)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_benchmark_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("{}")
+    monkeypatch.setattr(sys, "orig_argv", ["python", str(ROOT / "bench" / "x.py")])
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench" / "x.py"), "--trace", str(trace), "--tokens", "3 4"])
+    path = tmp_path / "folder" / "x.json"
+    results.write_json(path, {"speed": 1.5}, data=[trace])
+    manifest = results.checked(path)
+    assert manifest["command"] == "python bench/x.py --trace trace.jsonl --tokens '3 4'"
+    assert manifest["data"] == {"trace.jsonl": results.sha256(trace)}
+    assert manifest["versions"]["python"] and manifest["machine"]["cores"] and manifest["commit"]
+
+
+@pytest.mark.parametrize("wrong", ["a row by hand", "no manifest", "damaged", "left over"])
+def test_what_is_not_as_it_was_written(tmp_path: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.json"
+    results.write_json(path, {"rows": [1.0]})
+    if wrong == "a row by hand":
+        path.write_text(json.dumps({"rows": [1.0, 2.0]}))
+    elif wrong == "no manifest":
+        results.manifest_of(path).unlink()
+    elif wrong == "damaged":
+        results.manifest_of(path).write_text("{}")
+    else:
+        path.unlink()
+    assert results.check(tmp_path) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "x.json" in said
