@@ -207,6 +207,21 @@ def explain(
         typer.echo(f"drawn: {plot}")
 
 
+@app.command()
+def top(
+    port: Annotated[int, typer.Argument(min=1, max=65535, help="What option 'metrics_port' says.")],
+    host: Annotated[str, typer.Option(help="Where the server runs, or what forwards its metrics.")] = "127.0.0.1",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print what there was since the server's start, and end.")
+    ] = False,
+) -> None:
+    """Show what a running server drafts, and what that brings, from its metrics."""
+    from freedraft.top import run
+
+    raise typer.Exit(run(f"http://{host}:{port}/metrics", interval, once))
+
+
 main: Callable[[], None] = app
 
 if __name__ == "__main__":

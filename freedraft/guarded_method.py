@@ -86,6 +86,7 @@ class GuardedMethod:
         draft = self.call(lambda: self._draft(step))
         if draft is not None:
             self.metrics.budget.set(self.method.controller.budget)
+            self.metrics.speedup.set(self.method.controller.speedup)
             self.metrics.seconds.observe(time.perf_counter() - started)
             self._good_steps += 1
             if self._good_steps == FORGIVEN:
@@ -104,6 +105,8 @@ class GuardedMethod:
     def _observe(self, step: Step) -> None:
         self.method.record_acceptance(step)
         self.method.update(step)
+        self.metrics.budget.set(0)
+        self.metrics.speedup.set(self.method.controller.speedup)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None = None, aborted: bool = False) -> None:
         """See `Method.finish`."""

@@ -203,7 +203,9 @@ class Method:
         raise NotImplementedError
 
     def record_acceptance(self, step: Step) -> None:
-        """Count what became of the last drafts, for the metrics."""
+        """Count what the last step gave, and what became of its drafts, for the metrics."""
+        self.metrics.request_steps.inc(step.batch_size)
+        self.metrics.tokens.inc(int(step.gained.sum()))
         self.metrics.drafted.inc(int(step.drafted.sum()))
         self.metrics.accepted.inc(int(step.accepted.sum()))
 

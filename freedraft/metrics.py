@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
 import threading
+from typing import Literal, NamedTuple
 
 from prometheus_client import Counter, Gauge, Summary, start_http_server
 
@@ -12,37 +14,69 @@ from freedraft.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# With several API servers vLLM sets Prometheus's multi-process mode: gauges then need to know how to add up.
-_REQUESTS = Gauge(
-    "freedraft_requests", "Requests whose tokens the drafter holds", ["method"], multiprocess_mode="livesum"
-)
-_BUDGET = Gauge(
-    "freedraft_budget_tokens",
-    "Draft tokens that the last step was allowed, over the whole batch",
-    ["method"],
-    multiprocess_mode="livesum",
-)
-_DRAFTED = Counter("freedraft_draft_tokens", "Draft tokens verified by the target", ["method"])
-_ACCEPTED = Counter("freedraft_accepted_tokens", "Draft tokens accepted by the target", ["method"])
-_SECONDS = Summary("freedraft_drafting_seconds", "Time spent drafting, per step", ["method"])
-_FAILURES = Counter("freedraft_failures", "Calls of the drafter that raised; it pauses after each", ["method"])
-
 HOST = "127.0.0.1"
 
 _servers: dict[int, int] = {}
 _lock = threading.Lock()
 
 
+class _Families(NamedTuple):
+    requests: Gauge
+    budget: Gauge
+    speedup: Gauge
+    request_steps: Counter
+    tokens: Counter
+    drafted: Counter
+    accepted: Counter
+    seconds: Summary
+    failures: Counter
+
+
+@functools.cache
+def _families() -> _Families:
+    """Registered by the first drafter of a process: what serves the engine's own metrics page has none, and shows none.
+
+    With several API servers vLLM sets Prometheus's multi-process mode: gauges then need to know how to add up.
+    """
+    label = ["method"]
+
+    def gauge(name: str, text: str, mode: Literal["livesum", "livemax"]) -> Gauge:
+        return Gauge(f"freedraft_{name}", text, label, multiprocess_mode=mode)
+
+    def counter(name: str, text: str) -> Counter:
+        return Counter(f"freedraft_{name}", text, label)
+
+    return _Families(
+        requests=gauge("requests", "Requests whose tokens the drafter holds", "livesum"),
+        budget=gauge("budget_tokens", "Draft tokens that the last step was allowed, over the whole batch", "livesum"),
+        speedup=gauge(
+            "speedup",
+            "Tokens per second over plain decoding, by the estimate of policy auto; NaN for others",
+            "livemax",
+        ),
+        request_steps=counter("request_steps", "Requests that a step decoded, over all steps"),
+        tokens=counter("tokens", "Tokens that these steps gave them"),
+        drafted=counter("draft_tokens", "Draft tokens verified by the target"),
+        accepted=counter("accepted_tokens", "Draft tokens accepted by the target"),
+        seconds=Summary("freedraft_drafting_seconds", "Time spent drafting, per step", label),
+        failures=counter("failures", "Calls of the drafter that raised; it pauses after each"),
+    )
+
+
 class Metrics:
     """The metrics of one method; what each holds is in its help text above."""
 
     def __init__(self, method: str) -> None:
-        self.requests = _REQUESTS.labels(method)
-        self.budget = _BUDGET.labels(method)
-        self.drafted = _DRAFTED.labels(method)
-        self.accepted = _ACCEPTED.labels(method)
-        self.seconds = _SECONDS.labels(method)
-        self.failures = _FAILURES.labels(method)
+        families = _families()
+        self.requests = families.requests.labels(method)
+        self.budget = families.budget.labels(method)
+        self.speedup = families.speedup.labels(method)
+        self.request_steps = families.request_steps.labels(method)
+        self.tokens = families.tokens.labels(method)
+        self.drafted = families.drafted.labels(method)
+        self.accepted = families.accepted.labels(method)
+        self.seconds = families.seconds.labels(method)
+        self.failures = families.failures.labels(method)
 
 
 def check_port(port: int | None) -> None:

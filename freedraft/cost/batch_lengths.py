@@ -151,7 +151,9 @@ class BatchLengths(Fixed):
     def best(self, batch: int, context: float) -> int:
         """The length of the most tokens per second; of such that are about as good, the shortest."""
         lengths, rates, _ = self.rates(batch, context)
-        return int(lengths[np.flatnonzero(rates >= _MARGIN * rates.max())[0]])
+        best = int(np.flatnonzero(rates >= _MARGIN * rates.max())[0])
+        self.speedup = float(rates[best] / rates[0])
+        return int(lengths[best])
 
     def decide(self, batch: int, context: float) -> Rows:
         """Lengths to schedule from now on, for this batch size and those that are told anew; the rest stay.

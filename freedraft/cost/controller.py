@@ -102,6 +102,7 @@ class Auto(Controller):
             return 0
         if self._idle_left > 0:
             self._idle_left -= 1
+            self.speedup = 1.0
             return 0
         draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), int(2.0 * self._longest) + 2)
         return self._fitting(min(draft_len, MAX_QUERY_TOKENS // batch - 1))
@@ -130,6 +131,7 @@ class Auto(Controller):
         if forced == FREE:
             self.gain += _GAIN_RATE * (gain - self.gain)
         self._drafts_pay = self.budget > 0
+        self.speedup = 1.0 + self.gain if self._drafts_pay else 1.0
         self._longest = max(longest - 1.0, 0.97 * self._longest)
         return chosen
 

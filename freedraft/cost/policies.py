@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -28,7 +29,10 @@ class Controller(ABC):
 
     Attributes:
         budget: draft tokens that the last step was allowed, over the whole batch.
+        speedup: tokens per second over plain decoding, as far as it is estimated; else NaN.
     """
+
+    speedup = math.nan
 
     def __init__(self, profile: HardwareProfile, max_draft_tokens: int, widths: Sequence[int] | None = None) -> None:
         if max_draft_tokens < 0:

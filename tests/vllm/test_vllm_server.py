@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,18 @@ def test_clients_draft_from_their_own_text_only(server: Server) -> None:
     # The server counts the last step of an answer with the next one now and then.
     assert all(abs(count - alone) <= 2 for count in (again, first, other, at_last))
     assert second > alone + 20
+
+
+def test_metrics_are_true_where_they_are_shown(server: Server) -> None:
+    """The page of the API server, which drafts nothing, has none of ours; `freedraft top` reads the drafter's."""
+    assert "freedraft_" not in get(server.port, "/metrics")[1]
+    command = [sys.executable, "-m", "freedraft.cli", "top", str(server.drafters[0]), "--once"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = {line[:38].strip(): line[38:].split() for line in done.stdout.splitlines()}
+    assert float(shown["tokens per request and step"][0]) > 1.0, done.stdout
+    assert float(shown["tokens per second"][0]) > 0 and shown["failures, in all"] == ["0"], done.stdout
+    assert "accepted tokens, from" in done.stdout
 
 
 def test_the_log_says_so_once_and_nothing_per_step(server: Server) -> None:

@@ -1,0 +1,71 @@
+"""`freedraft top` on the metrics page that a drafter's process serves."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from typer.testing import CliRunner
+
+from freedraft import cli, metrics, top
+from freedraft.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def drafter() -> Metrics:
+    return Metrics("topped")
+
+
+def port() -> int:
+    served = metrics.serve(0)
+    assert served is not None
+    return served
+
+
+def cells(table: object) -> dict[str, list[str]]:
+    columns = [list(column._cells) for column in table.columns]  # type: ignore[attr-defined]
+    return {str(row[0]): [str(cell) for cell in row[1:]] for row in zip(*columns, strict=True)}
+
+
+def test_rates_between_two_readings(drafter: Metrics) -> None:
+    url = f"http://127.0.0.1:{port()}/metrics"
+    drafter.requests.set(3)
+    drafter.speedup.set(1.25)
+    before = top.read(url)
+    drafter.request_steps.inc(40)
+    drafter.tokens.inc(90)
+    drafter.drafted.inc(100)
+    drafter.accepted.inc(50)
+    drafter.seconds.observe(2e-4)
+    drafter.seconds.observe(4e-4)
+    shown = cells(top.view(top.read(url), before, 4.0))
+    at = sorted(label for name, label in before if name == "request_steps_total").index("topped")
+    found = {title: row[at] for title, row in shown.items()}
+    assert found["requests"] == "3" and found["tokens per second"] == "22.50"
+    assert found["tokens per request and step"] == "2.25" and found["of draft tokens, accepted"] == "0.50"
+    assert found["over plain, by policy auto"] == "1.25" and found["microseconds to draft, per step"] == "300"
+
+
+def test_nothing_happened_and_nothing_is_estimated(drafter: Metrics) -> None:
+    drafter.speedup.set(math.nan)
+    now = top.read(f"http://127.0.0.1:{port()}/metrics")
+    shown = cells(top.view(now, now, 1.0))
+    assert all("-" in shown[title] for title in ("tokens per request and step", "over plain, by policy auto"))
+
+
+def test_the_command(drafter: Metrics) -> None:
+    done = CliRunner().invoke(cli.app, ["top", str(port()), "--once"])
+    assert done.exit_code == 0 and "topped" in done.output and "tokens per second" in done.output
+
+
+def test_nobody_answers_or_another_server_does(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["top", "1", "--once"])
+    assert done.exit_code == 2 and "metrics_port" in done.output and done.output.count("\n") == 1
+    page = tmp_path / "metrics"
+    page.write_bytes(generate_latest(CollectorRegistry()))
+    with pytest.raises(ValueError, match="no metrics of freedraft"):
+        top.read(page.as_uri())
