@@ -165,8 +165,8 @@ def drafter(result: Any) -> str:
         f"\n\nIndexing a prompt takes, per token, {indexing}; an accepted token at most "
         f"{max(result['append_us_per_token'].values()):.1f} us. A context holds "
         f"{min(v['bytes_per_token'] for v in prompt.values()):.1f} bytes per token, a store "
-        f"{min(result['store_bytes_per_token'].values()):.1f}; it builds in {build['us_per_token']:.2f} us per token at "
-        f"a peak of {build['peak_bytes_per_token']:.0f} bytes per token."
+        f"{min(result['store_bytes_per_token'].values()):.1f}; it builds in {build['us_per_token']:.2f} us per token "
+        f"at a peak of {build['peak_bytes_per_token']:.0f} bytes per token."
     )
 
 
