@@ -1,27 +1,56 @@
 #!/usr/bin/env bash
 # The measured page of a machine with one NVIDIA GPU: stock vLLM and SGLang, an 8B model, and all rivals.
 #
-#   bench/gpu.sh                                   everything: some two hours on an H100, the servers' starts included
-#   MODEL=meta-llama/Llama-3.1-8B-Instruct LIMIT=20 CONCURRENCY='1 4 16 64' bench/gpu.sh
+#   bench/gpu.sh                                   everything: some hours on an H100, the servers' starts included
+#   MODEL=meta-llama/Llama-3.1-8B-Instruct LIMIT=20 CONCURRENCY='1 16 64' bench/gpu.sh
 #
-# Needed: Linux, an NVIDIA driver, Python >= 3.11 with venv, a C++20 compiler, cmake, ninja, some 60 GB of disk, and access
-# to PyPI and to the model. Broken off, it goes on where it was. The page is $OUT/report.html.
+# Broken off, it goes on where it was; what is missing for it is said at the start. The page is $OUT/report.html. It says
+# which cells lie within 1 % of the best fixed draft length, and which below plain.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-MODEL=${MODEL:-Qwen/Qwen3-8B}
+MODEL=${MODEL:-Qwen/Qwen3-8B}                  # a folder, or a name that the hub or its cache knows
 OUT=${OUT:-build/gpu}
-QUESTIONS=${QUESTIONS:-spec-bench}
-CONCURRENCY=${CONCURRENCY:-1 2 4 8 16}
-LIMIT=${LIMIT:-80}
+QUESTIONS=${QUESTIONS:-spec-bench long agent}  # also files in Spec-Bench's format, SPEED-Bench's groups for one
+CONCURRENCY=${CONCURRENCY:-1 2 4 8 16 32 64 128 256}
+LIMIT=${LIMIT:-40}
 TOKENS=${TOKENS:-256}
-REPEATS=${REPEATS:-1}
+MAX_MODEL_LEN=${MAX_MODEL_LEN:-32768}
+REPEATS=${REPEATS:-2}                          # passes of each arm: their spread is on the page
+SKIP_SET=${SKIP_SET:-}                         # for layerskip and freedraft, from `freedraft calibrate`; else a search
+DISK_GB=${DISK_GB:-60}
 PYTHON=${PYTHON:-python3}
 VLLM=.venv/gpu-vllm
 SGLANG=.venv/gpu-sglang
 
-command -v nvidia-smi > /dev/null || { echo 'error: no NVIDIA driver here (nvidia-smi)' >&2; exit 2; }
-"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'error: Python >= 3.11 is needed' >&2; exit 2; }
+missing() { echo "missing: $1" >&2; lacks=1; }
+lacks=0
+nvidia-smi -L > /dev/null 2>&1 || missing 'an NVIDIA driver that works (nvidia-smi)'
+"$PYTHON" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \
+    || missing "Python >= 3.11 with venv (PYTHON=$PYTHON)"
+command -v c++ > /dev/null || missing 'a C++20 compiler (c++), which Triton and the arm suffix need'
+free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
+[ -e "$SGLANG/done" ] || [ "$free" -ge "$DISK_GB" ] || missing "$DISK_GB GB of disk here; $free are free (DISK_GB)"
+model_is_there() {
+    [ -f "$MODEL/config.json" ] && return
+    local cache=${HF_HOME:-$HOME/.cache/huggingface}/hub/models--${MODEL//\//--}
+    compgen -G "$cache/snapshots/*/config.json" > /dev/null && return
+    # A gated model answers 401 without a token: it is there, and vLLM will say what it needs.
+    "$PYTHON" - "$MODEL" << 'END'
+import sys, urllib.error, urllib.request
+try:
+    urllib.request.urlopen(f"https://huggingface.co/{sys.argv[1]}/resolve/main/config.json", timeout=20).close()
+except urllib.error.HTTPError as error:
+    sys.exit(error.code not in (401, 403))
+except OSError:
+    sys.exit(1)
+END
+}
+model_is_there || missing "the model $MODEL: no such folder, not in the cache, and the hub does not have it (MODEL)"
+for file in $QUESTIONS ${SKIP_SET:+"$SKIP_SET"}; do
+    case $file in spec-bench | long | agent | quotes) ;; *) [ -f "$file" ] || missing "the file $file" ;; esac
+done
+[ "$lacks" = 0 ] || { echo 'error: nothing was begun' >&2; exit 2; }
 
 install() { # folder, requirement: an environment with an engine and freedraft
     [ -e "$1/done" ] && return
@@ -35,22 +64,37 @@ install "$SGLANG" sglang==0.5.23
 [ -d build/arctic ] || "$VLLM/bin/python" bench/arctic.py build/arctic \
     || echo 'arm suffix will be named as failed: arctic-inference was not built' >&2
 
+failed=0
 mkdir -p "$OUT"
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv > "$OUT/gpu.csv"
 "$VLLM/bin/freedraft" doctor || true
-"$VLLM/bin/freedraft" profile --out "$OUT/profile.yaml" || true
+"$VLLM/bin/python" bench/kernels.py --json "$OUT/kernels.json" || failed=1
+"$VLLM/bin/freedraft" profile --out "$OUT/profile.yaml" --force || true
 
-# One server at a time: an engine takes most of the device's memory. bf16 and CUDA graphs, as people serve.
+# One server at a time: an engine takes most of the device's memory. bf16 and CUDA graphs, as people serve. Each arm runs
+# on the model runner that its users get; plain is stock plain.
 run() { # name, arms...
     local name=$1
     shift
     # shellcheck disable=SC2086
     "$VLLM/bin/python" bench/serve.py --device cuda --dtype bfloat16 --compiled --in-turns --model "$MODEL" \
         --questions $QUESTIONS --concurrency $CONCURRENCY --limit "$LIMIT" --max-tokens "$TOKENS" --repeats "$REPEATS" \
-        --sglang-python "$SGLANG/bin/python" --start-limit 1200 --json "$OUT/$name.json" --arms "$@" || failed=1
+        --max-model-len "$MAX_MODEL_LEN" --sglang-python "$SGLANG/bin/python" --start-limit 1200 \
+        --json "$OUT/$name.json" --arms "$@" || failed=1
 }
-failed=0
-run serve-vllm plain sssd ngram suffix
-run serve-sglang sglang sglang-sssd sglang-ngram
+fixed() { # engine, draft tokens: sssd that always drafts so many
+    echo "{\"engine\": \"$1\", \"method\": \"sssd\", \"num_speculative_tokens\": $2, \"policy\": \"fixed\"," \
+        '"live": true, "isolation": "shared"}'
+}
+layers() { # method: by the skip set that was given, or by a search while serving; windows by what they bring
+    local how='"selection": "swift"'
+    [ -z "$SKIP_SET" ] || how="\"skip_set\": \"$SKIP_SET\""
+    echo "{\"method\": \"$1\", \"num_speculative_tokens\": 5, \"window\": \"auto\", $how}"
+}
+on_gpu='{"method": "ngram_gpu", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}'
+run serve-vllm plain ngram "ngram_gpu=$on_gpu" suffix sssd "fixed1=$(fixed vllm 1)" "fixed2=$(fixed vllm 2)" "fixed4=$(fixed vllm 4)" \
+    "fixed8=$(fixed vllm 8)" "layerskip=$(layers layerskip)" "freedraft=$(layers freedraft)"
+run serve-sglang sglang sglang-ngram sglang-sssd "sglang-fixed4=$(fixed sglang 4)" "sglang-fixed8=$(fixed sglang 8)" \
+    "sglang-fixed16=$(fixed sglang 16)"
 "$VLLM/bin/python" bench/report.py "$OUT"
 exit "$failed"

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib import plots
+from bench.lib import plots, summary
 from bench.lib.plots import Plot, Rows, names, nice, overall, plt
 from bench.lib.results import checked
 
@@ -40,7 +40,8 @@ th:first-child,td:first-child{text-align:left}th{border-bottom:2px solid #999}
 
 
 def serving_table(rows: Rows) -> str:
-    head = ["group", "at a time", "arm", "tokens/s", "over plain", "95 %", "ms/token", "TTFT ms", "tokens/pass"]
+    head = ["group", "at a time", "arm", "tokens/s", "by pass", "over plain", "95 %", "ms/token", "TPOT p50", "p99"]
+    head += ["TTFT p50", "p99", "tokens/pass"]
     head += ["accepted", "identical"]
     lines = []
     for r in rows:
@@ -51,16 +52,46 @@ def serving_table(rows: Rows) -> str:
                 str(r["concurrency"]),
                 r["arm"],
                 f"{r['tokens_per_second']:.1f}",
+                " ".join(f"{rate:.1f}" for rate in r.get("tokens_per_second_by_pass", ())),
                 f"{r['ratio']:.2f}" if "ratio" in r else "",
                 f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else "",
                 f"{r['ms_per_token']:.1f}",
-                f"{r['ttft_ms']:.0f}",
+                *(decimals(r.get(name), 1) for name in ("decode_ms_per_token", "decode_ms_per_token_p99")),
+                *(decimals(r.get(name), 0) for name in ("ttft_ms", "ttft_ms_p99")),
                 f"{r['tokens_per_step']:.2f}" if r.get("tokens_per_step") else "",
                 f"{r['acceptance']:.0%}" if r.get("acceptance") is not None else "",
                 f"{r['identical']:.1%}" if r.get("identical") is not None else "",
             ]
         )
     return table(head, lines)
+
+
+def decimals(value: float | None, places: int) -> str:
+    return "" if value is None else f"{value:.{places}f}"
+
+
+def chosen_lengths(result: dict[str, Any]) -> str:
+    """Whether arms that choose their draft length are as good as the best fixed one; empty without fixed ones."""
+    rows = summary.of_best_length(result["rows"], result["settings"]["arms"])
+    if not rows:
+        return ""
+    close = sum(row["share"] >= 0.99 for row in rows)
+    below = [row for row in rows if (row["over_plain"] or 1.0) < 0.99]
+    said = f"{close} of {len(rows)} cells reach 99 % of the best fixed draft length, plain decoding among them; "
+    said += f"{len(below)} lie more than 1 % below plain."
+    lines = [
+        [
+            nice(r["group"]),
+            str(r["concurrency"]),
+            r["arm"],
+            r["best"],
+            f"{r['share']:.3f}",
+            decimals(r["over_plain"], 3),
+        ]
+        for r in rows
+    ]
+    head = ["group", "at a time", "arm", "best fixed length", "of its throughput", "over plain"]
+    return f"<h3>Against the best fixed length</h3><p class=note>{html.escape(said)}</p>{table(head, lines)}"
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -127,7 +158,7 @@ def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
     parts += ["<h3>All questions together</h3>", serving_table(overall(rows))]
     if overall(rows) != rows:
         parts.append(f"<details><summary>By group of questions</summary>{serving_table(rows)}</details>")
-    parts.append(rivals(result))
+    parts += [chosen_lengths(result), rivals(result)]
     flags = "".join(f"<li><code>{html.escape(c)}</code></li>" for c in result["commands"].values())
     parts.append(f"<details><summary>Commands of the servers</summary><ul>{flags}</ul></details>")
     return "\n".join(parts), shown

@@ -7,7 +7,8 @@ or NAME=URL (a server that is already up). Questions are put in blocks of one gr
 in turns, in an order that changes from block to block, while the other servers idle. Every answer has the same length.
 A block has `--block` questions for every request at a time: when few are left, the batch is no longer full, and arms
 whose answers end at different times wait longer for the last one than an arm that decodes in lockstep.
-`--questions spec-bench` downloads them; `quotes` are answers that quote prompts of 4,000 to 7,500 tokens.
+`--questions spec-bench` downloads them. `quotes` (of prompts of 4,000 to 7,500 tokens), `long` (about modules of 16,000
+to 100,000 characters) and `agent` (a coding agent's turn that writes a file again) are made of Python's library.
 Arms that learn from traffic (a live datastore, suffix decoding) start empty at each concurrency and repeat, because
 they would have seen all the answers otherwise. Stopped or out of `--minutes`, the same command goes on where it was.
 
@@ -24,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib import load, questions, servers, summary
+from bench.lib import load, made_questions, questions, servers, summary
 from bench.lib.prompts import BY_KIND
 from bench.lib.serving import PRESETS, Arm, Report, Step, baseline_of, console, parse_arm
 
@@ -242,10 +243,15 @@ def table(rows: Sequence[dict[str, Any]], concurrency: int) -> Table:
 def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questions.Question]:
     """All questions of all files that can be read; a file that cannot is named."""
     found: list[questions.Question] = []
+    made: dict[str, Callable[[], list[questions.Question]]] = {
+        "quotes": lambda: made_questions.quotes(args.model),
+        "long": made_questions.long_documents,
+        "agent": made_questions.agent_turns,
+    }
     for name in args.questions:
         try:
-            if name == "quotes":
-                found += questions.quotes(args.model)
+            if name in made:
+                found += made[name]()
                 continue
             path = questions.download(Path("build/questions")) if name == "spec-bench" else Path(name)
             found += questions.load(path)
@@ -263,7 +269,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--questions", nargs="+", required=True, metavar="FILE", help="Spec-Bench format; or spec-bench, or quotes")
+    add(
+        "--questions",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="Spec-Bench format; spec-bench, quotes, long, agent",
+    )
     add("--arms", nargs="+", type=parse_arm, default=[PRESETS[n] for n in ("plain", "sssd", "ngram")], metavar="ARM")
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
     add("--groups", nargs="+", metavar="NAME", help="only these groups of questions")

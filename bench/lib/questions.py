@@ -67,30 +67,6 @@ def load(path: Path) -> list[Question]:
     return questions
 
 
-def quotes(model: Path) -> list[Question]:
-    """Questions that are answered by quoting 400 tokens of a prompt of 4,000 to 7,500, of Python's own documentation.
-
-    Small models cannot quote from so far, so a grammar makes them (structured output).
-
-    Args:
-        model: folder of the model, for its tokenizer.
-    """
-    from pydoc_data.topics import topics
-
-    from tokenizers import Tokenizer
-
-    encoder = Tokenizer.from_file(str(model / "tokenizer.json"))
-    source = encoder.encode("\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False).ids
-    made = []
-    for i, length in enumerate(range(4000, 7501, 700)):
-        part = source[9_000 * i : 9_000 * i + length]
-        text, answer = encoder.decode(part), encoder.decode(part[length // 5 : length // 5 + 400])
-        answer = answer[answer.index("\n") + 1 :]
-        ask = "Repeat the text above word for word, beginning with this line:\n" + answer.partition("\n")[0]
-        made.append(Question(f"quotes:{length}", "quotes", f"{text}\n\n{ask}", answer))
-    return made
-
-
 def download(folder: Path) -> Path:
     """Spec-Bench's own file, kept in `folder`.
 

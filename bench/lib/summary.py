@@ -51,6 +51,36 @@ def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[di
     return result
 
 
+def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list[dict[str, Any]]:
+    """How arms that choose their draft length by themselves compare with the best of those that do not.
+
+    Args:
+        rows: of `rows`; arms: by name, as `serve.py` keeps them. An arm whose policy is "fixed" stands for the others
+            of its method and engine; plain decoding is the length 0.
+
+    Returns:
+        one row for each arm that chooses, concurrency and group: `share` of the best fixed length's throughput, which
+        arm that is (`best`), and `over_plain`.
+    """
+    kinds = {name: (arm["engine"], (arm["speculative"] or {}).get("method")) for name, arm in arms.items()}
+    fixed = {name for name, arm in arms.items() if (arm["speculative"] or {}).get("policy") == "fixed"}
+    found = []
+    for row in rows:
+        engine, method = kinds[row["arm"]]
+        rivals = [name for name in fixed if kinds[name] == (engine, method)]
+        if row["arm"] in fixed or not rivals:
+            continue
+        rivals += [name for name in arms if kinds[name] == (engine, None)]
+        here = [r for r in rows if (r["group"], r["concurrency"]) == (row["group"], row["concurrency"])]
+        rates = {r["arm"]: r["tokens_per_second"] for r in here if r["arm"] in rivals}
+        if rates:
+            best = max(rates, key=lambda name: rates[name])
+            share = row["tokens_per_second"] / rates[best]
+            place = {name: row[name] for name in ("arm", "concurrency", "group")}
+            found.append(place | {"best": best, "share": share, "over_plain": row.get("ratio")})
+    return found
+
+
 def over(mine: dict[Key, Block], blocks: Sequence[Block], other: str) -> list[float] | None:
     """Throughput over another arm's on the same questions, and its 95 % interval; None where none are the same."""
     theirs = {key(b): b for b in blocks if b["arm"] == other}
@@ -80,7 +110,14 @@ def measures(blocks: Sequence[Block]) -> dict[str, Any]:
         "ms_per_token": statistics.median(latency),
         "ms_per_token_spread": quantiles(latency, 0.1, 0.9),
         "decode_ms_per_token": statistics.median(decode) if decode else None,
+        "decode_ms_per_token_p99": quantiles(decode, 0.99)[0] if decode else None,
         "ttft_ms": 1e3 * statistics.median(x for b in blocks for x in b["ttft_s"]),
+        "ttft_ms_p99": 1e3 * quantiles([x for b in blocks for x in b["ttft_s"]], 0.99)[0],
+        "tokens_per_second_by_pass": [
+            sum(sum(b["tokens"]) for b in part) / sum(b["seconds"] for b in part)
+            for repeat in sorted({b["repeat"] for b in blocks})
+            if (part := [b for b in blocks if b["repeat"] == repeat])
+        ],
     }
     counted = [b for b in blocks if b["accepted"] is not None]
     if counted:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from bench.lib import questions
+from bench.lib import made_questions, questions
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -74,3 +75,17 @@ def test_another_question_is_another_digest(tmp_path: Path) -> None:
     one = questions.load(write(tmp_path / "q.jsonl", row(1, "qa")))
     other = questions.load(write(tmp_path / "q.jsonl", row(1, "rag")))
     assert questions.digest(one) != questions.digest(other)
+
+
+def test_made_questions_are_the_same_every_time() -> None:
+    long, agent = made_questions.long_documents(), made_questions.agent_turns()
+    assert questions.digest(long + agent) == questions.digest(
+        made_questions.long_documents() + made_questions.agent_turns()
+    )
+    assert len(long) >= 12 and len(agent) >= 10
+    assert {q.group for q in long} == {"long"} and {q.group for q in agent} == {"agent"}
+    assert max(len(q.text) for q in long) > 60_000
+    for question in agent:
+        task = re.search(r"rename the function (\w+) to", question.text)
+        assert task and question.text.count(task[1]) > 3, question.name
+    assert len({q.name for q in long + agent}) == len(long + agent)

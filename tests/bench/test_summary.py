@@ -62,3 +62,34 @@ def test_the_interval_is_as_wide_as_blocks_differ() -> None:
     row = find(summary.rows(found, PLAIN), "sssd", "qa")
     low, high = row["ratio_interval"]
     assert low < row["ratio"] < high and high - low > 0.5
+
+
+def test_the_best_fixed_length_of_each_cell() -> None:
+    seconds = {
+        1: {"plain": 1.0, "sssd": 0.5, "short": 0.49, "long": 0.8},
+        8: {"plain": 1.0, "sssd": 1.02, "short": 1.5, "long": 2.0},
+    }
+    found = [
+        block("plain", "qa", i, at_once, seconds=s) | {"arm": arm}
+        for at_once, by_arm in seconds.items()
+        for arm, s in by_arm.items()
+        for i in range(3)
+    ]
+    fixed = {"method": "sssd", "policy": "fixed"}
+    given = {"plain": None, "sssd": {"method": "sssd"}, "short": fixed, "long": fixed, "ngram": {"method": "ngram"}}
+    arms = {name: {"engine": "vllm", "speculative": speculative} for name, speculative in given.items()}
+    rows = summary.rows(found, dict.fromkeys(seconds[1], "plain"))
+    few, many = (row for row in summary.of_best_length(rows, arms) if row["arm"] == "sssd")
+    assert (few["best"], few["share"]) == ("short", pytest.approx(0.49 / 0.5))
+    slower = pytest.approx(1 / 1.02)
+    assert (many["best"], many["share"], many["over_plain"]) == ("plain", slower, slower)
+
+
+def test_slow_requests_and_passes_show() -> None:
+    same = {"tokens": [8] * 100, "ttft_s": [0.5] * 100, "answers": ["a"] * 100}
+    slow = block("plain", "qa", 0, latency_s=[1.5] * 98 + [9.5] * 2, seconds=20.0, **same)
+    fast = block("plain", "qa", 0, repeat=1, latency_s=[1.5] * 100, seconds=10.0, **same)
+    row = find(summary.rows([slow, fast], {"plain": None}), "plain", "qa")
+    assert row["tokens_per_second_by_pass"] == [pytest.approx(40), pytest.approx(80)]
+    assert row["decode_ms_per_token"] == pytest.approx(1000 / 7) and row["ttft_ms_p99"] == pytest.approx(500)
+    assert 1000 / 7 < row["decode_ms_per_token_p99"] <= 9000 / 7
