@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.hardware import choose_profile
+from freedraft.cost.outlook import outlook
 from freedraft.cost.policies import Controller
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
@@ -123,13 +124,12 @@ class SssdMethod(Method):
             recycle_megabytes=options.recycle_megabytes if self._recycles else 0,
         )
         self.source_metrics = SourceMetrics(self._snapshot())
-        serve(options.metrics_port, context.rank)
-        profile = self.controller.profile
+        port = serve(options.metrics_port, context.rank)
         logger.info(
-            "freedraft: sssd drafts up to %d tokens per request, %d query tokens per step are about free (%s)",
+            "freedraft: sssd drafts up to %d tokens per request; %s; %s",
             context.max_draft_tokens,
-            options.knee or profile.ridge,
-            profile.name,
+            outlook(context, self.controller.profile),
+            f"'freedraft top {port}' shows what it brings" if port else "set metrics_port to see what it brings",
         )
 
     def _open_live(self) -> LiveDatastore:

@@ -1,0 +1,58 @@
+"""What is said at start agrees with `freedraft explain`, and with the arithmetic of the roofline."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from transformers import LlamaConfig, PretrainedConfig
+
+from freedraft.cost.hardware import choose_profile
+from freedraft.cost.outlook import outlook
+from freedraft.method import EngineContext
+
+LLAMA3_8B = LlamaConfig(
+    hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+    vocab_size=128256,
+)  # fmt: skip
+
+
+def paying(name: str, context: int) -> list[int]:
+    """Batch sizes at which one or two draft tokens pay by back-of-envelope arithmetic: 7.5 G weights, 128 KiB of KV a
+    token."""
+    profile = choose_profile(name)
+    peak, bandwidth, weights = profile.flops("bfloat16"), profile.bandwidth, 7.5e9
+
+    def seconds(batch: int, tokens: int) -> float:
+        linear = max(2 * weights / bandwidth, 2 * weights * batch * tokens / peak)
+        return linear + batch * context * 131072 / bandwidth
+
+    best = {
+        batch: max(seconds(batch, 1) / seconds(batch, n) * gained for n, gained in ((2, 1.307), (3, 1.425)))
+        for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    }
+    return [batch for batch, gain in best.items() if gain > 1.05]
+
+
+@pytest.mark.parametrize("name", ["h100", "cpu"])
+def test_it_pays_where_arithmetic_says_so(name: str) -> None:
+    context = EngineContext(hf_config=LLAMA3_8B, vocab_size=128256, max_draft_tokens=8, dtype="bfloat16")
+    said = outlook(context, choose_profile(name))
+    bound = re.search(r"up to (\d+) requests at a time", said)
+    most = int(bound[1]) if bound else 256
+    assert most / 2 <= paying(name, 1024)[-1] <= most * 2, said
+    assert 1.05 <= float(re.findall(r"(\d\.\d) times", said)[0]) <= 1.6 and name in said
+
+
+def test_trees_promise_more_than_chains() -> None:
+    profile = choose_profile("h100")
+    gains = []
+    for widths in (None, (1, 2, 4, 8, 16)):
+        said = outlook(EngineContext(hf_config=LLAMA3_8B, max_draft_tokens=15, widths=widths), profile)
+        gains.append(float(re.findall(r"(\d\.\d) times", said)[0]))
+    assert gains[1] > gains[0]
+
+
+def test_a_model_that_cannot_be_read() -> None:
+    said = outlook(EngineContext(hf_config=PretrainedConfig(), max_draft_tokens=8), choose_profile("h100"))
+    assert "not known" in said and "\n" not in said
