@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from freedraft.tenants import parse_tenant
 from sssd_plugin.datastore.build.builder import StoreBuilder, merge_stores
 from sssd_plugin.datastore.build.memory import format_size, parse_size, peak_resident_bytes
-from sssd_plugin.datastore.build.sorting import ProcessSorter, Sorter
+from sssd_plugin.datastore.build.sorting import Sorter
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, TokenizerEntry, digest, read_manifest
 from sssd_plugin.datastore.disk.remote import local_copy
 from sssd_plugin.datastore.errors import DatastoreError, reporting
@@ -81,7 +81,7 @@ def build(
         "--resume",
         help="Keep the tokens read so far beside OUT if interrupted, and go on from there when called again.")] = False,
     workers: Annotated[int, typer.Option(
-        metavar="N", min=1, max=1024, help="Processes that sort sub-indices, sharing the memory.")] = 1,
+        metavar="N", min=1, max=1024, help="Threads that sort sub-indices, sharing the memory.")] = 1,
     ray: Annotated[str | None, typer.Option(
         metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
@@ -156,7 +156,7 @@ def build(
 
 def _sorter(workers: int, ray: str | None, memory: str) -> Sorter:
     if ray is None:
-        return ProcessSorter(workers) if workers > 1 else Sorter()
+        return Sorter(workers)
     if workers > 1:
         raise DatastoreError("give --workers or --ray, not both: Ray decides how many tasks run at a time")
     from sssd_plugin.datastore.build.ray_sorting import RaySorter

@@ -25,11 +25,13 @@ class ChecksummedManifest(BaseModel, frozen=True):
         DESCRIBES: what the manifest describes, in a few words.
         REMEDY: what helps against damage, where there is nothing to restore.
         ALTERNATIVE: what helps, other than an upgrade, against a version that is too new.
+        FEATURES: what a manifest may require.
     """
 
     DESCRIBES: ClassVar[str]
     REMEDY: ClassVar[str]
     ALTERNATIVE: ClassVar[str]
+    FEATURES: ClassVar[frozenset[str]] = frozenset({"learnt"})
     format: str
     format_version: int
 
@@ -71,7 +73,7 @@ class ChecksummedManifest(BaseModel, frozen=True):
         if content.pop("checksum", None) != checksum(content):
             raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {cls.REMEDY}")
         required = content.get("requires")
-        if isinstance(required, list) and required:  # there is no such feature yet
+        if isinstance(required, list) and set(map(str, required)) - cls.FEATURES:
             raise DatastoreError(
                 f"{path} requires {', '.join(map(str, required))}, which {newer} does not know: "
                 f"upgrade freedraft, or {cls.ALTERNATIVE}"

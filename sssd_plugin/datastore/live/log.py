@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from sssd_plugin.datastore.disk.format import LIVE
+from sssd_plugin.datastore.disk.format import LIVE, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.live.database import ANNOUNCED_SECONDS, Erasure, LearntDatabase, Record, problem
-from sssd_plugin.datastore.live.folder import FILE, MANIFEST, FolderLock, Isolation, LiveManifest
+from sssd_plugin.datastore.live.folder import FILE, MANIFEST, FolderLock, LiveManifest
 
 logger = logging.getLogger("freedraft.datastore")
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sssd_plugin.datastore.disk.format import LIVE
+from sssd_plugin.datastore.disk.format import LIVE, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.live.database import Erasure, LearntDatabase, UnreadableFileError, problem
-from sssd_plugin.datastore.live.folder import FILE, LOCK, MANIFEST, FolderLock, Isolation, LiveManifest
+from sssd_plugin.datastore.live.folder import FILE, LOCK, MANIFEST, FolderLock, LiveManifest
 from sssd_plugin.datastore.live.tenants import tenant_digest
 
 _JOURNAL = f"{FILE}-journal"

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sssd_plugin.datastore.disk.format import Isolation
 from sssd_plugin.datastore.index.runs import View, warm_up
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.clock import SteadyClock
 from sssd_plugin.datastore.live.database import Erasure, Record
-from sssd_plugin.datastore.live.folder import Isolation
 from sssd_plugin.datastore.live.learnt_runs import LearntRuns
 from sssd_plugin.datastore.live.log import DocumentLog
 from sssd_plugin.datastore.live.tenants import tenant_digest
