@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ValidationError
 
 import freedraft
-from freedraft.files import write_json_atomically
+from freedraft.files import write_atomically
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 
 
@@ -41,8 +41,12 @@ class ChecksummedManifest(BaseModel, frozen=True):
         Raises:
             OSError: the disk refuses.
         """
+        write_atomically(path, self.content())
+
+    def content(self) -> bytes:
+        """Return what the file holds."""
         content = self.model_dump(mode="json")
-        write_json_atomically(path, content | {"checksum": checksum(content)}, indent=1, mode=0o600)
+        return (json.dumps(content | {"checksum": checksum(content)}, indent=1) + "\n").encode()
 
     @classmethod
     def read(cls, path: Path) -> Self:

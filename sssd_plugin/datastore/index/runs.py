@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numba import njit
@@ -112,6 +112,21 @@ class Run:
         """Tokens, separators included."""
         return self.sub.n
 
+    @property
+    def row(self) -> NDArray[np.int64]:
+        """Of a `Snapshot.table`."""
+        return self.sub.row
+
+
+class Searched(Protocol):
+    """A run, or what else has a row of a `Snapshot.table` and tokens."""
+
+    @property
+    def row(self) -> NDArray[np.int64]: ...
+
+    @property
+    def n(self) -> int: ...
+
 
 def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, about: NDArray[np.int64]) -> Run:
     """Return a run of documents (int32, without separators); about: `Run.documents`."""
@@ -211,9 +226,9 @@ class View:
     widest: int
 
     @classmethod
-    def of(cls, static: Snapshot, runs: Sequence[Run] = ()) -> View:
+    def of(cls, static: Snapshot, runs: Sequence[Searched] = ()) -> View:
         """Return the view of one group, which sees `static` and then `runs`."""
-        table = np.concatenate([static.table, *(run.sub.row[None] for run in runs)])
+        table = np.concatenate([static.table, *(run.row[None] for run in runs)])
         size = static.n_tokens + sum(run.n for run in runs)
         bounds, sizes, n_static = (np.array(v, np.int64) for v in ([0, len(table)], [size], [len(static.table)]))
         return cls(table, bounds, sizes, n_static, (static, *runs), len(table))
