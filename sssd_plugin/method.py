@@ -177,7 +177,8 @@ class SssdMethod(Method):
                 output = tokens[prompt_length:] if output is None else output
                 if self.options.live_prompts:
                     output = np.concatenate([tokens[:prompt_length], output])
-            self.live.insert(output, self.drafter.tenant_of(request_id))
+            tenant = self.drafter.tenant_of(request_id)
+            self.live.insert(output, tenant, conversation=self.options.live_prompts)
             self.live_metrics.show(self.live)
         self.drafter.finish([request_id])
 

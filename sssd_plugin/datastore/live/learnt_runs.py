@@ -53,14 +53,15 @@ class LearntRuns:
     Attributes:
         lock: to be held where a method says so.
         tenants: by number; 0 is that of requests of none.
-        n: tokens held, separators included; inserted, taken: tokens and documents that were taken.
+        n: tokens held, separators included; inserted, taken: tokens and documents that were taken;
+            evicted: tokens that were dropped to make room.
     """
 
     def __init__(self, vocab_size: int, static: Snapshot, *, isolated: bool, max_tokens: int) -> None:
         self.vocab_size, self.isolated, self.max_tokens = vocab_size, isolated, max_tokens
         self.lock = threading.Lock()
         self.merger = MergeThread(vocab_size, self._on_merged, self._learn_large)
-        self.n = self.inserted = self.taken = 0
+        self.n = self.inserted = self.taken = self.evicted = 0
         self._documents = 0
         self._waiting: deque[Record] = deque()  # large documents
         self._fetched: Fetched | None = None
@@ -321,6 +322,7 @@ class LearntRuns:
                 oldest = tenant.runs.pop(0)
                 excess -= oldest.n
                 self.n -= oldest.n
+                self.evicted += oldest.n
                 self.merger.release([oldest])
             if excess > 0 and tenant.runs:
                 self._start(tenant, tenant.runs[:1], excess)
@@ -345,7 +347,10 @@ class LearntRuns:
             at = next(i for i, run in enumerate(tenant.runs) if run is merge.inputs[0])
             tenant.runs[at : at + len(merge.inputs)] = [result] if result else []
             gone = [*merge.inputs, merge.more] if merge.more else merge.inputs
-            self.n += (result.n if result else 0) - sum(run.n for run in gone)
+            change = (result.n if result else 0) - sum(run.n for run in gone)
+            self.n += change
+            if merge.excess:
+                self.evicted -= change
             tenant.busy = False
             self._plan(tenant)
             self._drop()

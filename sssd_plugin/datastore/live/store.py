@@ -26,6 +26,7 @@ from sssd_plugin.datastore.fleet.replica import FleetLog
 from sssd_plugin.datastore.index.runs import View, warm_up
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.clock import SteadyClock
+from sssd_plugin.datastore.live.conversations import KnownBeginnings
 from sssd_plugin.datastore.live.folder import FolderLock, LiveManifest
 from sssd_plugin.datastore.live.learnt_runs import LearntRuns
 from sssd_plugin.datastore.live.log import DocumentLog
@@ -57,6 +58,7 @@ class LiveStats:
     merges: int  # in the background
     merge_seconds: float
     longest_merge: float  # seconds
+    evicted: int  # tokens that were dropped to make room
     dropped: dict[str, int]  # documents that were not taken, by reason
 
     @property
@@ -109,6 +111,7 @@ class LiveDatastore:
         self.runs = LearntRuns(
             vocab_size, static or Snapshot.empty(), isolated=isolation == "tenant", max_tokens=max_tokens
         )
+        self._beginnings = KnownBeginnings(max_tokens)
         self._clock = clock or SteadyClock()
         self._expire_at = 0  # ms
         self._stop = threading.Event()
@@ -134,8 +137,11 @@ class LiveDatastore:
         """Return whether requests of this tenant teach and learn: under "tenant", those of none do not."""
         return self.runs.learns(tenant)
 
-    def insert(self, tokens: NDArray[np.int32], tenant: int = 0) -> bool:
+    def insert(self, tokens: NDArray[np.int32], tenant: int = 0, *, conversation: bool = False) -> bool:
         """Take a document (int32 [n]); the next `view` has it.
+
+        Args:
+            conversation: whether it may begin with what earlier documents hold already, which is then not taken again.
 
         Returns:
             Whether it was taken: not if it is of no tenant (see `learns`), is empty, has a sixteenth of `max_tokens` or
@@ -151,6 +157,8 @@ class LiveDatastore:
             if reason:
                 self._dropped[reason] += 1
                 return False
+            if conversation:
+                tokens = self._beginnings.new_part(tokens, tenant)
             record = Record(self.runs.tenants[tenant].digest, self._clock.milliseconds(), np.array(tokens, np.int32))
             if self._log is not None:
                 self._log.pending.append(record)
@@ -163,6 +171,8 @@ class LiveDatastore:
         if self._log is not None:
             self._log.pending.erase(erasure)
         self.runs.erase(erasure)
+        with self.runs.lock:
+            self._beginnings.clear()
         self.on_erased()
 
     @property
@@ -199,6 +209,7 @@ class LiveDatastore:
                 merges=merger.merges,
                 merge_seconds=merger.seconds,
                 longest_merge=merger.longest,
+                evicted=learnt.evicted,
                 dropped=dict(self._dropped) | ({"disk": self._log.pending.dropped} if self._log else {}),
             )
 
