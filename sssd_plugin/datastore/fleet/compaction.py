@@ -138,6 +138,22 @@ def newest(bucket: Bucket) -> tuple[Generation, Path, Manifest, LearntEntry]:
     raise DatastoreError(f"no fleet learns at {bucket.url}: correct the URL, or start a server that learns there")
 
 
+def to_merge(sizes: Sequence[int], size: int, limit: int) -> list[int]:
+    """Return which sub-indices to merge with new documents.
+
+    Args:
+        sizes: of the sub-indices, in tokens.
+        size: of what is new.
+        limit: of a sub-index; from half of it on one is left as it is.
+    """
+    small = sorted((i for i, n in enumerate(sizes) if n < limit // 2), key=lambda i: -sizes[i])
+    merged = []
+    while small and (sizes[small[-1]] < FACTOR * size or len(small) >= MAX_LEARNT):
+        merged.append(small.pop())
+        size += sizes[merged[-1]]
+    return merged
+
+
 class _Compaction:
     """One attempt, which fails if somebody else makes the next generation first."""
 
@@ -165,15 +181,16 @@ class _Compaction:
             for entry, sub in zip(entries, learnt_sub_indices(self.path, self.manifest), strict=True)
         }
         chosen = self._choose(list(subs.values()), sum(record.size for record in records))
-        if not fresh and not chosen and not self.bucket.others(self.manifest):
+        gone = {entry.name for group in chosen for entry in group}
+        if not fresh and not gone and not self.bucket.others(self.manifest):
             self.bucket.remove(batches)
             return None
-        new = len(records)
-        gone = {entry.name for entry in chosen}
-        records += [record for entry in chosen for record in subs[entry.name][1].records()]
-        records = [record for record in records if record.milliseconds >= self.before]
+        groups = [[record for entry in group for record in subs[entry.name][1].records()] for group in chosen]
+        groups[0] += records
+        written: list[SubIndexEntry] = []
         with tempfile.TemporaryDirectory(prefix="freedraft-") as name:
-            written = self._write(Path(name), self._kept(records))
+            for number, group in enumerate(groups):
+                written += self._write(Path(name), number, self._kept(group))
             for entry in written:
                 self.bucket.upload(Path(name) / entry.name)
         ends = [e for e in self.learnt.erasures if e.before > self.before]
@@ -186,7 +203,7 @@ class _Compaction:
         self.bucket.remove_others(self.generation.number + 1, manifest)
         learnt_subs = [entry for entry in manifest.sub_indices if entry.n_sections]
         tokens = sum(entry.n_tokens for entry in learnt_subs)
-        return Compacted(new, len(learnt_subs), tokens, sum(entry.size for entry in written))
+        return Compacted(len(records), len(learnt_subs), tokens, sum(entry.size for entry in written))
 
     def _read(
         self, fresh: list[str], batches: dict[str, tuple[str, int]], consumed: dict[str, ConsumedEntry]
@@ -213,26 +230,21 @@ class _Compaction:
                 if not any(erasure.covers(record.tenant, record.milliseconds) for erasure in erasures):
                     yield record
 
-    def _choose(self, subs: list[tuple[SubIndexEntry, LearntSubIndex]], n_new: int) -> list[SubIndexEntry]:
-        """Return the sub-indices to write anew."""
-        total = n_new + sum(entry.n_tokens for entry, _ in subs)
-        if self.max_tokens is not None and total > self.max_tokens:
-            return [entry for entry, _ in subs]
-        chosen = [entry for entry, sub in subs if sub.must_be_rewritten(self.before - self.slack)]
-        if not n_new and not chosen:
-            return []
-        small = sorted(
-            (e for e, _ in subs if e not in chosen and e.n_tokens < self.limit // 2), key=lambda e: -e.n_tokens
-        )
-        size = n_new + sum(entry.n_tokens for entry in chosen)
-        while small and (small[-1].n_tokens < FACTOR * size or len(small) >= MAX_LEARNT):
-            size += small[-1].n_tokens
-            chosen.append(small.pop())
-        return chosen
+    def _choose(self, subs: list[tuple[SubIndexEntry, LearntSubIndex]], n_new: int) -> list[list[SubIndexEntry]]:
+        """Return the sub-indices to write anew: first those that become one with what is new, then those that stay
+        apart, so that text of one age stays together."""
+        entries = [entry for entry, _ in subs]
+        if self.max_tokens is not None and n_new + sum(entry.n_tokens for entry in entries) > self.max_tokens:
+            return [entries]
+        stale = [entry for entry, sub in subs if sub.must_be_rewritten(self.before - self.slack)]
+        others = [entry for entry in entries if entry not in stale]
+        merged = to_merge([entry.n_tokens for entry in others], n_new, self.limit) if n_new else []
+        return [[others[i] for i in merged], *([entry] for entry in stale)]
 
     def _kept(self, records: list[Record]) -> list[Record]:
         """Return the records in their order, each text of a tenant once, the newest, and no more than may be held."""
         isolated = self.learnt.isolation == "tenant"
+        records = [record for record in records if record.milliseconds >= self.before]
         unique = {(r.tenant, hashlib.sha256(r.tokens.tobytes()).digest()): r for r in sorted(records, key=_time)}
         records = list(unique.values())
         if self.max_tokens is not None and sum(record.size for record in records) > self.max_tokens:
@@ -248,7 +260,7 @@ class _Compaction:
             records = kept
         return sorted(records, key=order_of if isolated else _time)
 
-    def _write(self, folder: Path, records: list[Record]) -> list[SubIndexEntry]:
+    def _write(self, folder: Path, group: int, records: list[Record]) -> list[SubIndexEntry]:
         """Write sub-indices, a tenant's documents in as few of them as possible."""
         isolated = self.learnt.isolation == "tenant"
         pending: list[tuple[SubIndexEntry, Path, Future[dict[Role, FileEntry]]]] = []
@@ -265,7 +277,7 @@ class _Compaction:
         for number, part in enumerate(_parts(records, self.limit, isolated)):
             if len(pending) > self.sorter.beside:
                 end_one()
-            pending.append(self._write_one(folder / f"part-{number}", part, isolated))
+            pending.append(self._write_one(folder / f"part-{group}-{number}", part, isolated))
         while pending:
             end_one()
         return entries
