@@ -73,8 +73,6 @@ def real_tokens(folder: Path, glob: str, tokenizer_folder: Path, n_tokens: int) 
 
 def build(file: Path, target: Path, vocab_size: int) -> dict[str, float]:
     """Build from the .npy `file`; runs in a fresh process, so that the peak is the build's."""
-    import pydivsufsort  # noqa: F401 - its memory is not the build's
-
     before = resident_bytes()
     start, cpu_start = time.perf_counter(), time.process_time()
     with StoreBuilder(target, vocab_size=vocab_size, memory=1 << 40) as builder:

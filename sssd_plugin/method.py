@@ -46,16 +46,12 @@ def check(options: SssdOptions, context: EngineContext) -> None:
         Weights.load(options.weights)
     if options.static_store is not None:
         _open_store(options, context, verify=True).close()
-    if options.live and options.live_store is not None:
-        from sssd_plugin.datastore.disk.format import MAX_VOCAB_SIZE
-        from sssd_plugin.datastore.live.log import check_live
+    if options.live and options.datastore is not None:
+        from sssd_plugin.datastore.live.store import check_live
 
-        check_live(
-            options.live_store,
-            vocab_size=context.vocab_size or MAX_VOCAB_SIZE,
-            fingerprint=context.tokenizer_fingerprint(),
-            isolation=options.isolation,
-        )
+        if isinstance(options.datastore, str) and options.datastore_sha256:
+            raise ValueError("datastore_sha256 pins a store that does not change: leave it out, or live")
+        check_live(options.datastore, context.vocab_size, context.tokenizer_fingerprint(), options.isolation)
 
 
 def schedule(options: SssdOptions, context: EngineContext) -> Schedule | None:
@@ -153,7 +149,7 @@ class SssdMethod(Method):
             max_age=None if options.live_max_age is None else 3600 * options.live_max_age,
         )
         try:
-            return open_at(options.live_store)
+            return open_at(options.datastore)
         except DatastoreError as error:
             if context.rank == 0:
                 raise
@@ -181,7 +177,8 @@ class SssdMethod(Method):
                 output = tokens[prompt_length:] if output is None else output
                 if self.options.live_prompts:
                     output = np.concatenate([tokens[:prompt_length], output])
-            self.live.insert(output, self.drafter.tenant_of(request_id))
+            tenant = self.drafter.tenant_of(request_id)
+            self.live.insert(output, tenant, conversation=self.options.live_prompts)
             self.live_metrics.show(self.live)
         self.drafter.finish([request_id])
 

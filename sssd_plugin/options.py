@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import PluginOptions, UserPath, expand_path
 from freedraft.cost.policies import Controller, Policy
@@ -15,28 +15,31 @@ from sssd_plugin.recycle_choice import Recycle
 Scoring = Literal["learned", "paper"]
 
 
-def _store(value: object) -> object:
-    """Expand as `expand_path` does; a URL becomes the path of a local copy."""
+def _store(value: object, info: ValidationInfo) -> object:
+    """Expand as `expand_path` does; a URL becomes the path of a local copy, unless a fleet learns there."""
     if isinstance(value, str) and "://" in value:
-        from sssd_plugin.datastore.disk.remote import local_copy
+        if info.data.get("live"):
+            return value.strip()
+        from sssd_plugin.datastore.disk.bucket import local_copy
 
         return local_copy(value.strip())
     return expand_path(value)
 
 
-StorePath = Annotated[Path | None, BeforeValidator(_store)]
+StorePath = Annotated[Path | str | None, BeforeValidator(_store)]
 
 
 class SssdOptions(PluginOptions):
     """Options of SSSD.
 
     Attributes:
+        live: learn from finished requests: what they wrote is drafted from at the next step, and kept in the folder of
+            the datastore if one is named, or at its URL, which may then begin empty.
         datastore: folder that `freedraft datastore build` wrote, or a URL of one that fsspec opens (it is copied to a
-            local cache); None drafts from prompt and output only.
+            local cache); None drafts from prompt and output only. With `live`, servers with the same URL learn from
+            each other, which needs `freedraft datastore compact URL` to run.
         datastore_sha256: digest that the datastore must have, as `freedraft datastore info` shows it, for a store that
             others could change; None checks for damage only.
-        live: learn from finished requests: what they wrote is drafted from at the next step, and kept in the folder of
-            the datastore if one is named, which may then begin empty. With a URL it is kept in memory only.
         live_prompts: learn from their prompts, too.
         live_tokens: learnt tokens held at most, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond them, who
             holds most loses its oldest text first.
@@ -62,9 +65,9 @@ class SssdOptions(PluginOptions):
 
     source_name: ClassVar[str] = "sssd"
 
+    live: bool = False
     datastore: StorePath = None
     datastore_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    live: bool = False
     live_prompts: bool = False
     live_tokens: int = Field(default=1 << 24, ge=1 << 14, le=1 << 30)
     live_max_age: float | None = Field(default=None, gt=0.0, le=1e6)
@@ -90,16 +93,9 @@ class SssdOptions(PluginOptions):
     @property
     def static_store(self) -> Path | None:
         """The folder of a store that was built; None if there is none, or nothing but what is learnt."""
-        if self.datastore is not None and self.live and not (self.datastore / "manifest.json").exists():
+        if self.datastore is None or isinstance(self.datastore, str):
             return None
-        return self.datastore
-
-    @property
-    def live_store(self) -> Path | None:
-        """The folder that what is learnt is kept in; None for memory only."""
-        from sssd_plugin.datastore.disk.remote import cache_folder
-
-        return None if self.datastore is None or self.datastore.parent == cache_folder() else self.datastore
+        return None if self.live and not (self.datastore / "manifest.json").exists() else self.datastore
 
     @property
     def effective_policy(self) -> Policy:

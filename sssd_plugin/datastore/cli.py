@@ -18,9 +18,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from freedraft.tenants import parse_tenant
 from sssd_plugin.datastore.build.builder import StoreBuilder, merge_stores
 from sssd_plugin.datastore.build.memory import format_size, parse_size, peak_resident_bytes
-from sssd_plugin.datastore.build.sorting import ProcessSorter, Sorter
+from sssd_plugin.datastore.build.sorting import Sorter
+from sssd_plugin.datastore.disk.bucket import local_copy
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, TokenizerEntry, digest, read_manifest
-from sssd_plugin.datastore.disk.remote import local_copy
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 
 SEARCHED_SUB_INDICES = 8
@@ -40,6 +40,15 @@ def _place(text: str) -> Path:
 
 StorePath = Annotated[
     Path, typer.Argument(metavar="STORE", help="The datastore's directory, or a URL of one.", parser=_place)
+]
+PlaceArgument = Annotated[str, typer.Argument(metavar="STORE", help="The datastore's directory, or a fleet's URL.")]
+WorkersOption = Annotated[
+    int,
+    typer.Option(metavar="N", min=1, max=1024, help="Threads that sort sub-indices, sharing the memory."),
+]
+RayOption = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use."),
 ]
 OutPath = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")]
 TokenizerOption = Annotated[
@@ -80,10 +89,8 @@ def build(
     resume: Annotated[bool, typer.Option(
         "--resume",
         help="Keep the tokens read so far beside OUT if interrupted, and go on from there when called again.")] = False,
-    workers: Annotated[int, typer.Option(
-        metavar="N", min=1, max=1024, help="Processes that sort sub-indices, sharing the memory.")] = 1,
-    ray: Annotated[str | None, typer.Option(
-        metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use.")] = None,
+    workers: WorkersOption = 1,
+    ray: RayOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:  # fmt: skip
     """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing (but see --resume).
@@ -156,7 +163,7 @@ def build(
 
 def _sorter(workers: int, ray: str | None, memory: str) -> Sorter:
     if ray is None:
-        return ProcessSorter(workers) if workers > 1 else Sorter()
+        return Sorter(workers)
     if workers > 1:
         raise DatastoreError("give --workers or --ray, not both: Ray decides how many tasks run at a time")
     from sssd_plugin.datastore.build.ray_sorting import RaySorter
@@ -244,21 +251,79 @@ TenantsOption = Annotated[
 
 @app.command()
 def forget(
-    store: StorePath,
+    store: PlaceArgument,
     tenants: TenantsOption = None,
     before: Annotated[str | None, typer.Option(
         metavar="TIME", help="What was learnt before, as 2026-01-31 or 2026-01-31T12:00.")] = None,
+    memory: MemoryOption = "2GiB",
 ) -> None:  # fmt: skip
-    """Erase what was learnt while serving, on disk and in servers of this host that learn there. With --tenants and
-    --before, only what both apply to."""
+    """Erase what was learnt while serving, on disk and in servers of this host that learn there, or at a URL and in all
+    servers that learn there. With --tenants and --before, only what both apply to."""
+    from sssd_plugin.datastore.fleet import maintenance as fleets
     from sssd_plugin.datastore.live import maintenance
 
     with _one_line():
         if tenants is None and before is None:
             raise DatastoreError("say what to forget: --tenants FILE, --before TIME, or both")
-        gone = maintenance.forget(store, _tenants(tenants), before)
+        names = _tenants(tenants)
+        if "://" in store:
+            fleets.forget(store, names, maintenance.end_of(before), parse_size(memory))
+            typer.echo(f"{store}: forgotten; servers that learn there follow when they look next")
+            return
+        gone = maintenance.forget(Path(store), names, maintenance.end_of(before))
     servers = "" if gone.alone else "; servers that learn there follow within a second"
     typer.echo(f"{store}: {gone.documents:,} documents, {gone.tokens:,} tokens forgotten{servers}")
+
+
+@app.command()
+def compact(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The `datastore` of servers with `live`.")],
+    every: Annotated[float | None, typer.Option(metavar="SECONDS", min=0.1, help="Go on until stopped.")] = None,
+    max_age: Annotated[float | None, typer.Option(metavar="HOURS", help="Leave out what is older.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(
+        metavar="N", min=1, help="Beyond it, tenants that hold most lose their oldest text.")] = None,
+    memory: MemoryOption = "2GiB",
+    workers: WorkersOption = 1,
+    ray: RayOption = None,
+) -> None:  # fmt: skip
+    """Make sub-indices of what servers have learnt and published at a URL; the servers then draft from them."""
+    from sssd_plugin.datastore.disk.bucket import Bucket, UnreachableError
+    from sssd_plugin.datastore.fleet.compaction import compact
+
+    with _one_line(), _ended_by_sigterm(), closing(_sorter(workers, ray, memory)) as sorter:
+        bucket, age = Bucket(url), None if max_age is None else 3600 * max_age
+        while True:
+            try:
+                done = compact(bucket, sorter, memory=parse_size(memory), max_age=age, max_tokens=max_tokens)
+            except UnreachableError as error:
+                if every is None:
+                    raise
+                typer.echo(f"{error}; it is tried again", err=True)
+                done = None
+            if done is not None:
+                typer.echo(
+                    f"{url}: {done.documents:,} new documents; {done.tokens:,} tokens in {done.sub_indices} "
+                    f"sub-indices; {format_size(done.sent)} written"
+                )
+            if every is None:
+                return
+            time.sleep(every)
+
+
+@app.command()
+def export(
+    store: PlaceArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT.npy", help="Token ids, for `freedraft datastore build`.")],
+    tenants: TenantsOption = None,
+    accept: Annotated[bool, typer.Option("--accept", help="Though tenants were kept apart, put all into one file.")]
+    = False,
+) -> None:  # fmt: skip
+    """Write what was learnt as token ids, -1 after each document. A store that is built of it drafts for everybody."""
+    from sssd_plugin.datastore.fleet.maintenance import export
+
+    with _one_line():
+        documents, n_tokens = export(store, out, _tenants(tenants), accept=accept)
+    typer.echo(f"{out}: {n_tokens:,} tokens in {documents:,} documents")
 
 
 @app.command()

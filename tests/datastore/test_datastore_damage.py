@@ -70,7 +70,7 @@ def test_not_a_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize("which", range(8))
 def test_missing_file(store: Path, which: int, verify: bool) -> None:
     file = array_files(store)[which]
     file.unlink()
@@ -79,7 +79,7 @@ def test_missing_file(store: Path, which: int, verify: bool) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("which", range(6))
+@pytest.mark.parametrize("which", range(8))
 def test_truncated_file(store: Path, which: int, verify: bool) -> None:
     file = array_files(store)[which]
     with file.open("r+b") as handle:
@@ -106,7 +106,7 @@ def test_a_file_that_is_too_long(store: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_a_flipped_bit_anywhere_in_the_arrays(store: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    file = array_files(store)[seed % 6]
+    file = array_files(store)[seed % 8]
     content = bytearray(file.read_bytes())
     content[rng.integers(len(content))] ^= 1 << rng.integers(8)
     file.write_bytes(content)
@@ -140,6 +140,17 @@ def test_vocabulary_too_small(store: Path) -> None:
     Datastore.open(store, vocab_size=90).close()
     message = refusal(store, vocab_size=89)
     assert "token ids up to 89" in message and "only 89" in message and "freedraft datastore build" in message
+
+
+def test_a_store_without_sparse_indices_opens(store: Path) -> None:
+    """As they were written before."""
+    with Datastore.open(store) as new:
+        expected = [sub.sparse_index.tolist() for sub in new.snapshot.sub_indices]
+    for sub in read_manifest(store).sub_indices:
+        (store / sub.name / "sparse_index.i32").unlink()
+    edit_manifest(store, lambda content: [sub["files"].pop("sparse_index") for sub in content["sub_indices"]])
+    with Datastore.open(store) as old:
+        assert [sub.sparse_index.tolist() for sub in old.snapshot.sub_indices] == expected
 
 
 def test_newer_format(store: Path) -> None:
@@ -251,6 +262,7 @@ def _shift(array: np.ndarray) -> None:
         ("suffix_array", _repeat, "no permutation"),
         ("tokens", _other_token, "bucket_starts.i32 is wrong"),
         ("bucket_starts", _shift, "does not agree with the tokens"),
+        ("sparse_index", _shift, "does not agree with the tokens and the suffix array"),
     ],
 )
 def test_an_audit_finds_what_checksums_cannot(store: Path, role: str, change: Any, complaint: str, full: bool) -> None:

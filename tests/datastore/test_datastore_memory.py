@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
-from sssd_plugin.datastore.build.memory import SubIndexLimit, format_size, parse_size, resident_bytes
+from sssd_plugin.datastore.build.memory import format_size, parse_size, resident_bytes, sub_index_limit
 from sssd_plugin.datastore.errors import DatastoreError
 
 BUILD = """
@@ -47,22 +47,20 @@ def test_a_process_that_holds_more_than_the_default_builds_too(tmp_path: Path, m
         builder.finish()
 
 
-def test_the_limit_follows_memory_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_follows_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sssd_plugin.datastore.build.memory.resident_bytes", lambda: 100 << 20)
-    limit = SubIndexLimit.of(2 << 30, 50_000)
-    assert limit.for_width(2) > limit.for_width(3) > limit.for_width(4) > 40_000_000
-    assert SubIndexLimit.of(1 << 40, 50_000).for_width(2) == 1 << 29
-    assert SubIndexLimit.of(1 << 40, 50_000).for_width(4) * 4 < 1 << 31
-    assert SubIndexLimit.of(2 << 30, 50_000, 1_000).for_width(2) == 1_000
+    assert 180_000_000 < sub_index_limit(2 << 30) < (2 << 30) / 9
+    assert sub_index_limit(1 << 40) == 1 << 29
+    assert sub_index_limit(2 << 30, 1_000) == 1_000
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sssd_plugin.datastore.build.memory.resident_bytes", lambda: 100 << 20)
     with pytest.raises(DatastoreError, match=r"--memory 50.0 MiB is too little: give at least"):
-        SubIndexLimit.of(50 << 20, 50_000)
+        sub_index_limit(50 << 20)
     for wrong in (0, 63, 1 << 30):
         with pytest.raises(DatastoreError, match="--sub-index-tokens must be from 64 to 536870912"):
-            SubIndexLimit.of(2 << 30, 50_000, wrong)
+            sub_index_limit(2 << 30, wrong)
 
 
 def test_sizes() -> None:

@@ -17,11 +17,11 @@ from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import database as database_module
 from sssd_plugin.datastore.live import learnt_runs
 from sssd_plugin.datastore.live.clock import SteadyClock
-from sssd_plugin.datastore.live.database import Erasure
 from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.maintenance import forget, verify_live
 from sssd_plugin.datastore.live.store import LiveDatastore, open_live
 from sssd_plugin.datastore.live.tenants import tenant_digest
+from sssd_plugin.datastore.records import Erasure
 from sssd_plugin.drafter import Drafter
 from tests.support.stores import documents_of
 
@@ -107,7 +107,7 @@ def test_verify_finds_what_only_a_deletion_would_leave(tmp_path: Path) -> None:
     assert "whole; no bytes" not in str(verify_live(tmp_path))
     with pytest.raises(DatastoreError, match=r"bytes in its free space: .*forget"):
         verify_live(tmp_path, ["nobody"])
-    assert forget(tmp_path, before="1970-01-02").documents == 0
+    assert forget(tmp_path, before=86_400_000).documents == 0
     assert "whole; no bytes" in str(verify_live(tmp_path, ["nobody"]))
 
 

@@ -16,9 +16,10 @@ import pytest
 
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import folder as folder_module
-from sssd_plugin.datastore.live.database import LearntDatabase, Record, keep_shares
-from sssd_plugin.datastore.live.log import DocumentLog, check_live
-from sssd_plugin.datastore.live.store import open_live
+from sssd_plugin.datastore.live.database import LearntDatabase, keep_shares
+from sssd_plugin.datastore.live.log import DocumentLog
+from sssd_plugin.datastore.live.store import check_live, open_live
+from sssd_plugin.datastore.records import Record
 from tests.support.stores import read_only_folder
 
 VOCAB = 1000

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from sssd_plugin.datastore.index.runs import Run, release, sorted_run
+from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.live import learnt_runs, merging
 from sssd_plugin.datastore.live.learnt_runs import SEARCHED
 from sssd_plugin.datastore.live.store import LiveDatastore, open_live
+from sssd_plugin.datastore.records import Erasure
 from sssd_plugin.drafter import Drafter
 
 VOCAB = 500
@@ -366,3 +368,62 @@ def test_what_was_merged_is_given_back_once_nobody_drafts_from_it(
             break
         time.sleep(0.01)
     assert freed & seen and not freed & used
+
+
+def test_a_conversation_is_held_once() -> None:
+    """Each turn's prompt is all that was said before."""
+    rng = np.random.default_rng(0)
+    live = LiveDatastore(60_000, isolation="shared", max_tokens=1 << 20)
+    text, taken = np.zeros(0, np.int32), 0
+    for _ in range(12):
+        new = rng.integers(0, 60_000, 900).astype(np.int32)
+        text = np.concatenate([text, new])
+        assert live.insert(text, conversation=True)
+        taken += len(new)
+        view, _ = live.view()
+        assert any(
+            np.diff(find_ngram(view.table, row, text, max(0, len(text) - 910), 20))[0] for row in range(len(view.table))
+        )
+    assert taken <= live.stats().tokens <= taken * 1.35, "a block and what leads into it again with each turn"
+    live.erase(Erasure())
+    assert live.insert(text, conversation=True)
+    assert live.stats().tokens >= taken, "what was erased is taken again when it is said again"
+    live.close()
+
+
+def test_what_is_evicted_is_counted() -> None:
+    live = LiveDatastore(100, isolation="shared", max_tokens=1 << 14)
+    for number in range(400):
+        while not live.insert(np.full(100, number % 100, np.int32)):
+            live.settle()
+    live.settle()
+    stats = live.stats()
+    assert stats.evicted > 0 and stats.evicted + stats.tokens == stats.inserted + stats.documents
+    live.close()
+
+
+def test_a_thousand_tenants_do_not_hold_up_an_erasure_of_one() -> None:
+    live = LiveDatastore(1000, max_tokens=1 << 22)
+    rng = np.random.default_rng(0)
+    for number in range(1000):
+        live.insert(rng.integers(0, 1000, 300).astype(np.int32), live.tenant(f"tenant {number}"))
+    waits: list[float] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            started = time.perf_counter()
+            with live.runs.lock:
+                pass
+            waits.append(time.perf_counter() - started)
+            time.sleep(0.0002)
+
+    digest = live.runs.tenants[live.tenant("tenant 7")].digest
+    thread = threading.Thread(target=look)
+    thread.start()
+    for erasure in (Erasure(digest), Erasure(None, 1), Erasure()):
+        live.erase(erasure)
+    stop.set()
+    thread.join()
+    assert live.settle() and live.stats().tokens == 0 and sorted(waits)[len(waits) // 2] < 0.005
+    live.close()

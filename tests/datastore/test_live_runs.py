@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sssd_plugin.datastore.build.memory import resident_bytes
-from sssd_plugin.datastore.index.runs import DEPTH, Run, merged, release, sorted_run, with_document, without
+from sssd_plugin.datastore.index.runs import Run, merged, release, sorted_run, with_document, without
 from sssd_plugin.datastore.index.sub_index import SPARSE_STEP
+from sssd_plugin.datastore.index.suffix_sort import DEPTH
 from tests.support.stores import brute_force, documents_of, look_up
 
 Documents = list[list[int]]

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +14,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from sssd_plugin.datastore.build.memory import SubIndexLimit, parse_size
+from sssd_plugin.datastore.build.memory import parse_size, sub_index_limit
 from sssd_plugin.datastore.build.ray_sorting import RaySorter
-from sssd_plugin.datastore.build.sorting import ProcessSorter
 from sssd_plugin.datastore.cli import app
+from sssd_plugin.datastore.disk.bucket import Bucket
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.fleet import compaction
+from sssd_plugin.datastore.fleet.batch import seal
+from sssd_plugin.datastore.records import Record
 from tests.support.stores import leftovers
 
 VOCAB = 5000
@@ -60,26 +62,18 @@ def test_workers_make_the_same_store(tmp_path: Path, ids: Path, resume: list[str
 
 
 def test_workers_share_the_memory() -> None:
-    alone = SubIndexLimit.of(8 << 30, VOCAB)
-    four = SubIndexLimit.of(8 << 30, VOCAB, sorts=4, each=ProcessSorter.process_bytes)
-    assert four.sort_bytes < alone.sort_bytes / 4
-    elsewhere = SubIndexLimit.of(1 << 30, VOCAB, sorts=0, each=RaySorter.process_bytes)
-    assert elsewhere.sort_bytes == (1 << 30) - RaySorter.process_bytes
+    assert sub_index_limit(4 << 30, sorts=4) <= sub_index_limit(4 << 30) / 4
+    elsewhere = sub_index_limit(1 << 30, sorts=0, each=RaySorter.process_bytes)
+    assert elsewhere == ((1 << 30) - RaySorter.process_bytes) // 9
     with pytest.raises(DatastoreError, match="too little: give at least"):
-        SubIndexLimit.of(1 << 30, VOCAB, sorts=16, each=ProcessSorter.process_bytes)
+        sub_index_limit(300 << 20, sorts=32)
 
 
-def test_a_worker_that_is_killed_is_one_line(tmp_path: Path, ids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the system does when memory runs out."""
-    started = []
-    original = ProcessSorter._sort
+def test_memory_that_runs_out_is_one_line(tmp_path: Path, ids: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> object:
+        raise MemoryError
 
-    def kill_one(self: ProcessSorter, *args: object) -> object:
-        threading.Timer(0.05, lambda: [process.kill() for process in list(self._processes)[:1]]).start()
-        started.append(args)
-        return original(self, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(ProcessSorter, "_sort", kill_one)
+    monkeypatch.setattr("sssd_plugin.datastore.build.sorting.sort_sections", fails)
     result = build(tmp_path / "store", ids, "--workers", 2)
     assert result.exit_code == 1 and "give a smaller --memory" in result.stderr and result.stderr.count("\n") == 1
     assert not (tmp_path / "store").exists() and leftovers(tmp_path) == []
@@ -97,24 +91,20 @@ def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
         stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     try:
-        children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
-        workers: set[int] = set()
+        names: list[str] = []
         for _ in range(2000):
-            everyone = {int(pid) for task in children.parent.parent.iterdir()
-                        for pid in (task / "children").read_text().split()}  # fmt: skip
-            workers = {pid for pid in everyone if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()}
-            if len(workers) == 2:
+            tasks = Path(f"/proc/{child.pid}/task").iterdir()
+            names = [name for task in tasks if (name := (task / "comm").read_text().strip()).startswith("freedraft-su")]
+            if len(names) >= 2 or len(list(out.glob(".store.building-*/*"))) >= 3:
                 break
             assert child.poll() is None, child.stderr.read() if child.stderr else ""
             time.sleep(0.01)
-        assert len(workers) == 2, "they sort beside each other"
         child.send_signal(signal.SIGINT)
         _, errors = child.communicate(timeout=20)
     finally:
         child.kill()
     assert child.returncode == 130 and "Traceback" not in errors, errors
     assert list(out.iterdir()) == []
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 def test_a_build_with_workers_stays_within_its_memory(tmp_path: Path) -> None:
@@ -196,16 +186,32 @@ def test_a_ray_cluster_makes_the_same_store(tmp_path: Path, ids: Path, cluster: 
     assert run("verify", tmp_path / "store", "--full").exit_code == 0
 
 
+def test_a_fleet_is_compacted_on_a_ray_cluster(tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, VOCAB, 80).astype(np.int32) for _ in range(40)]
+    contents = []
+    for number, arguments in enumerate(([], ["--ray", cluster, "--memory", "700MiB"])):
+        bucket = Bucket(f"file://{tmp_path}/bucket-{number}")
+        bucket.publish(compaction.start(VOCAB, None, "tenant", None), 1)
+        records = [Record(bytes([i % 7] * 16), i, text) for i, text in enumerate(texts)]
+        bucket.write("batches/r-0", seal(records, 40))
+        result = run("compact", bucket.url, *arguments)
+        assert result.exit_code == 0 and "40 new documents" in result.output, result.output
+        contents.append(compaction.newest(bucket)[2].sub_indices)
+    assert contents[0] == contents[1] and contents[0][0].n_sections == 7
+
+
 def test_what_goes_wrong_on_the_cluster_is_one_line(
     tmp_path: Path, ids: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = build(tmp_path / "store", ids, "--ray", cluster, "--memory", "4GiB")
     assert result.exit_code == 1 and "no node of the Ray cluster" in result.stderr
 
-    def fails(tokens: object) -> None:
+    def fails(*arguments: object) -> None:
         raise ValueError("a node without freedraft")
 
-    monkeypatch.setattr("sssd_plugin.datastore.build.ray_sorting.order_of", fails)
+    monkeypatch.setattr("sssd_plugin.datastore.build.ray_sorting.sort_remotely", fails)
     result = build(tmp_path / "store", ids, "--ray", cluster, "--memory", "700MiB")
     assert result.exit_code == 1 and "a Ray task failed" in result.stderr and result.stderr.count("\n") == 1
     assert "without freedraft" in result.stderr

@@ -1,38 +1,62 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sssd_plugin.datastore.index import suffix_sort
-from sssd_plugin.datastore.index.sub_index import SEPARATOR, SubIndex
+from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SubIndex
+from sssd_plugin.datastore.index.suffix_sort import DEPTH, sort_sections
 
 HUGE = 2**31 - 1
 IDS = st.one_of(st.integers(-1, 3), st.integers(-1, 70_000), st.integers(HUGE - 3, HUGE), st.integers(-1, HUGE))
 
 
+def key(tokens: list[int], start: int) -> list[int]:
+    """What a suffix is sorted by."""
+    end = tokens.index(SEPARATOR, start) if SEPARATOR in tokens[start:] else len(tokens)
+    return tokens[start : min(end, start + DEPTH)]
+
+
 @settings(deadline=None)
-@given(st.lists(IDS, max_size=60))
-def test_order_equals_sorting_the_suffixes(tokens: list[int]) -> None:
-    expected = sorted((i for i in range(len(tokens)) if tokens[i] != SEPARATOR), key=lambda i: tokens[i:])
-    assert suffix_sort.sort_suffixes(np.array(tokens, np.int32)).tolist() == expected
+@given(st.lists(st.lists(IDS, max_size=60), min_size=1, max_size=4))
+def test_each_section_is_sorted_for_itself(sections: list[list[int]]) -> None:
+    closed = [[*section, SEPARATOR] for section in sections]
+    tokens = [token for section in closed for token in section]
+    ends = np.cumsum([len(section) for section in closed])
+    order, starts, sparse = sort_sections(np.array(tokens + [SEPARATOR] * PAD, np.int32), ends, 4)
+    at = begin = 0
+    expected_sparse = []
+    for section, end in zip(closed, ends.tolist(), strict=True):
+        suffixes = [i for i in range(begin, end) if tokens[i] != SEPARATOR]
+        part = order[at : at + len(suffixes)].tolist()
+        assert sorted(part) == suffixes
+        keys = [key(section, i - begin) for i in part]
+        assert keys == sorted(keys)
+        expected_sparse += [tokens[i + 1] for i in part[::16]]
+        at, begin = at + len(suffixes), end
+    assert at == len(order) and sparse.tolist() == expected_sparse
+    assert len(starts) == (5 if len(sections) == 1 else 1)
 
 
-@pytest.mark.parametrize(("distinct", "width"), [(200, 1), (256, 1), (257, 2), (65_536, 2), (65_537, 3), (1 << 24, 3)])
-def test_width(distinct: int, width: int) -> None:
-    assert suffix_sort.width_of(distinct) == width
+def test_text_that_repeats_for_ever_takes_no_longer() -> None:
+    tokens = np.zeros(1_000_000, np.int32)
+    tokens[-1] = SEPARATOR
+    sub = SubIndex.build(tokens, 10)
+    assert np.array_equal(np.sort(sub.suffix_array), np.arange(999_999))
 
 
-@pytest.mark.parametrize("scale", [1, 20_000])  # a table of ranks, or a search
-@pytest.mark.parametrize("vocab_size", [100, 5_000, 100_000])
-def test_long_runs_equal_the_sub_index(scale: int, vocab_size: int) -> None:
-    rng = np.random.default_rng(vocab_size)
-    tokens = (rng.permutation(300_000) % vocab_size * scale).astype(np.int32)
-    tokens[100_000:200_000] = tokens[:100_000]
-    tokens[::1_000] = SEPARATOR
-    order = suffix_sort.sort_suffixes(tokens)
-    assert np.array_equal(order, SubIndex.build(tokens, vocab_size * scale).suffix_array)
-    assert np.array_equal(np.sort(order), np.flatnonzero(tokens != SEPARATOR))
-    text = suffix_sort.to_bytes(tokens)
-    assert text.shape == (len(tokens), suffix_sort.width_of(len(np.unique(tokens))))
+def test_long_runs_of_any_ids() -> None:
+    for vocab_size, scale in ((100, 1), (5_000, 20_000), (100_000, 20_000)):
+        rng = np.random.default_rng(vocab_size)
+        tokens = (rng.permutation(300_000) % vocab_size * scale).astype(np.int32)
+        tokens[100_000:200_000] = tokens[:100_000]
+        tokens[::1_000] = SEPARATOR
+        tokens[-1] = SEPARATOR
+        sub = SubIndex.build(tokens, vocab_size * scale)
+        order, padded = sub.suffix_array.astype(np.int64), sub.tokens
+        assert np.array_equal(np.sort(order), np.flatnonzero(tokens != SEPARATOR))
+        left, right = order[:-1], order[1:]
+        for _ in range(DEPTH):
+            assert (padded[left] <= padded[right]).all()
+            same = (padded[left] == padded[right]) & (padded[left] != SEPARATOR)
+            left, right = left[same] + 1, right[same] + 1

@@ -11,23 +11,23 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.build.memory import DEFAULT_MEMORY, SubIndexLimit, resident_bytes
+from sssd_plugin.datastore.build.memory import DEFAULT_MEMORY, resident_bytes, sub_index_limit
 from sssd_plugin.datastore.build.publish import AtomicPublish
 from sssd_plugin.datastore.build.sorting import Sorter
 from sssd_plugin.datastore.build.sources import check_ids
-from sssd_plugin.datastore.disk.checksum import ChecksummedFile, FileEntry, write_array
+from sssd_plugin.datastore.disk.checksum import ChecksummedFile, FileEntry
 from sssd_plugin.datastore.disk.format import (
     MANIFEST,
     MAX_VOCAB_SIZE,
     Manifest,
+    Role,
     SubIndexEntry,
     TokenizerEntry,
     file_name,
 )
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, bucket_starts, count_ids, direct_buckets
-from sssd_plugin.datastore.index.suffix_sort import width_of
+from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, direct_buckets
 
 _BUFFER_TOKENS = 1 << 20
 
@@ -71,12 +71,12 @@ class StoreBuilder:
         self._vocab_size, self._tokenizer, self._on_phase = vocab_size, tokenizer, on_phase
         memory = resident_bytes() + DEFAULT_MEMORY if memory is None else memory
         self._sorter = sorter or Sorter()
-        self._limit = SubIndexLimit.of(
-            memory, vocab_size, sub_index_tokens, sorts=self._sorter.in_memory, each=self._sorter.process_bytes
+        self._limit = sub_index_limit(
+            memory, sub_index_tokens, sorts=self._sorter.in_memory, each=self._sorter.process_bytes
         )
         self._buffer = np.empty(_BUFFER_TOKENS, np.int32)
         self._buffered = 0
-        self._closed: list[tuple[SubIndexEntry, Future[FileEntry]]] = []
+        self._closed: list[tuple[SubIndexEntry, Future[dict[Role, FileEntry]]]] = []
         self._open: _OpenSubIndex | None = None
         self._finished = False
         self._publish = AtomicPublish(Path(target), replace=replace)
@@ -117,10 +117,7 @@ class StoreBuilder:
         if not self._closed:
             raise DatastoreError(f"nothing to store in {self._publish.target}: the inputs hold no tokens")
         self._await_sorting(0)
-        entries = [
-            entry.model_copy(update={"files": {**entry.files, "suffix_array": order.result()}})
-            for entry, order in self._closed
-        ]
+        entries = [entry.model_copy(update={"files": entry.files | order.result()}) for entry, order in self._closed]
         manifest = Manifest(vocab_size=self._vocab_size, tokenizer=self._tokenizer, sub_indices=tuple(entries))
         with reporting("write", self._publish.path / MANIFEST):
             manifest.write(self._publish.path / MANIFEST)
@@ -145,7 +142,7 @@ class StoreBuilder:
                 if (tokens == SEPARATOR).all():
                     return
                 name = f"{len(self._closed):04d}-{secrets.token_hex(4)}"
-                self._open = _OpenSubIndex(self._publish.path / name, self._limit, direct_buckets(self._vocab_size))
+                self._open = _OpenSubIndex(self._publish.path / name, self._limit)
             tokens = self._open.append(tokens)
             if len(tokens):
                 self._close_sub_index()
@@ -155,7 +152,8 @@ class StoreBuilder:
             return
         self._await_sorting(max(0, self._sorter.beside - 1))
         entry = self._open.close()
-        self._closed.append((entry, self._sorter.sort(self._open.folder, self._open.length, self._open.n_documents)))
+        ends = np.array([self._open.length])
+        self._closed.append((entry, self._sorter.sort(self._open.folder, ends, direct_buckets(self._vocab_size))))
         self._open = None
         self._await_sorting(self._sorter.beside)
         self._on_phase("reading")
@@ -178,14 +176,13 @@ class StoreBuilder:
 class _OpenSubIndex:
     """A sub-index whose tokens are being written; sorted when closed."""
 
-    def __init__(self, folder: Path, limit: SubIndexLimit, direct: int) -> None:
-        self.folder, self.limit, self.direct = folder, limit, direct
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
         with reporting("write", folder):
             folder.mkdir(mode=0o700)
         self.file = ChecksummedFile(folder / file_name("tokens"))
         self.length = self.n_documents = 0
         self.max_token = SEPARATOR
-        self.counts = np.zeros(direct + 1, np.int64)  # as of `count_ids`
         self.at_boundary = True
 
     def append(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -194,38 +191,31 @@ class _OpenSubIndex:
         empty[1:] &= empty[:-1].copy()
         empty[0] &= self.at_boundary
         tokens = tokens[~empty] if empty.any() else tokens
-        counts = count_ids(tokens, self.direct)
-        total = self.counts + counts
-        distinct = int(np.count_nonzero(total[:-1]) + total[-1]) + 1  # those beyond the direct ids, at most
         # One place is kept for the separator that closes a document cut here.
-        capacity = self.limit.for_width(width_of(distinct)) - 1 - self.length
-        taken = tokens[: max(0, capacity)]
-        self._take(taken, counts if len(taken) == len(tokens) else count_ids(taken, self.direct))
+        taken = tokens[: self.limit - 1 - self.length]
+        self._take(taken)
         return tokens[len(taken) :]
 
-    def _take(self, tokens: NDArray[np.int32], counts: NDArray[np.int64]) -> None:
+    def _take(self, tokens: NDArray[np.int32]) -> None:
         if not len(tokens):
             return
         self.file.write(np.ascontiguousarray(tokens, "<i4"))
         self.length += len(tokens)
         self.n_documents += int(np.count_nonzero(tokens == SEPARATOR))
         self.max_token = max(self.max_token, int(tokens.max()))
-        self.counts += counts
         self.at_boundary = bool(tokens[-1] == SEPARATOR)
 
     def close(self) -> SubIndexEntry:
-        """End the document and write all but the suffix array."""
+        """End the document and write the tokens."""
         if not self.at_boundary:
-            self._take(np.array([SEPARATOR], np.int32), np.zeros_like(self.counts))
+            self._take(np.array([SEPARATOR], np.int32))
         self.file.write(np.full(PAD, SEPARATOR, "<i4"))
-        tokens = self.file.close()
-        starts = write_array(self.folder / file_name("bucket_starts"), bucket_starts(self.counts))
         return SubIndexEntry(
             name=self.folder.name,
             n_tokens=self.length - self.n_documents,
             n_documents=self.n_documents,
             max_token=self.max_token,
-            files={"tokens": tokens, "bucket_starts": starts},
+            files={"tokens": self.file.close()},
         )
 
 

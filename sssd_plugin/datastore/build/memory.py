@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.index.sub_index import direct_buckets
-from sssd_plugin.datastore.index.suffix_sort import MAX_SORTED_BYTES
+from sssd_plugin.datastore.index.suffix_sort import SORT_BYTES
 
 DEFAULT_MEMORY = 2 << 30
 MAX_SUB_INDEX_TOKENS = 1 << 29
@@ -61,49 +59,25 @@ def peak_resident_bytes() -> int:
     return resident_bytes("VmHWM")
 
 
-@dataclass(frozen=True, slots=True)
-class SubIndexLimit:
-    """Largest sub-index, by memory and by choice.
+def sub_index_limit(memory: int, tokens: int | None = None, *, sorts: int = 1, each: int = 0) -> int:
+    """Return how many tokens, separators included, a sub-index may have in a build that may use `memory` bytes in all,
+    what this process holds already included.
 
-    Attributes:
-        sort_bytes: memory for one suffix sort.
-        tokens: largest number of tokens whatever the memory.
+    Args:
+        tokens: the limit whatever the memory.
+        sorts: that go on at the same time, all within `memory`; 0: each has as much of its own, elsewhere.
+        each: bytes that every one of them takes besides.
+
+    Raises:
+        DatastoreError: less memory than a build needs, or `tokens` out of range.
     """
-
-    sort_bytes: int
-    tokens: int
-
-    @classmethod
-    def of(
-        cls, memory: int, vocab_size: int, tokens: int | None = None, *, sorts: int = 1, each: int = 0
-    ) -> SubIndexLimit:
-        """Return the limit for a build that may use `memory` bytes in all, what this process holds already included.
-
-        Args:
-            sorts: that go on at the same time, all within `memory`; 0: each has as much of its own, elsewhere.
-            each: bytes that every one of them takes besides.
-
-        Raises:
-            DatastoreError: less memory than a build needs, or `tokens` out of range.
-        """
-        if tokens is not None and not MIN_SUB_INDEX_TOKENS <= tokens <= MAX_SUB_INDEX_TOKENS:
-            raise DatastoreError(
-                f"--sub-index-tokens must be from {MIN_SUB_INDEX_TOKENS} to {MAX_SUB_INDEX_TOKENS}, not {tokens}"
-            )
-        here = resident_bytes() + _READING_BYTES + 32 * direct_buckets(vocab_size) if sorts else 0
-        parts = max(1, sorts)
-        overhead = here + parts * each
-        minimum = overhead + parts * _MIN_BY_MEMORY * _sort_bytes_per_token(4)
-        if memory < minimum:
-            raise DatastoreError(f"--memory {format_size(memory)} is too little: give at least {format_size(minimum)}")
-        return cls((memory - overhead) // parts, tokens or MAX_SUB_INDEX_TOKENS)
-
-    def for_width(self, width: int) -> int:
-        """Return the tokens, separators included, at `width` bytes per token (see `suffix_sort`)."""
-        by_memory = self.sort_bytes // _sort_bytes_per_token(width)
-        return min(by_memory, MAX_SORTED_BYTES // width, self.tokens)
-
-
-def _sort_bytes_per_token(width: int) -> int:
-    """Return the peak of `suffix_sort` plus a tenth: text and order; at width 1, the pages of the tokens count more."""
-    return max(5, 5 * width) + width // 2 + 1
+    if tokens is not None and not MIN_SUB_INDEX_TOKENS <= tokens <= MAX_SUB_INDEX_TOKENS:
+        raise DatastoreError(
+            f"--sub-index-tokens must be from {MIN_SUB_INDEX_TOKENS} to {MAX_SUB_INDEX_TOKENS}, not {tokens}"
+        )
+    parts = max(1, sorts)
+    overhead = (resident_bytes() + _READING_BYTES if sorts else 0) + parts * each
+    minimum = overhead + parts * _MIN_BY_MEMORY * SORT_BYTES
+    if memory < minimum:
+        raise DatastoreError(f"--memory {format_size(memory)} is too little: give at least {format_size(minimum)}")
+    return min((memory - overhead) // parts // SORT_BYTES, tokens or MAX_SUB_INDEX_TOKENS)

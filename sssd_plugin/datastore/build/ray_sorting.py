@@ -10,17 +10,14 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sssd_plugin.datastore.build.memory import format_size
-from sssd_plugin.datastore.build.sorting import Sorter
-from sssd_plugin.datastore.disk.checksum import FileEntry, write_array
-from sssd_plugin.datastore.disk.format import file_name
-from sssd_plugin.datastore.errors import DatastoreError, reporting
+from sssd_plugin.datastore.build.sorting import Sorted, Sorter
+from sssd_plugin.datastore.errors import DatastoreError
 
 CONNECT_SECONDS = 5.0
 HEALTH_SECONDS = 15.0
@@ -38,10 +35,11 @@ class RaySorter(Sorter):
         DatastoreError: ray is not installed, or there is no cluster.
     """
 
-    in_memory = 0
     process_bytes = 192 << 20
 
     def __init__(self, address: str, memory: int) -> None:
+        super().__init__()
+        self.in_memory = 0
         _check_reachable(address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
@@ -60,25 +58,21 @@ class RaySorter(Sorter):
                 raise DatastoreError(
                     f"no node of the Ray cluster at {address} has {format_size(memory)}: give a smaller --memory"
                 )
-            self._task = ray.remote(num_cpus=1, memory=memory, max_retries=2)(order_of)
+            self._task = ray.remote(num_cpus=1, memory=memory, max_retries=2)(sort_remotely)
 
     def close(self) -> None:
         self._ray.shutdown()  # cancels the tasks that still run
 
-    def _sort(self, folder: Path, length: int, n_documents: int) -> FileEntry:
-        path = folder / file_name("tokens")
+    def _sort(self, tokens: NDArray[np.int32], ends: NDArray[np.int64], direct: int) -> Sorted:
         with _one_line("a Ray task failed"):
-            with reporting("read", path):
-                tokens = self._ray.put(np.fromfile(path, "<i4", length))
-            order = self._ray.get(self._task.remote(tokens))
-            return write_array(folder / file_name("suffix_array"), order[n_documents:])
+            return self._ray.get(self._task.remote(self._ray.put(tokens), ends, direct))
 
 
-def order_of(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the suffix array of `tokens` (int32 [n]) with the suffixes that begin with a separator: int32 [n]."""
-    from sssd_plugin.datastore.index.suffix_sort import sort_bytes, to_bytes
+def sort_remotely(tokens: NDArray[np.int32], ends: NDArray[np.int64], direct: int) -> Sorted:
+    """Do `sort_sections`, which a node loads with freedraft."""
+    from sssd_plugin.datastore.index.suffix_sort import sort_sections
 
-    return np.ascontiguousarray(sort_bytes(to_bytes(tokens)), np.int32)
+    return sort_sections(tokens, ends, direct)
 
 
 def _check_reachable(address: str) -> None:

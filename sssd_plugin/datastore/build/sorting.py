@@ -1,28 +1,28 @@
-"""`Sorter`: where the suffixes of a sub-index are sorted: in this process, in several others, or on a Ray cluster."""
+"""`Sorter`: where the suffixes of a sub-index are sorted: in threads of this process, or on a Ray cluster."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import signal
 import threading
 from concurrent.futures import Future
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sssd_plugin.datastore.disk.checksum import FileEntry, write_array
-from sssd_plugin.datastore.disk.format import file_name
-from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.index.suffix_sort import sort_bytes, to_bytes
+from sssd_plugin.datastore.disk.format import Role, file_name
+from sssd_plugin.datastore.errors import DatastoreError, reporting
+from sssd_plugin.datastore.index.suffix_sort import sort_sections
 
-_OUT_OF_MEMORY = "not enough memory to sort a sub-index: give a smaller --memory"
+Sorted = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
+SORTED_ROLES: tuple[Role, ...] = ("suffix_array", "bucket_starts", "sparse_index")
 
 
 class Sorter:
-    """Sorts in this process, one sub-index after the other.
+    """Sorts in threads of this process, by compiled code without the GIL.
+
+    Args:
+        workers: threads.
 
     Attributes:
         beside: sub-indices that are sorted while more is read.
@@ -31,21 +31,36 @@ class Sorter:
         process_bytes: memory that sorting one takes besides.
     """
 
-    beside = 0
-    in_memory = 1
     process_bytes = 0
 
-    def sort(self, folder: Path, length: int, n_documents: int) -> Future[FileEntry]:
-        """Write the suffix array of the sub-index in `folder`, whose `length` tokens (with separators) are there.
+    def __init__(self, workers: int = 1) -> None:
+        self.in_memory = workers
+        self.beside = workers if workers > 1 else 0
+
+    def sort(self, folder: Path, ends: NDArray[np.int64], direct: int) -> Future[dict[Role, FileEntry]]:
+        """Write what follows from the tokens of the sub-index in `folder`; see `sort_sections`.
 
         Returns:
-            What to record of the file. Waiting for it can be interrupted; it raises what `write_order` does.
+            What to record of the files. Waiting for it can be interrupted; it raises DatastoreError where memory is
+            short or the disk refuses.
         """
-        future: Future[FileEntry] = Future()
+        future: Future[dict[Role, FileEntry]] = Future()
 
         def run() -> None:
             try:
-                future.set_result(self._sort(folder, length, n_documents))
+                path = folder / file_name("tokens")
+                with reporting("read", path):
+                    tokens = np.fromfile(path, "<i4")
+                arrays = self._sort(tokens, ends, direct)
+                del tokens
+                future.set_result(
+                    {
+                        role: write_array(folder / file_name(role), array)
+                        for role, array in zip(SORTED_ROLES, arrays, strict=True)
+                    }
+                )
+            except MemoryError:
+                future.set_exception(DatastoreError("not enough memory to sort a sub-index: give a smaller --memory"))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -56,75 +71,5 @@ class Sorter:
     def close(self) -> None:
         """Give up what is not done."""
 
-    def _sort(self, folder: Path, length: int, n_documents: int) -> FileEntry:
-        return write_order(folder, length, n_documents)
-
-
-class ProcessSorter(Sorter):
-    """Sorts in processes of their own, one for each sub-index, `workers` at a time."""
-
-    process_bytes = 96 << 20
-
-    def __init__(self, workers: int) -> None:
-        self.beside = self.in_memory = workers
-        self._context = multiprocessing.get_context("spawn")
-        self._processes: set[BaseProcess] = set()
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            processes = list(self._processes)
-        for process in processes:
-            process.kill()
-            process.join()
-
-    def _sort(self, folder: Path, length: int, n_documents: int) -> FileEntry:
-        answer, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_answer, args=(theirs, folder, length, n_documents), daemon=True)
-        with self._lock:
-            if self._closed:
-                raise DatastoreError("the build was given up")
-            process.start()
-            self._processes.add(process)
-        theirs.close()
-        try:
-            entry, error = answer.recv()
-        except EOFError:
-            raise DatastoreError(f"a worker was killed while it sorted {folder.name}: {_OUT_OF_MEMORY}") from None
-        finally:
-            process.join()
-            with self._lock:
-                self._processes.discard(process)
-        if error is not None:
-            raise DatastoreError(error)
-        return entry
-
-
-def write_order(folder: Path, length: int, n_documents: int) -> FileEntry:
-    """Sort the sub-index in `folder` and write its suffix array.
-
-    Raises:
-        DatastoreError: too little memory, or a disk that refuses.
-    """
-    try:
-        tokens = np.memmap(folder / file_name("tokens"), "<i4", "r", shape=(length,))
-        text = to_bytes(tokens)
-        del tokens  # unmapped, so that its pages do not count while sorting
-        return write_array(folder / file_name("suffix_array"), sort_bytes(text)[n_documents:])
-    except MemoryError:
-        raise DatastoreError(_OUT_OF_MEMORY) from None
-
-
-def _answer(pipe: Connection, folder: Path, length: int, n_documents: int) -> None:
-    """Sort in a worker process and send what is recorded of the file, or an error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the build, which ends its workers
-    try:
-        answer: tuple[FileEntry | None, str | None] = write_order(folder, length, n_documents), None
-    except DatastoreError as error:
-        answer = None, str(error)
-    except Exception as error:
-        answer = None, f"a worker failed to sort {folder.name}: {error!r}"
-    with contextlib.suppress(OSError):  # the build is gone
-        pipe.send(answer)
+    def _sort(self, tokens: NDArray[np.int32], ends: NDArray[np.int64], direct: int) -> Sorted:
+        return sort_sections(tokens, ends, direct)

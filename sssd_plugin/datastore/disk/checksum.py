@@ -44,6 +44,9 @@ class Bounds(NamedTuple):
     rising: bool = False
 
 
+ANY = Bounds(-(1 << 31), (1 << 31) - 1)
+
+
 class ChecksummedFile:
     """Writes a new file of mode 0600 and its checksums in one pass; on disk when closed.
 

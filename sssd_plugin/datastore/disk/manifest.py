@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ValidationError
 
 import freedraft
-from freedraft.files import write_json_atomically
+from freedraft.files import write_atomically
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 
 
@@ -25,11 +25,13 @@ class ChecksummedManifest(BaseModel, frozen=True):
         DESCRIBES: what the manifest describes, in a few words.
         REMEDY: what helps against damage, where there is nothing to restore.
         ALTERNATIVE: what helps, other than an upgrade, against a version that is too new.
+        FEATURES: what a manifest may require.
     """
 
     DESCRIBES: ClassVar[str]
     REMEDY: ClassVar[str]
     ALTERNATIVE: ClassVar[str]
+    FEATURES: ClassVar[frozenset[str]] = frozenset({"learnt"})
     format: str
     format_version: int
 
@@ -39,8 +41,12 @@ class ChecksummedManifest(BaseModel, frozen=True):
         Raises:
             OSError: the disk refuses.
         """
+        write_atomically(path, self.content())
+
+    def content(self) -> bytes:
+        """Return what the file holds."""
         content = self.model_dump(mode="json")
-        write_json_atomically(path, content | {"checksum": checksum(content)}, indent=1, mode=0o600)
+        return (json.dumps(content | {"checksum": checksum(content)}, indent=1) + "\n").encode()
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -71,7 +77,7 @@ class ChecksummedManifest(BaseModel, frozen=True):
         if content.pop("checksum", None) != checksum(content):
             raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {cls.REMEDY}")
         required = content.get("requires")
-        if isinstance(required, list) and required:  # there is no such feature yet
+        if isinstance(required, list) and set(map(str, required)) - cls.FEATURES:
             raise DatastoreError(
                 f"{path} requires {', '.join(map(str, required))}, which {newer} does not know: "
                 f"upgrade freedraft, or {cls.ALTERNATIVE}"

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sssd_plugin.datastore.disk.checksum import check_contents, check_size
-from sssd_plugin.datastore.disk.format import MANIFEST, ROLES, Manifest, SubIndexEntry, digest, file_name, read_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, SubIndexEntry, digest, file_name, read_manifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
 
@@ -60,11 +61,11 @@ class Datastore:
             check_size(file, entry)
         if verify:
             check_contents(files, pinned=sha256 is not None)
-        return cls(path, manifest, Snapshot.of([_map(path, sub) for sub in manifest.sub_indices]))
+        return cls(path, manifest, Snapshot.of([_map(path, sub) for sub in manifest.sub_indices if not sub.n_sections]))
 
     @property
     def snapshot(self) -> Snapshot:
-        """The sub-indices, for the drafter; they stay mapped as long as someone holds the snapshot."""
+        """The sub-indices that were built, for the drafter; they stay mapped as long as someone holds the snapshot."""
         if self._snapshot is None:
             raise ValueError(f"the datastore {self.path} is closed")
         return self._snapshot
@@ -102,12 +103,17 @@ def check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerpri
 
 
 def _map(path: Path, sub: SubIndexEntry) -> SubIndex:
-    arrays = []
-    for role in ROLES:
-        file = path / sub.name / file_name(role)
-        with reporting("map", file):
-            arrays.append(np.asarray(np.memmap(file, "<i4", "r")) if sub.files[role].size else np.zeros(0, np.int32))
     try:
-        return SubIndex(*arrays)
+        return SubIndex(*map_arrays(path / sub.name, sub))
     except ValueError as error:  # only where nothing was verified
         raise DatastoreError(f"{path} is corrupted ({error}): {REBUILD}") from None
+
+
+def map_arrays(folder: Path, sub: SubIndexEntry) -> list[NDArray[np.int32]]:
+    """Map the files of a sub-index, in the order of its roles."""
+    arrays = []
+    for role in sub.roles:
+        file = folder / file_name(role)
+        with reporting("map", file):
+            arrays.append(np.asarray(np.memmap(file, "<i4", "r")) if sub.files[role].size else np.zeros(0, np.int32))
+    return arrays

@@ -1,9 +1,5 @@
 """`Run`: an immutable sub-index over finished documents in memory, sorted and merged by compiled code without the GIL;
 `View`: what the requests of one batch draft from.
-
-Suffixes are compared up to the end of their document and over at most `DEPTH` tokens, more than any look-up reads, so
-text that repeats for ever costs no more than other text. A suffix array that is sorted in full is sorted in this order
-too.
 """
 
 from __future__ import annotations
@@ -14,144 +10,35 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, Snapshot, SubIndex, direct_buckets
+from sssd_plugin.datastore.index.suffix_sort import fill_sparse, fill_starts, merge_into, sort_into, sort_sections
 
-DEPTH = 32
-_SMALL = 12
-_STACK = 256
 _LARGE = 1 << 18  # bytes
 _BUCKETS_FROM = 4  # direct buckets cost 4 bytes an id, so only runs of at least a quarter as many tokens have them
 
 
 @njit(nogil=True, cache=True)
-def _before(tokens, p, q, depth):
-    """Return whether suffix p comes before suffix q; both share their first `depth` tokens."""
-    for d in range(depth, DEPTH):
-        x, y = tokens[p + d], tokens[q + d]
-        if x != y:
-            return x < y
-        if x < 0:
-            return False
-    return False
-
-
-@njit(nogil=True, cache=True)
-def sort_into(tokens, begin, end, order):
-    """Sort the suffixes of tokens[begin:end] that do not start with a separator into `order`; return their number.
-
-    Three-way radix quicksort (Bentley and Sedgewick, 1997) over tokens.
-
-    Args:
-        tokens: int32, a separator after each document and PAD more at the end.
-        order: int32 [>= end - begin], out.
-    """
-    n = 0
-    for i in range(begin, end):
-        if tokens[i] >= 0:
-            order[n] = i
-            n += 1
-    stack = np.empty((_STACK, 3), np.int64)
-    stack[0, 0], stack[0, 1], stack[0, 2] = 0, n, 0
-    height = 1
-    while height > 0:
-        height -= 1
-        lo, hi, depth = stack[height, 0], stack[height, 1], stack[height, 2]
-        if hi - lo <= _SMALL:
-            for i in range(lo + 1, hi):
-                p, j = order[i], i
-                while j > lo and _before(tokens, p, order[j - 1], depth):
-                    order[j] = order[j - 1]
-                    j -= 1
-                order[j] = p
-            continue
-        x = tokens[order[lo] + depth]
-        y = tokens[order[(lo + hi) >> 1] + depth]
-        z = tokens[order[hi - 1] + depth]
-        pivot = max(min(x, y), min(max(x, y), z))
-        a, i, b = lo, lo, hi
-        while i < b:
-            p = order[i]
-            t = tokens[p + depth]
-            if t < pivot:
-                order[i], order[a] = order[a], p
-                a += 1
-                i += 1
-            elif t > pivot:
-                b -= 1
-                order[i], order[b] = order[b], p
-            else:
-                i += 1
-        sorted_to = (
-            b if pivot < 0 or depth + 1 >= DEPTH else a
-        )  # of the middle part: suffixes as long as that are equal
-        parts = ((lo, a, depth), (b, hi, depth), (sorted_to, b, depth + 1))
-        # The largest part is sorted last, so that few are waiting at any time.
-        largest = 0
-        for k in range(1, 3):
-            if parts[k][1] - parts[k][0] > parts[largest][1] - parts[largest][0]:
-                largest = k
-        for k in range(3):
-            part = parts[(largest + k) % 3]
-            if part[1] - part[0] > 1:
-                stack[height, 0], stack[height, 1], stack[height, 2] = part
-                height += 1
-    return n
-
-
-@njit(nogil=True, cache=True)
-def merge_into(tokens, first, second, shift, order):
-    """Merge two sorted lists of suffixes of `tokens`; on a tie the first list's come first.
-
-    Args:
-        tokens: int32, as for `sort_into`.
-        first: int32, places.
-        second: int32, places minus `shift`.
-        order: int32 [the length of both], out.
-    """
-    n, j = 0, 0
-    for p in first:
-        while j < len(second) and _before(tokens, second[j] + shift, p, 0):
-            order[n] = second[j] + shift
-            j += 1
-            n += 1
-        order[n] = p
-        n += 1
-    for q in second[j:]:
-        order[n] = q + shift
-        n += 1
+def _direct_of(n, direct):
+    return direct if _BUCKETS_FROM * n >= direct else 0
 
 
 @njit(nogil=True, cache=True)
 def _with_tables(tokens, order, direct):
     """Return the arrays of a `SubIndex` of sorted suffixes, with buckets for the ids below `direct`."""
-    n = len(tokens) - PAD
-    direct = direct if _BUCKETS_FROM * n >= direct else 0
-    starts = np.zeros(direct + 1, np.int32)
-    for i in range(n):
-        if 0 <= tokens[i] < direct:
-            starts[tokens[i] + 1] += 1
-    for i in range(direct):
-        starts[i + 1] += starts[i]
+    starts = np.zeros(_direct_of(len(tokens) - PAD, direct) + 1, np.int32)
+    fill_starts(tokens, starts)
     sparse = np.empty((len(order) + SPARSE_STEP - 1) // SPARSE_STEP, np.int32)
-    for i in range(len(sparse)):
-        sparse[i] = tokens[order[i * SPARSE_STEP] + 1]
+    fill_sparse(tokens, order, sparse)
     return tokens, order, starts, sparse
 
 
 # Each of these makes the arrays of a run in one call, so that a thread asks for the GIL once and not for every array.
-
-
-@njit(nogil=True, cache=True)
-def _sorted(tokens, direct):
-    order = np.empty(len(tokens) - PAD, np.int32)
-    n = sort_into(tokens, 0, len(order), order)
-    return _with_tables(tokens, order[:n].copy(), direct)
 
 
 @njit(nogil=True, cache=True)
@@ -225,12 +112,29 @@ class Run:
         """Tokens, separators included."""
         return self.sub.n
 
+    @property
+    def row(self) -> NDArray[np.int64]:
+        """Of a `Snapshot.table`."""
+        return self.sub.row
+
+
+class Searched(Protocol):
+    """A run, or what else has a row of a `Snapshot.table` and tokens."""
+
+    @property
+    def row(self) -> NDArray[np.int64]: ...
+
+    @property
+    def n(self) -> int: ...
+
 
 def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, about: NDArray[np.int64]) -> Run:
     """Return a run of documents (int32, without separators); about: `Run.documents`."""
     parts = [part for document in documents for part in (document, [SEPARATOR])]
     tokens = np.concatenate([*parts, _PADDING], dtype=np.int32)
-    return Run(SubIndex(*_sorted(tokens, direct_buckets(vocab_size))), about)
+    n = len(tokens) - PAD
+    arrays = sort_sections(tokens, np.array([n]), _direct_of(n, direct_buckets(vocab_size)))
+    return Run(SubIndex(tokens, *arrays), about)
 
 
 def with_document(run: Run | None, document: NDArray[np.int32], vocab_size: int, about: NDArray[np.int64]) -> Run:
@@ -322,9 +226,9 @@ class View:
     widest: int
 
     @classmethod
-    def of(cls, static: Snapshot, runs: Sequence[Run] = ()) -> View:
+    def of(cls, static: Snapshot, runs: Sequence[Searched] = ()) -> View:
         """Return the view of one group, which sees `static` and then `runs`."""
-        table = np.concatenate([static.table, *(run.sub.row[None] for run in runs)])
+        table = np.concatenate([static.table, *(run.row[None] for run in runs)])
         size = static.n_tokens + sum(run.n for run in runs)
         bounds, sizes, n_static = (np.array(v, np.int64) for v in ([0, len(table)], [size], [len(static.table)]))
         return cls(table, bounds, sizes, n_static, (static, *runs), len(table))

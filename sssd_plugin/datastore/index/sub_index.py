@@ -24,8 +24,6 @@ TABLE_COLUMNS = 7
 """Of a row of `Snapshot.table`: the addresses of tokens, suffix_array and bucket_starts; n, m and D of `SubIndex`; the
 address of sparse_index."""
 
-_BLOCK = 1 << 20
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubIndex:
@@ -37,8 +35,8 @@ class SubIndex:
         bucket_starts: int32 [D + 1]; `suffix_array[bucket_starts[t]:bucket_starts[t + 1]]` are the suffixes that begin
             with token t < D. Larger ids (D is at most 2^20) are found by binary search.
         sparse_index: int32 [ceil(m / SPARSE_STEP)], second token of every `SPARSE_STEP`-th suffix; made if not given.
-            It takes a quarter of a byte per token, in memory only. Splitting the bucket of a common token takes most of
-            its steps here instead of in suffixes and tokens all over memory.
+            It takes a quarter of a byte per token. Splitting the bucket of a common token takes most of its steps here
+            instead of in suffixes and tokens all over memory.
         row: int64 [TABLE_COLUMNS], of a `Snapshot.table`; valid while the sub-index lives.
     """
 
@@ -80,7 +78,7 @@ class SubIndex:
         Raises:
             ValueError: more than 2^31 - 33 tokens, or an id below -1.
         """
-        from sssd_plugin.datastore.index.suffix_sort import sort_suffixes
+        from sssd_plugin.datastore.index.suffix_sort import sort_sections
 
         tokens = np.ascontiguousarray(tokens, np.int32)
         if len(tokens) > MAX_TOKENS:
@@ -88,28 +86,12 @@ class SubIndex:
         if len(tokens) and int(tokens.min()) < SEPARATOR:
             raise ValueError("token ids must not be negative")
         padded = np.concatenate([tokens, np.full(PAD, SEPARATOR, np.int32)])
-        return cls(padded, sort_suffixes(tokens), bucket_starts(count_ids(tokens, direct_buckets(vocab_size))))
+        return cls(padded, *sort_sections(padded, np.array([len(tokens)]), direct_buckets(vocab_size)))
 
 
 def direct_buckets(vocab_size: int) -> int:
     """Return the number of ids that have a bucket of their own."""
     return min(vocab_size, MAX_DIRECT_BUCKETS)
-
-
-def count_ids(tokens: NDArray[np.int32], direct: int) -> NDArray[np.int64]:
-    """Count each id below `direct` in `tokens` (int32 [n]), and then all others: int64 [direct + 1]."""
-    counts = np.zeros(direct + 1, np.int64)
-    for start in range(0, len(tokens), _BLOCK):  # bincount makes an int64 copy of what it counts
-        part = tokens[start : start + _BLOCK]
-        counts += np.bincount(np.minimum(part[part >= 0], direct), minlength=direct + 1)
-    return counts
-
-
-def bucket_starts(counts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return where each direct id's suffixes start in the suffix array, from its `count_ids`: int32 [D + 1]."""
-    starts = np.zeros(len(counts), np.int32)
-    np.cumsum(counts[:-1], out=starts[1:])
-    return starts
 
 
 class Snapshot:

@@ -1,80 +1,165 @@
-"""Sorting the suffixes of a run of tokens in little memory.
+"""Sorting and merging suffixes, in compiled code without the GIL.
 
-pydivsufsort sorts the suffixes of bytes. Ids are re-ranked densely and written as big-endian numbers of as few bytes w
-as hold them, 1 to 4, so that the order of bytes is the order of tokens; of the byte suffixes, those at multiples of w
-are kept, in place. The peak is 5 w bytes per token: 10 for up to 65,536 different ids, 15 for up to 16.7 million.
+Suffixes are compared up to the end of their document and over at most `DEPTH` tokens, more than any look-up reads, so
+text that repeats for ever costs no more than other text.
 """
 
-from __future__ import annotations
-
 import numpy as np
-from numpy.typing import NDArray
+from numba import njit
 
-from sssd_plugin.datastore.index.sub_index import SEPARATOR
+from sssd_plugin.datastore.index.sub_index import PAD, SPARSE_STEP
 
-_BLOCK = 1 << 18
-_MAX_TABLE = 1 << 24
-_TABLE_PER_TOKEN = 16
-MAX_SORTED_BYTES = (1 << 31) - 1
-"""Beyond it pydivsufsort needs 8 bytes of order per byte of text instead of 4."""
-
-
-def width_of(n_distinct: int) -> int:
-    """Return the bytes per token for so many different ids, the separator included."""
-    return max(1, ((n_distinct - 1).bit_length() + 7) // 8)
+DEPTH = 32
+SORT_BYTES = 9
+"""Memory per token of `sort_sections`: tokens, their order, and a sparse index."""
+_SMALL = 12
+_STACK = 256
 
 
-def to_bytes(tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Return dense ranks of `tokens` (int32 [n], each at least -1) as big-endian bytes: uint8 [n, w]."""
-    blocks = range(0, len(tokens), _BLOCK)
-    largest = max((int(tokens[a : a + _BLOCK].max()) for a in blocks), default=SEPARATOR)
-    # A table beats a search per token, unless it is much larger than the text.
-    if largest < min(_MAX_TABLE, _BLOCK + _TABLE_PER_TOKEN * len(tokens)):
-        present = np.zeros(largest + 2, bool)
-        for a in blocks:
-            present[tokens[a : a + _BLOCK] + 1] = True
-        width = width_of(int(np.count_nonzero(present)))
-        ranks = np.cumsum(present, dtype=np.uint32) - np.uint32(1)
-        table = _big_endian(ranks, width)
-        text = np.empty((len(tokens), width), np.uint8)
-        for a in blocks:
-            np.take(table, tokens[a : a + _BLOCK] + 1, axis=0, out=text[a : a + _BLOCK])
-        return text
-    seen = np.unique(tokens)
-    width = width_of(len(seen))
-    text = np.empty((len(tokens), width), np.uint8)
-    for a in blocks:
-        text[a : a + _BLOCK] = _big_endian(np.searchsorted(seen, tokens[a : a + _BLOCK]), width)
-    return text
+@njit(nogil=True, cache=True)
+def _before(tokens, p, q, depth):
+    """Return whether suffix p comes before suffix q; both share their first `depth` tokens."""
+    for d in range(depth, DEPTH):
+        x, y = tokens[p + d], tokens[q + d]
+        if x != y:
+            return x < y
+        if x < 0:
+            return False
+    return False
 
 
-def sort_bytes(text: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """Return the suffix array of `text` (uint8 [n, w], contiguous), counted in tokens: int32 or int64 [n].
+@njit(nogil=True, cache=True)
+def sort_into(tokens, begin, end, order):
+    """Sort the suffixes of tokens[begin:end] that do not start with a separator into `order`; return their number.
 
-    The result is a view of a buffer w times as large: copy it to keep it.
+    Three-way radix quicksort (Bentley and Sedgewick, 1997) over tokens.
+
+    Args:
+        tokens: int32, a separator after each document and PAD more at the end.
+        order: int32, room for them, out.
     """
-    n, width = text.shape
-    if n == 0:
-        return np.zeros(0, np.int32)
-    import pydivsufsort
+    n = 0
+    for i in range(begin, end):
+        if tokens[i] >= 0:
+            order[n] = i
+            n += 1
+    stack = np.empty((_STACK, 3), np.int64)
+    stack[0, 0], stack[0, 1], stack[0, 2] = 0, n, 0
+    height = 1
+    while height > 0:
+        height -= 1
+        lo, hi, depth = stack[height, 0], stack[height, 1], stack[height, 2]
+        if hi - lo <= _SMALL:
+            for i in range(lo + 1, hi):
+                p, j = order[i], i
+                while j > lo and _before(tokens, p, order[j - 1], depth):
+                    order[j] = order[j - 1]
+                    j -= 1
+                order[j] = p
+            continue
+        x = tokens[order[lo] + depth]
+        y = tokens[order[(lo + hi) >> 1] + depth]
+        z = tokens[order[hi - 1] + depth]
+        pivot = max(min(x, y), min(max(x, y), z))
+        a, i, b = lo, lo, hi
+        while i < b:
+            p = order[i]
+            t = tokens[p + depth]
+            if t < pivot:
+                order[i], order[a] = order[a], p
+                a += 1
+                i += 1
+            elif t > pivot:
+                b -= 1
+                order[i], order[b] = order[b], p
+            else:
+                i += 1
+        sorted_to = (
+            b if pivot < 0 or depth + 1 >= DEPTH else a
+        )  # of the middle part: suffixes as long as that are equal
+        parts = ((lo, a, depth), (b, hi, depth), (sorted_to, b, depth + 1))
+        # The largest part is sorted last, so that few are waiting at any time.
+        largest = 0
+        for k in range(1, 3):
+            if parts[k][1] - parts[k][0] > parts[largest][1] - parts[largest][0]:
+                largest = k
+        for k in range(3):
+            part = parts[(largest + k) % 3]
+            if part[1] - part[0] > 1:
+                stack[height, 0], stack[height, 1], stack[height, 2] = part
+                height += 1
+    return n
 
-    order = pydivsufsort.divsufsort(text.reshape(-1))
-    if width == 1:
-        return order
-    kept = 0
-    for a in range(0, len(order), _BLOCK):
-        block = order[a : a + _BLOCK]
-        aligned = block[block % width == 0] // width
-        order[kept : kept + len(aligned)] = aligned
-        kept += len(aligned)
-    return order[:n]
+
+@njit(nogil=True, cache=True)
+def merge_into(tokens, first, second, shift, order):
+    """Merge two sorted lists of suffixes of `tokens`; on a tie the first list's come first.
+
+    Args:
+        tokens: int32, as for `sort_into`.
+        first: int32, places.
+        second: int32, places minus `shift`.
+        order: int32 [the length of both], out.
+    """
+    n, j = 0, 0
+    for p in first:
+        while j < len(second) and _before(tokens, second[j] + shift, p, 0):
+            order[n] = second[j] + shift
+            j += 1
+            n += 1
+        order[n] = p
+        n += 1
+    for q in second[j:]:
+        order[n] = q + shift
+        n += 1
 
 
-def sort_suffixes(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the starts of the suffixes of `tokens` (int32 [n]), separators' left out, in lexicographic order."""
-    separators = int(np.count_nonzero(tokens == SEPARATOR))
-    return np.array(sort_bytes(to_bytes(tokens))[separators:], np.int32)
+@njit(nogil=True, cache=True)
+def fill_sparse(tokens, order, sparse):
+    """Fill `SubIndex.sparse_index` of a suffix array (int32 [m])."""
+    for i in range((len(order) + SPARSE_STEP - 1) // SPARSE_STEP):
+        sparse[i] = tokens[order[i * SPARSE_STEP] + 1]
 
 
-def _big_endian(numbers: NDArray, width: int) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(numbers.astype(">u4").view(np.uint8).reshape(-1, 4)[:, 4 - width :])
+@njit(nogil=True, cache=True)
+def fill_starts(tokens, starts):
+    """Fill `SubIndex.bucket_starts` (int32 [D + 1], zeros) of tokens (int32 [n + PAD])."""
+    direct = len(starts) - 1
+    for i in range(len(tokens) - PAD):
+        if 0 <= tokens[i] < direct:
+            starts[tokens[i] + 1] += 1
+    for i in range(direct):
+        starts[i + 1] += starts[i]
+
+
+@njit(nogil=True, cache=True)
+def sort_sections(tokens, ends, direct):
+    """Sort sections of a text, each for itself.
+
+    Args:
+        tokens: int32 [n + PAD], as for `sort_into`.
+        ends: int64 [S], where each section ends; n the last.
+        direct: ids that have a bucket; used where there is one section only.
+
+    Returns:
+        The suffix arrays of the sections, one after the other, in places of `tokens`: int32 [m]; `bucket_starts`: int32
+        [direct + 1], or [1] where there are several sections; their sparse indices, one after the other: int32.
+    """
+    counts = np.zeros(len(ends), np.int64)
+    begin, n_sparse = 0, 0
+    for s in range(len(ends)):
+        for i in range(begin, ends[s]):
+            counts[s] += tokens[i] >= 0
+        begin = ends[s]
+        n_sparse += (counts[s] + SPARSE_STEP - 1) // SPARSE_STEP
+    order, sparse = np.empty(counts.sum(), np.int32), np.empty(n_sparse, np.int32)
+    starts = np.zeros(direct + 1 if len(ends) == 1 else 1, np.int32)
+    fill_starts(tokens, starts)
+    begin, at, at_sparse = 0, 0, 0
+    for s in range(len(ends)):
+        part = order[at : at + counts[s]]
+        sort_into(tokens, begin, ends[s], part)
+        fill_sparse(tokens, part, sparse[at_sparse:])
+        begin, at = ends[s], at + counts[s]
+        at_sparse += (counts[s] + SPARSE_STEP - 1) // SPARSE_STEP
+    return order, starts, sparse

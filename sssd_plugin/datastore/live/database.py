@@ -13,16 +13,15 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.live.free_space import free_bytes
+from sssd_plugin.datastore.records import Erasure, Record, keep_shares
 
 logger = logging.getLogger("freedraft.datastore")
 
@@ -53,54 +52,8 @@ _ANNOUNCE = "INSERT INTO erasures (id, tenant, before, milliseconds) VALUES (?, 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A document.
-
-    Attributes:
-        tenant: 16 bytes, or none.
-        milliseconds: since 1970, when its request ended.
-        tokens: int32 [n].
-    """
-
-    tenant: bytes
-    milliseconds: int
-    tokens: NDArray[np.int32]
-
-    @property
-    def size(self) -> int:
-        """Tokens, the separator included."""
-        return len(self.tokens) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class Erasure:
-    """What is to be forgotten.
-
-    Attributes:
-        tenant: whose documents; None for everybody's.
-        before: those from before this time, in ms since 1970; None for all that there are.
-    """
-
-    tenant: bytes | None = None
-    before: int | None = None
-
-    def covers(self, tenant: bytes, milliseconds: int) -> bool:
-        return (self.tenant is None or self.tenant == tenant) and (self.before is None or milliseconds < self.before)
-
-
 class UnreadableFileError(DatastoreError):
     """A file that holds nothing that could be read."""
-
-
-def keep_shares(held: Mapping[T, int], total: int) -> dict[T, int]:
-    """Return what each holder may keep of what it holds, `total` together: those above an equal share are cut to one
-    size, and nobody below it loses anything."""
-    left, kept = total, {}
-    for number, (holder, size) in enumerate(sorted(held.items(), key=lambda item: item[1])):
-        kept[holder] = min(size, left // (len(held) - number))
-        left -= kept[holder]
-    return kept
 
 
 class LearntDatabase:

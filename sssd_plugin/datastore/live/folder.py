@@ -16,10 +16,11 @@ import platform
 import secrets
 import time
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
+from sssd_plugin.datastore.disk.format import Digest, Isolation
 from sssd_plugin.datastore.disk.manifest import ChecksummedManifest
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 
@@ -28,7 +29,6 @@ LOCK = "lock"
 FILE = "learnt.sqlite"
 _WAIT_SECONDS = 30.0
 
-Isolation = Literal["tenant", "shared", "off"]
 _WIDTH = {"tenant": 0, "shared": 1, "off": 1}  # who sees a text: its tenant, or everybody
 
 
@@ -48,7 +48,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     format_version: Literal[2] = 2
     vocab_size: int
     fingerprint: str | None = None
-    key: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] = Field(default_factory=lambda: secrets.token_hex(16))
+    key: Digest = Field(default_factory=lambda: secrets.token_hex(16))
     isolation: Isolation
 
     @classmethod

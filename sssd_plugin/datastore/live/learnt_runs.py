@@ -12,20 +12,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.index.runs import Run, View, sorted_run, with_document, without
+from sssd_plugin.datastore.index.runs import Run, Searched, View, sorted_run, with_document, without
 from sssd_plugin.datastore.index.sub_index import Snapshot
-from sssd_plugin.datastore.live.database import Erasure, Record, keep_shares
 from sssd_plugin.datastore.live.merging import Merge, MergeThread
 from sssd_plugin.datastore.live.tenants import Tenant, kept, writer_of
+from sssd_plugin.datastore.records import Erasure, Record, keep_shares
+
+if TYPE_CHECKING:
+    from sssd_plugin.datastore.fleet.replica import Fetched
 
 logger = logging.getLogger("freedraft.datastore")
 
 SEARCHED = 8
 """Sub-indices that are searched at most, static ones included (papers/sssd.txt 3.1.3)."""
+MIN_RUNS = 2
+"""That a tenant may have, however many others are searched."""
 MEMTABLE_TOKENS = 1 << 12
 """Size at which the memtable is left as it is: merging a document into it costs a pass over it."""
 LARGE_TOKENS = 1 << 12
@@ -47,16 +53,18 @@ class LearntRuns:
     Attributes:
         lock: to be held where a method says so.
         tenants: by number; 0 is that of requests of none.
-        n: tokens held, separators included; inserted, taken: tokens and documents that were taken.
+        n: tokens held, separators included; inserted, taken: tokens and documents that were taken;
+            evicted: tokens that were dropped to make room.
     """
 
     def __init__(self, vocab_size: int, static: Snapshot, *, isolated: bool, max_tokens: int) -> None:
         self.vocab_size, self.isolated, self.max_tokens = vocab_size, isolated, max_tokens
         self.lock = threading.Lock()
         self.merger = MergeThread(vocab_size, self._on_merged, self._learn_large)
-        self.n = self.inserted = self.taken = 0
+        self.n = self.inserted = self.taken = self.evicted = 0
         self._documents = 0
         self._waiting: deque[Record] = deque()  # large documents
+        self._fetched: Fetched | None = None
         self._set_static(static)
         self.tenants = {0: Tenant(b"", self._static_view)}
         self._next_tenant = 1
@@ -68,27 +76,38 @@ class LearntRuns:
         return tenant > 0 or not self.isolated
 
     def erase(self, erasure: Erasure) -> None:
-        """Forget documents: no view made from now on has them. With the lock held."""
-        waiting, self._waiting = self._waiting, deque()
-        for record in waiting:
-            if erasure.covers(record.tenant, record.milliseconds):
-                self.n -= record.size
-            else:
-                self._waiting.append(record)
-        ended = erasure, self._documents
-        for tenant in self.tenants.values():
-            if tenant.memtable and not (keep := kept(tenant.memtable, [ended])).all():
-                self.n -= tenant.memtable.n
-                tenant.memtable = without(tenant.memtable, self.vocab_size, keep)
-                self.n += tenant.memtable.n if tenant.memtable else 0
-            tenant.erasures.append(ended)
-            if self.merger.failed:  # nobody rewrites runs any more
-                self.n -= tenant.n
-                tenant.runs = [run for run in tenant.runs if kept(run, tenant.erasures).all()]
-                self.n += tenant.n
-            self._plan(tenant)
-            tenant.view = self._view_of(tenant)
-        self._joined = None
+        """Forget documents: no view made after this has them. Other tenants' requests go on meanwhile."""
+        with self.lock:
+            waiting, self._waiting = self._waiting, deque()
+            for record in waiting:
+                if erasure.covers(record.tenant, record.milliseconds):
+                    self.n -= record.size
+                else:
+                    self._waiting.append(record)
+            ended = erasure, self._documents
+            of_one = self.isolated and erasure.tenant is not None
+            numbers = [self._numbers.get(erasure.tenant or b"", -1)] if of_one else list(self.tenants)
+        for number in numbers:
+            with self.lock:
+                self._joined = None
+                if number in self.tenants:
+                    self._erase(self.tenants[number], ended)
+
+    def _erase(self, tenant: Tenant, ended: tuple[Erasure, int]) -> None:
+        """With the lock held."""
+        if not tenant.all_runs:
+            return
+        if tenant.memtable and not (keep := kept(tenant.memtable, [ended])).all():
+            self.n -= tenant.memtable.n
+            tenant.memtable = without(tenant.memtable, self.vocab_size, keep)
+            self.n += tenant.memtable.n if tenant.memtable else 0
+        tenant.erasures.append(ended)
+        if self.merger.failed:  # nobody rewrites runs any more
+            self.n -= tenant.n
+            tenant.runs = [run for run in tenant.runs if kept(run, tenant.erasures).all()]
+            self.n += tenant.n
+        self._plan(tenant)
+        tenant.view = self._view_of(tenant)
 
     def view(self, tenants: NDArray[np.int64] | None = None) -> tuple[View, NDArray[np.int64] | None]:
         """Return what a batch drafts from. A tenant that is not known any more sees the static store only.
@@ -113,8 +132,21 @@ class LearntRuns:
         """Replace what every tenant drafts from besides."""
         with self.lock:
             self._set_static(static)
-            for tenant in self.tenants.values():
-                tenant.view = self._view_of(tenant)
+        self._refresh()
+
+    def use_fetched(self, fetched: Fetched) -> None:
+        """Draft from what a fleet has learnt, and not from what of it is held here."""
+        with self.lock:
+            self._fetched = fetched
+            self._set_static(self._given)
+        self._refresh()
+        self.erase(Erasure(None, fetched.until))
+
+    def _refresh(self) -> None:
+        for number in list(self.tenants):
+            with self.lock:
+                if tenant := self.tenants.get(number):
+                    self._set_sections(tenant)
 
     def settle(self, timeout: float = 60.0) -> bool:
         """Wait until the background has nothing to do; return whether it has not."""
@@ -177,7 +209,7 @@ class LearntRuns:
             owner = self._owner(record)
             owner.memtable = with_document(owner.memtable, record.tokens, self.vocab_size, self._about([record]))
             # At most as many runs as may be searched, however slowly the background merges them.
-            if owner.memtable.n >= MEMTABLE_TOKENS and len(owner.runs) + 1 < self._max_runs:
+            if owner.memtable.n >= MEMTABLE_TOKENS and len(owner.runs) + 1 < self._max_runs(owner):
                 owner.runs.append(owner.memtable)
                 owner.memtable = None
                 self._plan(owner)
@@ -191,20 +223,29 @@ class LearntRuns:
             self._prune()
             number = self._numbers[digest] = self._next_tenant
             self._next_tenant += 1
-            self.tenants[number] = Tenant(digest, self._static_view)
+            tenant = self.tenants[number] = Tenant(digest, self._static_view)
+            self._set_sections(tenant)
         self.tenants[number].asked_for = time.monotonic()
         return number
 
     # Below: with the lock held, except `_on_merged` and `_learn_large`.
 
-    @property
-    def _max_runs(self) -> int:
+    def _max_runs(self, tenant: Tenant) -> int:
         """Runs that a tenant may have."""
-        return max(2, SEARCHED - len(self._static.table))
+        return max(MIN_RUNS, SEARCHED - len(self._static.table) - len(tenant.sections))
+
+    def _set_sections(self, tenant: Tenant) -> None:
+        if self._fetched is not None and (tenant.digest or not self.isolated):
+            digest = tenant.digest if self.isolated else b""
+            max_sections = SEARCHED - MIN_RUNS - len(self._static.table)
+            tenant.sections = self._fetched.sections(digest, max_sections)
+        tenant.view = self._view_of(tenant)
 
     def _set_static(self, static: Snapshot) -> None:
-        subs = static.sub_indices
-        max_static = SEARCHED - 2
+        self._given = static
+        subs = static.sub_indices + (self._fetched.built.sub_indices if self._fetched else ())
+        static = Snapshot.of(subs)
+        max_static = SEARCHED - MIN_RUNS - (self._fetched is not None)
         if len(subs) > max_static:
             logger.warning(
                 "freedraft: the datastore has %d sub-indices; with what is learnt, at most %d are searched, so the "
@@ -230,7 +271,7 @@ class LearntRuns:
             if not self._waiting or self._waiting[0] is not record:
                 return
             owner = self._owner(record)
-            full = len(owner.runs) + 1 >= self._max_runs
+            full = len(owner.runs) + 1 >= self._max_runs(owner)
             if full and owner.busy:  # again behind the merge that makes room
                 self.merger.submit(None)
                 return
@@ -256,12 +297,12 @@ class LearntRuns:
         return self._static_view if tenant is None else tenant.view
 
     def _view_of(self, tenant: Tenant) -> View:
-        runs = tenant.visible_runs
+        runs: list[Searched] = [*tenant.sections, *tenant.visible_runs]
         return View.of(self._static, runs) if runs else self._static_view
 
     def _plan(self, tenant: Tenant) -> None:
         """Start a merge if the tenant's runs want one."""
-        inputs = tenant.runs_to_replace(self._max_runs, self.max_tokens // 2)
+        inputs = tenant.runs_to_replace(self._max_runs(tenant), self.max_tokens // 2)
         if inputs:
             self._start(tenant, inputs)
 
@@ -281,6 +322,7 @@ class LearntRuns:
                 oldest = tenant.runs.pop(0)
                 excess -= oldest.n
                 self.n -= oldest.n
+                self.evicted += oldest.n
                 self.merger.release([oldest])
             if excess > 0 and tenant.runs:
                 self._start(tenant, tenant.runs[:1], excess)
@@ -305,7 +347,10 @@ class LearntRuns:
             at = next(i for i, run in enumerate(tenant.runs) if run is merge.inputs[0])
             tenant.runs[at : at + len(merge.inputs)] = [result] if result else []
             gone = [*merge.inputs, merge.more] if merge.more else merge.inputs
-            self.n += (result.n if result else 0) - sum(run.n for run in gone)
+            change = (result.n if result else 0) - sum(run.n for run in gone)
+            self.n += change
+            if merge.excess:
+                self.evicted -= change
             tenant.busy = False
             self._plan(tenant)
             self._drop()

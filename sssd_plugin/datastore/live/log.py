@@ -4,47 +4,41 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import sqlite3
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 
-from sssd_plugin.datastore.disk.format import LIVE
+from sssd_plugin.datastore.disk.format import LIVE, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.live.database import ANNOUNCED_SECONDS, Erasure, LearntDatabase, Record, problem
-from sssd_plugin.datastore.live.folder import FILE, MANIFEST, FolderLock, Isolation, LiveManifest
+from sssd_plugin.datastore.live.database import ANNOUNCED_SECONDS, LearntDatabase, problem
+from sssd_plugin.datastore.live.folder import FILE, MANIFEST, FolderLock, LiveManifest
+from sssd_plugin.datastore.records import Changes, Erasure, PendingRecords, Record
 
 logger = logging.getLogger("freedraft.datastore")
 
 _RETRY_SECONDS = 5.0
-_MAX_PENDING = 4 << 20  # tokens kept for writing while the disk refuses
 
 
 class DocumentLog:
     """The documents of one live datastore on disk. Use `open`.
 
-    `append` only queues; `sync` writes. When the disk refuses, that is logged once, drafting goes on with what is in
+    `pending` only queues; `sync` writes. When the disk refuses, that is logged once, drafting goes on with what is in
     memory, and writing is tried again.
 
     Attributes:
         key: of the digests of tenants' names.
-        dropped: documents that were never written, because the disk refused for long.
+        pending: what is to be written.
     """
 
     def __init__(
         self, database: LearntDatabase, lock: FolderLock, manifest: LiveManifest, max_tokens: int, isolated: bool
     ) -> None:
         self.key = bytes.fromhex(manifest.key)
-        self.dropped = 0
         self._database, self._lock = database, lock
         self._max_tokens, self._isolated = max_tokens, isolated
         self._tokens = 0  # in the file, at most
-        self._pending: deque[Record] = deque()
-        self._pending_tokens = 0
-        self._mutex = threading.Lock()  # of the queue
+        self.pending = PendingRecords()
         self._syncing = threading.Lock()
         self._retry_at = 0.0
         self._end_at = time.monotonic() + ANNOUNCED_SECONDS  # of erasures
@@ -83,22 +77,11 @@ class DocumentLog:
             lock.release()
             raise
 
-    def append(self, record: Record) -> None:
-        """Write a document soon."""
-        with self._mutex:
-            self._pending.append(record)
-            self._pending_tokens += record.size
-            while self._pending_tokens > _MAX_PENDING and len(self._pending) > 1:
-                self._pending_tokens -= self._pending.popleft().size
-                self.dropped += 1
+    def load(self) -> list[Record]:
+        """Return what is on disk."""
+        return self.sync().records
 
-    def erase_pending(self, erasure: Erasure) -> None:
-        """Never write what the erasure covers."""
-        with self._mutex:
-            self._pending = deque(r for r in self._pending if not erasure.covers(r.tenant, r.milliseconds))
-            self._pending_tokens = sum(record.size for record in self._pending)
-
-    def sync(self, retry: bool = True) -> tuple[list[Erasure], list[Record]]:
+    def sync(self, retry: bool = True) -> Changes:
         """Write what is queued, to the disk itself, and return what other processes have erased and then learnt.
 
         Args:
@@ -106,16 +89,15 @@ class DocumentLog:
         """
         with self._syncing:
             if self._closed or (self._refused and not retry and time.monotonic() < self._retry_at):
-                return [], []
-            with self._mutex:
-                records, self._pending, self._pending_tokens = list(self._pending), deque(), 0
+                return Changes([], [])
+            records = self.pending.take()
             try:
-                changes = self._database.write(records) if records else self._database.read()
+                changes = Changes(*(self._database.write(records) if records else self._database.read()))
             except sqlite3.Error as error:
                 self._refuse(error, records)
-                return [], []
+                return Changes([], [])
             try:
-                self._keep_bounds(*changes, records)
+                self._keep_bounds(changes.erasures, changes.records, records)
             except sqlite3.Error as error:
                 self._refuse(error, [])
                 return changes
@@ -155,34 +137,11 @@ class DocumentLog:
             self._end_at = math.inf
             self._database.end_erasures(alone=False)
 
-    def _refuse(self, error: sqlite3.Error, records: Sequence[Record]) -> None:
+    def _refuse(self, error: sqlite3.Error, records: list[Record]) -> None:
         if not self._refused:
             logger.warning(
                 "freedraft: %s; what is learnt stays in memory, and writing is tried again",
                 problem(self._database.path, error),
             )
         self._refused, self._retry_at = True, time.monotonic() + _RETRY_SECONDS
-        with self._mutex:
-            self._pending.extendleft(reversed(records))
-            self._pending_tokens = sum(record.size for record in self._pending)
-
-
-def check_live(directory: Path, *, vocab_size: int, fingerprint: str | None, isolation: Isolation) -> None:
-    """Refuse, before an engine starts, what `DocumentLog.open` would refuse. Changes nothing.
-
-    Raises:
-        DatastoreError: see `open_live`.
-    """
-    folder = Path(directory) / LIVE
-    above = folder
-    while not above.exists():
-        above = above.parent
-    if not above.is_dir():
-        raise DatastoreError(f"{above} is a file, so nothing can be learnt in {folder}: choose another path")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise DatastoreError(f"cannot write {above}: give this user access or choose another path")
-    if folder.exists():
-        manifest = LiveManifest.of(folder)
-        if manifest is not None:
-            manifest.check_fits(folder, vocab_size, fingerprint, isolation)
-        FolderLock(folder).release()
+        self.pending.give_back(records)

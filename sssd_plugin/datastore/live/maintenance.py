@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sssd_plugin.datastore.disk.format import LIVE
+from sssd_plugin.datastore.disk.format import LIVE, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.live.database import Erasure, LearntDatabase, UnreadableFileError, problem
-from sssd_plugin.datastore.live.folder import FILE, LOCK, MANIFEST, FolderLock, Isolation, LiveManifest
+from sssd_plugin.datastore.live.database import LearntDatabase, UnreadableFileError, problem
+from sssd_plugin.datastore.live.folder import FILE, LOCK, MANIFEST, FolderLock, LiveManifest
 from sssd_plugin.datastore.live.tenants import tenant_digest
+from sssd_plugin.datastore.records import Erasure, Record
 
 _JOURNAL = f"{FILE}-journal"
 
@@ -32,27 +33,33 @@ class Forgotten:
     alone: bool
 
 
-def forget(directory: Path, tenants: Sequence[str] = (), before: str | None = None) -> Forgotten:
+def end_of(before: str | None) -> int | None:
+    """Return an ISO date or time, UTC unless it says otherwise, in ms since 1970; None for None.
+
+    Raises:
+        DatastoreError: not a time.
+    """
+    if before is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(before)
+    except ValueError:
+        raise DatastoreError(f"{before!r} is not a time: write for instance 2026-01-31 or 2026-01-31T12:00") from None
+    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = None) -> Forgotten:
     """Erase learnt documents: of these tenants (none: of all), from before a time (None: of any). Servers of this host
     that learn there forget them, too. What is damaged is erased, too, because nobody can tell whose it is.
 
     Args:
         directory: the store's.
         tenants: keys, as of `freedraft.tenants.tenant_key`.
-        before: an ISO date or time; UTC unless it says otherwise.
+        before: ms since 1970.
 
     Raises:
-        DatastoreError: nothing was ever learnt there, another host learns there, not a time, or the disk refuses.
+        DatastoreError: nothing was ever learnt there, another host learns there, or the disk refuses.
     """
-    end = None
-    if before is not None:
-        try:
-            moment = datetime.fromisoformat(before)
-        except ValueError:
-            raise DatastoreError(
-                f"{before!r} is not a time: write for instance 2026-01-31 or 2026-01-31T12:00"
-            ) from None
-        end = int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
     folder, manifest = _learnt(directory)
     with FolderLock(folder) as locked:
         documents = tokens = 0
@@ -61,7 +68,7 @@ def forget(directory: Path, tenants: Sequence[str] = (), before: str | None = No
             with closing(LearntDatabase(path)) as database:
                 digests: list[bytes | None] = [_digest(manifest, name) for name in tenants]
                 for digest in digests or [None]:
-                    gone = database.erase(Erasure(digest, end))
+                    gone = database.erase(Erasure(digest, before))
                     documents, tokens = documents + gone[0], tokens + gone[1]
                 if locked.alone:
                     database.end_erasures(alone=True)
@@ -110,6 +117,22 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
         if any(_digest(manifest, name) in content for name in erased):
             raise DatastoreError(f"{path} holds documents of this tenant, or its erasure of the last minute")
     return f"{documents:,} documents were learnt and are whole; {left or 'no'} bytes are left in free space"
+
+
+def learnt_documents(directory: Path, tenants: Sequence[str] = ()) -> tuple[LiveManifest, list[Record]]:
+    """Return what was learnt, of these tenants (none: of all).
+
+    Raises:
+        DatastoreError: nothing was ever learnt there, or it cannot be read.
+    """
+    folder, manifest = _learnt(directory)
+    digests = {_digest(manifest, name) for name in tenants}
+    with FolderLock(folder), closing(LearntDatabase(folder / FILE)) as database:
+        try:
+            records = database.read()[1]
+        except sqlite3.Error as error:
+            raise DatastoreError(problem(folder / FILE, error)) from None
+    return manifest, [record for record in records if not digests or record.tenant in digests]
 
 
 def accept_isolation(directory: Path, isolation: Isolation) -> Isolation:

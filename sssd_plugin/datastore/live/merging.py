@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sssd_plugin.datastore.index.runs import Run, merged, release, without
-from sssd_plugin.datastore.live.database import Erasure
 from sssd_plugin.datastore.live.tenants import Tenant, kept
+from sssd_plugin.datastore.records import Erasure
 
 logger = logging.getLogger("freedraft.datastore")
 

@@ -25,6 +25,7 @@ _COUNTERS = {
     "documents": Counter("freedraft_live_documents", "Finished requests that were learnt from"),
     "inserted": Counter("freedraft_live_inserted_tokens", "Tokens that were learnt"),
     "insert_seconds": Counter("freedraft_live_insert_seconds", "Time until what was learnt was visible, in all"),
+    "evicted": Counter("freedraft_live_evicted_tokens", "Learnt tokens that were dropped to make room"),
     "merges": Counter("freedraft_live_merges", "Merges of live sub-indices in the background"),
     "merge_seconds": Counter("freedraft_live_merge_seconds", "Time that they took"),
 }

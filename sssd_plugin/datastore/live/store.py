@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
@@ -18,14 +19,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sssd_plugin.datastore.disk.bucket import Bucket
+from sssd_plugin.datastore.disk.format import LIVE, MAX_VOCAB_SIZE, Isolation
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.fleet.replica import FleetLog
 from sssd_plugin.datastore.index.runs import View, warm_up
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.clock import SteadyClock
-from sssd_plugin.datastore.live.database import Erasure, Record
-from sssd_plugin.datastore.live.folder import Isolation
+from sssd_plugin.datastore.live.conversations import KnownBeginnings
+from sssd_plugin.datastore.live.folder import FolderLock, LiveManifest
 from sssd_plugin.datastore.live.learnt_runs import LearntRuns
 from sssd_plugin.datastore.live.log import DocumentLog
 from sssd_plugin.datastore.live.tenants import tenant_digest
+from sssd_plugin.datastore.records import Erasure, Record
 
 logger = logging.getLogger("freedraft.datastore")
 
@@ -52,6 +58,7 @@ class LiveStats:
     merges: int  # in the background
     merge_seconds: float
     longest_merge: float  # seconds
+    evicted: int  # tokens that were dropped to make room
     dropped: dict[str, int]  # documents that were not taken, by reason
 
     @property
@@ -73,7 +80,7 @@ class LiveDatastore:
             recorded.
         max_tokens: held at most, separators included. Beyond it, who holds most loses its oldest documents first.
         max_age: seconds after which a document is erased; None for never.
-        log: where documents are kept on disk; closed with this. What is there is taken over.
+        log: where documents are kept, on disk or in a bucket; closed with this. What is on disk is taken over.
 
     Attributes:
         on_erased: called, in a background thread, when something was erased.
@@ -90,7 +97,7 @@ class LiveDatastore:
         isolation: Isolation = "tenant",
         max_tokens: int = MAX_TOKENS,
         max_age: float | None = None,
-        log: DocumentLog | None = None,
+        log: DocumentLog | FleetLog | None = None,
         clock: SteadyClock | None = None,
     ) -> None:
         if max_tokens < MIN_TOKENS:
@@ -98,19 +105,20 @@ class LiveDatastore:
         self.vocab_size, self.isolation, self.max_tokens, self.max_age = vocab_size, isolation, max_tokens, max_age
         self.on_erased: Callable[[], None] = lambda: None
         self._log = log
-        self._key = log.key if log else secrets.token_bytes(16)
+        self._key = secrets.token_bytes(16)
         self._insert_seconds = 0.0
         self._dropped: Counter[str] = Counter()
         self.runs = LearntRuns(
             vocab_size, static or Snapshot.empty(), isolated=isolation == "tenant", max_tokens=max_tokens
         )
+        self._beginnings = KnownBeginnings(max_tokens)
         self._clock = clock or SteadyClock()
         self._expire_at = 0  # ms
         self._stop = threading.Event()
         self._keeper: threading.Thread | None = None
         warm_up()
         if log is not None:
-            self.runs.load(log.sync()[1])
+            self.runs.load(log.load())
         if log is not None or max_age is not None:
             self._expire()
             self._keeper = threading.Thread(target=self._keep_up, name="freedraft-log", daemon=True)
@@ -118,9 +126,10 @@ class LiveDatastore:
 
     def tenant(self, name: str | None) -> int:
         """Return the number of a tenant, 0 for requests of none. Only a keyed digest of the name is kept."""
-        if not name or self.isolation == "off":
+        key = self._log.key if self._log else self._key
+        if not name or self.isolation == "off" or key is None:
             return 0
-        digest = tenant_digest(self._key, name)
+        digest = tenant_digest(key, name)
         with self.runs.lock:
             return self.runs.number(digest)
 
@@ -128,8 +137,11 @@ class LiveDatastore:
         """Return whether requests of this tenant teach and learn: under "tenant", those of none do not."""
         return self.runs.learns(tenant)
 
-    def insert(self, tokens: NDArray[np.int32], tenant: int = 0) -> bool:
+    def insert(self, tokens: NDArray[np.int32], tenant: int = 0, *, conversation: bool = False) -> bool:
         """Take a document (int32 [n]); the next `view` has it.
+
+        Args:
+            conversation: whether it may begin with what earlier documents hold already, which is then not taken again.
 
         Returns:
             Whether it was taken: not if it is of no tenant (see `learns`), is empty, has a sixteenth of `max_tokens` or
@@ -140,22 +152,27 @@ class LiveDatastore:
         started = time.perf_counter()
         with self.runs.lock:
             reason = self.runs.reason_against(tokens, tenant)
+            if self._log is not None and self._log.key is None:
+                reason = "bucket"
             if reason:
                 self._dropped[reason] += 1
                 return False
+            if conversation:
+                tokens = self._beginnings.new_part(tokens, tenant)
             record = Record(self.runs.tenants[tenant].digest, self._clock.milliseconds(), np.array(tokens, np.int32))
             if self._log is not None:
-                self._log.append(record)
+                self._log.pending.append(record)
             self.runs.take(record)
             self._insert_seconds += time.perf_counter() - started
         return True
 
     def erase(self, erasure: Erasure) -> None:
         """Forget documents in memory: no view made from now on has them."""
+        if self._log is not None:
+            self._log.pending.erase(erasure)
+        self.runs.erase(erasure)
         with self.runs.lock:
-            if self._log is not None:
-                self._log.erase_pending(erasure)
-            self.runs.erase(erasure)
+            self._beginnings.clear()
         self.on_erased()
 
     @property
@@ -192,7 +209,8 @@ class LiveDatastore:
                 merges=merger.merges,
                 merge_seconds=merger.seconds,
                 longest_merge=merger.longest,
-                dropped=dict(self._dropped) | ({"disk": self._log.dropped} if self._log else {}),
+                evicted=learnt.evicted,
+                dropped=dict(self._dropped) | ({"disk": self._log.pending.dropped} if self._log else {}),
             )
 
     def flush(self) -> None:
@@ -221,10 +239,12 @@ class LiveDatastore:
         """Write what was learnt, and do and learn what other processes have."""
         if self._log is None:
             return
-        erasures, records = self._log.sync(retry)
-        for erasure in erasures:
+        changes = self._log.sync(retry)
+        if changes.fetched is not None:
+            self.runs.use_fetched(changes.fetched)
+        for erasure in changes.erasures:
             self.erase(erasure)
-        for record in records:
+        for record in changes.records:
             with self.runs.lock:
                 tenant = self.runs.number(record.tenant) if self.isolation != "off" else 0
                 reason = self.runs.reason_against(record.tokens, tenant)
@@ -250,7 +270,7 @@ class LiveDatastore:
 
 
 def open_live(
-    directory: Path | None,
+    place: Path | str | None,
     vocab_size: int,
     *,
     static: Snapshot | None = None,
@@ -259,21 +279,23 @@ def open_live(
     max_tokens: int = MAX_TOKENS,
     max_age: float | None = None,
 ) -> LiveDatastore:
-    """Open a live datastore over `directory` (None: in memory only).
+    """Open a live datastore over a place (None: in memory only).
 
-    Processes of one host that open the same directory learn from each other.
+    Processes of one host that open the same directory learn from each other, and those of any host at the same URL.
 
     Args:
-        directory: the store's; what is learnt goes into a folder `live` in it.
+        place: the directory of a store, where what is learnt goes into a folder `live`; or a URL, as of `Bucket`.
         fingerprint: of the model's tokenizer.
 
     Raises:
         DatastoreError: the directory cannot be read or written, is of another tokenizer, isolation or version, or
             another host learns there.
     """
-    log = None
-    if directory is not None:
-        log = DocumentLog.open(directory, vocab_size, max_tokens, fingerprint, isolation)
+    log: DocumentLog | FleetLog | None = None
+    if isinstance(place, str):
+        log = FleetLog(Bucket(place), vocab_size, fingerprint, isolation)
+    elif place is not None:
+        log = DocumentLog.open(place, vocab_size, max_tokens, fingerprint, isolation)
     try:
         return LiveDatastore(
             vocab_size, static=static, isolation=isolation, max_tokens=max_tokens, max_age=max_age, log=log
@@ -283,3 +305,28 @@ def open_live(
             if log is not None:
                 log.close()
         raise
+
+
+def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | None, isolation: Isolation) -> None:
+    """Refuse, before an engine starts, what `open_live` would refuse. Changes no folder.
+
+    Raises:
+        DatastoreError: see `open_live`.
+    """
+    vocab_size = vocab_size or MAX_VOCAB_SIZE
+    if isinstance(place, str):
+        FleetLog(Bucket(place), vocab_size, fingerprint, isolation).check()
+        return
+    folder = place / LIVE
+    above = folder
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir():
+        raise DatastoreError(f"{above} is a file, so nothing can be learnt in {folder}: choose another path")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise DatastoreError(f"cannot write {above}: give this user access or choose another path")
+    if folder.exists():
+        manifest = LiveManifest.of(folder)
+        if manifest is not None:
+            manifest.check_fits(folder, vocab_size, fingerprint, isolation)
+        FolderLock(folder).release()

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from sssd_plugin.datastore.disk.sections import Section
 from sssd_plugin.datastore.index.runs import Run, View
-from sssd_plugin.datastore.live.database import Erasure
+from sssd_plugin.datastore.records import Erasure
 
 FACTOR = 4
 """An older run is merged with newer ones that are together more than a FACTOR-th of it."""
@@ -23,6 +24,7 @@ class Tenant:
     Attributes:
         digest: `tenant_digest` of the name; empty for requests of none.
         runs: oldest first.
+        sections: what a fleet has learnt from it.
         memtable: the newest documents, which the next one is merged into.
         busy: some of `runs` are being replaced.
         erasures: of documents in `runs`, and the number of the first document that each spares; the runs that hold what
@@ -34,6 +36,7 @@ class Tenant:
     digest: bytes
     view: View
     runs: list[Run] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
     memtable: Run | None = None
     busy: bool = False
     erasures: list[tuple[Erasure, int]] = field(default_factory=list)

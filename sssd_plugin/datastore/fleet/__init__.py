@@ -1,0 +1,1 @@
+"""What replicas on many hosts learn from each other, through a bucket."""
