@@ -290,6 +290,20 @@ def selection(result: Any) -> str:
     return table([*head, "expected speed"], rows)
 
 
+def fleet_traffic(result: Any) -> str:
+    rows = [
+        [f"{p['every_seconds']:.0f} s", f"{p['times_each_token_is_written']:.1f}",
+         f"{p['MB_per_second_to_each_host']:.1f}", p["MB_per_second_from_the_bucket"],
+         f"{p['age_when_drafted_seconds_p50']:.0f} s", "{}-{}".format(*p["sub_indices"])]
+        for p in result["periods"]
+    ]  # fmt: skip
+    head = ["compacted every", "times a token is written", "MB/s to each host", "MB/s from the bucket"]
+    return table([*head, "drafted from after (median)", "sub-indices"], rows) + (
+        f"\n\n{result['replicas']} replicas, {result['tokens'] / 1e9:.0f} B tokens of {result['days']:.0f} days, "
+        f"{result['learnt_tokens_per_second']:,} learnt per second; each host maps {result['GB_on_each_host_mapped']:.0f} GB."
+    )
+
+
 def host_time(result: Any) -> str:
     rows = [
         [r["batch"], f"{r['drafted']} of {r['steps']}", r["waits"],
@@ -387,6 +401,12 @@ SECTIONS = (
         ("live-datastore.json",),
         "Answers of Llama-3.1-8B, 16 nodes.",
         live,
+    ),
+    Section(
+        "A fleet that learns, on paper",
+        ("fleet-traffic.json",),
+        "Simulated from the format's sizes and the policy of `freedraft datastore compact`; nothing was measured.",
+        fleet_traffic,
     ),
     Section(
         "Building datastores",
