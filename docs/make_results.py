@@ -300,7 +300,8 @@ def fleet_traffic(result: Any) -> str:
     head = ["compacted every", "times a token is written", "MB/s to each host", "MB/s from the bucket"]
     return table([*head, "drafted from after (median)", "sub-indices"], rows) + (
         f"\n\n{result['replicas']} replicas, {result['tokens'] / 1e9:.0f} B tokens of {result['days']:.0f} days, "
-        f"{result['learnt_tokens_per_second']:,} learnt per second; each host maps {result['GB_on_each_host_mapped']:.0f} GB."
+        f"{result['learnt_tokens_per_second']:,} learnt per second; each host maps "
+        f"{result['GB_on_each_host_mapped']:.0f} GB."
     )
 
 
