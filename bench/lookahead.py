@@ -34,6 +34,7 @@ from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, RocThreshold
+from layerskip_plugin.lookahead.base import NONE
 from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.lookahead.disco import Comparison, train
 from layerskip_plugin.lookahead.records import Verifications
@@ -106,7 +107,7 @@ def walk(policy: Lookahead, recorded: list[Recorded], longest: int) -> dict[str,
     for number, one in enumerate(recorded):
         place, name = 0, [str(number)]
         while place < len(one.right):
-            if not policy.should_draft(first)[0]:
+            if policy.should_draft(first)[0] == NONE:
                 drafted.append(0)
                 accepted.append(0)
                 place += 1

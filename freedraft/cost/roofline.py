@@ -165,7 +165,8 @@ class Roofline:
 
     def pass_seconds(self, recipe: Recipe, batch: Number, context: float) -> Number:
         """Time of one draft pass: one token per request through the sublayers that `recipe` keeps, and the head."""
-        layers = recipe.n_layers
+        layers, window = recipe.n_layers, recipe.window
+        context = context if window is None else min(context, window.tokens)
         attention, mlp = 1 - len(recipe.attention) / layers, 1 - len(recipe.mlp) / layers
         return self._seconds(
             operations(

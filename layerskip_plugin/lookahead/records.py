@@ -81,7 +81,7 @@ class Verifications:
 
 
 class Recording(Lookahead):
-    """Any policy, with the verifications of the first skip set's drafts kept for `freedraft calibrate disco`.
+    """Any policy, with the verifications of the first recipe's drafts kept for `freedraft calibrate disco`.
 
     Args:
         inner: the policy that decides.
@@ -101,21 +101,24 @@ class Recording(Lookahead):
         self.numbers: dict[str, list[int]] = {}
         self.requests = 0
 
-    def should_draft(self, sets: Places) -> Flags:
-        return self.inner.should_draft(sets)
+    def recipes_for(self, sets: Places, contexts: Ints) -> Places:
+        return self.inner.recipes_for(sets, contexts)
+
+    def should_draft(self, places: Places, others: int = 0) -> Places:
+        return self.inner.should_draft(places, others)
 
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         self.inner.replace_recipe(place, recipe)
 
-    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        super().begin(request_ids, sets, max_draft_len, rest)
+    def begin(self, request_ids: Sequence[str], places: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, places, max_draft_len, rest)
         self.log.begin(request_ids, max_draft_len)
-        self.sets = np.asarray(sets)
-        self.inner.begin(request_ids, sets, max_draft_len, rest)
+        self.places = np.asarray(places)
+        self.inner.begin(request_ids, places, max_draft_len, rest)
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         assert entropy is not None
-        first = self.sets[rows] == 0
+        first = self.places[rows] == 0
         self.log.put(position, rows[first], np.concatenate([top, entropy[:, None]], 1)[first])
         needed = entropy if self.inner.needs_entropy else None
         return self.inner.should_continue(position, rows, top[:, : self.inner.needs_top], needed)
