@@ -87,8 +87,8 @@ def _attention(
     shape: ModelShape, b: Number, s_q: Number, s_kv: float, p: int, mask: bool, layers: float
 ) -> list[Operation]:
     n, h = b * s_q, shape.hidden
-    q, kv = shape.heads * shape.head_dim / p, shape.kv_heads * shape.head_dim / p
-    total = s_kv + s_q
+    q, kv = shape.heads * shape.head_dim / p, max(shape.kv_heads / p, 1) * shape.head_dim
+    total = shape.attended(s_kv) + s_q
     read = shape.kv_bytes * b * 2 * total * kv + shape.activation_bytes * n * q + (n * total if mask else 0)
     return [
         product("Q", shape, n, h, q, layers),

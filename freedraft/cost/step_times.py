@@ -319,7 +319,7 @@ class StepTimes:
 
     def _identity(self) -> list[object]:
         shape, profile = self.roofline.shape, self.roofline.profile
-        return [shape.hidden, shape.layers, shape.vocab, shape.dtype, shape.weight_bytes, profile.name,
+        return [shape.hidden, shape.layers, shape.vocab, shape.dtype, shape.weight_bytes, shape.kv_bytes, profile.name,
                 profile.peak_flops, profile.bandwidth, self.roofline.tensor_parallel]  # fmt: skip
 
 

@@ -21,8 +21,11 @@ MAX_KINDS = 16
 MEMORY = 64.0
 """Rounds of a request after which an old one counts 1/e."""
 PRIOR_WEIGHT = 6.0
-FIRST_PROBE, RAREST_PROBE = 128, 512
+FIRST_PROBE, RAREST_PROBE = 128, 256
 """Steps after which drafting is tried although no length seems to pay, at first and at most."""
+SURPRISE, DOUBTED_WEIGHT = 0.5, 3.0
+"""Tokens that such a trial must bring beyond what was expected of it for another one to follow at once, and the rounds
+that what is known of the recipe then counts for: the text has changed."""
 FIRST_OTHER, RAREST_OTHER = 16, 256
 """Rounds after which another window than the best is tried, at first and at most."""
 DECISION_STEPS = 4
@@ -111,11 +114,15 @@ class Cost(Lookahead):
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
         self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
         self._probed = self._turn = -1
+        self._again = False  # whether another trial follows the last one at once
         self._decision: tuple[bytes, Flags, int] = b"", np.zeros(0, np.bool_), 0
         self._chosen: tuple[bytes, Places, int] = b"", np.zeros(0, np.intp), 0
 
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
+        """What was learnt of the old one is forgotten, and the new one is tried at once."""
         self.recipes[place], self.records[place] = recipe, _Record(self.prior)
+        self.costs.acceptance.forget(int(kinds_of(np.array([place]))[0]))
+        self._decision, self._chosen, self._again = (b"", self._decision[1], 0), (b"", self._chosen[1], 0), True
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
@@ -197,12 +204,13 @@ class Cost(Lookahead):
             self._probes.reset()
             drafting = (places != NONE) & chosen[places]
             other = self._windows > 1 and self._others.due()
-        elif self._probes.due():
-            present = np.flatnonzero(counts)
-            self._probed += 1
-            drafting, other = places == present[self._probed % len(present)], self._windows > 1
+        elif self._again or self._probes.due():
+            present, other = np.flatnonzero(counts), self._windows > 1 and not self._again
+            self._probed += not self._again
+            drafting = places == present[self._probed % len(present)]
         else:
             return np.full(len(places), NONE)
+        self._again = False
         return np.where(drafting, self._other_windows(places) if other else places, NONE)
 
     def _other_windows(self, places: Places) -> Places:
@@ -282,6 +290,9 @@ class Cost(Lookahead):
             record.next_given.add(bins[mine], good[mine + 1])
             rounds = (places == number) & (drafted > 0)
             if rounds.any():
+                expected = record.accepted[: max(1, int(drafted[rounds].mean()))].sum()
+                if not self.on and path[rounds].mean() > expected + SURPRISE:
+                    self._again, record.weight = True, min(record.weight, DOUBTED_WEIGHT)
                 record.update(drafted[rounds], path[rounds])
 
 

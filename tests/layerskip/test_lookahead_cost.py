@@ -211,3 +211,37 @@ def test_old_trials_fade() -> None:
     for _ in range(40):
         rate.add(np.zeros(10, np.intp), np.zeros(10, np.bool_))
     assert rate.rates[0] < 0.05 and rate.rates[1] == 0.5
+
+
+def steps_until_on(policy: Cost, driver: Driver, rng: np.random.Generator, alpha: float, most: int) -> int:
+    """Steps until drafting is on for 10 steps in a row; tokens are accepted with chance alpha."""
+    in_a_row = 0
+    for step in range(most):
+        drafting = drafts(policy, np.zeros(1, np.intp))[0]
+        in_a_row = in_a_row + 1 if policy.on else 0
+        if in_a_row == 10:
+            return step
+        if drafting:
+            drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
+            accepted = np.minimum(np.cumprod(rng.random(5) < alpha).sum(), drafted).astype(np.int32)
+            driver.judge(["r"], drafted, accepted)
+    return most
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_acceptance_that_rises_is_noticed(seed: int) -> None:
+    """Off at .35 for a long time, then .97: within 300 steps."""
+    policy, rng = cost({1: 0.5}, {1: 1.0, 8: 1.1}), np.random.default_rng(seed)
+    driver = Driver(policy)
+    assert run(policy, 0.35, 1, 3000, 5, seed)[0] < 0.2
+    assert not policy.on
+    assert steps_until_on(policy, driver, rng, 0.97, 600) < 300
+
+
+def test_a_new_set_is_not_judged_by_the_old_ones_record() -> None:
+    policy, rng = cost({1: 0.5}, {1: 1.0, 8: 1.1}), np.random.default_rng(0)
+    driver = Driver(policy)
+    run(policy, 0.35, 1, 3000, 5)
+    assert not policy.on
+    policy.replace_recipe(0, RECIPE)
+    assert steps_until_on(policy, driver, rng, 0.97, 600) < 40
