@@ -19,7 +19,6 @@ Prompts are documents and modules of Python's own library, cut to the context, w
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 import sysconfig
@@ -49,12 +48,13 @@ LENGTHS = (1, 2, 4, 6)
 Generate = Callable[[list[list[int]], str, int], list[list[int]]]
 
 
-def long_prompts(model: Path, context: int, count: int) -> list[list[int]]:
-    """Token ids of `count` prompts of `context` tokens: a text, and a question behind it."""
+def long_prompts(model: Path, context: int, count: int, documents: int) -> list[list[int]]:
+    """Token ids of `count` prompts of `context` tokens: one of so many texts, and a question behind it."""
     from transformers import AutoTokenizer
 
     tokenizer, prompts = AutoTokenizer.from_pretrained(model), []
-    for name, question in itertools.islice(itertools.cycle(SOURCES), count):
+    for i in range(count):
+        name, question = SOURCES[i % documents][0], SOURCES[i % len(SOURCES)][1]
         text = (Path(sysconfig.get_paths()["stdlib"]) / name).read_text(encoding="utf-8", errors="replace")
         chat = [{"role": "user", "content": f"TEXT\n\n{question}"}]
         templated = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
@@ -75,7 +75,7 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for context in args.contexts:
         right: dict[int, list[list[bool]]] = {window: [] for window in WINDOWS}
-        for prompt in long_prompts(args.model, context, args.documents):
+        for prompt in long_prompts(args.model, context, args.documents, args.documents):
             with torch.inference_mode():
                 out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
                 whole, answer = out.past_key_values, [int(out.logits[0, -1].argmax())]
@@ -158,7 +158,7 @@ def in_turns(args: argparse.Namespace, cells: Iterable[tuple[int, int]], generat
     """Plain and windowed decoding of each cell by turns; whether they said the same in each."""
     same = []
     for batch, context in cells:
-        prompts = long_prompts(args.model, context, batch)
+        prompts = long_prompts(args.model, context, batch, args.documents)
         for turn in range(args.settle):  # the controller learns what steps and passes take, and what is accepted
             for kind in KINDS:
                 generate(prompts, f"{kind}-warm{turn}-{batch}-{context}", args.tokens)
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("part", choices=("acceptance", "sglang", "vllm"))
     parser.add_argument("--model", type=Path, default=Path("build/model"))
     parser.add_argument("--contexts", type=int, nargs="+", default=[3500], help="of part acceptance")
-    parser.add_argument("--documents", type=int, default=len(SOURCES), help="of part acceptance")
+    parser.add_argument("--documents", type=int, default=len(SOURCES), help="different texts")
     parser.add_argument("--cells", nargs="+", default=["1:3000", "4:3000"], help="batch:context, of an engine")
     parser.add_argument("--window", default="auto")
     parser.add_argument("--dtype", default="float32")
@@ -214,7 +214,9 @@ def main() -> None:
         result = about | acceptance(args)
     else:
         cells = [(int(batch), int(context)) for batch, context in (cell.split(":") for cell in args.cells)]
-        settings = {name: getattr(args, name) for name in ("window", "dtype", "length", "tokens", "rounds")}
+        settings = {
+            name: getattr(args, name) for name in ("window", "dtype", "length", "tokens", "rounds", "documents")
+        }
         run = sglang if args.part == "sglang" else vllm
         result = about | versions(args.part) | settings | run(args, cells)
     write_json(args.json, rounded(result))

@@ -152,8 +152,17 @@ class LayerSkipMethod(ModelMethod):
 
     def _save_records(self) -> None:
         if isinstance(self.lookahead, Recording):
-            self.lookahead.save()
+            self.lookahead.save(self._prices())
             self._saved = time.monotonic()
+
+    def _prices(self) -> tuple[float, float] | None:
+        """What a draft pass of the first recipe, and a further query token of each request, take in plain steps of the
+        newest step's batch; None before steps and passes were timed."""
+        batch = max(1, len(self._places))
+        if self.auto is None or not self.auto.baseline_known(batch):
+            return None
+        one, two = self.auto.step_seconds(batch, np.array([batch, 2 * batch]))
+        return float(self.auto.pass_seconds(self.recipes[0], batch)) / one, max(float(two / one) - 1.0, 0.0)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

@@ -209,25 +209,43 @@ def knn(
 def disco(
     records: Annotated[Path, typer.Argument(help='Recorded verifications (.npz): the option "record" of the engines.')],
     out: OutOption,
+    draft_pass: Annotated[
+        float | None, typer.Option(min=0.0, help="Time of a draft pass in plain steps; default: as recorded.")
+    ] = None,
+    query_token: Annotated[
+        float | None, typer.Option(min=0.0, help="Of a further token in verification; default: as recorded.")
+    ] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """DISCO: train the classifier that says when to stop drafting; refused when a plain threshold does as well."""
-    from layerskip_plugin.lookahead.disco import train
+    """DISCO: train the classifier that says when to stop drafting; refused when a plain threshold, a fixed length or no
+    drafting does as well, in tokens per time."""
+    from layerskip_plugin.lookahead.disco import Prices, train
     from layerskip_plugin.lookahead.records import Verifications
 
     if not out.parent.is_dir():
         raise ValueError(f"out: folder {out.parent} does not exist")
     verifications = Verifications.load(records)
-    classifier, measured = train(verifications, seed)
+    recorded = verifications.prices or (None, None)
+    pairs = zip((draft_pass, query_token), recorded, strict=True)
+    prices = [known if given is None else given for given, known in pairs]
+    if prices[0] is None or prices[1] is None:
+        raise ValueError(
+            f"disco: {records} does not say what a draft pass and a token take (no steps without drafts were timed): "
+            "give --draft-pass and --query-token, in plain steps, as 0.6 and 0.02"
+        )
+    classifier, measured = train(verifications, Prices(prices[0], prices[1]), seed)
     if not measured.better:
         raise ValueError(
-            f"disco: on held-out requests the classifier (F1 {measured.classifier:.3f}) is no better than a confidence "
-            f"threshold ({measured.confidence:.3f}, standard error of the difference {measured.error:.3f}); nothing is "
-            "written: use the lookahead cost or confidence, or record more traffic"
+            f"disco: on held-out requests the classifier brings {measured.classifier:.3f} tokens per plain step, a "
+            f"confidence threshold {measured.confidence:.3f}, a fixed length {measured.fixed:.3f}, no drafting 1 "
+            f"(standard error {measured.error:.3f}); nothing is written: use the lookahead cost, or record more traffic"
         )
-    scores = {f"f1_{name}": round(value, 4) for name, value in asdict(measured).items()}
-    classifier.save(out, {"records": records.name, "tokens": len(verifications)} | scores)
-    typer.echo(f"wrote {out}: F1 {measured.classifier:.3f}, threshold alone {measured.confidence:.3f}")
+    about = {name: round(value, 4) for name, value in asdict(measured).items()}
+    classifier.save(out, {"records": records.name, "tokens": len(verifications), "tokens_per_plain_step": about})
+    typer.echo(
+        f"wrote {out}: {measured.classifier:.3f} tokens per plain step, confidence alone {measured.confidence:.3f}, "
+        f"drafts of at most {classifier.max_length}"
+    )
 
 
 def inspect(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_lookahead_disco import records as verifications
 from typer.testing import CliRunner
 
 from freedraft.cli import app
 from layerskip_plugin.calibrate import run as calibrate_run
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.lookahead import Verifications
 from layerskip_plugin.lookahead.disco import Classifier
 from layerskip_plugin.selection.knapsack import Plan
 from layerskip_plugin.selection.knn import Domains
@@ -131,18 +132,18 @@ def test_knn(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None
 
 
 def test_disco_trains_or_refuses(run: Callable, tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    n = 2000
-    top = np.sort(rng.dirichlet(np.full(10, 0.4), n), 1)[:, ::-1].astype(np.float32)
-    entropy, request = rng.random(n).astype(np.float32), np.sort(rng.integers(0, 30, n)).astype(np.int32)
-    position = np.zeros(n, np.int32)
-    for name, good in (("entropy", entropy < 0.5), ("noise", rng.random(n) < top[:, 0])):
-        Verifications(top, entropy, position, good, request, np.arange(n, dtype=np.int32), "m").save(
-            tmp_path / f"{name}.npz"
-        )
+    for name, kind in (("noise", "probability"), ("entropy", "entropy")):
+        replace(verifications(kind), prices=(0.3, 0.02)).save(tmp_path / f"{name}.npz")
+    verifications("entropy").save(tmp_path / "unpriced.npz")
     out = tmp_path / "d.json"
     code, said = run("disco", tmp_path / "noise.npz", "--out", out, calibrates=False)
-    assert code == 2 and "no better than a confidence" in said and not out.exists()
+    assert code == 2 and "a confidence threshold" in said and "nothing is written" in said and not out.exists()
+    code, said = run("disco", tmp_path / "unpriced.npz", "--out", out, calibrates=False)
+    assert code == 2 and "--draft-pass and --query-token" in said and not out.exists()
+    code, said = run(
+        "disco", tmp_path / "unpriced.npz", "--out", out, "--draft-pass", 3, "--query-token", 0, calibrates=False
+    )
+    assert code == 2 and "no drafting 1" in said
     code, said = run("disco", tmp_path / "entropy.npz", "--out", out, calibrates=False)
     assert code == 0 and Classifier.load(out, "m").model == "m"
     code, said = run("inspect", out, calibrates=False)
