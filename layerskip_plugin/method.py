@@ -115,9 +115,11 @@ class LayerSkipMethod(ModelMethod):
                 self._build(r, optimize=place < self.selector.compiled) for r in self._recipes(recipe)
             ]
             logger.info(
-                "freedraft: skip set '%s' leaves out %d of %d sublayers (built in %.0f s); lookahead '%s', %s",
+                "freedraft: skip set '%s' leaves out %d of %d sublayers (built in %.0f s); lookahead '%s', %s, drafts "
+                "read %s",
                 name, len(recipe), len(recipe.bits), time.perf_counter() - started, self.options.lookahead,
                 "trees" if self.trees else "chains",
+                " or ".join("all" if w is None else f"{w.tokens} tokens" for w in self.windows) + " of the KV cache",
             )  # fmt: skip
         if self.selector.selection.searches:
             self._scorer = model.scorer(WINDOW)

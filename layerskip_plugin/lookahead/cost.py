@@ -111,6 +111,9 @@ class Cost(Lookahead):
         self.on = True
         self.rate = 0.0
         self._windows = windows
+        # Tokens that each recipe reads at most, and whether it skips anything.
+        self._reads = np.array([np.inf if r.window is None else r.window.tokens for r in self.recipes])
+        self._skips = np.array([len(r.attention) + len(r.mlp) > 0 for r in self.recipes])
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
         self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
         self._probed = self._turn = -1
@@ -121,6 +124,7 @@ class Cost(Lookahead):
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         """What was learnt of the old one is forgotten, and the new one is tried at once."""
         self.recipes[place], self.records[place] = recipe, _Record(self.prior)
+        self._skips[place] = len(recipe.attention) + len(recipe.mlp) > 0
         self.costs.acceptance.forget(int(kinds_of(np.array([place]))[0]))
         self._decision, self._chosen, self._again = (b"", self._decision[1], 0), (b"", self._chosen[1], 0), True
 
@@ -164,13 +168,11 @@ class Cost(Lookahead):
     def recipes_for(self, sets: Places, contexts: Ints) -> Places:
         """Of each request's skip set the window that pays best. NONE where a pass would do what the whole model does:
         nothing is skipped, and no window is shorter than the request."""
-        if all(recipe.window is None for recipe in self.recipes):
+        if not np.isfinite(self._reads).any():
             return sets
         numbers = sets[:, None] * self._windows + np.arange(self._windows)
-        reads = np.array([np.inf if r.window is None else r.window.tokens for r in self.recipes])
-        skips = np.array([len(r.attention) + len(r.mlp) > 0 for r in self.recipes])
-        useful = reads[numbers] < contexts[:, None]
-        useful[:, -1] |= skips[numbers[:, -1]]
+        useful = self._reads[numbers] < contexts[:, None]
+        useful[:, -1] |= self._skips[numbers[:, -1]]
         kinds, kind_of, counts = np.unique(
             np.column_stack((sets, useful)), axis=0, return_inverse=True, return_counts=True
         )
@@ -217,7 +219,7 @@ class Cost(Lookahead):
         """The same skip sets with another window, each in its turn."""
         self._turn += 1
         numbers = places // self._windows * self._windows + self._turn % self._windows
-        whole = np.array([r.window is None and not r.attention and not r.mlp for r in self.recipes])
+        whole = ~self._skips & np.isinf(self._reads)
         return np.where(whole[numbers], places, numbers)
 
     def _recipes_that_pay(self, counts: NDArray[np.int64], batch: int) -> Flags:

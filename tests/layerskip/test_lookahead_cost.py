@@ -121,7 +121,7 @@ def test_off_where_nothing_pays_and_on_again_when_it_does() -> None:
 def test_a_low_acceptance_is_found_out_at_once() -> None:
     policy = cost({1: 0.3}, {1: 1.0, 16: 1.5})
     share, _ = run(policy, 0.05, 1, 1000, 8)
-    assert share < 0.04
+    assert share < 0.05
 
 
 def test_a_larger_batch_drafts_less_where_verification_is_bound_by_compute() -> None:

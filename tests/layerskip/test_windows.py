@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lookahead_tools import Driver, KnownCosts
+from test_layerskip_method import CONFIG, VOCAB, Model
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from freedraft.config import ConfigError
@@ -15,8 +16,10 @@ from freedraft.draft_model import Window
 from freedraft.method import EngineContext
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import NONE
+from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.skip_set import SkipSet
+from tests.support.steps import make_step
 
 
 def windows(given: dict[str, Any], config: Any = None, **context: Any) -> tuple[Window | None, ...]:
@@ -138,3 +141,37 @@ def test_windows_of_several_skip_sets() -> None:
     costs = KnownCosts({r: {1: 0.1 + 0.2 * i} for i, r in enumerate(recipes)}, STEP)
     policy = Cost(costs, recipes, windows=2)
     assert policy.recipes_for(np.array([0, 1, 1]), np.array([9000, 9000, 100], np.int32)).tolist() == [0, 2, 3]
+
+
+def test_the_method_drafts_through_its_window() -> None:
+    """Of two requests the one that is longer than the window is drafted for, in passes that read it."""
+    context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, max_draft_tokens=5)
+    method = LayerSkipMethod(LayerSkipOptions(window=8, sinks=2), context)
+    (recipe,) = method.recipes
+    assert recipe.window == Window(2, 6) and not recipe
+    known = KnownCosts({recipe: {1: 0.2}}, STEP)
+    method.auto.step_seconds, method.auto.pass_seconds = known.step_seconds, known.pass_seconds
+    built = []
+
+    class Windowed(Model):
+        def build(self, recipe, **options):
+            built.append(recipe.window)
+            return super().build(recipe, **options)
+
+    model = Windowed()
+    method.prepare(model)
+    assert built == [Window(2, 6)]
+    texts = {"short": [1], "long": list(range(20))}
+    for name, text in texts.items():
+        method.begin(name, np.array(text, np.int32), None, {})
+    for number in range(8):
+        step = make_step(
+            list(texts),
+            [[text[-1]] for text in texts.values()],
+            capacities=5,
+            previous=(2, 2) if number else None,
+            texts=list(texts.values()),
+        )
+        draft = method.draft(step)
+    assert draft.counts[0] == 1 and draft.counts[1] > 1
+    assert {row for _, _, rows, _ in model.passes for row in rows} == {1}
