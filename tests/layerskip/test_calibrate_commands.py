@@ -16,6 +16,7 @@ from freedraft.cli import app
 from layerskip_plugin.calibrate import run as calibrate_run
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.lookahead.disco import Classifier
 from layerskip_plugin.selection.knapsack import Plan
 from layerskip_plugin.selection.knn import Domains
@@ -71,6 +72,29 @@ def test_skip_set(run: Callable, data: Callable, model: Path, tmp_path: Path) ->
     assert not (tmp_path / "s.json.progress").exists()
     code, said = run("skip-set", data("one"), "--out", out, "--share", 0.5, "--tokens", 24)
     assert code == 2 and "only 2 of the 3 sublayers wanted" in said
+
+
+def test_the_share_of_most_tokens_per_time(
+    run: Callable, data: Callable, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a share a set is chosen by the times of sublayers and head, also for the sets of domains; where nothing
+    pays it is said."""
+    sizes = []
+    for attention, mlp, head in ((1e-5, 1e-5, 1.0), (1.0, 1e-5, 1e-5), (1.0, 1.0, 1e-5)):
+        times = PassTimes(attention, mlp, head, lambda n, a=attention, m=mlp, h=head: 3 * (a + m) + h)
+        monkeypatch.setattr(calibrate_run, "measure", lambda host, context, times=times: times)
+        out = tmp_path / "s.json"
+        code, said = run("skip-set", data("one"), "--out", out, "--tokens", 24)
+        assert code == 0 and "of plain expected" in said, said
+        skip, about = SkipSet.load(out, 3, fingerprint(model)), json.loads(out.read_text())["about"]
+        sizes.append(skip.sublayers)
+        assert (about["expected_over_plain"] > 1.1) == (len(sizes) > 1)
+    assert 2 in sizes[1], "attention is all that there is to save"
+    assert sizes[2] == (2, 3)
+    files = [data(name, 5, seed=i) for i, name in enumerate(("chat", "code"))]
+    code, said = run("knn", *files, "--out", tmp_path / "k.json", "--tokens", 24, "--answered", 3)
+    assert code == 0, said
+    assert {skip.sublayers for skip in Domains.load(tmp_path / "k.json", 3).sets} == {(2, 3)}
 
 
 def test_bayesian_can_be_interrupted_and_goes_on(
