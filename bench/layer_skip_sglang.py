@@ -18,7 +18,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,29 +93,20 @@ def measure(
     args: argparse.Namespace, skip_sets: Sequence[Path], batches: Sequence[int], choices: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """A row for each batch size, from one engine; with `choices`, request i of a batch asks for the i-th skip set."""
-    from tests.sglang.conftest import sglang_engine
-
     prompts = chats(args.model, MIXED[: args.prompts], tokenize=False)
     answers: dict[tuple[str, int], list[Any]] = {}
     number = itertools.count()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        info, log = folder / "layer_skip_bench-0.dist-info", folder / "calls.jsonl"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: layer-skip-bench\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = bench.layer_skip_sglang:register\n")
-        sys.path.insert(0, str(folder))
-        env = {
-            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            LOG: str(log),
+        log = Path(name) / "calls.jsonl"
+        settings = {
             "FREEDRAFT_SKIP_SET": ",".join(map(str, skip_sets)),
             "FREEDRAFT_LOOKAHEAD": args.lookahead,
             "FREEDRAFT_LENGTH": str(args.length),
             "FREEDRAFT_TREE": str(int(args.tree)),
         }
-        options = {"speculative_algorithm": ALGORITHM, "speculative_num_draft_tokens": args.nodes, "dtype": args.dtype}
+        options = {"speculative_num_draft_tokens": args.nodes, "dtype": args.dtype}
         options |= {"max_running_requests": max(batches), "disable_radix_cache": True}
-        with sglang_engine(args.model, env=env, **options) as engine:
+        with engine_in_turns(args.model, Path(name), log, settings, **options) as engine:
 
             def generate(group: list[str], label: str, tokens: int) -> list[Any]:
                 sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -129,11 +121,35 @@ def measure(
                     group = [prompts[(start + i) % len(prompts)] for i in range(batch)]
                     for kind in KINDS:
                         answers.setdefault((kind, batch), []).extend(generate(group, f"{kind}-{batch}", args.tokens))
-        sys.path.remove(str(folder))
         calls = calls_in(log)
     return [
         {**figures(calls, batch), "same": answers[BASELINE, batch] == answers[DRAFTING, batch]} for batch in batches
     ]
+
+
+@contextmanager
+def engine_in_turns(model: Path, folder: Path, log: Path, settings: dict[str, str], **options: Any) -> Iterator[Any]:
+    """An engine whose requests "plain-..." are not drafted for.
+
+    Args:
+        folder: for files of the engine's processes; log: gets the calls of the drafter.
+        settings: FREEDRAFT_* variables; options: of `sglang.Engine`.
+    """
+    from tests.sglang.conftest import sglang_engine
+
+    info = folder / "layer_skip_bench-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: layer-skip-bench\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = bench.layer_skip_sglang:register\n")
+    sys.path.insert(0, str(folder))
+    paths = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    try:
+        with sglang_engine(
+            model, env={"PYTHONPATH": paths, LOG: str(log)} | settings, speculative_algorithm=ALGORITHM, **options
+        ) as engine:
+            yield engine
+    finally:
+        sys.path.remove(str(folder))
 
 
 Steps = list[tuple[Call, Call]]
@@ -163,6 +179,8 @@ def figures(calls: Sequence[Call], batch: int) -> dict[str, Any]:
     tokens = sum(sum(after.gained) for _, after in drafting)
     per_step = tokens / request_steps
     drafted = sum(sum(call.drafted) for call, _ in drafting)
+    # Tokens behind a rejected one have no verdict of their own.
+    judged = sum(min(d, g) for call, after in drafting for d, g in zip(call.drafted, after.gained, strict=True))
     passes = [call.pass_seconds for call, _ in drafting if call.pass_seconds is not None]
     verify = [after.began - call.ended for call, after in drafting if any(call.drafted)]
     alpha = (tokens - request_steps) / drafted if drafted else 0.0
@@ -177,7 +195,9 @@ def figures(calls: Sequence[Call], batch: int) -> dict[str, Any]:
         "M": per_step,
         "alpha": alpha,
         "c": c,
+        "alpha_given": (tokens - request_steps) / judged if judged else 0.0,
         "drafted_per_step": drafted / request_steps,
+        "drafting_share": sum(any(call.drafted) for call, _ in drafting) / len(drafting),
         "nodes_per_step": sum(call.nodes for call, _ in drafting) / request_steps,
         "verify": statistics.median(verify) / baseline_step if verify else 1.0,
         "plain_ms": 1e3 * baseline_step,

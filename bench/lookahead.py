@@ -34,8 +34,9 @@ from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, RocThreshold
+from layerskip_plugin.lookahead.base import NONE
 from layerskip_plugin.lookahead.cost import kinds_of
-from layerskip_plugin.lookahead.disco import Comparison, train
+from layerskip_plugin.lookahead.disco import Comparison, Prices, train
 from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.skip_set import SkipSet
 
@@ -106,7 +107,7 @@ def walk(policy: Lookahead, recorded: list[Recorded], longest: int) -> dict[str,
     for number, one in enumerate(recorded):
         place, name = 0, [str(number)]
         while place < len(one.right):
-            if not policy.should_draft(first)[0]:
+            if policy.should_draft(first)[0] == NONE:
                 drafted.append(0)
                 accepted.append(0)
                 place += 1
@@ -165,17 +166,19 @@ def main() -> None:
         held += recorded[1::2]
     print(f"answers and drafts: {time.perf_counter() - start:.0f} s", flush=True)
     records = joined([one.verifications(i, host.fingerprint) for i, one in enumerate(learn)])
-    classifier, measured = train(records)
-    print(f"DISCO on held-out requests of its training part: {measured}; better: {measured.better}")
     costs = [round(weight_share(host, skip), 3), *options.costs]
     rows = []
+    disco = {}
     for c in costs:
+        classifier, measured = train(records, Prices(c, options.per_token))
+        print(f"c {c}: DISCO on held-out requests of its training part: {measured}; better: {measured.better}")
+        disco[str(c)] = {name: getattr(measured, name) for name in (*Comparison.__dataclass_fields__, "better")}
         policies: dict[str, Callable[[], Lookahead]] = {
             **{f"fixed {n}": lambda n=n: Fixed(n) for n in (1, 2, 3, 5, options.longest)},  # type: ignore[misc]
             "confidence 0.7": lambda: Confidence(0.7),
             "Draft & Verify": DraftVerify,
             "transformers": RocThreshold,
-            "DISCO": lambda: Disco(classifier),
+            "DISCO": lambda classifier=classifier: Disco(classifier),  # type: ignore[misc]
             "cost": lambda c=c: Cost(Costs(c, options.per_token), [skip]),  # type: ignore[misc]
         }
         for name, make in policies.items():
@@ -200,7 +203,6 @@ def main() -> None:
             )
     if options.json:
         about = {"hardware": hardware(), "model": options.model.name, "skip_set": options.skip_set.name}
-        disco = {name: getattr(measured, name) for name in (*Comparison.__dataclass_fields__, "better")}
         result = about | {"trained_on": len(records), "disco": disco, "rows": rows}
         write_json(options.json, result)
 

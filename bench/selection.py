@@ -5,10 +5,12 @@ python bench/selection.py --model build/model --data a.jsonl b.jsonl ... --json 
 Each data file is a domain (rows with "category" are split by it: pass --categories). The model (float32) answers its
 prompts greedily; searches see the first prompts of each domain, figures are of the others. Parts:
 agreement: top-1 agreement with the whole model at 10, 20 and 30 % of sublayers skipped, and the time of each search.
-stream:    requests of several domains at mix ratios 0 to 1 (KNN-SSD, equation 8): mean accepted length M, acceptance
-           alpha, expected speed M alpha / ((M - 1) c + alpha) with c the share of weights that a draft pass reads.
-context:   the knapsack's sets at 256 to 8k tokens of context, predicted and measured tokens per time. Its times want a
-           quiet machine: --parts times and --parts context measure, --parts sets between them only searches.
+stream:    requests of several domains at mix ratios 0 to 1 (KNN-SSD, equation 8): mean accepted length M, alpha as
+           accepted over all draft tokens, expected speed M alpha / ((M - 1) c + alpha) with c the share of weights that
+           a draft pass reads (for n draft tokens the same as M / (n c + 1)); plain decoding beside it.
+context:   the knapsack's sets at 256 to 8k tokens of context: tokens per time, predicted and of passes that are timed
+           (acceptance as calibrated), and plain decoding; OFF where that is faster. Its times want a quiet machine:
+           --parts times and --parts context measure, --parts sets between them only searches.
 
 What is finished is kept in FILE.progress beside the JSON, so that an interrupted run goes on where it was. The JSON
 holds one entry per model; a second model adds its own.
@@ -208,6 +210,7 @@ def context(
             "predicted": round(predicted, 3),
             "measured": round(measured[best], 3),
             "plain": round(1 / times.verify(1), 3),
+            "off": 1 / times.verify(1) >= predicted,
             "sublayers": list(skip.sublayers),
         }
         rows.append(row)
@@ -313,7 +316,8 @@ def main() -> None:
             continue
         results = json.loads(options.json.read_text()) if options.json.is_file() else {}
         result = results.setdefault(name_of_model, {})
-        key = f"{part}, swapped" if options.swap else part
+        key = f"agreement, {options.tokens} tokens" if part == "agreement" else part
+        key += ", swapped" if options.swap else ""
         result |= {"hardware": hardware(host.device), "domains": list(domains), key: figures}
         write_json(options.json, results)
 

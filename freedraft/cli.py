@@ -174,6 +174,11 @@ def explain(
     tokens_per_step: Annotated[
         str | None, typer.Option(metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")
     ] = None,
+    windows: Annotated[
+        str | None,
+        typer.Option(metavar="N:A,...", help="Windowed drafts instead: tokens they read, and how often accepted."),
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="GB of all ranks together, with --windows.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it too (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Say what a step costs and how much the cost model would draft, by batch size, from the roofline alone."""
@@ -181,11 +186,28 @@ def explain(
     from rich.table import Table
 
     from freedraft.cost import explain as explanation
+    from freedraft.cost import explain_windows as windowed
     from freedraft.cost.hardware import choose_profile
     from freedraft.cost.model_shape import ModelShape
     from freedraft.cost.roofline import Roofline
 
     roofline = Roofline(ModelShape.load(model, dtype), choose_profile(hardware), tensor_parallel)
+    if windows is not None:
+        title = f"{model.name} on {tensor_parallel} x {roofline.profile.name}"
+        found = windowed.explain_windows(roofline, windowed.parse_windows(windows), memory and memory * 1e9)
+        table = Table(title=f"{title}: windowed drafts, accepted as {windows}")
+        for heading in ("batch", "context", "plain ms", "window", "draft", "pass / plain", "gain"):
+            table.add_column(heading, justify="right")
+        for each in found:
+            table.add_row(
+                str(each.batch), f"{each.context:,}", f"{each.plain * 1e3:.2f}", str(each.window or "off"),
+                str(each.draft_len), f"{each.pass_share:.2f}", f"{each.gain:.2f}x",
+            )  # fmt: skip
+        Console().print(table)
+        if plot is not None:
+            windowed.plot_windows(found, title, plot)
+            typer.echo(f"drawn: {plot}")
+        return
     curve = explanation.parse_curve(tokens_per_step) if tokens_per_step else None
     rows = explanation.explain(roofline, context, curve=curve)
     table = Table(title=f"{model} on {roofline.profile.name} ({roofline.profile.source}), context {context:,}")

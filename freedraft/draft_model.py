@@ -1,4 +1,4 @@
-"""`DraftModel`: the target model as a drafter of itself, with some sublayers skipped, as an engine offers it."""
+"""`DraftModel`: the target model as a drafter of itself, with some sublayers skipped and part of the KV cache read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,47 @@ if TYPE_CHECKING:
     from freedraft.method import Step
 
 
+class Window(NamedTuple):
+    """The part of a request's KV cache that a draft pass reads: its first tokens (attention sinks) and its newest, in
+    whole pages, so that kernels read a shorter block table and nothing else changes (StreamingLLM, Xiao et al., 2024).
+
+    Attributes:
+        sinks, newest: tokens.
+    """
+
+    sinks: int
+    newest: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sinks + self.newest
+
+    def pages(
+        self, roots: NDArray[np.int64], page_size: int, *, attended: int | None = None, max_draft_len: int = 1
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """What a round of draft passes leaves out: page i of its shorter table is page i of the request for i < s, and
+        page i + d from there on.
+
+        Args:
+            roots: int64 [B], position of each request's root. The newest tokens are counted from here.
+            attended: tokens back to which the model itself looks (its sliding window); a request that may draft beyond
+                them has no sinks, whose pages the engine may have given away.
+
+        Returns:
+            s, d: int64 [B].
+        """
+        sinks = np.full(len(roots), -(-self.sinks // page_size))
+        if attended is not None:
+            sinks[roots + max_draft_len > attended] = 0
+        return sinks, np.maximum((roots + 1 - self.newest) // page_size - sinks, 0)
+
+
 class Recipe(Protocol, Hashable):
-    """Which sublayers of a model with L layers a draft pass skips."""
+    """Which sublayers of a model with L layers a draft pass skips, and which part of the KV cache it reads."""
+
+    @property
+    def window(self) -> Window | None:
+        """None for the whole cache."""
 
     @property
     def n_layers(self) -> int: ...
@@ -72,7 +111,7 @@ class DraftModel(ABC):
 
     @abstractmethod
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> Any:
-        """A draft pass through the sublayers that `recipe` keeps.
+        """A draft pass through the sublayers that `recipe` keeps, over its window.
 
         Args:
             top_k: how many of the most likely tokens a pass returns, K >= 1.

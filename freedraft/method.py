@@ -106,6 +106,8 @@ class EngineContext:
         widths: see `Step`.
         chains: whether drafts must be chains also with widths, because of how this engine's attention verifies them.
         dtype: what the engine computes in, as "bfloat16".
+        kv_dtype: what keys and values are kept in, as "fp8_e4m3"; "auto" for what the model says.
+        page_size: tokens of a page of the KV cache; None where it is not known.
         tensor_parallel: number of tensor-parallel ranks.
         rank: of this process among those that draft: one for each data-parallel replica, or each rank where all draft;
             each serves metrics at a port of its own.
@@ -123,6 +125,8 @@ class EngineContext:
     widths: tuple[int, ...] | None = None
     chains: bool = False
     dtype: str = "bfloat16"
+    kv_dtype: str = "auto"
+    page_size: int | None = None
     tensor_parallel: int = 1
     rank: int = 0
     hardware: str | None = None

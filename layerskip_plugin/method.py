@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
 from freedraft.metrics import check_port, serve
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree
 from layerskip_plugin.lookahead import Cost, Costs, Recording
+from layerskip_plugin.lookahead.base import NONE
 from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.swift import WINDOW
@@ -47,6 +49,7 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
     """
     selector = options.make_selector(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
     options.make_lookahead(context, list(selector.sets.values()), cast(Costs, None))  # asked of nothing yet
+    options.windows(context)
     check_port(options.metrics_port)
 
 
@@ -69,8 +72,9 @@ SPEC = MethodSpec(
 class LayerSkipMethod(ModelMethod):
     """Draft chains, or trees, from passes of the target over its own KV cache, without the sublayers of a skip set.
 
-    Each pass drafts one more token for the requests that the lookahead policy lets go on; requests of different skip
-    sets run in passes of their own. Prefill and verification always run the whole model.
+    Each pass drafts one more token for the requests that the lookahead policy lets go on; requests of different
+    recipes, that is skip sets and windows, run in passes of their own. Prefill and verification always run the whole
+    model.
 
     Raises:
         ConfigError: steps of this model cannot be priced.
@@ -85,8 +89,9 @@ class LayerSkipMethod(ModelMethod):
             raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
         self.selector = options.make_selector(context.hf_config, self._matchness, context.hardware)
         self.needs_prompt_states = self.selector.selection.needs_hidden
-        self.recipes: list[SkipSet] = list(self.selector.sets.values())
-        self.lookahead = options.make_lookahead(context, self.recipes, self.auto)
+        self.windows = options.windows(context)
+        self.recipes = [recipe for skip_set in self.selector.sets.values() for recipe in self._recipes(skip_set)]
+        self.lookahead = options.make_lookahead(context, self.recipes, self.auto, len(self.windows))
         self.trees = options.tree and context.widths is not None and not context.chains
         self.top_k = max(self.lookahead.needs_top, MAX_CANDIDATES if self.trees else 1)
         self.draft_passes: list[Any] = []
@@ -95,7 +100,7 @@ class LayerSkipMethod(ModelMethod):
         self._requested: dict[str, Any] = {}  # by running request
         self._prompt_states: dict[str, NDArray[np.float32]] = {}
         self._last: _Round | None = None
-        self._sets = np.zeros(0, np.intp)
+        self._places = np.zeros(0, np.intp)  # of each request's recipe in this step
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
         self._saved = 0.0
         serve(options.metrics_port, context.rank)
@@ -106,14 +111,21 @@ class LayerSkipMethod(ModelMethod):
         for place, (name, recipe) in enumerate(self.selector.sets.items()):
             started = time.perf_counter()
             recipe.require(model.n_layers)
-            self.draft_passes.append(self._build(recipe, optimize=place < self.selector.compiled))
+            self.draft_passes += [
+                self._build(r, optimize=place < self.selector.compiled) for r in self._recipes(recipe)
+            ]
             logger.info(
-                "freedraft: skip set '%s' leaves out %d of %d sublayers (built in %.0f s); lookahead '%s', %s",
+                "freedraft: skip set '%s' leaves out %d of %d sublayers (built in %.0f s); lookahead '%s', %s, drafts "
+                "read %s",
                 name, len(recipe), len(recipe.bits), time.perf_counter() - started, self.options.lookahead,
                 "trees" if self.trees else "chains",
+                " or ".join("all" if w is None else f"{w.tokens} tokens" for w in self.windows) + " of the KV cache",
             )  # fmt: skip
         if self.selector.selection.searches:
             self._scorer = model.scorer(WINDOW)
+
+    def _recipes(self, skip_set: SkipSet) -> list[SkipSet]:
+        return [replace(skip_set, window=window) for window in self.windows]
 
     def _build(self, recipe: SkipSet, *, optimize: bool) -> Any:
         assert self._model is not None
@@ -142,8 +154,17 @@ class LayerSkipMethod(ModelMethod):
 
     def _save_records(self) -> None:
         if isinstance(self.lookahead, Recording):
-            self.lookahead.save()
+            self.lookahead.save(self._prices())
             self._saved = time.monotonic()
+
+    def _prices(self) -> tuple[float, float] | None:
+        """What a draft pass of the first recipe, and a further query token of each request, take in plain steps of the
+        newest step's batch; None before steps and passes were timed."""
+        batch = max(1, len(self._places))
+        if self.auto is None or not self.auto.baseline_known(batch):
+            return None
+        one, two = self.auto.step_seconds(batch, np.array([batch, 2 * batch]))
+        return float(self.auto.pass_seconds(self.recipes[0], batch)) / one, max(float(two / one) - 1.0, 0.0)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -171,17 +192,19 @@ class LayerSkipMethod(ModelMethod):
             state = self._prompt_states.pop(request_id, None)
             hidden = None if state is None else state[None]
             self.selector.begin([request_id], [self._requested.get(request_id)], hidden)
-        self._sets = self.selector.choose(step.request_ids, step.contexts)
+        sets = self.selector.choose(step.request_ids, step.contexts)
+        self._places = self.lookahead.recipes_for(sets, step.contexts)
         scorer = self._scorer
         if scorer is not None:
             recipe = self.selector.search(lambda: scorer.observe(step))
-            if recipe is not None:  # it drafts from the next step on, unoptimized: it may soon be replaced
-                self.recipes[0], self.draft_passes[0] = recipe, self._build(recipe, optimize=False)
-                self.lookahead.replace_recipe(0, recipe)
+            for place, new in enumerate(self._recipes(recipe) if recipe is not None else ()):
+                # It drafts from the next step on, unoptimized: it may soon be replaced.
+                self.recipes[place], self.draft_passes[place] = new, self._build(new, optimize=False)
+                self.lookahead.replace_recipe(place, new)
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         assert self._model is not None
-        capacities = self._model.capacities(step)
+        capacities = np.where(self._places != NONE, self._model.capacities(step), 0).astype(np.int32)
         lengths = self.selector.selection.max_lengths(step.contexts)
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
@@ -189,7 +212,7 @@ class LayerSkipMethod(ModelMethod):
         self, step: Step, rows: NDArray[np.intp], sizes: NDArray[np.int64], max_draft_len: int
     ) -> DraftPassEstimate:
         assert self._cost is not None
-        return self._cost.estimate(self._sets[rows], sizes, max_draft_len)
+        return self._cost.estimate(self._places[rows], sizes, max_draft_len)
 
     @property
     def _cost(self) -> Cost | None:
@@ -210,7 +233,9 @@ class LayerSkipMethod(ModelMethod):
             and (not self.auto.baseline_known(batch) or self._baseline.due(batch))
         ):
             return rows[:0]
-        return rows[self.lookahead.should_draft(self._sets[rows])]
+        self._places = self._places.copy()
+        self._places[rows] = self.lookahead.should_draft(self._places[rows], batch - len(rows))
+        return rows[self._places[rows] != NONE]
 
     def propose_for(
         self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
@@ -220,24 +245,24 @@ class LayerSkipMethod(ModelMethod):
         tree = candidate_tree(
             step.roots, round_.tokens, round_.probabilities, round_.drafted, max_nodes, self._min_sibling_score(round_)
         )
-        tree.kinds[:, 1:] = kinds_of(self._sets)[:, None]
+        tree.kinds[:, 1:] = kinds_of(self._places)[:, None]
         return tree
 
     def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch) -> _Round:
         """Passes for the requests at `rows` until none of them goes on."""
         assert self._model is not None
         started = time.perf_counter()
-        batch, depth, sets, lookahead = step.batch_size, int(limits.max(initial=0)), self._sets, self.lookahead
+        batch, depth, places, lookahead = step.batch_size, int(limits.max(initial=0)), self._places, self.lookahead
         result = _Round(step.request_ids, batch, depth, self.top_k)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
         allowed[rows], place[rows] = limits, np.arange(len(rows))
         entropy = np.zeros(batch, np.float32)
-        lookahead.begin([step.request_ids[i] for i in rows.tolist()], sets[rows], depth, rest)
+        lookahead.begin([step.request_ids[i] for i in rows.tolist()], places[rows], depth, rest)
         draft_round = self._model.start(step, rows, depth)
         active = rows[limits > 0]
         for position in range(depth if len(active) else 0):
-            for number in np.unique(sets[active]).tolist():
-                part = active[sets[active] == number]
+            for number in np.unique(places[active]).tolist():
+                part = active[places[active] == number]
                 drafted = draft_round.run(self.draft_passes[number], part, latest[part], position)
                 result.tokens[part, position] = drafted.tokens
                 result.probabilities[part, position] = drafted.probabilities

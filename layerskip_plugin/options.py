@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import PluginOptions, UserPath
+from freedraft.draft_model import Window
 from freedraft.method import EngineContext
 from layerskip_plugin.lookahead import (
     Confidence,
@@ -34,6 +35,7 @@ from layerskip_plugin.skip_set import SkipSet, model_fingerprint, text_config
 LookaheadName = Literal["cost", "confidence", "adaptive", "roc", "disco", "fixed"]
 SelectionName = Literal["static", "swift", "knn", "knapsack"]
 MAX_SKIP_SETS = 4
+AUTO_WINDOWS = (512, 2048, 8192)
 MADE_BY = {
     "selection_file": "'freedraft calibrate knn' or 'freedraft calibrate knapsack'",
     "disco": "'freedraft calibrate disco'",
@@ -53,6 +55,14 @@ def _paths(value: object) -> object:
     return value
 
 
+def _tokens_or_auto(value: object) -> object:
+    if value is None or value == "auto":
+        return value
+    if not str(value).isdigit() or int(str(value)) < 1:
+        raise ValueError("must be a number of tokens, or auto")
+    return int(str(value))
+
+
 class LayerSkipOptions(PluginOptions):
     """Options of layer skipping.
 
@@ -64,6 +74,9 @@ class LayerSkipOptions(PluginOptions):
         search_share: of serving time that the search of "swift" may take.
         skip_set: files with skip sets, at most 4; requests take the first unless they choose. None skips nothing, which
             drafts with the whole model: right for testing, never worth its time.
+        window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
+            "auto" chooses among 512, 2,048, 8,192 and all, by what passes take and by what is accepted; None reads all.
+        sinks: of `window`, tokens at the beginning.
         lookahead: which policy says how far to draft. "cost" goes on while one more token pays, and stops drafting
             altogether where none does.
         threshold: top-1 probability of policy "confidence", the first one of "adaptive" and "roc"; None takes theirs.
@@ -82,6 +95,8 @@ class LayerSkipOptions(PluginOptions):
     selection_file: UserPath = None
     search_share: float = Field(default=0.01, gt=0.0, le=0.5)
     skip_set: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
+    window: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens_or_auto)] = None
+    sinks: int = Field(default=16, ge=0)
     lookahead: LookaheadName = "cost"
     threshold: float | None = Field(default=None, ge=0.0, le=1.0)
     disco: UserPath = None
@@ -133,6 +148,44 @@ class LayerSkipOptions(PluginOptions):
             sets[path.stem] = SkipSet.load(path, layers, model)
         return sets or {"": SkipSet.empty(layers, model)}
 
+    def windows(self, context: EngineContext) -> tuple[Window | None, ...]:
+        """The windows that draft passes may have, ascending; None is the whole cache.
+
+        Raises:
+            ValueError: one line: a window that cannot be cut from the pages of this model's cache.
+        """
+        if self.window is None:
+            return (None,)
+        config = text_config(context.hf_config)
+        if getattr(config, "dual_chunk_attention_config", None):
+            raise ValueError("option 'window' does not go with dual chunk attention: remove it")
+        attended, page_size = getattr(config, "sliding_window", None), context.page_size or 1
+        if getattr(config, "use_sliding_window", True) is False:
+            attended = None
+        narrowest = AUTO_WINDOWS[0] if self.window == "auto" else self.window
+        if self.sinks >= narrowest:
+            raise ValueError(
+                f"option 'sinks' is {self.sinks} and leaves nothing of a window of {narrowest} tokens: set it to 16"
+            )
+        if self.window == "auto":
+            if self.lookahead != "cost":
+                raise ValueError(
+                    f"option 'window' is auto, which lookahead {self.lookahead} cannot weigh: give a number of tokens"
+                )
+            if context.lengths is not None:  # draft lengths are decided by others, and no pass is weighed
+                return (None,)
+            usable = [w for w in AUTO_WINDOWS if w >= page_size and (attended is None or w < attended)]
+            return (*(Window(self.sinks, w - self.sinks) for w in usable), None)
+        if self.window < page_size:
+            raise ValueError(
+                f"option 'window' is {self.window} tokens, less than a page of the KV cache: set {page_size} or more"
+            )
+        if attended is not None and self.window >= attended:
+            raise ValueError(
+                f"option 'window' is {self.window} tokens, and this model looks back {attended} at most: set fewer"
+            )
+        return (Window(self.sinks, self.window - self.sinks),)
+
     def make_selector(self, config: Any, evaluate: Evaluate, hardware: str | None = None) -> Selector:
         """The selection that these options describe, for an engine to ask.
 
@@ -173,11 +226,15 @@ class LayerSkipOptions(PluginOptions):
             return Knn(Domains.load(file, layers, model))
         return Knapsack(Plan.load(file, layers, model, hardware))
 
-    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
+    def make_lookahead(
+        self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None, windows: int = 1
+    ) -> Lookahead:
         """The lookahead policy that these options describe.
 
         Args:
-            recipes: the skip sets, in the order of their places; what a policy learns, it learns of each by itself.
+            recipes: skip sets with windows, in the order of their places, those of one skip set together; what a
+                policy learns, it learns of each by itself.
+            windows: how many of them each skip set has; more than one for "cost" only.
             costs: what "cost" goes by; None where the engine decides by costs how much a step drafts.
 
         Raises:
@@ -188,7 +245,7 @@ class LayerSkipOptions(PluginOptions):
         if self.lookahead == "cost" and context.lengths is not None:
             lookahead = Fixed(context.max_draft_tokens)
         elif self.lookahead == "cost":
-            lookahead = Cost(cast(Costs, costs), recipes)
+            lookahead = Cost(cast(Costs, costs), recipes, windows=windows)
         else:
             make = self._policy(context, model)
             lookahead = PerSet(make, len(recipes)) if len(recipes) > 1 else make()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from freedraft.draft_model import Window
 from freedraft.files import one_line_error, write_json_atomically
 
 FORMAT = "freedraft skip set 1"
@@ -47,19 +48,21 @@ def text_config(config: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SkipSet:
-    """An immutable set of skipped sublayers, and the key of compiled draft modules.
+    """An immutable set of skipped sublayers, and with its window the recipe of a draft pass.
 
     Attributes:
         n_layers: decoder layers of the model, L.
         attention: layers whose attention is skipped.
         mlp: layers whose MLP is skipped.
         model: `model_fingerprint` of the model that the set was made for; "" when it is not known.
+        window: the part of the KV cache that draft passes read, which files do not say; None for the whole cache.
     """
 
     n_layers: int
     attention: frozenset[int]
     mlp: frozenset[int]
     model: str = ""
+    window: Window | None = None
 
     def __post_init__(self) -> None:
         if self.n_layers < 1:

@@ -134,3 +134,22 @@ def test_throughput_follows_each_request() -> None:
 def test_sizes_cover_small_batches_and_thin_out() -> None:
     assert sizes_up_to(7).tolist() == list(range(1, 8))
     assert sizes_up_to(300)[0] == 1 and sizes_up_to(300)[-1] == 300 and len(sizes_up_to(300)) <= 32
+
+
+def test_passes_that_shorten_a_step_are_not_chosen_more_lightly() -> None:
+    """Poor n-grams of 6 nodes, or one drafted token: a little less is expected of it, in a step that is shorter by a
+    little less than that is worth. The margin is on the side of no passes there, too."""
+    table = 0.010 * CENTRES
+    p = np.zeros((1, 7))
+    p[0, :] = [0.0, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05]
+    kept, allowed = np.array([7], np.int32), np.ones(1, np.bool_)
+    alone = 1 + p[0, 1:].sum()
+    rate = alone / table[6]
+    saved = 0.03
+    for share, chosen in ((0.95, False), (1.0, False), (0.85, True)):
+        # What the passes bring less than n-grams, by what the saved seconds are worth.
+        gain = alone - 1 - share * rate * saved
+        passes = DraftPassEstimate(
+            np.array([1]), np.array([[gain]]), np.array([[1.0]]), np.array([[table[6] - saved - table[1]]])
+        )
+        assert bool(len(choose(p, kept, allowed, passes, table, margin=1.1).rows)) == chosen, share

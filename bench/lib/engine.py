@@ -39,18 +39,27 @@ class Run:
 
 
 class Engine:
-    """A compiled bf16 engine without prefix caching, or an eager fp32 one where token identity is at stake."""
+    """A compiled bf16 engine, or an eager fp32 one where token identity is at stake."""
 
-    def __init__(self, model: Path, speculative: dict[str, Any], *, max_num_seqs: int = 1, exact: bool = False) -> None:
+    def __init__(
+        self,
+        model: Path,
+        speculative: dict[str, Any],
+        *,
+        max_num_seqs: int = 1,
+        exact: bool = False,
+        max_model_len: int = 1024,
+        prefix_caching: bool = False,
+    ) -> None:
         from vllm import LLM
 
         self.llm = LLM(
             str(model),
             dtype="float32" if exact else "bfloat16",
             enforce_eager=exact,
-            max_model_len=1024,
+            max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            enable_prefix_caching=False,
+            enable_prefix_caching=prefix_caching,
             seed=0,
             speculative_config=speculative,
         )

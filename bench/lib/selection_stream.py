@@ -35,8 +35,8 @@ class Drafts:
         self.texts: dict[int, Text] = {}
 
     def __call__(self, number: int, one: Answered, skip: SkipSet, length: int = DRAFT) -> list[int]:
-        """[rounds, tokens judged, tokens accepted] of drafting the whole answer."""
-        key = f"drafts {number} {length} {','.join(map(str, skip.sublayers))}"
+        """[rounds, tokens drafted, tokens accepted] of drafting the whole answer."""
+        key = f"rounds {number} {length} {','.join(map(str, skip.sublayers))}"
         return self.steps.step(key, lambda: self._count(number, one, skip, length))
 
     def _count(self, number: int, one: Answered, skip: SkipSet, length: int) -> list[int]:
@@ -45,13 +45,13 @@ class Drafts:
             self.texts[number] = self.host.read(tokens)
         drafts, _, _ = draft_chains(self.host, skip, self.texts[number], one.prompt, length)
         answer = np.array(tokens[one.prompt :])
-        rounds = judged = accepted = place = 0
+        rounds = accepted = place = 0
         while place + 1 < len(answer):
             truth = answer[place + 1 : place + 1 + length]
             right = int(np.cumprod(drafts[place][: len(truth)] == truth).sum())
-            rounds, judged, accepted = rounds + 1, judged + min(right + 1, len(truth)), accepted + right
+            rounds, accepted = rounds + 1, accepted + right
             place += right + 1
-        return [rounds, judged, accepted]
+        return [rounds, rounds * length, accepted]  # passes behind a rejected token take as long as others
 
 
 def stream(
@@ -150,10 +150,13 @@ def stream(
             }
             for method, (skip, far) in choices.items():
                 sums[method] += [*drafts(number, one, skip, far), weight_share(host, skip)]
-        for method, (rounds, judged, accepted, shares) in sums.items():
-            m, alpha, c = 1 + accepted / rounds, accepted / judged, shares / len(order)
+        table["rows"].append(
+            {"mix": ratio, "selection": "plain", "M": 1.0, "alpha": 0.0, "c": 0.0, "expected_speed": 1.0}
+        )
+        for method, (rounds, drafted, accepted, shares) in sums.items():
+            m, alpha, c = 1 + accepted / rounds, accepted / drafted, shares / len(order)
             row = {"mix": ratio, "selection": method, "M": m, "alpha": alpha, "c": c}
-            row["expected_speed"] = m * alpha / ((m - 1) * c + alpha)
+            row["expected_speed"] = m / (drafted / rounds * c + 1)
             table["rows"].append({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
             print(
                 f"mix {ratio}  {method:<22} M {m:.2f}  alpha {alpha:.3f}  speed {row['expected_speed']:.3f}", flush=True

@@ -123,6 +123,10 @@ class Acceptance:
         self._request_ids: list[str] = []
         self._followed: list[DraftBatch] = []
 
+    def forget(self, kind: int) -> None:
+        """Nodes of this kind are another drafter's from now on."""
+        self.bias[_KINDS_AT + kind], self.odds[_KINDS_AT + kind] = 0.0, 1.0
+
     @property
     def follows(self) -> bool:
         """Whether drafts were given to `follow` since the last `update`."""

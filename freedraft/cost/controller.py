@@ -238,8 +238,18 @@ def roofline_of(context: EngineContext, profile: HardwareProfile) -> Roofline:
     Raises:
         ConfigError: its configuration cannot be read.
     """
-    shape = ModelShape.from_config(context.hf_config.to_dict(), dtype=context.dtype)
+    shape = ModelShape.from_config(context.hf_config.to_dict(), dtype=context.dtype, kv_dtype=context.kv_dtype)
     return Roofline(shape, profile, context.tensor_parallel, mask=context.widths is not None)
+
+
+def knee_of(context: EngineContext, profile: HardwareProfile) -> int | None:
+    """Query tokens per step at the ridge with the weights that the engine reads; None where its model is not known."""
+    if context.hf_config is None or profile.knee is not None:
+        return None
+    try:
+        return profile.ridge_of(roofline_of(context, profile).shape.weight_bytes)
+    except ConfigError:
+        return None
 
 
 def make_controller(
@@ -280,4 +290,4 @@ def _controller(
             return Auto(roofline, max_draft_tokens, widths, path=step_times)
         except ConfigError as error:
             logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
-    return Knee(profile, max_draft_tokens, widths, knee)
+    return Knee(profile, max_draft_tokens, widths, knee or knee_of(context, profile))

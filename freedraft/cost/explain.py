@@ -64,7 +64,7 @@ def explain(
     rows = []
     lengths = np.arange(1, max_nodes + 1)
     tokens = expected_tokens(lengths, curve or TOKENS_PER_STEP)
-    rule = Knee(roofline.profile, max_nodes - 1)
+    rule = Knee(roofline.profile, max_nodes - 1, knee=roofline.profile.ridge_of(roofline.shape.weight_bytes))
     for batch in BATCHES:
         seconds = np.asarray(roofline.seconds(batch, batch * lengths.astype(np.float64), context))
         best = int((tokens / seconds).argmax())

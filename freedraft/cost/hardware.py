@@ -71,6 +71,10 @@ class HardwareProfile(BaseModel):
         """
         return self.knee if self.knee is not None else max(1, round(self.peak_flops / self.bandwidth))
 
+    def ridge_of(self, weight_bytes: float) -> int:
+        """`ridge` with so many bytes per weight: of quantised weights a half is read in half of the time."""
+        return self.ridge if self.knee is not None else max(1, round(self.ridge * min(weight_bytes / 2, 1.0)))
+
     def flops(self, dtype: str) -> float:
         """FLOP/s in `dtype`: the profile's figure for it, or bf16's; 8-bit formats count as bf16 unless given."""
         return self.peak_flops_by_dtype.get(dtype, self.peak_flops)

@@ -69,6 +69,7 @@ class ModelShape:
         weight_bytes, activation_bytes, kv_bytes: bytes per element.
         dtype: number format of the matrix products, for the hardware's peak.
         latent: MLA instead of grouped-query attention. experts: MoE layers.
+        window: tokens that attention looks back to in `window_layers` of the layers (a share); None for all tokens.
     """
 
     hidden: int
@@ -85,6 +86,21 @@ class ModelShape:
     dtype: str = "bfloat16"
     latent: LatentAttention | None = None
     experts: Experts | None = None
+    window: int | None = None
+    window_layers: float = 1.0
+
+    @property
+    def parameters(self) -> float:
+        """Weights of a dense model's layers and head, and its embedding once more."""
+        h, attention = self.hidden, (2 * self.heads + 2 * self.kv_heads) * self.head_dim
+        mlp = (3 if self.gated else 2) * self.intermediate
+        return float(self.layers * h * (attention + mlp) + 2 * self.vocab * h)
+
+    def attended(self, context: float) -> float:
+        """Tokens of the cache that a layer reads for each request, on average over the layers."""
+        if self.window is None:
+            return context
+        return self.window_layers * min(context, self.window) + (1.0 - self.window_layers) * context
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "vocab"):
@@ -114,12 +130,19 @@ class ModelShape:
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], *, dtype: str | None = None, source: str = "the model's configuration"
+        cls,
+        config: Mapping[str, Any],
+        *,
+        dtype: str | None = None,
+        kv_dtype: str | None = None,
+        source: str = "the model's configuration",
     ) -> Self:
         """The shape that a Hugging Face configuration (as a dictionary) describes.
 
         Args:
             dtype: what the engine computes in, where it is not what the configuration says.
+            kv_dtype: what it keeps keys and values in, as "fp8_e4m3"; None or "auto" for the same, or for what a
+                quantised checkpoint says.
 
         Raises:
             ConfigError: a field is missing or makes no sense.
@@ -129,13 +152,15 @@ class ModelShape:
         if isinstance(text, Mapping):
             config = {**config, **text}
         try:
-            return cls._of(config, dtype, quantised if isinstance(quantised, Mapping) else {})
+            return cls._of(config, dtype, kv_dtype, quantised if isinstance(quantised, Mapping) else {})
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             what = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{source} is no decoder that the cost model can read ({what})") from None
 
     @classmethod
-    def _of(cls, config: Mapping[str, Any], dtype: str | None, quantised: Mapping[str, Any]) -> Self:
+    def _of(
+        cls, config: Mapping[str, Any], dtype: str | None, kv_dtype: str | None, quantised: Mapping[str, Any]
+    ) -> Self:
         hidden = int(_first(config, _HIDDEN))
         heads = int(_first(config, _HEADS))
         layers = int(_first(config, _LAYERS))
@@ -164,10 +189,12 @@ class ModelShape:
             gated=str(config.get("model_type", "")) not in _UNGATED,
             weight_bytes=_weight_bytes(quantised) or size,
             activation_bytes=size,
-            kv_bytes=size,
+            kv_bytes=_kv_bytes(kv_dtype, quantised) or size,
             dtype=name,
             latent=latent,
             experts=_experts(config, layers),
+            window=_window(config),
+            window_layers=_window_layers(config, layers),
         )
 
 
@@ -194,6 +221,32 @@ def _weight_bytes(quantised: Mapping[str, Any]) -> float | None:
         if bits:
             return float(bits) / 8
     return None
+
+
+def _kv_bytes(kv_dtype: str | None, quantised: Mapping[str, Any]) -> float | None:
+    """Bytes per element of keys and values; None where they are as all else."""
+    if kv_dtype not in (None, "auto"):
+        name = str(kv_dtype).removeprefix("torch.")
+        if name.startswith("fp8") or name.startswith("float8") or name.startswith("int8"):
+            return 1.0
+        return 0.5 if name.startswith("fp4") or name.startswith("int4") else DTYPE_BYTES.get(name)
+    bits = (quantised.get("kv_cache_scheme") or {}).get("num_bits")
+    return float(bits) / 8 if bits else None
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    if config.get("use_sliding_window") is False or not config.get("sliding_window"):
+        return None
+    return int(config["sliding_window"])
+
+
+def _window_layers(config: Mapping[str, Any], layers: int) -> float:
+    """Share of the layers that have the sliding window."""
+    if kinds := config.get("layer_types"):
+        return sum("sliding" in str(kind) for kind in kinds) / len(kinds)
+    if config.get("use_sliding_window") and config.get("max_window_layers") is not None:  # Qwen2: those above it
+        return max(0.0, 1.0 - int(config["max_window_layers"]) / layers)
+    return 1.0
 
 
 def _experts(config: Mapping[str, Any], layers: int) -> Experts | None:

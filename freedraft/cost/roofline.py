@@ -87,8 +87,8 @@ def _attention(
     shape: ModelShape, b: Number, s_q: Number, s_kv: float, p: int, mask: bool, layers: float
 ) -> list[Operation]:
     n, h = b * s_q, shape.hidden
-    q, kv = shape.heads * shape.head_dim / p, shape.kv_heads * shape.head_dim / p
-    total = s_kv + s_q
+    q, kv = shape.heads * shape.head_dim / p, max(shape.kv_heads / p, 1) * shape.head_dim
+    total = shape.attended(s_kv) + s_q
     read = shape.kv_bytes * b * 2 * total * kv + shape.activation_bytes * n * q + (n * total if mask else 0)
     return [
         product("Q", shape, n, h, q, layers),
@@ -165,7 +165,8 @@ class Roofline:
 
     def pass_seconds(self, recipe: Recipe, batch: Number, context: float) -> Number:
         """Time of one draft pass: one token per request through the sublayers that `recipe` keeps, and the head."""
-        layers = recipe.n_layers
+        layers, window = recipe.n_layers, recipe.window
+        context = context if window is None else min(context, window.tokens)
         attention, mlp = 1 - len(recipe.attention) / layers, 1 - len(recipe.mlp) / layers
         return self._seconds(
             operations(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from freedraft.config import ConfigError
 from freedraft.cost.batch_lengths import BatchLengths, Rows, candidate_lengths
-from freedraft.cost.controller import roofline_of
+from freedraft.cost.controller import knee_of, roofline_of
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Knee, Policy
 from freedraft.method import EngineContext
@@ -45,7 +45,7 @@ def draft_lengths(
     if policy == "fixed":
         return None
     profile, max_tokens = choose_profile(hardware), context.max_draft_tokens
-    rule, learnt = Knee(profile, max_tokens, None, knee), None
+    rule, learnt = Knee(profile, max_tokens, None, knee or knee_of(context, profile)), None
     if policy == "auto":
         with suppress(ConfigError):  # as in `make_controller`: by the rule
             learnt = BatchLengths(roofline_of(context, profile), candidate_lengths(max_tokens))

@@ -18,7 +18,7 @@ from freedraft.files import write_json_atomically
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "freedraft-step-times-1"
+FORMAT = "freedraft-step-times-2"
 MAX_QUERY_TOKENS = 8192
 _EXACT = 16  # query tokens up to here have a bucket each, then four per octave
 
@@ -32,7 +32,7 @@ CENTRES: NDArray[np.float64] = np.array(_centres(), np.float64)
 """Query tokens at which step times are kept; between two of them they are interpolated."""
 BUCKETS = len(CENTRES)
 BATCHES = 10  # 1, 2, 3-4, 5-8, ..., 129-256, more
-CONTEXTS = 5  # tokens per request: up to 512, 2 Ki, 8 Ki, 32 Ki, more
+CONTEXTS = 10  # tokens per request: up to 512, 1 Ki, 2 Ki, ..., 128 Ki, more
 BUCKET_OF: NDArray[np.int32] = np.searchsorted(
     (CENTRES[1:] + CENTRES[:-1]) / 2, np.arange(MAX_QUERY_TOKENS + 1), side="right"
 ).astype(np.int32)
@@ -58,10 +58,7 @@ def batch_bucket(batch: int) -> int:
 
 
 def context_bucket(context: float) -> int:
-    bucket = 0
-    while bucket < CONTEXTS - 1 and context > 512 * 4**bucket:
-        bucket += 1
-    return bucket
+    return min((math.ceil(max(context, 1.0)) - 1).bit_length() - 9, CONTEXTS - 1) if context > 512 else 0
 
 
 def row_of(batch: int, context: float) -> int:
@@ -136,9 +133,9 @@ def _fill(delta, count, row, out):
     return True
 
 
-def _typical(context_bucket: int) -> float:
-    """Tokens per request that stand for a bucket of contexts."""
-    return 256.0 * 4**context_bucket
+def _eighth_octaves(context: float) -> int:
+    """Contexts that the roofline is asked for, eight per octave: within a bucket times grow as it says."""
+    return round(8.0 * math.log2(max(context, 64.0)))
 
 
 class _Corrections:
@@ -162,7 +159,7 @@ class _Corrections:
             if not _fill(self.delta, self.count, row, out):
                 known = np.flatnonzero(self.count.any(axis=1))
                 if len(known):
-                    distance = abs(known // CONTEXTS - row // CONTEXTS) + 0.6 * abs(known % CONTEXTS - row % CONTEXTS)
+                    distance = abs(known // CONTEXTS - row // CONTEXTS) + 0.3 * abs(known % CONTEXTS - row % CONTEXTS)
                     _fill(self.delta, self.count, known[distance.argmin()], out)
         return out
 
@@ -269,18 +266,18 @@ class StepTimes:
         return found
 
     def _log_steps(self, batch: int, context: float) -> NDArray[np.float64]:
-        key = batch, context_bucket(context)
+        key = batch, _eighth_octaves(context)
         logs = self._priors.get(key)
         if logs is None:
-            seconds = self.roofline.seconds(batch, np.maximum(CENTRES, batch), _typical(key[1]))
+            seconds = self.roofline.seconds(batch, np.maximum(CENTRES, batch), 2.0 ** (key[1] / 8))
             logs = self._priors[key] = np.log(np.asarray(seconds))
         return logs
 
     def _log_passes(self, recipe: Recipe, context: float) -> NDArray[np.float64]:
-        key = recipe, context_bucket(context)
+        key = recipe, _eighth_octaves(context)
         logs = self._priors.get(key)
         if logs is None:
-            seconds = self.roofline.pass_seconds(recipe, CENTRES, _typical(key[1]))
+            seconds = self.roofline.pass_seconds(recipe, CENTRES, 2.0 ** (key[1] / 8))
             logs = self._priors[key] = np.log(np.asarray(seconds))
         return logs
 
@@ -322,7 +319,7 @@ class StepTimes:
 
     def _identity(self) -> list[object]:
         shape, profile = self.roofline.shape, self.roofline.profile
-        return [shape.hidden, shape.layers, shape.vocab, shape.dtype, shape.weight_bytes, profile.name,
+        return [shape.hidden, shape.layers, shape.vocab, shape.dtype, shape.weight_bytes, shape.kv_bytes, profile.name,
                 profile.peak_flops, profile.bandwidth, self.roofline.tensor_parallel]  # fmt: skip
 
 

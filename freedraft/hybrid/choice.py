@@ -131,7 +131,11 @@ def choose(
     rate = max(rate, max(tokens / seconds for tokens, seconds in alone))
     tokens_alone, seconds_alone = max(alone, key=lambda way: way[0] - rate * way[1])
     # What a round brings beyond n-grams has to beat what its seconds would bring elsewhere.
-    pays = [t - tokens_alone > margin * rate * (s - seconds_alone) for t, s, _ in rounds]
+    # Where passes shorten the step, the seconds that they save count for less by as much.
+    more = [s - seconds_alone for _, s, _ in rounds]
+    pays = [
+        t - tokens_alone > rate * np.maximum(margin * m, m / margin) for (t, _, _), m in zip(rounds, more, strict=True)
+    ]
     rate = max([rate, *(float((t / s)[these].max(initial=0.0)) for (t, s, _), these in zip(rounds, pays, strict=True))])
     best, choice = -np.inf, Choice(np.zeros(0, np.intp), 0, rate)
     for (t, s, longest), these in zip(rounds, pays, strict=True):

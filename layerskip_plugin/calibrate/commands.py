@@ -22,7 +22,10 @@ DataArgument = Annotated[
 ]
 TokensOption = Annotated[int, typer.Option(help="Calibration tokens, at least 24.")]
 PromptsOption = Annotated[int, typer.Option(help="Prompts of each file; the model answers them.")]
-ShareOption = Annotated[float, typer.Option(help="Share of the 2L sublayers to skip.")]
+ShareOption = Annotated[
+    float | None,
+    typer.Option(help="Share of the 2L sublayers to skip; without it, what brings most tokens per time here."),
+]
 SeedOption = Annotated[int, typer.Option(help="Of all randomness.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu or cuda; auto takes cuda where there is one.")]
 SurvivorsOption = Annotated[int, typer.Option(help="Partial sets kept per weight; 1 is the paper's.")]
@@ -32,30 +35,32 @@ def skip_set(
     data: DataArgument,
     model: ModelOption,
     out: OutOption,
-    share: ShareOption = 0.2,
+    share: ShareOption = None,
     tokens: TokensOption = 64,
     prompts: PromptsOption = 8,
     survivors: SurvivorsOption = 4,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
 ) -> None:
-    """Search one skip set of a given size, for the options "skip_set" of the engines' flags (knapsack search)."""
+    """Search one skip set, of a given size or of most tokens per time, for the option "skip_set" (knapsack search)."""
     from layerskip_plugin.calibrate.run import Run
 
     with Run("skip-set", locals()) as run:
-        host, size = run.host, run.size(share)
+        host, size = run.host, None if share is None else run.size(share)
         sample = run.sample(tokens, prompts)
         protected = run.protected(sample)
-        best = run.search("searching", sample, max_weight=size, protected=protected, survivors=survivors)[-1]
-        if best.weight < size:
+        found = run.search("searching", sample, max_weight=size, protected=protected, survivors=survivors)
+        best, gain = run.fastest(found, len(sample)) if size is None else (found[-1], None)
+        if size is not None and best.weight < size:
             raise ValueError(
                 f"only {best.weight} of the {size} sublayers wanted can be skipped without ruining the draft; "
                 "ask for a smaller --share"
             )
         about = run.about(agreement=round(best.agreement, 3), cosine=round(best.cosine, 4), protected=protected)
-        best.skip.save(out, about)
+        best.skip.save(out, about if gain is None else about | {"expected_over_plain": round(gain, 3)})
         typer.echo(
             f"wrote {out}: {len(best.skip)} of {host.sublayers} sublayers skipped, {best.agreement:.2f} agreement"
+            + ("" if gain is None else f", {gain:.2f} of plain expected by times measured here")
         )
 
 
@@ -152,7 +157,7 @@ def knn(
     data: DataArgument,
     model: ModelOption,
     out: OutOption,
-    share: ShareOption = 0.2,
+    share: ShareOption = None,
     tokens: TokensOption = 48,
     prompts: PromptsOption = 24,
     answered: Annotated[int, typer.Option(help="Prompts of each domain that the model answers for its set.")] = 8,
@@ -174,7 +179,7 @@ def knn(
         require_prompts(counts)
         if len(counts) < len(run.prompts):
             raise ValueError("data: two files have the same name, and it names the domain; rename one")
-        host, size = run.host, run.size(share)
+        host, size = run.host, None if share is None else run.size(share)
 
         def last_states(domain: Prompts, tick: Callable[[], object]) -> Any:
             rows = []
@@ -186,7 +191,9 @@ def knn(
         def best_set(name: str, answers: list[Answered]) -> list[int]:
             sample = run.sample_of(answers, tokens)
             options = {"max_weight": size, "protected": protected_sublayers(host, sample), "survivors": survivors}
-            return list(run.search(f"set of {name}", sample, **options)[-1].skip.sublayers)
+            found = run.search(f"set of {name}", sample, **options)
+            best = found[-1] if size is not None else run.fastest(found, len(sample))[0]
+            return list(best.skip.sublayers)
 
         hidden = run.progress(
             "reading", sum(counts.values()), lambda tick: [last_states(domain, tick) for domain in run.prompts]
@@ -209,25 +216,43 @@ def knn(
 def disco(
     records: Annotated[Path, typer.Argument(help='Recorded verifications (.npz): the option "record" of the engines.')],
     out: OutOption,
+    draft_pass: Annotated[
+        float | None, typer.Option(min=0.0, help="Time of a draft pass in plain steps; default: as recorded.")
+    ] = None,
+    query_token: Annotated[
+        float | None, typer.Option(min=0.0, help="Of a further token in verification; default: as recorded.")
+    ] = None,
     seed: SeedOption = 0,
 ) -> None:
-    """DISCO: train the classifier that says when to stop drafting; refused when a plain threshold does as well."""
-    from layerskip_plugin.lookahead.disco import train
+    """DISCO: train the classifier that says when to stop drafting; refused when a plain threshold, a fixed length or no
+    drafting does as well, in tokens per time."""
+    from layerskip_plugin.lookahead.disco import Prices, train
     from layerskip_plugin.lookahead.records import Verifications
 
     if not out.parent.is_dir():
         raise ValueError(f"out: folder {out.parent} does not exist")
     verifications = Verifications.load(records)
-    classifier, measured = train(verifications, seed)
+    recorded = verifications.prices or (None, None)
+    pairs = zip((draft_pass, query_token), recorded, strict=True)
+    prices = [known if given is None else given for given, known in pairs]
+    if prices[0] is None or prices[1] is None:
+        raise ValueError(
+            f"disco: {records} does not say what a draft pass and a token take (no steps without drafts were timed): "
+            "give --draft-pass and --query-token, in plain steps, as 0.6 and 0.02"
+        )
+    classifier, measured = train(verifications, Prices(prices[0], prices[1]), seed)
     if not measured.better:
         raise ValueError(
-            f"disco: on held-out requests the classifier (F1 {measured.classifier:.3f}) is no better than a confidence "
-            f"threshold ({measured.confidence:.3f}, standard error of the difference {measured.error:.3f}); nothing is "
-            "written: use the lookahead cost or confidence, or record more traffic"
+            f"disco: on held-out requests the classifier brings {measured.classifier:.3f} tokens per plain step, a "
+            f"confidence threshold {measured.confidence:.3f}, a fixed length {measured.fixed:.3f}, no drafting 1 "
+            f"(standard error {measured.error:.3f}); nothing is written: use the lookahead cost, or record more traffic"
         )
-    scores = {f"f1_{name}": round(value, 4) for name, value in asdict(measured).items()}
-    classifier.save(out, {"records": records.name, "tokens": len(verifications)} | scores)
-    typer.echo(f"wrote {out}: F1 {measured.classifier:.3f}, threshold alone {measured.confidence:.3f}")
+    about = {name: round(value, 4) for name, value in asdict(measured).items()}
+    classifier.save(out, {"records": records.name, "tokens": len(verifications), "tokens_per_plain_step": about})
+    typer.echo(
+        f"wrote {out}: {measured.classifier:.3f} tokens per plain step, confidence alone {measured.confidence:.3f}, "
+        f"drafts of at most {classifier.max_length}"
+    )
 
 
 def inspect(

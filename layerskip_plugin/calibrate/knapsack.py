@@ -159,16 +159,24 @@ def best_choice(
         trials: tokens that agreement was measured on; with it, acceptance is taken as (hits + 1/2) / (trials + 1).
     """
     n_layers, model = candidates[0].skip.n_layers, candidates[0].skip.model
-    best = Choice(SkipSet.empty(n_layers, model), 0, 1 / times.verify(1))
+    baseline = Choice(SkipSet.empty(n_layers, model), 0, 1 / times.verify(1))
+    drafting = best_drafting(candidates, times, max_length, trials)
+    return drafting if drafting is not None and drafting.rate > baseline.rate else baseline
+
+
+def best_drafting(
+    candidates: Sequence[Candidate], times: PassTimes, max_length: int = 10, trials: int | None = None
+) -> Choice | None:
+    """The same of the sets that skip something, whether or not they beat decoding without drafts; None without any."""
+    choices = []
     for candidate in candidates:
         acceptance = candidate.agreement
         if trials:
             acceptance = (acceptance * trials + 0.5) / (trials + 1)
-        for length in range(1, max_length + 1):
+        for length in range(1, max_length + 1) if candidate.skip else ():
             rate = tokens_per_time(acceptance, times.draft(candidate.skip), times.verify, length)
-            if rate > best.rate:
-                best = Choice(candidate.skip, length, rate)
-    return best
+            choices.append(Choice(candidate.skip, length, rate))
+    return max(choices, key=lambda choice: choice.rate, default=None)
 
 
 def _cosine(states: Tensor, whole: Tensor) -> NDArray[np.float64]:

@@ -16,14 +16,17 @@ Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 Places = NDArray[np.intp]
 ALONE = RestOfBatch(0, 0, None)
+NONE = -1
+"""The place of no recipe."""
 
 
 class Lookahead(ABC):
     """How far to draft, decided for a whole batch after every position of a round of draft passes.
 
-    A round: `should_draft`; `begin` with the requests that do; then the draft passes of one position at a time, each
-    followed by `should_continue` for the requests that took part (also after the last one allowed: policies learn from
-    it); after verification `record_acceptance`. `finish` when requests end. A policy belongs to one drafting thread.
+    A round: `recipes_for` and `should_draft`; `begin` with the requests that do; then the draft passes of one position
+    at a time, each followed by `should_continue` for the requests that took part (also after the last one allowed:
+    policies learn from it); after verification `record_acceptance`. `finish` when requests end. A policy belongs to one
+    drafting thread.
 
     The token just drafted is always kept and verified, however unlikely it looks: dropping it after it was sampled
     would change the distribution of what is accepted. A policy therefore only says whether another one follows.
@@ -37,24 +40,33 @@ class Lookahead(ABC):
     needs_top: int = 0
     needs_entropy: bool = False
 
-    def should_draft(self, sets: Places) -> Flags:
-        """bool [B]: which requests of a step are worth drafting for at all; intp [B], the place of each one's skip set.
-        To be asked once per step."""
-        return np.ones(len(sets), np.bool_)
+    def recipes_for(self, sets: Places, contexts: Ints) -> Places:
+        """intp [B]: the place of the recipe that each request would draft with, or NONE; its skip set, and tokens, of
+        each. To be asked once per step."""
+        return sets
 
-    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+    def should_draft(self, places: Places, others: int = 0) -> Places:
+        """intp [B]: the place of the recipe that each request drafts with, NONE where it is not worth it. To be asked
+        once per step.
+
+        Args:
+            places: intp [B], what `recipes_for` said; others: further requests of the step, which cannot draft.
+        """
+        return places
+
+    def begin(self, request_ids: Sequence[str], places: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
         """A round begins.
 
         Args:
             request_ids: those that draft; `rows` in `should_continue` are places in it.
-            sets: intp [R], the place of each one's skip set.
+            places: intp [R], of each one's recipe.
             max_draft_len: limit of the tokens drafted for one of them.
             rest: the other requests of the step.
         """
         self.max_draft_len = max_draft_len
 
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
-        """The skip set at this place is another one from the next round on."""
+        """The recipe at this place is another one from the next round on."""
 
     @abstractmethod
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:

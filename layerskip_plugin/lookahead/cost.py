@@ -12,7 +12,7 @@ from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.draft_model import Recipe
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
-from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
+from layerskip_plugin.lookahead.base import ALONE, NONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
 from layerskip_plugin.lookahead.rates import BinnedRate
 
 BINS = 16
@@ -21,10 +21,15 @@ MAX_KINDS = 16
 MEMORY = 64.0
 """Rounds of a request after which an old one counts 1/e."""
 PRIOR_WEIGHT = 6.0
-FIRST_PROBE, RAREST_PROBE = 128, 512
+FIRST_PROBE, RAREST_PROBE = 128, 256
 """Steps after which drafting is tried although no length seems to pay, at first and at most."""
+SURPRISE, DOUBTED_WEIGHT = 0.5, 3.0
+"""Tokens that such a trial must bring beyond what was expected of it for another one to follow at once, and the rounds
+that what is known of the recipe then counts for: the text has changed."""
+FIRST_OTHER, RAREST_OTHER = 16, 256
+"""Rounds after which another window than the best is tried, at first and at most."""
 DECISION_STEPS = 4
-"""Steps for which it stays decided which skip sets draft, as long as as many requests have each."""
+"""Steps for which it stays decided which recipes draft, as long as as many requests have each."""
 ON_MARGIN = 1.02
 """How much better than no drafting it must look to be switched on again."""
 
@@ -41,13 +46,13 @@ class Costs(Protocol):
         """Seconds of a draft pass, by number of requests."""
 
 
-def kinds_of(sets: Places) -> NDArray[np.uint8]:
-    """uint8 [R]: what `DraftBatch.kinds` says of nodes that these skip sets drafted."""
-    return (PASS_KINDS + np.minimum(sets, MAX_KINDS - 1)).astype(np.uint8)
+def kinds_of(places: Places) -> NDArray[np.uint8]:
+    """uint8 [R]: what `DraftBatch.kinds` says of nodes that the recipes at these places drafted."""
+    return (PASS_KINDS + np.clip(places, 0, MAX_KINDS - 1)).astype(np.uint8)
 
 
 class _Record:
-    """What drafting with one skip set has brought.
+    """What drafting with one recipe has brought.
 
     Attributes:
         reached, accepted: float64 [MAX_DRAFT_LEN], per place in the draft the share of rounds in which a token was
@@ -72,9 +77,9 @@ class _Record:
 
 
 class Cost(Lookahead):
-    """Maximises tokens per second under measured costs, over all requests of a step and all their skip sets together.
+    """Maximises tokens per second under measured costs, over all requests of a step and all their recipes together.
 
-    A step of B requests brings N = B + (accepted tokens) in D = (draft passes of every set) + (verifying step) seconds.
+    A step of B requests brings N = B + (accepted tokens) in D = (draft passes of all recipes) + (verification) seconds.
     The best long-run ratio N / D is reached by going on exactly while the expected gain of more tokens exceeds `rate`
     times their price, where `rate` is that best ratio (Dinkelbach). It is estimated from what rounds brought so far,
     and is never below that of no drafting.
@@ -82,19 +87,22 @@ class Cost(Lookahead):
     After each token: the chance s that a request's draft is right so far is the product of P(accepted | confidence),
     the chance of the next one is P(next accepted | confidence); both are learnt. For the k requests with the best
     chances and m more tokens each, the gain is the sum over them of s * next * (1 + a + ... + a^(m-1)), with a the mean
-    chance of their set; the price is m draft passes of each set among them and k * m more query tokens in the step. The
-    k with the best surplus over all (k, m) go on, if it is positive.
+    chance of their recipe; the price is m draft passes of each recipe among them and k * m more query tokens in the
+    step. The k with the best surplus over all (k, m) go on, if it is positive.
 
     Args:
         costs: of this model on this machine.
-        recipes: of the skip sets, in the order of their places.
+        recipes: skip sets with windows, in the order of their places: those of one skip set together, by window.
+        windows: how many of them each skip set has.
         prior: rate of acceptance believed at first.
         horizon: the largest m.
     """
 
     needs_top = 1
 
-    def __init__(self, costs: Costs, recipes: Sequence[Recipe], prior: float = 0.8, horizon: int = 8) -> None:
+    def __init__(
+        self, costs: Costs, recipes: Sequence[Recipe], prior: float = 0.8, horizon: int = 8, windows: int = 1
+    ) -> None:
         if not 0 < prior < 1:
             raise ValueError(f"lookahead: prior must lie between 0 and 1, not {prior}")
         self.costs, self.recipes, self.prior, self.horizon = costs, list(recipes), prior, horizon
@@ -102,30 +110,41 @@ class Cost(Lookahead):
         self.log = RoundLog(1)
         self.on = True
         self.rate = 0.0
+        self._windows = windows
+        # Tokens that each recipe reads at most, and whether it skips anything.
+        self._reads = np.array([np.inf if r.window is None else r.window.tokens for r in self.recipes])
+        self._skips = np.array([len(r.attention) + len(r.mlp) > 0 for r in self.recipes])
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
-        self._probed = -1
+        self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
+        self._probed = self._turn = -1
+        self._again = False  # whether another trial follows the last one at once
         self._decision: tuple[bytes, Flags, int] = b"", np.zeros(0, np.bool_), 0
+        self._chosen: tuple[bytes, Places, int] = b"", np.zeros(0, np.intp), 0
 
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
+        """What was learnt of the old one is forgotten, and the new one is tried at once."""
         self.recipes[place], self.records[place] = recipe, _Record(self.prior)
+        self._skips[place] = len(recipe.attention) + len(recipe.mlp) > 0
+        self.costs.acceptance.forget(int(kinds_of(np.array([place]))[0]))
+        self._decision, self._chosen, self._again = (b"", self._decision[1], 0), (b"", self._chosen[1], 0), True
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
-    def estimate(self, sets: Places, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
+    def estimate(self, places: Places, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
         """What a round is expected to bring and to take; see `DraftPassEstimate`.
 
         Args:
-            sets: intp [R], place of each request's skip set; sizes: int64 [K], numbers of first requests.
+            places: intp [R], of each request's recipe; sizes: int64 [K], numbers of first requests.
         """
         numbers = np.arange(len(self.recipes))[:, None]
-        return self._expected(sizes, (sets == numbers).cumsum(1)[:, sizes - 1], max_draft_len)
+        return self._expected(sizes, (places == numbers).cumsum(1)[:, sizes - 1], max_draft_len)
 
     def rates(self, counts: NDArray[np.int64], batch: int, max_draft_len: int = MAX_DRAFT_LEN) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step, by the most tokens a draft may have; first without
         drafts.
 
         Args:
-            counts: int64 [S], requests that draft, by skip set; batch: all requests of the step.
+            counts: int64 [S], requests that draft, by recipe; batch: all requests of the step.
         """
         expected = self._expected(np.array([counts.sum()]), counts[:, None], max_draft_len)
         seconds = expected.seconds[0] + self.costs.step_seconds(batch, batch + expected.tokens[0])
@@ -133,7 +152,7 @@ class Cost(Lookahead):
         return np.concatenate([[baseline], (batch + expected.gain[0]) / seconds])
 
     def _expected(self, sizes: NDArray[np.int64], counts: NDArray[np.int64], max_len: int) -> DraftPassEstimate:
-        """counts: int64 [S, K], requests of each set that take part."""
+        """counts: int64 [S, K], requests of each recipe that take part."""
         max_len = min(max_len, MAX_DRAFT_LEN)
         gain, tokens, seconds = np.zeros((3, len(sizes), max_len))
         for recipe, record, n in zip(self.recipes, self.records, counts[:, :, None], strict=True):
@@ -146,31 +165,67 @@ class Cost(Lookahead):
                 tokens += n * np.cumsum(reached)
         return DraftPassEstimate(sizes, gain, tokens, seconds)
 
-    def should_draft(self, sets: Places) -> Flags:
-        """The requests of the skip sets that together beat no drafting by most; where none do, those of one set now and
-        then, each set in its turn, to look again at the least price."""
-        if not len(sets):
-            return np.zeros(0, np.bool_)
-        counts = np.bincount(sets, minlength=len(self.recipes))
+    def recipes_for(self, sets: Places, contexts: Ints) -> Places:
+        """Of each request's skip set the window that pays best. NONE where a pass would do what the whole model does:
+        nothing is skipped, and no window is shorter than the request."""
+        if not np.isfinite(self._reads).any():
+            return sets
+        numbers = sets[:, None] * self._windows + np.arange(self._windows)
+        useful = self._reads[numbers] < contexts[:, None]
+        useful[:, -1] |= self._skips[numbers[:, -1]]
+        kinds, kind_of, counts = np.unique(
+            np.column_stack((sets, useful)), axis=0, return_inverse=True, return_counts=True
+        )
+        key, chosen, left = self._chosen
+        new_key = kinds.tobytes() + counts.tobytes()
+        if left == 0 or key != new_key:
+            chosen, left = np.full(len(kinds), NONE, np.intp), DECISION_STEPS
+            for i, (kind, count) in enumerate(zip(kinds, counts.tolist(), strict=True)):
+                places = kind[0] * self._windows + np.flatnonzero(kind[1:])
+                if len(places):
+                    chosen[i] = max(places, key=lambda place: self._rate_alone(place, count, len(sets)))
+        self._chosen = new_key, chosen, left - 1
+        return chosen[kind_of.ravel()]
+
+    def _rate_alone(self, place: int, count: int, batch: int) -> float:
+        """Expected tokens per second if so many requests draft with this recipe, and no others."""
+        return float(self.rates(np.where(np.arange(len(self.recipes)) == place, count, 0), batch)[1:].max())
+
+    def should_draft(self, places: Places, others: int = 0) -> Places:
+        """The requests of the recipes that together beat no drafting by most, now and then with another window; where
+        none do, those of one recipe now and then, each in its turn, to look again at the least price."""
+        counts = np.bincount(places[places != NONE], minlength=len(self.recipes))
+        if not counts.any():
+            return np.full(len(places), NONE)
         key, chosen, left = self._decision
         if left == 0 or key != counts.tobytes():
-            chosen, left = self._sets_that_pay(counts), DECISION_STEPS
+            chosen, left = self._recipes_that_pay(counts, len(places) + others), DECISION_STEPS
         self._decision = counts.tobytes(), chosen, left - 1
         self.on = bool(chosen.any())
         if self.on:
             self._probes.reset()
-            return chosen[sets]
-        if not self._probes.due():
-            return np.zeros(len(sets), np.bool_)
-        present = np.flatnonzero(counts)
-        self._probed += 1
-        return sets == present[self._probed % len(present)]
+            drafting = (places != NONE) & chosen[places]
+            other = self._windows > 1 and self._others.due()
+        elif self._again or self._probes.due():
+            present, other = np.flatnonzero(counts), self._windows > 1 and not self._again
+            self._probed += not self._again
+            drafting = places == present[self._probed % len(present)]
+        else:
+            return np.full(len(places), NONE)
+        self._again = False
+        return np.where(drafting, self._other_windows(places) if other else places, NONE)
 
-    def _sets_that_pay(self, counts: NDArray[np.int64]) -> Flags:
-        """bool [S]: which skip sets are to draft, for so many requests of each."""
-        batch, numbers = int(counts.sum()), np.arange(len(counts))
+    def _other_windows(self, places: Places) -> Places:
+        """The same skip sets with another window, each in its turn."""
+        self._turn += 1
+        numbers = places // self._windows * self._windows + self._turn % self._windows
+        whole = ~self._skips & np.isinf(self._reads)
+        return np.where(whole[numbers], places, numbers)
+
+    def _recipes_that_pay(self, counts: NDArray[np.int64], batch: int) -> Flags:
+        """bool [S]: which recipes are to draft, for so many requests of each."""
         present = np.flatnonzero(counts)
-        alone = {s: float(self.rates(np.where(numbers == s, counts, 0), batch)[1:].max()) for s in present.tolist()}
+        alone = {s: self._rate_alone(s, int(counts[s]), batch) for s in present.tolist()}
         baseline = batch / float(self.costs.step_seconds(batch, batch))
         chosen, best = np.zeros(len(counts), np.bool_), baseline * (1.0 if self.on else ON_MARGIN)
         tried = chosen.copy()
@@ -183,15 +238,15 @@ class Cost(Lookahead):
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        super().begin(request_ids, sets, min(max_draft_len, MAX_DRAFT_LEN), rest)
+    def begin(self, request_ids: Sequence[str], places: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, places, min(max_draft_len, MAX_DRAFT_LEN), rest)
         self.log.begin(request_ids, self.max_draft_len)
         batch = len(request_ids)
         if not batch:
             return
-        counts = np.bincount(sets, minlength=len(self.recipes))
+        counts = np.bincount(places, minlength=len(self.recipes))
         self.rate = float(self.rates(counts, batch + rest.requests).max()) if rest.rate is None else rest.rate
-        self.sets, self.kinds = np.asarray(sets), kinds_of(sets)
+        self.places, self.kinds = np.asarray(places), kinds_of(places)
         self.survival = np.ones(batch)
         self.tokens = batch
         # What the decisions of this round look up: prices by number of requests and by number of query tokens.
@@ -210,15 +265,15 @@ class Cost(Lookahead):
         left = self.max_draft_len - position - 1
         if left < 1 or not len(rows):
             return more
-        confidence, sets = top[:, 0], self.sets[rows]
+        confidence, places = top[:, 0], self.places[rows]
         self.tokens += len(rows)
         self.survival[rows] *= self.costs.acceptance.given_parent(confidence, self.kinds[rows], position + 1)
-        chance = self.survival[rows] * self.next[sets, to_bins(confidence)]
+        chance = self.survival[rows] * self.next[places, to_bins(confidence)]
         order = np.argsort(-chance, kind="stable")
-        passes = sum(price[np.cumsum(sets[order] == s)] for s, price in self.pass_price.items())
+        passes = sum(price[np.cumsum(places[order] == s)] for s, price in self.pass_price.items())
         k = np.arange(1, len(rows) + 1)[:, None]
         m = np.arange(1, min(left, self.horizon) + 1)
-        gain = np.cumsum(chance[order, None] * self.series[sets[order]][:, m - 1], 0)
+        gain = np.cumsum(chance[order, None] * self.series[places[order]][:, m - 1], 0)
         price = m * np.asarray(passes)[:, None] + self.step_price[self.tokens + k * m] - self.step_price[self.tokens]
         surplus = (gain - self.rate * price).max(1)
         best = int(np.argmax(surplus))
@@ -231,12 +286,15 @@ class Cost(Lookahead):
         bins = to_bins(features[:, 0])
         pairs = np.flatnonzero((place[1:] == place[:-1]) & (position[1:] == position[:-1] + 1))
         known = np.array([self.log.row.get(request, -1) for request in request_ids], np.intp)
-        sets = np.where(known >= 0, self.sets[known], -1) if len(self.log.row) else np.full(len(known), -1)
+        places = np.where(known >= 0, self.places[known], NONE) if len(self.log.row) else np.full(len(known), NONE)
         for number, record in enumerate(self.records):
-            mine = pairs[sets[place[pairs]] == number]
+            mine = pairs[places[place[pairs]] == number]
             record.next_given.add(bins[mine], good[mine + 1])
-            rounds = (sets == number) & (drafted > 0)
+            rounds = (places == number) & (drafted > 0)
             if rounds.any():
+                expected = record.accepted[: max(1, int(drafted[rounds].mean()))].sum()
+                if not self.on and path[rounds].mean() > expected + SURPRISE:
+                    self._again, record.weight = True, min(record.weight, DOUBTED_WEIGHT)
                 record.update(drafted[rounds], path[rounds])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead
 from layerskip_plugin.lookahead.records import TOP, Verifications
 from layerskip_plugin.skip_set import read_json, write_json
 
-FORMAT = "freedraft disco 1"
+FORMAT = "freedraft disco 2"
 FEATURES = TOP + 2
 HIDDEN = 32
 WEIGHTS = ("mean", "scale", "w1", "b1", "w2", "b2")
@@ -30,6 +30,7 @@ class Classifier:
         mean, scale: float32[12], standardise the features.
         w1, b1, w2, b2: float32[12, h], [h], [h, 1], [1]; ReLU between, a sigmoid behind.
         threshold: minimum probability of acceptance at which drafting goes on.
+        max_length: most tokens of a draft.
         model: fingerprint of the model that it was trained on.
     """
 
@@ -40,6 +41,7 @@ class Classifier:
     w2: NDArray[np.float32]
     b2: NDArray[np.float32]
     threshold: float
+    max_length: int
     model: str = ""
 
     def __post_init__(self) -> None:
@@ -63,7 +65,8 @@ class Classifier:
     def save(self, path: Path, about: dict[str, Any]) -> None:
         """Write a JSON file; `about` says where it comes from."""
         weights = {name: [round(float(x), 6) for x in getattr(self, name).ravel()] for name in WEIGHTS}
-        fields = {"model": self.model, "threshold": self.threshold, "hidden": len(self.b1), "weights": weights}
+        fields = {"model": self.model, "threshold": self.threshold, "max_length": self.max_length}
+        fields |= {"hidden": len(self.b1), "weights": weights}
         write_json(path, {"format": FORMAT, **fields, "about": about})
 
     @classmethod
@@ -78,7 +81,8 @@ class Classifier:
             h, weights = int(values["hidden"]), values["weights"]
             mean, scale, w1, b1, w2, b2 = (np.array(weights[name], np.float32) for name in WEIGHTS)
             w1, w2 = w1.reshape(FEATURES, h), w2.reshape(h, 1)
-            loaded = cls(mean, scale, w1, b1, w2, b2, float(values["threshold"]), str(values["model"]))
+            rule = float(values["threshold"]), int(values["max_length"])
+            loaded = cls(mean, scale, w1, b1, w2, b2, *rule, str(values["model"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"disco: {path} is damaged: {error}") from None
         if model and loaded.model and model != loaded.model:
@@ -90,7 +94,8 @@ class Classifier:
 
 
 class Disco(Lookahead):
-    """Go on while the classifier gives the token just drafted at least its threshold; that token is kept."""
+    """Go on while the classifier gives the token just drafted at least its threshold, up to its longest draft; that
+    token is kept."""
 
     needs_top = TOP
     needs_entropy = True
@@ -99,49 +104,103 @@ class Disco(Lookahead):
         self.classifier = classifier
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
-        if position + 1 >= self.max_draft_len:
+        if position + 1 >= min(self.max_draft_len, self.classifier.max_length):
             return np.zeros(len(rows), np.bool_)
         assert entropy is not None
         places = np.full(len(rows), position, np.int32)
         return self.classifier.probability(top, entropy, places) >= self.classifier.threshold
 
 
-def f1(predicted: Flags, actual: Flags) -> float:
-    """F1 of bool[N] predictions; 0 when nothing was predicted rightly."""
-    hits = int((predicted & actual).sum())
-    return 2 * hits / (int(predicted.sum()) + int(actual.sum())) if hits else 0.0
+class Prices(NamedTuple):
+    """In plain steps: a draft pass, and a further query token of verification."""
+
+    draft_pass: float
+    query_token: float
 
 
-def best_f1_threshold(score: Floats, actual: Flags) -> float:
-    """The threshold at which `score >= threshold` has the largest F1."""
-    order = np.argsort(-score, kind="stable")
-    hits = np.cumsum(actual[order])
-    quality = 2 * hits / (np.arange(1, len(score) + 1) + actual.sum())
-    last = np.append(score[order][1:] != score[order][:-1], True)
-    return float(score[order][np.argmax(np.where(last, quality, -1))])
+class Rule(NamedTuple):
+    """Go on while a token's score is at least `threshold`, up to `max_length` tokens (the paper's tau and SL_max)."""
+
+    threshold: float
+    max_length: int
+
+
+class Rounds:
+    """Recorded verifications by round: R rounds of at most L judged tokens.
+
+    Attributes:
+        entries: intp [R, L], places in the records, -1 for none; lengths: int [R], judged tokens; accepted: int [R].
+        rejected: bool [R], whether the last one was rejected; request: int [R].
+    """
+
+    def __init__(self, records: Verifications) -> None:
+        order = np.lexsort((records.position, records.round, records.request))
+        keys = np.stack((records.request, records.round))[:, order]
+        first = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(0)))
+        self.lengths = np.diff(np.append(first, len(order)))
+        place = np.arange(self.lengths.max(initial=0))
+        inside = place < self.lengths[:, None]
+        self.entries = np.where(inside, order[np.minimum(first[:, None] + place, len(order) - 1)], -1)
+        good = inside & records.accepted[self.entries]
+        self.accepted, self.rejected = good.sum(1), (inside & ~good).any(1)
+        self.request = keys[0, first]
+
+    def outcome(self, score: Floats, rule: Rule, prices: Prices) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """float64 [R] each: tokens that a round would have brought under a rule, and its time in plain steps.
+
+        Behind a rejected token nothing was recorded: there the rule goes on as often as at rejected tokens. Behind the
+        last one of a draft that was accepted as a whole it stops.
+
+        Args:
+            score: float32 [N], of each record.
+        """
+        inside = self.entries >= 0
+        scores = np.where(inside, score[self.entries], -np.inf)
+        stops = np.append(scores < rule.threshold, np.ones((len(scores), 1), np.bool_), 1).argmax(1)
+        drafted = np.minimum(np.minimum(stops + 1, self.lengths), rule.max_length)
+        beyond = self.rejected & (stops >= self.lengths) & (self.lengths < rule.max_length)
+        last = scores[np.arange(len(scores)), self.lengths - 1][self.rejected]
+        again = float((last >= rule.threshold).mean()) if len(last) else 0.0
+        wasted = np.cumsum(again ** np.arange(rule.max_length))[rule.max_length - self.lengths[beyond] - 1]
+        total = drafted.astype(np.float64)
+        total[beyond] += wasted
+        return 1.0 + np.minimum(self.accepted, drafted), 1.0 + (prices.draft_pass + prices.query_token) * total
+
+    def rate(self, score: Floats, rule: Rule, prices: Prices) -> float:
+        """Tokens per plain step."""
+        tokens, times = self.outcome(score, rule, prices)
+        return float(tokens.sum() / times.sum())
+
+    def best_rule(self, score: Floats, prices: Prices) -> Rule:
+        """The rule of the most tokens per time."""
+        grid = [-np.inf, *np.unique(np.quantile(score, np.linspace(0, 1, 41)))]
+        rules = [Rule(float(t), n) for t in grid for n in range(1, self.entries.shape[1] + 1)]
+        return max(rules, key=lambda rule: self.rate(score, rule, prices))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Held-out F1: of the classifier, of the best confidence threshold, and of always going on (fixed lookahead)."""
+    """Held-out tokens per plain step, where no drafting is 1: of the classifier, of the best confidence threshold, and
+    of the best fixed length; each with a threshold and a length that were chosen on other requests."""
 
     classifier: float
     confidence: float
     fixed: float
     error: float
-    """Standard error of the difference between the first two, by bootstrap over requests."""
+    """Standard error of the difference between the first and the best of the others, by bootstrap over requests."""
 
     @property
     def better(self) -> bool:
-        """Whether the classifier beats the threshold by more than chance."""
-        return self.classifier - self.confidence > self.error
+        """Whether the classifier beats the others, and no drafting, by more than chance."""
+        return self.classifier - max(self.confidence, self.fixed, 1.0) > self.error
 
 
-def train(records: Verifications, seed: int = 0) -> tuple[Classifier, Comparison]:
-    """Fit a classifier on 3/4 of the requests and compare it with the confidence threshold on the others.
+def train(records: Verifications, prices: Prices, seed: int = 0) -> tuple[Classifier, Comparison]:
+    """Fit a classifier on a half of the requests, choose threshold and length on a quarter by tokens per time, as the
+    paper does by latency, and compare on the last quarter.
 
     Raises:
-        ValueError: too few records, or of one kind or one request only.
+        ValueError: too few records, or of one kind or few requests only.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPClassifier
@@ -156,9 +215,10 @@ def train(records: Verifications, seed: int = 0) -> tuple[Classifier, Comparison
     requests = rng.permutation(np.unique(records.request))
     if len(requests) < 4:
         raise ValueError(f"disco: the records are of {len(requests)} requests; at least 4 are needed, some to test on")
-    held_out = np.isin(records.request, requests[: max(1, len(requests) // 4)])
-    learned, tested = records.where(~held_out), records.where(held_out)
-    if len(set(learned.accepted.tolist())) < 2 or len(set(tested.accepted.tolist())) < 2:
+    quarter = max(1, len(requests) // 4)
+    parts = (requests[2 * quarter :], requests[:quarter], requests[quarter : 2 * quarter])
+    learned, chosen, tested = (records.where(np.isin(records.request, part)) for part in parts)
+    if len(set(learned.accepted.tolist())) < 2 or not len(chosen) or not len(tested):
         raise ValueError("disco: the requests differ too much to be split for a test: record more traffic")
     x = np.concatenate([learned.top, learned.entropy[:, None], learned.position[:, None]], 1).astype(np.float32)
     mean, scale = x.mean(0), np.maximum(x.std(0), 1e-6)
@@ -170,32 +230,28 @@ def train(records: Verifications, seed: int = 0) -> tuple[Classifier, Comparison
     w1, b1, w2, b2 = (
         w.astype(np.float32) for pair in zip(network.coefs_, network.intercepts_, strict=True) for w in pair
     )
-    raw = Classifier(mean, scale, w1, b1, w2, b2, threshold=0.5, model=records.model)
-    score = raw.probability(learned.top, learned.entropy, learned.position)
-    classifier = replace(raw, threshold=best_f1_threshold(score, learned.accepted))
-    return classifier, compare(classifier, best_f1_threshold(learned.top[:, 0], learned.accepted), tested, rng)
+    raw = Classifier(mean, scale, w1, b1, w2, b2, threshold=0.5, max_length=1, model=records.model)
+
+    def scores(part: Verifications) -> tuple[Floats, Floats, Floats]:
+        """By which the classifier, a confidence threshold and a fixed length go on."""
+        return raw.probability(part.top, part.entropy, part.position), part.top[:, 0], np.ones(len(part), np.float32)
+
+    rounds = Rounds(chosen)
+    rules = [rounds.best_rule(score, prices) for score in scores(chosen)]
+    threshold, max_length = rules[0]
+    classifier = replace(raw, threshold=max(threshold, 0.0), max_length=max_length)
+    rounds = Rounds(tested)
+    outcomes = [rounds.outcome(score, rule, prices) for score, rule in zip(scores(tested), rules, strict=True)]
+    return classifier, _compare(outcomes, rounds.request, rng)
 
 
-def compare(
-    classifier: Classifier, threshold: float, tested: Verifications, rng: np.random.Generator, draws: int = 200
-) -> Comparison:
-    """The classifier, the confidence threshold and fixed lookahead on records that neither has seen."""
-    by_classifier = classifier.probability(tested.top, tested.entropy, tested.position) >= classifier.threshold
-    by_confidence = tested.top[:, 0] >= threshold
-    requests, number = np.unique(tested.request, return_inverse=True)
-
-    def sums(predicted: Flags) -> NDArray[np.float64]:
-        parts = (predicted & tested.accepted, predicted, tested.accepted)
-        return np.stack([np.bincount(number, weights=part, minlength=len(requests)) for part in parts])
-
-    first, second = sums(by_classifier), sums(by_confidence)
-    chosen = rng.integers(0, len(requests), (draws, len(requests)))
-
-    def drawn(parts: NDArray[np.float64]) -> NDArray[np.float64]:
-        hits, predicted, actual = parts[:, chosen].sum(2)
-        return 2 * hits / np.maximum(predicted + actual, 1)
-
-    error = float((drawn(first) - drawn(second)).std())
-    always = np.ones(len(tested), np.bool_)
-    scores = [f1(go_on, tested.accepted) for go_on in (by_classifier, by_confidence, always)]
-    return Comparison(scores[0], scores[1], scores[2], error)
+def _compare(outcomes: list[Any], request: NDArray[Any], rng: np.random.Generator, draws: int = 200) -> Comparison:
+    """outcomes: of the classifier, a confidence threshold and a fixed length, see `Rounds.outcome`."""
+    _, number = np.unique(request, return_inverse=True)
+    sums = np.stack([[np.bincount(number, weights=part) for part in outcome] for outcome in outcomes])  # [3, 2, Q]
+    rates = sums[:, 0].sum(1) / sums[:, 1].sum(1)
+    drawn = sums[:, :, rng.integers(0, sums.shape[2], (draws, sums.shape[2]))].sum(3)
+    drawn_rates = drawn[:, 0] / drawn[:, 1]
+    other = 1 + int(rates[1:].argmax())
+    classifier, confidence, fixed = rates.tolist()
+    return Comparison(classifier, confidence, fixed, float((drawn_rates[0] - drawn_rates[other]).std()))

@@ -27,11 +27,11 @@ class PerSet(Lookahead):
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         self.policies[place] = self.make()
 
-    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        super().begin(request_ids, sets, max_draft_len, rest)
-        self.sets = np.asarray(sets)
+    def begin(self, request_ids: Sequence[str], places: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, places, max_draft_len, rest)
+        self.sets = np.asarray(places)
         self.set_of = dict(zip(request_ids, self.sets.tolist(), strict=True))
-        self.place = np.zeros(len(sets), np.int32)
+        self.place = np.zeros(len(places), np.int32)
         for number, policy in enumerate(self.policies):
             rows = np.flatnonzero(self.sets == number)
             self.place[rows] = np.arange(len(rows))

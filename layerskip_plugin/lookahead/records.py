@@ -17,6 +17,7 @@ from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahea
 
 TOP = 10
 FORMAT = "freedraft verifications 1"
+ABOUT = ("model", "prices")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Verifications:
         request: int32[N].
         round: int32[N], within the request; a token's round starts where its position is 0.
         model: fingerprint of the model; "" when it is not known.
+        prices: (a draft pass, a further query token of a request) in plain steps, as the engine measured them; None
+            where it did not.
     """
 
     top: NDArray[np.float32]
@@ -40,19 +43,20 @@ class Verifications:
     request: NDArray[np.int32]
     round: NDArray[np.int32]
     model: str = ""
+    prices: tuple[float, float] | None = None
 
     def __len__(self) -> int:
         return len(self.accepted)
 
     def where(self, chosen: NDArray[Any]) -> Verifications:
         """The entries that a mask or an index chooses."""
-        arrays: dict[str, Any] = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name != "model"}
+        arrays: dict[str, Any] = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name not in ABOUT}
         return replace(self, **arrays)
 
     def save(self, path: Path) -> None:
         """Write a compressed .npz."""
-        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "model"}
-        about = json.dumps({"format": FORMAT, "model": self.model})
+        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ABOUT}
+        about = json.dumps({"format": FORMAT, "model": self.model, "prices": self.prices})
         with path.open("wb") as file:
             np.savez_compressed(file, about=np.array(about), **arrays)
 
@@ -68,20 +72,23 @@ class Verifications:
                 about = json.loads(str(file["about"]))
                 if about.get("format") != FORMAT:
                     raise ValueError(f"{path} holds {about.get('format')!r}, not {FORMAT!r}")
-                arrays: dict[str, Any] = {f.name: file[f.name] for f in fields(cls) if f.name != "model"}
-                loaded = cls(**arrays, model=about["model"])
+                arrays: dict[str, Any] = {f.name: file[f.name] for f in fields(cls) if f.name not in ABOUT}
+                prices = about.get("prices")
+                loaded = cls(**arrays, model=about["model"], prices=prices and (float(prices[0]), float(prices[1])))
         except OSError as error:
             raise ValueError(f"records: cannot read {path}: {error.strerror or error}") from None
         except Exception as error:
             raise ValueError(f"records: {path} is no file of recorded verifications: {error}") from None
         n = len(loaded)
-        if loaded.top.shape != (n, TOP) or any(len(getattr(loaded, f.name)) != n for f in fields(cls)[:-1]):
+        if loaded.top.shape != (n, TOP) or any(
+            len(getattr(loaded, f.name)) != n for f in fields(cls) if f.name not in ABOUT
+        ):
             raise ValueError(f"records: {path} is damaged: its arrays do not fit together")
         return loaded
 
 
 class Recording(Lookahead):
-    """Any policy, with the verifications of the first skip set's drafts kept for `freedraft calibrate disco`.
+    """Any policy, with the verifications of the first recipe's drafts kept for `freedraft calibrate disco`.
 
     Args:
         inner: the policy that decides.
@@ -101,21 +108,24 @@ class Recording(Lookahead):
         self.numbers: dict[str, list[int]] = {}
         self.requests = 0
 
-    def should_draft(self, sets: Places) -> Flags:
-        return self.inner.should_draft(sets)
+    def recipes_for(self, sets: Places, contexts: Ints) -> Places:
+        return self.inner.recipes_for(sets, contexts)
+
+    def should_draft(self, places: Places, others: int = 0) -> Places:
+        return self.inner.should_draft(places, others)
 
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         self.inner.replace_recipe(place, recipe)
 
-    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        super().begin(request_ids, sets, max_draft_len, rest)
+    def begin(self, request_ids: Sequence[str], places: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, places, max_draft_len, rest)
         self.log.begin(request_ids, max_draft_len)
-        self.sets = np.asarray(sets)
-        self.inner.begin(request_ids, sets, max_draft_len, rest)
+        self.places = np.asarray(places)
+        self.inner.begin(request_ids, places, max_draft_len, rest)
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         assert entropy is not None
-        first = self.sets[rows] == 0
+        first = self.places[rows] == 0
         self.log.put(position, rows[first], np.concatenate([top, entropy[:, None]], 1)[first])
         needed = entropy if self.inner.needs_entropy else None
         return self.inner.should_continue(position, rows, top[:, : self.inner.needs_top], needed)
@@ -138,14 +148,14 @@ class Recording(Lookahead):
         for request in request_ids:
             self.numbers.pop(request, None)
 
-    def save(self) -> Verifications:
-        """Write what was recorded so far to `path`, and return it."""
+    def save(self, prices: tuple[float, float] | None = None) -> Verifications:
+        """Write what was recorded so far to `path`, and return it; see `Verifications.prices`."""
         empty = (np.zeros((0, TOP), np.float32), np.zeros(0, np.float32))
         ints = np.zeros(0, np.int32)
         first = (*empty, ints, np.zeros(0, np.bool_), ints, ints)
         columns = zip(first, *self.parts, strict=True)
         top, entropy, position, good, request, number = (np.concatenate(column) for column in columns)
-        records = Verifications(top, entropy, position, good, request, number, self.model)
+        records = Verifications(top, entropy, position, good, request, number, self.model, prices)
         records.save(self.path)
         return records
 

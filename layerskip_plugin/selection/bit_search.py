@@ -83,6 +83,14 @@ class BitSearch:
         """`skip` with one sublayer exchanged for another one; of open size, also with one more or one less."""
         return self._from_bits(self._neighbours(self._points([skip]) > 0)[0])
 
+    def resized(self, skip: SkipSet) -> SkipSet:
+        """`skip` with sublayers added or removed at random, as many as its size lacks or exceeds."""
+        bits = self._points([skip])[0] > 0
+        assert self.size is not None
+        lacking = self.size - int(bits.sum())
+        bits[self.rng.permutation(np.flatnonzero(bits != (lacking > 0)))[: abs(lacking)]] = lacking > 0
+        return self._from_bits(bits)
+
     def register(self, skips: Sequence[SkipSet], values: Sequence[float] | NDArray[np.float64]) -> None:
         """Learn the values of these sets; a set measured again takes the mean of both values."""
         for skip, value in zip(skips, values, strict=True):

@@ -18,7 +18,10 @@ from layerskip_plugin.skip_set import SkipSet, read_json, write_json
 FORMAT = "freedraft knn 1"
 ALL_DOMAINS = "all domains"
 MIN_TRIALS, MAX_DEFICIT = 200.0, 0.03
-"""Verified tokens after which an anchor whose acceptance is this much below the global set's loses its requests."""
+"""Verified tokens of both sets after which an anchor whose own set is accepted this much less often than the global set
+loses its requests."""
+EXPLORE_EVERY = 20
+"""One request in so many of an anchor drafts with the other one of the two sets, so that both are known."""
 MAX_SETS = 4
 """Sets that one batch may hold."""
 
@@ -100,10 +103,12 @@ class Domains:
 
 
 class Knn(Selection):
-    """Each request keeps the set of its domain; acceptance is recorded per anchor.
+    """Each request keeps the set of its domain; acceptance is recorded per anchor, of its own set and the global one.
 
-    An anchor whose requests accept the domain's set less often than other requests accept the global set sends further
-    requests to the global set. A batch never holds more than `MAX_SETS` sets: domains beyond the most frequent ones
+    An anchor whose requests accept the domain's set less often than the global one sends further requests to the global
+    set. Only its own requests are compared, since some domains are harder than others.
+
+    A batch never holds more than `MAX_SETS` sets: domains beyond the most frequent ones
     share the global set.
     """
 
@@ -119,10 +124,12 @@ class Knn(Selection):
                 self._sets[name] = skip
         built = list(self._sets.values())
         self._index = np.array([built.index(skip) for skip in domains.sets], np.intp)
-        self._nowhere = len(domains.names), len(domains.anchors)
-        # Domain and bin of acceptance by request: one bin per anchor, and one for requests of no domain.
+        self._nowhere = len(domains.names), 2 * len(domains.anchors)
+        # Domain and bin of acceptance by request: two bins per anchor, of its own set and the global one, and one for
+        # requests of no domain.
         self.requests: dict[str, tuple[int, int]] = {}
-        self.acceptance = BinnedRate(np.full(len(domains.anchors) + 1, 0.5), weight=1.0, memory=2000.0)
+        self.acceptance = BinnedRate(np.full(2 * len(domains.anchors) + 1, 0.5), weight=1.0, memory=2000.0)
+        self._begun = np.zeros(len(domains.anchors), np.int64)
 
     def sets(self) -> dict[str, SkipSet]:
         return self._sets
@@ -134,11 +141,14 @@ class Knn(Selection):
             return
         all_domains, no_anchor = self._nowhere
         anchor, cosine = self.domains.nearest(hidden)
-        rates, trials = self.acceptance.rates, self.acceptance.trials
-        worse = (trials >= MIN_TRIALS) & (rates < rates[no_anchor] - MAX_DEFICIT) & (trials[no_anchor] >= MIN_TRIALS)
-        routed = (cosine >= self.domains.floor) & ~worse[anchor]
+        (own, everywhere) = self.acceptance.rates[:-1].reshape(-1, 2)[anchor].T
+        known = (self.acceptance.trials[:-1].reshape(-1, 2)[anchor] >= MIN_TRIALS).all(1)
+        worse = known & (own < everywhere - MAX_DEFICIT)
+        near = cosine >= self.domains.floor
+        np.add.at(self._begun, anchor[near], 1)
+        routed = near & (worse == (self._begun[anchor] % EXPLORE_EVERY == 0))
         domains = np.where(routed, self.domains.domain[anchor], all_domains)
-        bins = np.where(routed, anchor, no_anchor)
+        bins = np.where(near, 2 * anchor + ~routed, no_anchor)
         self.requests.update(zip(request_ids, zip(domains.tolist(), bins.tolist(), strict=True), strict=True))
 
     def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:

@@ -31,7 +31,8 @@ class Swift(Selection):
     same tokens. The best candidate that beats the incumbent becomes its challenger and replaces it only if it also does
     so on the next `CONFIRM` windows together: the best of many noisy scores alone would be luck. Every `beta`-th
     candidate is the Gaussian process's, the others are random. The search ends after `patience` candidates without a
-    better one; then the ratio moves a notch if matchness asks for it. It begins again when live acceptance falls.
+    better one; then the ratio moves a notch if matchness asks for it, and the set with it. It begins again when live
+    acceptance falls.
 
     Args:
         n_layers, model: of the sets.
@@ -121,16 +122,22 @@ class Swift(Selection):
             self._restart()
 
     def _restart(self) -> None:
-        """Search anew at the present ratio; an incumbent of the right size stays, to be scored again."""
+        """Search anew at the present ratio; the incumbent stays, with some sublayers more or less where its size is
+        another one, to be scored again."""
         size = max(1, min(len(self.space.skippable), round(self.ratio * 2 * self.space.n_layers)))
         self.space.resize(size)
         if len(self.incumbent) != size:
-            self.incumbent = self.space.uniform()
+            self.incumbent = self.space.resized(self.incumbent) if self.incumbent else self.space.uniform()
+            self._forget_acceptance()
         self.challenger: SkipSet | None = None
         self.matchness, self.lead, self.windows = 0.0, 0.0, 0
         self.candidates = self.idle = 0
         self.settled = False
         self.acceptance_at_end = 0.0
+
+    def _forget_acceptance(self) -> None:
+        """Live acceptance was another set's."""
+        self.acceptance, self.trials = 0.0, 0.0
 
     def _batch_size(self, seconds: float) -> int:
         """How many candidates, beside the incumbent, are expected to be scored within `seconds`."""
@@ -166,6 +173,7 @@ class Swift(Selection):
             won = self.windows == CONFIRM and self.lead >= CONFIRM * LEAD
             if won:
                 self.incumbent, self.idle = self.challenger, 0
+                self._forget_acceptance()
                 self.matchness += self.lead / CONFIRM
             elif self.lead > 0 and self.windows < CONFIRM:
                 return

@@ -154,3 +154,20 @@ def test_nonsense_in_a_profile_is_named(tmp_path: Path, content: str, word: str)
 def test_an_unknown_profile_gets_a_remedy() -> None:
     with pytest.raises(ConfigError, match="did you mean 'h200'"):
         choose_profile("h2000")
+
+
+@pytest.mark.parametrize(("bits", "ridge"), [(None, 295), (8, 148), (4, 74)])
+def test_the_knee_of_quantised_weights(bits: int | None, ridge: int) -> None:
+    """A quarter of the bytes is read in a quarter of the time, and as much is computed with it."""
+    from transformers import LlamaConfig
+
+    from freedraft.cost.controller import make_controller
+    from freedraft.method import EngineContext
+
+    config = LlamaConfig(**({"quantization_config": {"quant_method": "gptq", "bits": bits}} if bits else {}))
+    context = EngineContext(hf_config=config, max_draft_tokens=8)
+    assert HardwareProfile.load("h100").ridge == 295
+    controller = make_controller(context, "knee", hardware="h100")
+    assert isinstance(controller, Knee) and controller.knee == ridge
+    assert make_controller(context, "knee", hardware="h100", knee=7).knee == 7
+    assert make_controller(context, "knee", hardware="cpu").knee == 6, "a measured knee stays"

@@ -192,3 +192,43 @@ def test_a_draft_pass_reads_what_it_keeps() -> None:
     assert np.allclose(
         roofline.pass_seconds(half, batches, 100), [roofline.pass_seconds(half, b, 100) for b in batches]
     )
+
+
+def test_fewer_kv_heads_than_ranks() -> None:
+    """Each rank keeps a copy of one of them: with 16 ranks for 8 heads a rank reads what it reads with 8."""
+    eight, sixteen = rows(4, 1, 8000, 8), rows(4, 1, 8000, 16)
+    for name in ("K", "V"):
+        assert sixteen[name] == eight[name]
+    assert sixteen["attention"][1] > 0.9 * eight["attention"][1]
+    assert sixteen["Q"][0] == eight["Q"][0] / 2
+
+
+def attention_read(config: dict[str, object], kv_dtype: str | None = None, context: float = 100_000.0) -> float:
+    shape = ModelShape.from_config(config, kv_dtype=kv_dtype)
+    return next(row.read for row in operations(shape, 8, 1, context, mask=False) if row.name == "attention")
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "share"), [("auto", 1.0), ("fp8_e4m3", 0.5), ("float8_e4m3fn", 0.5), ("bfloat16", 1.0)]
+)
+def test_quantised_keys_and_values(kv_dtype: str, share: float) -> None:
+    assert attention_read(LLAMA3_8B, kv_dtype) == pytest.approx(share * attention_read(LLAMA3_8B), rel=1e-3)
+    scheme = LLAMA3_8B | {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}
+    assert attention_read(scheme, kv_dtype) == pytest.approx(
+        (0.5 if kv_dtype == "auto" else share) * attention_read(LLAMA3_8B), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens"),
+    [
+        ({"sliding_window": 4096}, 4096),
+        ({"sliding_window": 4096, "use_sliding_window": False}, 100_000),
+        ({"sliding_window": None}, 100_000),
+        ({"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 24}, 0.25 * 4096 + 0.75 * 100_000),
+        ({"sliding_window": 1024, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, 0.75 * 1024 + 25_000),
+    ],
+)
+def test_sliding_windows(change: dict[str, object], tokens: float) -> None:
+    assert attention_read(LLAMA3_8B | change) == pytest.approx(attention_read(LLAMA3_8B, context=tokens))
+    assert attention_read(LLAMA3_8B | change, context=500.0) == attention_read(LLAMA3_8B, context=500.0)

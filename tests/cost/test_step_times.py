@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import BUCKET_OF, CENTRES, MAX_QUERY_TOKENS, StepTimes, batch_bucket, context_bucket
+from freedraft.draft_model import Window
 from layerskip_plugin.skip_set import SkipSet
 
 SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
@@ -29,7 +31,7 @@ def machine(batch: int, query_tokens: int) -> float:
 
 def test_buckets() -> None:
     assert [batch_bucket(b) for b in (1, 2, 3, 4, 5, 8, 9, 16, 17, 1000)] == [0, 1, 2, 2, 3, 3, 4, 4, 5, 9]
-    assert [context_bucket(c) for c in (0, 512, 513, 2048, 9000, 1e6)] == [0, 0, 1, 1, 3, 4]
+    assert [context_bucket(c) for c in (0, 512, 512.5, 1024, 1025, 2048, 9000, 1e6)] == [0, 0, 1, 1, 2, 2, 5, 9]
     assert [BUCKET_OF[q] for q in range(1, 17)] == list(range(16))
     nearest = np.abs(CENTRES[None, :] - np.arange(MAX_QUERY_TOKENS + 1)[:, None]).argmin(axis=1)
     distance = np.abs(CENTRES[BUCKET_OF] - np.arange(MAX_QUERY_TOKENS + 1))
@@ -50,9 +52,9 @@ def test_what_was_never_seen_is_taken_from_its_neighbours() -> None:
     learnt = times()
     for _ in range(20):
         for q in (1, 9):
-            learnt.update(1, q, 300.0, 3 * learnt.roofline.seconds(1, q, 256.0))
+            learnt.update(1, q, 300.0, 3 * learnt.roofline.seconds(1, q, 300.0))
     for batch, q, context in ((1, 5, 300.0), (2, 5, 300.0), (4, 12, 5000.0)):
-        predicted = learnt.roofline.seconds(batch, q, 256 * 4 ** context_bucket(context))
+        predicted = learnt.roofline.seconds(batch, q, context)
         assert learnt.seconds(batch, q, context) == pytest.approx(3 * predicted, rel=0.02)
 
 
@@ -160,6 +162,21 @@ def test_passes_are_known_by_context() -> None:
         learnt.update_pass(RECIPE, 1, 20_000.0, 0.045)
     assert float(learnt.pass_seconds(RECIPE, 1, 300.0)) == pytest.approx(0.015, rel=0.05)
     assert float(learnt.pass_seconds(RECIPE, 1, 20_000.0)) == pytest.approx(0.045, rel=0.05)
+
+
+def test_times_grow_with_the_context_within_what_was_seen() -> None:
+    """Seen at 3 k tokens only: at 3.9 k, in the same bucket, and at 7.5 k, a plain step takes longer, and a pass that
+    reads 512 tokens does not."""
+    learnt = times()
+    window = replace(SkipSet.empty(30), window=Window(16, 496))
+    for _ in range(30):
+        learnt.update(4, 4, 3000.0, 2 * float(learnt.roofline.seconds(4, 4, 3000.0)))
+        learnt.update_pass(window, 4, 3000.0, 2 * float(learnt.roofline.seconds(4, 4, 512.0)))
+    for context in (3000.0, 3900.0, 7500.0):
+        expected = 2 * float(learnt.roofline.seconds(4, 4, context))
+        assert float(learnt.seconds(4, 4, context)) == pytest.approx(expected, rel=0.05)
+        expected = 2 * float(learnt.roofline.seconds(4, 4, 512.0))
+        assert float(learnt.pass_seconds(window, 4, context)) == pytest.approx(expected, rel=0.05)
 
 
 def test_one_slow_pass_changes_little_and_a_new_level_is_followed() -> None:

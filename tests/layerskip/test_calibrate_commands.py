@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_lookahead_disco import records as verifications
 from typer.testing import CliRunner
 
 from freedraft.cli import app
 from layerskip_plugin.calibrate import run as calibrate_run
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.lookahead import Verifications
+from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.lookahead.disco import Classifier
 from layerskip_plugin.selection.knapsack import Plan
 from layerskip_plugin.selection.knn import Domains
@@ -70,6 +72,29 @@ def test_skip_set(run: Callable, data: Callable, model: Path, tmp_path: Path) ->
     assert not (tmp_path / "s.json.progress").exists()
     code, said = run("skip-set", data("one"), "--out", out, "--share", 0.5, "--tokens", 24)
     assert code == 2 and "only 2 of the 3 sublayers wanted" in said
+
+
+def test_the_share_of_most_tokens_per_time(
+    run: Callable, data: Callable, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a share a set is chosen by the times of sublayers and head, also for the sets of domains; where nothing
+    pays it is said."""
+    sizes = []
+    for attention, mlp, head in ((1e-5, 1e-5, 1.0), (1.0, 1e-5, 1e-5), (1.0, 1.0, 1e-5)):
+        times = PassTimes(attention, mlp, head, lambda n, a=attention, m=mlp, h=head: 3 * (a + m) + h)
+        monkeypatch.setattr(calibrate_run, "measure", lambda host, context, times=times: times)
+        out = tmp_path / "s.json"
+        code, said = run("skip-set", data("one"), "--out", out, "--tokens", 24)
+        assert code == 0 and "of plain expected" in said, said
+        skip, about = SkipSet.load(out, 3, fingerprint(model)), json.loads(out.read_text())["about"]
+        sizes.append(skip.sublayers)
+        assert (about["expected_over_plain"] > 1.1) == (len(sizes) > 1)
+    assert 2 in sizes[1], "attention is all that there is to save"
+    assert sizes[2] == (2, 3)
+    files = [data(name, 5, seed=i) for i, name in enumerate(("chat", "code"))]
+    code, said = run("knn", *files, "--out", tmp_path / "k.json", "--tokens", 24, "--answered", 3)
+    assert code == 0, said
+    assert {skip.sublayers for skip in Domains.load(tmp_path / "k.json", 3).sets} == {(2, 3)}
 
 
 def test_bayesian_can_be_interrupted_and_goes_on(
@@ -131,18 +156,18 @@ def test_knn(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None
 
 
 def test_disco_trains_or_refuses(run: Callable, tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    n = 2000
-    top = np.sort(rng.dirichlet(np.full(10, 0.4), n), 1)[:, ::-1].astype(np.float32)
-    entropy, request = rng.random(n).astype(np.float32), np.sort(rng.integers(0, 30, n)).astype(np.int32)
-    position = np.zeros(n, np.int32)
-    for name, good in (("entropy", entropy < 0.5), ("noise", rng.random(n) < top[:, 0])):
-        Verifications(top, entropy, position, good, request, np.arange(n, dtype=np.int32), "m").save(
-            tmp_path / f"{name}.npz"
-        )
+    for name, kind in (("noise", "probability"), ("entropy", "entropy")):
+        replace(verifications(kind), prices=(0.3, 0.02)).save(tmp_path / f"{name}.npz")
+    verifications("entropy").save(tmp_path / "unpriced.npz")
     out = tmp_path / "d.json"
     code, said = run("disco", tmp_path / "noise.npz", "--out", out, calibrates=False)
-    assert code == 2 and "no better than a confidence" in said and not out.exists()
+    assert code == 2 and "a confidence threshold" in said and "nothing is written" in said and not out.exists()
+    code, said = run("disco", tmp_path / "unpriced.npz", "--out", out, calibrates=False)
+    assert code == 2 and "--draft-pass and --query-token" in said and not out.exists()
+    code, said = run(
+        "disco", tmp_path / "unpriced.npz", "--out", out, "--draft-pass", 3, "--query-token", 0, calibrates=False
+    )
+    assert code == 2 and "no drafting 1" in said
     code, said = run("disco", tmp_path / "entropy.npz", "--out", out, calibrates=False)
     assert code == 0 and Classifier.load(out, "m").model == "m"
     code, said = run("inspect", out, calibrates=False)

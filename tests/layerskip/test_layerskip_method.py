@@ -298,7 +298,9 @@ def test_a_recorded_policy_is_asked_as_itself(tmp_path):
     engine.method.update(step)
     assert engine.method.estimate(step, np.zeros(1, np.intp), np.array([1]), 3).gain.shape == (1, 3)
     engine.method.close()
-    assert len(Verifications.load(tmp_path / "seen.npz")) > 0
+    seen = Verifications.load(tmp_path / "seen.npz")
+    assert len(seen) > 0
+    assert seen.prices == pytest.approx((0.2, 0.1 / 23)), "a draft pass and a query token, in steps without drafts"
 
 
 def test_sets_must_be_of_this_model():

@@ -2,85 +2,137 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from layerskip_plugin.lookahead import Confidence, Disco, Recording, Verifications
-from layerskip_plugin.lookahead.disco import Classifier, best_f1_threshold, f1, train
+from layerskip_plugin.lookahead.disco import Classifier, Prices, Rounds, Rule, train
 
 sklearn = pytest.importorskip("sklearn")
+PRICES = Prices(0.3, 0.02)
 
 
-def records(kind: str, n: int = 3000, seed: int = 0) -> Verifications:
-    """Made-up verifications in which acceptance hangs on the entropy, or on the top-1 probability alone."""
-    rng = np.random.default_rng(seed)
-    top = np.sort(rng.dirichlet(np.full(10, 0.4), n), 1)[:, ::-1].astype(np.float32)
-    entropy = rng.random(n).astype(np.float32) * 3
-    chance = 1 / (1 + np.exp(4 * (entropy - 1.5))) if kind == "entropy" else top[:, 0]
-    position = rng.integers(0, 6, n).astype(np.int32)
-    request = np.sort(rng.integers(0, 40, n)).astype(np.int32)
-    return Verifications(top, entropy, position, rng.random(n) < chance, request, np.arange(n, dtype=np.int32), "m")
+def records(
+    kind: str, rounds: int = 2000, seed: int = 0, longest: int = 8, alpha: float | None = None
+) -> Verifications:
+    """Made-up verifications, round by round, in which acceptance hangs on the entropy, on the top-1 probability alone,
+    or on nothing (`alpha`)."""
+    rng = np.random.default_rng(0)
+    size = (rounds, longest)
+    top = np.sort(rng.dirichlet(np.full(10, 0.4), size), 2)[:, :, ::-1].astype(np.float32)
+    entropy = rng.random(size).astype(np.float32) * 3
+    chance = {"entropy": 1 / (1 + np.exp(4 * (entropy - 1.5))), "probability": top[:, :, 0]}.get(kind, alpha)
+    good = rng.random(size) < chance
+    judged = np.append(np.ones((rounds, 1), np.bool_), np.cumprod(good, 1)[:, :-1].astype(np.bool_), 1)
+    number, position = np.nonzero(judged)
+    request = (number * 40 // rounds).astype(np.int32)
+    return Verifications(
+        top[judged], entropy[judged], position.astype(np.int32), good[judged], request, number.astype(np.int32), "m"
+    )
 
 
 def test_where_entropy_tells_more_the_classifier_wins() -> None:
-    classifier, comparison = train(records("entropy"))
-    assert comparison.better and comparison.classifier > comparison.confidence + 0.1
+    classifier, comparison = train(records("entropy"), PRICES)
+    assert comparison.better and comparison.classifier > comparison.confidence + 0.03
     assert 0 < comparison.error < 0.1 and classifier.model == "m"
 
 
 def test_where_the_probability_tells_all_the_classifier_is_refused() -> None:
-    assert not train(records("probability"))[1].better
+    assert not train(records("probability"), PRICES)[1].better
+
+
+def test_where_nothing_tells_anything_a_fixed_length_is_as_good() -> None:
+    """At 80 % accepted "always go on" has the best F1; what pays is a length, which the price decides."""
+    data = records("nothing", alpha=0.8)
+    lengths = []
+    for price in (0.05, 0.3, 0.7):
+        _, comparison = train(data, Prices(price, 0.0))
+        assert not comparison.better
+        d = np.arange(1, 9)
+        best = ((1 - 0.8 ** (d + 1)) / 0.2 / (1 + price * d)).max()
+        assert comparison.fixed == pytest.approx(best, rel=0.05)
+        lengths.append(Rounds(data).best_rule(np.ones(len(data), np.float32), Prices(price, 0.0)).max_length)
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
+
+
+def test_drafting_that_never_pays_is_refused() -> None:
+    assert not train(records("entropy"), Prices(2.0, 0.0))[1].better
+
+
+def test_outcomes_are_those_of_a_walk() -> None:
+    """Three rounds by hand: rejected at the third token, accepted as a whole, rejected at the first."""
+    accepted = np.array([True, True, False, True, True, False])
+    records = Verifications(
+        np.zeros((6, 10), np.float32), np.zeros(6, np.float32), np.array([0, 1, 2, 0, 1, 0], np.int32), accepted,
+        np.array([0, 0, 0, 0, 0, 1], np.int32), np.array([0, 0, 0, 1, 1, 0], np.int32),
+    )  # fmt: skip
+    score = np.array([0.9, 0.8, 0.7, 0.9, 0.9, 0.2], np.float32)
+    rounds, prices = Rounds(records), Prices(0.5, 0.0)
+    for rule, tokens, passes in (
+        (Rule(0.5, 8), [3, 3, 1], [3 + sum(0.5**k for k in range(5)), 2, 1]),  # one rejected token of two: 1/2 go on
+        (Rule(0.85, 8), [3, 3, 1], [2, 2, 1]),
+        (Rule(0.95, 8), [2, 2, 1], [1, 1, 1]),
+        (Rule(-1.0, 2), [3, 3, 1], [2, 2, 2]),
+        (Rule(-1.0, 1), [2, 2, 1], [1, 1, 1]),
+    ):
+        got, times = rounds.outcome(score, rule, prices)
+        assert got.tolist() == tokens and times.tolist() == pytest.approx([1 + 0.5 * n for n in passes]), rule
 
 
 def test_the_network_is_the_one_that_was_trained() -> None:
     """numpy inference and scikit-learn's own give the same probabilities."""
     from sklearn.neural_network import MLPClassifier
 
-    data = records("entropy", 800)
+    data = records("entropy", 300)
     x = np.concatenate([data.top, data.entropy[:, None], data.position[:, None]], 1)
     network = MLPClassifier((8,), max_iter=50, random_state=0)
     mean, scale = x.mean(0).astype(np.float32), x.std(0).astype(np.float32)
     with pytest.warns(Warning):
         network.fit((x - mean) / scale, data.accepted)
     (w1, w2), (b1, b2) = network.coefs_, network.intercepts_
-    ours = Classifier(mean, scale, *(w.astype(np.float32) for w in (w1, b1, w2, b2)), threshold=0.5)
+    ours = Classifier(mean, scale, *(w.astype(np.float32) for w in (w1, b1, w2, b2)), threshold=0.5, max_length=4)
     expected = network.predict_proba((x - mean) / scale)[:, 1]
     assert np.abs(ours.probability(data.top, data.entropy, data.position) - expected).max() < 1e-4
 
 
 def test_file_round_trip_and_another_model(tmp_path: Path) -> None:
     data = records("entropy", 1200)
-    classifier, _ = train(data)
+    classifier, _ = train(data, PRICES)
     classifier.save(tmp_path / "d.json", {})
     loaded = Classifier.load(tmp_path / "d.json", "m")
     same = [c.probability(data.top, data.entropy, data.position) for c in (classifier, loaded)]
     assert np.abs(same[0] - same[1]).max() < 1e-3
     with pytest.raises(ValueError, match="another model"):
         Classifier.load(tmp_path / "d.json", "other")
-    (tmp_path / "d.json").write_text('{"format": "freedraft disco 1", "hidden": 2, "weights": {}}')
+    (tmp_path / "d.json").write_text('{"format": "freedraft disco 2", "hidden": 2, "weights": {}}')
     with pytest.raises(ValueError, match="is damaged"):
         Classifier.load(tmp_path / "d.json")
 
 
 def test_the_policy_stops_below_the_threshold() -> None:
-    classifier, _ = train(records("entropy", 1500))
+    classifier, _ = train(records("entropy", 4000), Prices(0.1, 0.0))
+    assert 0.1 < classifier.threshold < 0.8 and classifier.max_length > 2
     policy = Disco(classifier)
     policy.begin(["a", "b", "c"], np.zeros(3, np.intp), 4)
     top = np.full((3, 10), 0.1, np.float32)
     more = policy.should_continue(0, np.arange(3, dtype=np.int32), top, np.array([0.1, 2.9, 0.2], np.float32))
     assert more.tolist() == [True, False, True]
+    policy = Disco(replace(classifier, max_length=1))
+    policy.begin(["a", "b", "c"], np.zeros(3, np.intp), 4)
+    assert not policy.should_continue(0, np.arange(3, dtype=np.int32), top, np.full(3, 0.1, np.float32)).any()
 
 
 @pytest.mark.parametrize(
-    ("n", "requests", "says"), [(50, 40, "at least 100 of each"), (2000, 1, "at least 4 are needed")]
+    ("n", "requests", "says"), [(40, 40, "at least 100 of each"), (2000, 1, "at least 4 are needed")]
 )
 def test_too_few_records_are_refused(n: int, requests: int, says: str) -> None:
     data = records("entropy", n)
     data.request[:] %= requests
     with pytest.raises(ValueError, match=says):
-        train(data)
+        train(data, PRICES)
 
 
 def test_recording_keeps_what_was_judged_and_changes_nothing(tmp_path: Path) -> None:
@@ -108,6 +160,7 @@ def test_recording_keeps_what_was_judged_and_changes_nothing(tmp_path: Path) -> 
         recorder.finish([f"c{step}"])
     recorder.save()
     held = Verifications.load(tmp_path / "r.npz")
+    assert held.prices is None and recorder.save((0.5, 0.02)).prices == Verifications.load(tmp_path / "r.npz").prices
     assert held.model == "m" and len(held) == len(expected)
     for i, ((top, entropy), position, good) in enumerate(expected):
         assert (held.top[i] == top).all() and held.entropy[i] == entropy
@@ -123,13 +176,3 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
         Verifications.load(tmp_path / "r.npz")
     with pytest.raises(ValueError, match="cannot read"):
         Verifications.load(tmp_path / "missing.npz")
-
-
-def test_f1_threshold_is_that_of_exhaustive_search() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        score = np.round(rng.random(25), 1).astype(np.float32)
-        actual = rng.random(25) < score
-        if actual.any():
-            found = best_f1_threshold(score, actual)
-            assert f1(score >= found, actual) == pytest.approx(max(f1(score >= t, actual) for t in np.unique(score)))

@@ -215,6 +215,24 @@ def test_swift_moves_its_ratio(importance: float, fewer: bool) -> None:
     assert len(policy.incumbent) == round(policy.ratio * 2 * LAYERS)
 
 
+def test_swift_keeps_its_set_over_a_change_of_ratio() -> None:
+    """The set that was found grows or shrinks by a notch: its sublayers stay among those of the next one."""
+    for matchness in (0.99, 0.1):
+        swift = Swift(10, lambda skips, m=matchness: np.full(len(skips), m), ratio=0.3, patience=4, seed=1)
+        before, sizes = swift.incumbent, [len(swift.incumbent)]
+        swift.acceptance, swift.trials = 0.35, 200.0
+        for _ in range(40):
+            swift.step(1e9, max_batches=1)
+            now = swift.incumbent
+            if len(now) != len(before):
+                smaller, larger = sorted((set(before.sublayers), set(now.sublayers)), key=len)
+                assert smaller < larger and len(larger) - len(smaller) == 1
+                assert swift.trials == 0, "live acceptance was another set's"
+                sizes.append(len(now))
+            before = now
+        assert len(sizes) > 2 and sizes == sorted(sizes, reverse=matchness < 0.5)
+
+
 def test_static_is_one_set() -> None:
     skip = SkipSet.of_sublayers([1], 3)
     assert Static({"one": skip}).sets() == {"one": skip}

@@ -14,16 +14,17 @@ from tests.support.models import continuations
 
 
 @pytest.mark.parametrize(
-    "kind, more",
+    "kind, more, window",
     [
-        ("Qwen3", {"page_size": 16, "disable_overlap_schedule": True}),
-        ("Qwen2", {"page_size": 16, "disable_overlap_schedule": False}),
+        ("Qwen3", {"page_size": 16, "disable_overlap_schedule": True}, {}),
+        ("Qwen2", {"page_size": 16, "disable_overlap_schedule": False}, {"FREEDRAFT_WINDOW": "40"}),
+        ("Mistral", {"page_size": 1, "disable_overlap_schedule": False}, {"FREEDRAFT_WINDOW": "40"}),
     ],
-    ids=["Qwen3, pages, sync", "Qwen2, pages, overlap"],
+    ids=["Qwen3, pages, sync", "Qwen2, pages, overlap, window", "Mistral, overlap, window"],
 )
-def test_pages_retraction_and_the_end_of_the_context(tmp_path, kind, more):
+def test_pages_retraction_and_the_end_of_the_context(tmp_path, kind, more, window):
     """Pages of 16, requests that are thrown out of the KV pool and prefilled again, that stop drafting at different
-    depths, and one that runs into the end of the context."""
+    depths, and one that runs into the end of the context; drafts that read a window of the cache."""
     folder = make_model(tmp_path / kind, kind, context=192)
     log, counts = folder / "log.json", folder / "counts.json"
     env = options(
@@ -34,6 +35,7 @@ def test_pages_retraction_and_the_end_of_the_context(tmp_path, kind, more):
         FREEDRAFT_THRESHOLD="0.4",
         SGLANG_TEST_RETRACT="1",  # as if the KV pool were full, at every eleventh pass
         SGLANG_TEST_RETRACT_INTERVAL="11",
+        **window,
     )
     given = prompts((15, 16, 17, 31))
     expected = continuations(folder, given, 160)
@@ -57,6 +59,8 @@ def test_pages_retraction_and_the_end_of_the_context(tmp_path, kind, more):
         assert output["output_ids"] == expected[-1][: len(output["output_ids"])]
         done = logged(engine)
         assert done["uneven"] > 5, "all requests drafted equally far"
+        # Of contexts up to 191 tokens a pass reads a page or two of sinks, and the newest.
+        assert (done["longest read"] < 80) == bool(window)
 
 
 def test_stops_by_itself_where_it_cannot_pay(tmp_path):

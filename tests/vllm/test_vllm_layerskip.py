@@ -125,7 +125,7 @@ def test_skip_sets_side_by_side_with_chunked_prefill_and_preemption(layerskip: A
 
     def record(step: Any, drafts: list[list[int]]) -> None:
         partial.append(step.batch_size < batch_rows(step))
-        sizes.append(set(proposer.guarded.method._sets.tolist()))
+        sizes.append(set(proposer.guarded.method._places.tolist()))
 
     with spied(proposer, record):
         settings = [skipping(("empty", "some")[i % 2]) for i in range(len(prompts))]

@@ -189,7 +189,7 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
         assert names == ["all domains", "chat", "text"]
 
         def record(step: Any, drafts: list[list[int]]) -> None:
-            places = method._sets.tolist()
+            places = method._places.tolist()
             routed.update(zip(step.request_ids, places, strict=True))
             mixed.append(len(set(places)))
 

@@ -26,6 +26,8 @@ def context_at_start(args: Any) -> EngineContext:
         vocab_size=getattr(config.get_text_config(), "vocab_size", None),
         max_draft_tokens=nodes - 1,
         widths=widths_for(verify_backend(args) or "", nodes),
+        kv_dtype=str(args.kv_cache_dtype),
+        page_size=args.page_size,
         tensor_parallel=args.tp_size,
     )
 
@@ -43,6 +45,8 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bo
         widths=widths,
         chains=chains,
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
+        kv_dtype=str(runner.kv_cache_dtype),
+        page_size=runner.page_size,
         tensor_parallel=runner.server_args.tp_size,
         rank=replica,
         gives_logits=True,

@@ -16,11 +16,12 @@ from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_f
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-from freedraft.draft_model import Drafted, DraftModel, DraftRound, MatchnessScorer, Recipe
+from freedraft.draft_model import Drafted, DraftModel, DraftRound, MatchnessScorer, Recipe, Window
 from freedraft.engines.many_sets import Sublayer, forward
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.graphs import Captured, capture, swapped_in
 from freedraft.engines.sglang.layers import Stages, check_structure, run_stages, stages_of
+from freedraft.engines.sglang.window_rows import WindowRows
 from freedraft.method import Step
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class DraftPass(NamedTuple):
     """One token per request through `stages`, and what is wanted of the next one; see `DraftModel.build`."""
 
     stages: Stages
+    window: Window | None
     top_k: int
     entropy: bool
 
@@ -47,17 +49,21 @@ class PagedDraftModel(DraftModel):
 
     Args:
         runner: SGLang's ModelRunner of the target.
+        window_rows: for recipes with windows.
 
     Raises:
         ConfigError: this model is not built of plain pre-norm layers.
     """
 
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
+    def __init__(self, runner: Any, window_rows: WindowRows | None = None) -> None:
+        self.runner, self.window_rows = runner, window_rows
         self._model = runner.model
         check_structure(self._model)
         self.decoder = self._model.model
         self.n_layers = len(self.decoder.layers)
+        windows = [layer.self_attn.attn.sliding_window_size for layer in self.decoder.layers]
+        # What the model itself looks back to: the least of its layers.
+        self.attended: int | None = min((size for size in windows if size is not None and size > 0), default=None)
         self._to_capture: dict[Stages, None] = {}
         self._graphs: dict[Stages, Captured] = {}
 
@@ -66,7 +72,7 @@ class PagedDraftModel(DraftModel):
         stages = stages_of(self.decoder, recipe)
         if optimize:
             self._to_capture[stages] = None
-        return DraftPass(stages, top_k, entropy)
+        return DraftPass(stages, recipe.window, top_k, entropy)
 
     def capture(self) -> None:
         """Capture CUDA graphs of the passes built to be optimized; does nothing where SGLang captures none.
@@ -134,6 +140,7 @@ class PagedDraftModel(DraftModel):
         past: torch.Tensor,
         slots: torch.Tensor,
         *,
+        left_out: WindowedRead | None = None,
         as_nodes: bool = False,
     ) -> ForwardBatch:
         """A pass over one token for each of R rows.
@@ -144,15 +151,19 @@ class PagedDraftModel(DraftModel):
             tokens: int64 [R].
             past: int64 [R] on the CPU, how many tokens of its request each reads, those before it.
             slots: int64 [R], where its KV is written.
+            left_out: what of that past it does not read; None for nothing.
             as_nodes: as the verification of one node, which graphs are captured of, and not as plain decoding, which
                 every attention backend runs eagerly.
         """
         part = copy.copy(whole)
         rows_there = rows.to(whole.seq_lens.device)
-        past_there = past.to(whole.seq_lens.device, whole.seq_lens.dtype)
+        positions = past.to(whole.seq_lens.device, torch.int64)
         part.input_ids, part.out_cache_loc = tokens, slots
         part.reqs = [whole.reqs[i] for i in rows.tolist()]
         part.req_pool_indices = whole.req_pool_indices[rows_there]
+        if left_out is not None:
+            part.req_pool_indices, past = left_out.rows.to(part.req_pool_indices.dtype), past - left_out.tokens
+        past_there = past.to(whole.seq_lens.device, whole.seq_lens.dtype)
         if whole.orig_seq_lens is not None:
             part.orig_seq_lens = whole.orig_seq_lens[rows_there]
         if as_nodes:  # as the worker verifies a tree of nothing but its root
@@ -162,7 +173,7 @@ class PagedDraftModel(DraftModel):
             part.spec_info = NgramVerifyInput(
                 draft_token=tokens,
                 custom_mask=torch.ones(seen, dtype=torch.bool, device=tokens.device),
-                positions=past_there.to(torch.int64),
+                positions=positions,
                 draft_token_num=1,
             )
         else:
@@ -172,7 +183,24 @@ class PagedDraftModel(DraftModel):
         part.seq_lens_sum = int(part.seq_lens_cpu.sum())
         part.return_logprob = False
         part.top_logprobs_nums = part.token_ids_logprobs = None
-        return ForwardBatch.init_new(part, self.runner, return_hidden_states_before_norm=False)
+        batch = ForwardBatch.init_new(part, self.runner, return_hidden_states_before_norm=False)
+        if left_out is not None:  # with which keys were rotated when they were written
+            batch.positions = positions
+        return batch
+
+
+class WindowedRead(NamedTuple):
+    """What passes over R of a step's requests read through a window.
+
+    Attributes:
+        key: which requests, through which window.
+        rows: int64 [R], rows of `req_to_token` with the part that is read.
+        tokens: int64 [R] on the CPU, tokens of each that are left out.
+    """
+
+    key: tuple[bytes, Window]
+    rows: torch.Tensor
+    tokens: torch.Tensor
 
 
 class PagedRound(DraftRound):
@@ -190,6 +218,8 @@ class PagedRound(DraftRound):
     def __init__(self, model: PagedDraftModel, batch: Any, max_draft_len: int) -> None:
         self._model = model
         self._batch = batch
+        self._max_draft_len = max_draft_len
+        self._read: WindowedRead | None = None
         self.slots: torch.Tensor = assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
             req_to_token=batch.req_to_token_pool.req_to_token,
@@ -211,10 +241,24 @@ class PagedRound(DraftRound):
             ids,
             batch.seq_lens_cpu[here] + position,
             self.slots[there, position],
+            left_out=self._windowed(rows, there, draft_pass.window),
             as_nodes=self._model.has_graphs(draft_pass.stages),
         )
         logits = self._as_sampled(self._model.run(draft_pass.stages, part), there)
         return most_likely(logits, draft_pass.top_k, draft_pass.entropy)
+
+    def _windowed(self, rows: NDArray[np.intp], there: torch.Tensor, window: Window | None) -> WindowedRead | None:
+        """What these requests read; made again only when they or the window change. None for the whole cache."""
+        window_rows, n = self._model.window_rows, len(rows)
+        if window is None or window_rows is None or n > len(window_rows.rows):
+            return None
+        key = rows.tobytes(), window
+        if self._read is None or self._read.key != key:
+            roots = self._batch.seq_lens_cpu.numpy()[rows].astype(np.int64)
+            requests = self._batch.req_pool_indices[there].long()
+            dropped = window_rows.write(requests, roots, window, self._max_draft_len, self._model.attended)
+            self._read = WindowedRead(key, window_rows.rows[:n], torch.from_numpy(dropped))
+        return self._read
 
     def _as_sampled(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The distribution that the request samples from, as far as one request's own settings go."""

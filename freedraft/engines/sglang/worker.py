@@ -50,6 +50,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self._ranks = Ranks(get_parallel().tp_group, self.max_nodes)
         self._drafting: Drafting | None = None  # on the first tensor-parallel rank, whose trees the others verify too
         self._draft_model: Any = None
+        self._window_rows: Any = None
         self.widths: tuple[int, ...] = (self.max_nodes,)
         self._graphs = WidthGraphs(self.model_runner)
 
@@ -68,6 +69,11 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
 
     def alloc_memory_pool(self, **kwargs: Any) -> None:
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
+        if self._spec.runs_model and getattr(self._spec.option_type.read(), "window", None):
+            from freedraft.engines.sglang.window_rows import WindowRows
+
+            self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
+            self.model_runner.init_kv_index_translator()  # it keeps the tensor of all rows
         self._verifier = TreeVerifier(self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator)
 
     def init_attention_backends(self) -> None:
@@ -82,7 +88,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             from freedraft.engines.sglang.draft_model import PagedDraftModel
 
             try:
-                self._draft_model = PagedDraftModel(self.model_runner)
+                self._draft_model = PagedDraftModel(self.model_runner, self._window_rows)
             except ConfigError as error:
                 raise ConfigError(f"--speculative-algorithm {self._spec.name} {error}") from None
             guarded.prepare(self._draft_model)

@@ -13,7 +13,13 @@ from freedraft.method import EngineContext
 
 def context_of_arguments(engine_args: Any, model_config: Any, max_draft_tokens: int) -> EngineContext:
     """What is known before the engine starts."""
-    return _context(model_config, max_draft_tokens, tensor_parallel=engine_args.tensor_parallel_size)
+    return _context(
+        model_config,
+        max_draft_tokens,
+        kv_dtype=str(engine_args.kv_cache_dtype),
+        page_size=engine_args.block_size,
+        tensor_parallel=engine_args.tensor_parallel_size,
+    )
 
 
 def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = None) -> EngineContext:
@@ -28,6 +34,8 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
     return _context(
         vllm_config.model_config,
         vllm_config.speculative_config.num_speculative_tokens,
+        kv_dtype=str(vllm_config.cache_config.cache_dtype),
+        page_size=vllm_config.cache_config.block_size,
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
         gives_logits=_gives_logits(vllm_config.speculative_config, v2=v2_lengths is not None),

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft_model import DraftModel, Recipe
-from freedraft.engines.vllm.draft_passes import PagedDraftRound
+from freedraft.engines.vllm.draft_passes import DraftPass, PagedDraftRound
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
 from freedraft.engines.vllm.set_scores import SetScores
 from freedraft.method import Step
@@ -39,17 +39,23 @@ class PagedDraftModel(DraftModel):
         self.n_layers = len(backbone.layers)
         self.runner, self.backbone, self.vllm_config = runner, backbone, vllm_config
         self.group = groups[0]
+        # What the model itself looks back to, the same in all layers.
+        self.attended: int | None = getattr(backbone.layers[0].self_attn.attn, "sliding_window", None)
+        self.compiled: dict[tuple[object, ...], KeptLayers] = {}
         self.device = runner.device
         self.context = create_forward_context(None, vllm_config)
         self.starts_cpu = torch.arange(runner.max_num_reqs + 1, dtype=torch.int32)
         self.starts = self.starts_cpu.to(self.device)
         self.not_prefilling = torch.zeros(runner.max_num_reqs, dtype=torch.bool)
 
-    def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> KeptLayers:
+    def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
         kept = [(i // 2, ("attention", "mlp")[i % 2]) for i, skipped in enumerate(recipe.bits) if not skipped]
-        if optimize:
-            return compiled(self.vllm_config, self.backbone, kept, top_k, entropy)
-        return KeptLayers(self.backbone, kept, top_k, entropy).eval()
+        if not optimize:
+            return DraftPass(KeptLayers(self.backbone, kept, top_k, entropy).eval(), recipe.window)
+        key = (*recipe.bits, top_k, entropy)  # a window is no part of what is compiled
+        if key not in self.compiled:
+            self.compiled[key] = compiled(self.vllm_config, self.backbone, kept, top_k, entropy)
+        return DraftPass(self.compiled[key], recipe.window)
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         # The KV of the last of n tokens is not computed yet: a draft of k writes positions n - 1 to n + k - 2.

@@ -89,6 +89,17 @@ def make_checked(options, context, controller):
         def prepare(self, model):
             super().prepare(model)
             self.paged = model
+            one_token_each = model.one_token_each
+
+            def watched(*args, left_out=None, **more):
+                batch = one_token_each(*args, left_out=left_out, **more)
+                if left_out is not None:  # positions stay as they are
+                    before = batch.seq_lens_cpu - (0 if batch.forward_mode.is_target_verify() else 1)
+                    assert (batch.positions.cpu() == before + left_out.tokens).all()
+                totals["longest read"] = max(totals["longest read"], int(batch.seq_lens_cpu.max()))
+                return batch
+
+            model.one_token_each = watched
             record = self.lookahead.record_acceptance
 
             def recording(request_ids, drafted, accepted, path):
@@ -149,7 +160,7 @@ def make_checked(options, context, controller):
                 totals["drafted"] += int(drafted.sum())
                 totals["batch 4"] += len(ids) == 4
                 totals["uneven"] += len(set(drafted.tolist())) > 1
-                totals["sets in a batch"] = max(totals["sets in a batch"], len(set(self._sets.tolist())))
+                totals["sets in a batch"] = max(totals["sets in a batch"], len(set(self._places.tolist())))
                 totals["branches"] += int((tree.counts - 1 - drafted).sum())
             for i, request_id in enumerate(ids):
                 if recorded_as(request_id):

@@ -83,7 +83,7 @@ def make_selecting(options, context, controller):
         def draft(self, step):
             tree = super().draft(step)
             tree.check()
-            places = self._sets.tolist()
+            places = self._places.tolist()
             drafted = [0] * step.batch_size if self._last is None else self._last.drafted.tolist()
             log["mixed"] = max(log["mixed"], len(set(places)))
             for request_id, *seen in zip(step.request_ids, step.contexts.tolist(), places, drafted, strict=True):

@@ -1,0 +1,189 @@
+"""Windowed drafts through the real engine: what they read, by a reference; the same tokens, whatever they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_vllm_layerskip_models import GOOD, skip_set_of
+from test_vllm_start import refusal
+from vllm_cases import TINY, metric, parameters, token_prompts, tokens_of
+from vllm_engines import batch_rows, engine, failures, runner_of, settle, spied
+
+from freedraft.draft_model import Window
+from tests.support.models import save, tiny_model
+from tests.support.prompts import random_ids
+
+BLOCK, K = 32, 3
+WINDOW = Window(16, 40)
+ATTENDED = 112
+PROMPTS = token_prompts(random_ids((150, 70, 40, 199, 97, 160, 128, 129), TINY["vocab_size"]))
+
+
+def make(family: str, folder: Path) -> Path:
+    more = {"sliding_window": ATTENDED} if family == "Mistral" else {}
+    return save(tiny_model(family, seed=11, num_hidden_layers=2, **TINY, **more), folder)
+
+
+@pytest.fixture(scope="module", params=["Llama", "Mistral"])
+def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A cramped engine with a skip set that skips nothing and one that does; a Mistral with a window of its own. It
+    always drafts K tokens."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make(request.param, folder / "model")
+    sets = [skip_set_of(model, folder, set(), set(), "empty"), skip_set_of(model, folder, {1}, set(), "some")]
+    given = {"skip_set": sets, "lookahead": "fixed", "window": WINDOW.tokens, "sinks": WINDOW.sinks}
+    with engine(
+        model,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=96,
+        block_size=BLOCK,
+        num_gpu_blocks_override=32,
+        enable_prefix_caching=True,
+        speculative_config=GOOD | given,
+    ) as llm:
+        llm.family, llm.folder = request.param, folder / "model"
+        yield llm
+        settle(llm)
+        assert not failures(runner_of(llm).drafter)
+
+
+def generate(llm: Any, prompts: list[Any], sets: list[str], tokens: int = 40) -> list[list[int]]:
+    asked = [
+        parameters(tokens, ignore_eos=True, detokenize=False, extra_args={"skip_set": name})
+        for _, name in zip(prompts, sets * len(prompts), strict=False)
+    ]
+    return tokens_of(llm.generate(prompts, asked, use_tqdm=False))
+
+
+def plainly(llm: Any, prompts: list[Any]) -> list[list[int]]:
+    """What the same engine answers without drafts."""
+    guarded = runner_of(llm).drafter.guarded
+    guarded.draft = lambda step: None
+    try:
+        return generate(llm, prompts, ["empty"])
+    finally:
+        del guarded.draft
+
+
+class Reference:
+    """The model in transformers, over a cache that the whole model has filled, with a mask in place of pages."""
+
+    def __init__(self, folder: Path, attended: int | None) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.attended = attended
+
+    @torch.inference_mode()
+    def draft(self, tokens: list[int], window: Window) -> tuple[list[int], float]:
+        """The K tokens drafted behind these; how close the nearest decision was."""
+        from transformers import DynamicCache
+
+        root = len(tokens) - 1
+        past = self.model(torch.tensor([tokens[:-1]]), use_cache=True).past_key_values
+        cache = DynamicCache()  # without the model's own window, so that places in it are positions
+        for i, layer in enumerate(past.layers):
+            cache.update(layer.keys, layer.values, i)
+        offset = root - cache.get_seq_length()  # what a sliding cache has already dropped
+        drafted, closest = tokens[-1:], np.inf
+        for position in range(root, root + K):
+            keys = np.arange(offset, position + 1)
+            sinks = 0 if self.attended is not None and root + K > self.attended else window.sinks
+            seen = (keys // BLOCK < -(-sinks // BLOCK)) | (keys // BLOCK >= (root + 1 - window.newest) // BLOCK)
+            if self.attended is not None:
+                seen &= keys > position - self.attended
+            mask = torch.where(torch.from_numpy(seen), 0.0, float("-inf"))[None, None, None]
+            logits = self.model(
+                torch.tensor([drafted[-1:]]),
+                past_key_values=cache,
+                attention_mask=mask,
+                position_ids=torch.tensor([[position]]),
+            ).logits[0, -1]
+            best = logits.topk(2)
+            drafted.append(int(best.indices[0]))
+            closest = min(closest, float(best.values[0] - best.values[1]))
+        return drafted[1:], closest
+
+
+def test_drafts_are_those_of_a_masked_reference(windowed: Any) -> None:
+    """Through the prefix cache, too: the second time most pages are another request's of before."""
+    reference = Reference(windowed.folder, ATTENDED if windowed.family == "Mistral" else None)
+    rounds: list[tuple[list[int], list[int]]] = []
+    for prompts in (PROMPTS[:2], PROMPTS[:2]):
+        with spied(
+            runner_of(windowed).drafter,
+            lambda step, drafts: rounds.extend(
+                (step.history(b).tolist(), draft) for b, draft in enumerate(drafts) if len(draft) == K
+            ),
+        ):
+            generate(windowed, prompts, ["empty"])
+    judged, unlike_whole = 0, 0
+    for tokens, drafted in rounds:
+        expected, closest = reference.draft(tokens, WINDOW)
+        if closest > 1e-4:
+            judged += 1
+            assert drafted == expected, len(tokens)
+            unlike_whole += drafted != reference.draft(tokens, Window(0, 1000))[0]
+    assert judged > 30
+    assert unlike_whole > 3, "the window hides nothing that matters: the test does not test that"
+
+
+def test_recipes_side_by_side_with_chunked_prefill_and_preemption(windowed: Any) -> None:
+    expected = plainly(windowed, PROMPTS)
+    drafter, before = runner_of(windowed).drafter, metric(windowed, "vllm:num_preemptions")
+    method = drafter.guarded.method
+    passes = method.draft_passes
+    partial: list[bool] = []
+    places: list[set[int]] = []
+
+    def record(step: Any, drafts: list[list[int]]) -> None:
+        partial.append(step.batch_size < batch_rows(step))
+        places.append(set(method._places.tolist()))
+
+    try:
+        method.draft_passes = [passes[0], passes[1]._replace(window=None)]
+        with spied(drafter, record):
+            assert generate(windowed, PROMPTS, ["empty", "some"]) == expected
+    finally:
+        method.draft_passes = passes
+    assert any(partial), "no prompt was read in chunks beside others: the test does not test that"
+    assert {0, 1} in places, "the two recipes were never in one batch: the test does not test that"
+    assert metric(windowed, "vllm:num_preemptions") > before, "nobody was preempted: the test does not test that"
+
+
+def test_attention_reads_no_more_than_the_window(windowed: Any) -> None:
+    model = runner_of(windowed).drafter.guarded.method._model
+    run, read = model.run, []
+
+    def watched(*args: Any, lengths: Any, pages: Any, **more: Any) -> Any:
+        read.append((int(lengths.max()), pages.shape[1]))
+        return run(*args, lengths=lengths, pages=pages, **more)
+
+    model.run = watched
+    try:
+        generate(windowed, PROMPTS[3:4], ["empty"])
+    finally:
+        del model.run
+    longest = BLOCK + WINDOW.newest + BLOCK - 1 + K  # a page of sinks, and the pages that the newest tokens lie in
+    assert read and max(length for length, _ in read) <= longest
+    assert max(pages for _, pages in read) <= -(-longest // BLOCK) + 1 < 200 // BLOCK + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"window": 16, "sinks": 0}, "'window' is 16 tokens, less than a page of the KV cache: set 32 or more"),
+        ({"window": 64, "sinks": 99}, "'sinks' is 99"),
+        ({"window": "auto", "lookahead": "fixed"}, "'window' is auto"),
+        ({"window": "some"}, "'window'"),
+    ],
+)
+def test_windows_that_are_refused(tiny_model: Path, change: dict[str, Any], words: str) -> None:
+    assert words in refusal(tiny_model, GOOD | change, block_size=BLOCK)
