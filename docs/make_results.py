@@ -290,6 +290,16 @@ def selection(result: Any) -> str:
     return table([*head, "expected speed"], rows)
 
 
+def windowed(result: Any) -> str:
+    rows = [
+        [f"{r['context']:,}", f"{r['window']:,}",
+         f"{r['next 1']:.2f} ({min(r['by_document']):.2f}-{max(r['by_document']):.2f})",
+         *(f"{r[f'next {n}']:.2f}" for n in (2, 4, 6))]
+        for r in result["rows"]
+    ]  # fmt: skip
+    return table(["context", "window", "next token (by document)", "next 2", "next 4", "next 6"], rows)
+
+
 def fleet_traffic(result: Any) -> str:
     rows = [
         [f"{p['every_seconds']:.0f} s", f"{p['times_each_token_is_written']:.1f}",
@@ -438,6 +448,13 @@ SECTIONS = (
         ("layer-skip-sglang-cpu.json",),
         "The deep model, bf16.",
         layer_skip_sglang,
+    ),
+    Section(
+        "Windows",
+        ("windowed-acceptance.json",),
+        "How often a pass of all layers over 16 sinks and the newest tokens says what the model says: answers of 96 "
+        "tokens to questions about long documents, fp32, without an engine.",
+        windowed,
     ),
     Section(
         "Both together",
