@@ -48,8 +48,6 @@ logger = logging.getLogger("freedraft.datastore")
 FACTOR = 4
 MAX_LEARNT = 4
 """Sub-indices smaller than half of the largest possible, beyond which the smallest are merged, whatever their sizes."""
-DOCUMENT_BYTES = 600
-"""Memory for a document while it is compacted, beside its tokens."""
 _TRIES = 20
 _CONSUMED_SECONDS = 86400.0
 _AGE_STEPS = 32
