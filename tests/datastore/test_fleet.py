@@ -389,6 +389,33 @@ def test_a_store_that_was_built_is_part_of_the_fleet(folder_url: str, tmp_path: 
     assert count(server, A, SECRET) == count(server, A, [5, 6, 7]) == 1
     assert count(server, None, SECRET) == 0
     server.close()
+    assert CliRunner().invoke(app, ["verify", folder_url]).exit_code == 0
+    assert "2 sub-indices" in CliRunner().invoke(app, ["info", folder_url]).output
+
+
+def test_a_full_disk_is_one_line(folder_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_documents(folder_url, [[1, 2, 3]], [A])
+    compact(folder_url)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(fsspec.core.url_to_fs(folder_url)[0]), "get_file", full)
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(DatastoreError, match=r"no space left for .* set FREEDRAFT_CACHE"):
+        compaction.newest(Bucket(folder_url))
+
+
+def test_a_store_where_nothing_can_be_listed(folder_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a web server."""
+    build_store(tmp_path / "bucket", [[5, 6, 7]], VOCAB)
+
+    def refused(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "forbidden")
+
+    monkeypatch.setattr(type(fsspec.core.url_to_fs(folder_url)[0]), "ls", refused)
+    with Datastore.open(buckets.local_copy(folder_url)) as store:
+        assert store.n_tokens == 3
 
 
 def test_what_was_learnt_becomes_a_store(folder_url: str, tmp_path: Path) -> None:
