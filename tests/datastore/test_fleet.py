@@ -313,6 +313,29 @@ def test_a_bucket_that_is_down_stops_nothing(
     other.close()
 
 
+def test_an_answer_that_is_lost_loses_no_text(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch arrives, is compacted, and the server that was not told so publishes it again, with more."""
+    server = open_live(folder_url, VOCAB)
+    until(lambda: reached(server))
+    original, failures = Bucket.write, []
+
+    def lost(self: Bucket, name: str, data: bytes) -> None:
+        original(self, name, data)
+        if name.startswith("batches") and not failures:
+            compact(folder_url)
+            failures.append(name)
+            raise buckets.UnreachableError("the answer is lost")
+
+    monkeypatch.setattr(Bucket, "write", lost)
+    learn(server, A, [1, 2, 3])
+    until(lambda: bool(failures))
+    learn(server, A, [4, 5, 6])
+    until(lambda: pending(folder_url) > 0)
+    until(lambda: compact(folder_url) is None)
+    assert sorted(text for text, _ in documents_at(folder_url)) == [[1, 2, 3], [4, 5, 6]]
+    server.close()
+
+
 def test_a_start_without_the_bucket_and_without_a_copy(folder_url: str, tmp_path: Path) -> None:
     (tmp_path / "bucket").write_text("no folder")
     check_live(folder_url, VOCAB, None, "tenant")

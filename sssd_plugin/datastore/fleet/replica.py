@@ -141,12 +141,13 @@ class FleetLog:
         if not records:
             return
         until = max(record.milliseconds for record in records) + 1
+        # Whether a batch that failed has arrived is not known: a new name for it, and what is there twice is merged.
+        name, self._number = f"{BATCHES}/{self._replica}-{self._number:08d}", self._number + 1
         try:
-            self._bucket.write(f"{BATCHES}/{self._replica}-{self._number:08d}", seal(records, until))
+            self._bucket.write(name, seal(records, until))
         except DatastoreError:
             self.pending.give_back(records)
             raise
-        self._number += 1  # a batch that failed is written again under its name
 
     def _poll(self) -> Changes:
         newest = self._bucket.newest(self._generation)
