@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from freedraft.config import PluginOptions, UserPath, expand_path
 from freedraft.cost.policies import Controller, Policy
@@ -15,15 +16,9 @@ from sssd_plugin.recycle_choice import Recycle
 Scoring = Literal["learned", "paper"]
 
 
-def _store(value: object, info: ValidationInfo) -> object:
-    """Expand as `expand_path` does; a URL becomes the path of a local copy, unless a fleet learns there."""
-    if isinstance(value, str) and "://" in value:
-        if info.data.get("live"):
-            return value.strip()
-        from sssd_plugin.datastore.disk.bucket import local_copy
-
-        return local_copy(value.strip())
-    return expand_path(value)
+def _store(value: object) -> object:
+    """Expand as `expand_path` does; a URL stays one."""
+    return value.strip() if isinstance(value, str) and "://" in value else expand_path(value)
 
 
 StorePath = Annotated[Path | str | None, BeforeValidator(_store)]
@@ -43,7 +38,7 @@ class SssdOptions(PluginOptions):
         live_prompts: learn from their prompts, too.
         live_tokens: learnt tokens held at most, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond them, who
             holds most loses its oldest text first.
-        live_max_age: hours after which what was learnt is erased; None for never.
+        live_max_age: hours after which what was learnt is erased; None for never. At a URL `compact --max-age` does it.
         isolation: whose text a request is drafted from: "tenant": of requests with the same cache_salt (in SGLang
             also extra_key), while requests without one neither teach nor are taught; "shared": of all; "off": of all,
             and the files do not tell tenants apart either.
@@ -90,12 +85,21 @@ class SssdOptions(PluginOptions):
             raise ValueError("is not a file: give a file that 'freedraft calibrate scorer' wrote, or leave it out")
         return weights
 
-    @property
+    @cached_property
     def static_store(self) -> Path | None:
-        """The folder of a store that was built; None if there is none, or nothing but what is learnt."""
-        if self.datastore is None or isinstance(self.datastore, str):
+        """The folder of a store that was built, for a URL that of a local copy; None if there is none, or nothing but
+        what is learnt.
+
+        Raises:
+            DatastoreError: the URL cannot be reached, or holds no store.
+        """
+        if isinstance(self.datastore, str):
+            from sssd_plugin.datastore.disk.bucket import local_copy
+
+            return None if self.live else local_copy(self.datastore)
+        if self.datastore is not None and self.live and not (self.datastore / "manifest.json").exists():
             return None
-        return None if self.live and not (self.datastore / "manifest.json").exists() else self.datastore
+        return self.datastore
 
     @property
     def effective_policy(self) -> Policy:

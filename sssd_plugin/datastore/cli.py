@@ -42,14 +42,10 @@ StorePath = Annotated[
     Path, typer.Argument(metavar="STORE", help="The datastore's directory, or a URL of one.", parser=_place)
 ]
 PlaceArgument = Annotated[str, typer.Argument(metavar="STORE", help="The datastore's directory, or a fleet's URL.")]
-WorkersOption = Annotated[
-    int,
-    typer.Option(metavar="N", min=1, max=1024, help="Threads that sort sub-indices, sharing the memory."),
-]
-RayOption = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use."),
-]
+WorkersOption = Annotated[int, typer.Option(
+    metavar="N", min=1, max=1024, help="Threads that sort sub-indices, sharing the memory.")]  # fmt: skip
+RayOption = Annotated[str | None, typer.Option(
+    metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use.")]  # fmt: skip
 OutPath = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")]
 TokenizerOption = Annotated[
     Path | None, typer.Option("--tokenizer", metavar="DIR", help="Folder of the model (or its tokenizer.json).")

@@ -99,11 +99,11 @@ class PendingRecords:
                 self._tokens -= self._records.popleft().size
                 self.dropped += 1
 
-    def take(self, before: int | None = None) -> list[Record]:
-        """Remove and return all, or those from before a time in ms."""
+    def take(self) -> list[Record]:
+        """Remove and return all."""
         with self._lock:
-            records = [r for r in self._records if before is None or r.milliseconds < before]
-            self._set(r for r in self._records if before is not None and r.milliseconds >= before)
+            records = list(self._records)
+            self._set([])
             return records
 
     def give_back(self, records: list[Record]) -> None:

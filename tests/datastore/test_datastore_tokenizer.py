@@ -78,11 +78,12 @@ def test_tokenizers_that_cannot_be_loaded(tokenizer_folder: Path, tmp_path: Path
     with pytest.raises(DatastoreError, match=r"no tokenizer at .*nowhere: give the folder of the model"):
         tokenizer.load(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(DatastoreError, match=r"tokenizer.json is not a tokenizer .*download it again"):
+    with pytest.raises(DatastoreError, match=r"holds no tokenizer that transformers can load") as error:
         tokenizer.load(tmp_path)
+    assert "\n" not in str(error.value)
     folder = configured(tokenizer_folder, tmp_path / "model")
     (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DatastoreError, match=r"tokenizer_config.json cannot be read as JSON"):
+    with pytest.raises(DatastoreError, match=r"holds no tokenizer that transformers can load"):
         tokenizer.load(folder)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DatastoreError, match=r"give the folder of the model, with its tokenizer.json"):

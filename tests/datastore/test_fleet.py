@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -310,6 +313,29 @@ def test_a_bucket_that_is_down_stops_nothing(
     other.close()
 
 
+def test_an_answer_that_is_lost_loses_no_text(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch arrives, is compacted, and the server that was not told so publishes it again, with more."""
+    server = open_live(folder_url, VOCAB)
+    until(lambda: reached(server))
+    original, failures = Bucket.write, []
+
+    def lost(self: Bucket, name: str, data: bytes) -> None:
+        original(self, name, data)
+        if name.startswith("batches") and not failures:
+            compact(folder_url)
+            failures.append(name)
+            raise buckets.UnreachableError("the answer is lost")
+
+    monkeypatch.setattr(Bucket, "write", lost)
+    learn(server, A, [1, 2, 3])
+    until(lambda: bool(failures))
+    learn(server, A, [4, 5, 6])
+    until(lambda: pending(folder_url) > 0)
+    until(lambda: compact(folder_url) is None)
+    assert sorted(text for text, _ in documents_at(folder_url)) == [[1, 2, 3], [4, 5, 6]]
+    server.close()
+
+
 def test_a_start_without_the_bucket_and_without_a_copy(folder_url: str, tmp_path: Path) -> None:
     (tmp_path / "bucket").write_text("no folder")
     check_live(folder_url, VOCAB, None, "tenant")
@@ -389,6 +415,33 @@ def test_a_store_that_was_built_is_part_of_the_fleet(folder_url: str, tmp_path: 
     assert count(server, A, SECRET) == count(server, A, [5, 6, 7]) == 1
     assert count(server, None, SECRET) == 0
     server.close()
+    assert CliRunner().invoke(app, ["verify", folder_url]).exit_code == 0
+    assert "2 sub-indices" in CliRunner().invoke(app, ["info", folder_url]).output
+
+
+def test_a_full_disk_is_one_line(folder_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_documents(folder_url, [[1, 2, 3]], [A])
+    compact(folder_url)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(fsspec.core.url_to_fs(folder_url)[0]), "get_file", full)
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(DatastoreError, match=r"no space left for .* set FREEDRAFT_CACHE"):
+        compaction.newest(Bucket(folder_url))
+
+
+def test_a_store_where_nothing_can_be_listed(folder_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a web server."""
+    build_store(tmp_path / "bucket", [[5, 6, 7]], VOCAB)
+
+    def refused(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "forbidden")
+
+    monkeypatch.setattr(type(fsspec.core.url_to_fs(folder_url)[0]), "ls", refused)
+    with Datastore.open(buckets.local_copy(folder_url)) as store:
+        assert store.n_tokens == 3
 
 
 def test_what_was_learnt_becomes_a_store(folder_url: str, tmp_path: Path) -> None:
@@ -441,3 +494,75 @@ def test_erasures_end_with_the_age(folder_url: str) -> None:
     with_documents(folder_url, [[1, 2, 4]], [A], at=time.time_ns() // 1_000_000)
     compact(folder_url, max_age=3600)
     assert compaction.newest(Bucket(folder_url))[3].erasures == ()
+
+
+TAMPER = """
+import json, shutil, sys
+import numpy as np
+from pathlib import Path
+from sssd_plugin.datastore.disk.checksum import write_array
+from sssd_plugin.datastore.disk.format import file_name, read_manifest
+from sssd_plugin.datastore.disk.manifest import checksum
+from sssd_plugin.datastore.disk.sections import learnt_sub_indices
+from sssd_plugin.datastore.disk.store import Datastore
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.fleet.replica import Fetched
+from sssd_plugin.datastore.live.store import LiveDatastore
+from sssd_plugin.drafter import Drafter
+
+whole, work, names = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+ended = {"refused": 0, "harmless": 0}
+drafters = {}
+for kind in ("tenant", "shared"):
+    live = LiveDatastore(1000, isolation=kind)
+    drafters[kind] = live, Drafter(vocab_size=1000, max_nodes=16, live=live)
+for seed in range(30):
+    rng = np.random.default_rng(seed)
+    shutil.rmtree(work, ignore_errors=True)
+    store = shutil.copytree(whole, work)
+    content = json.loads((store / "manifest.json").read_bytes())
+    sub = content["sub_indices"][0]
+    role = rng.choice(list(sub["files"]))
+    path = store / sub["name"] / file_name(role)
+    array = np.fromfile(path, np.int32)
+    places = rng.integers(0, len(array), rng.integers(1, 9))
+    array[places] = rng.choice([-2**31, -2, -1, 0, 1, 7, 999, 1000, 70_000, 2**31 - 1], len(places))
+    path.unlink()
+    sub["files"][role] = write_array(path, array).model_dump(mode="json")
+    content.pop("checksum")
+    (store / "manifest.json").write_text(json.dumps(content | {"checksum": checksum(content)}))
+    try:
+        opened = Datastore.open(store, vocab_size=1000)
+        fetched = Fetched(opened.snapshot, learnt_sub_indices(store, opened.manifest), 0)
+    except DatastoreError:
+        ended["refused"] += 1
+        continue
+    live, drafter = drafters[opened.manifest.learnt.isolation]
+    live._key = bytes.fromhex(opened.manifest.learnt.key)
+    live.runs.use_fetched(fetched)
+    for name in names:
+        for start in range(0, 900, 60):
+            drafter.set_tenant("r", live.tenant(name))
+            drafter.replace("r", np.arange(start, start + 20, dtype=np.int32))
+            draft = drafter.draft(["r"], max_nodes=16, shape="tree")
+            tokens = draft.tokens[0, : draft.counts[0]]
+            assert (tokens >= 0).all() and (tokens < 1000).all(), seed
+    ended["harmless"] += 1
+print(json.dumps(ended))
+"""
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_sub_indices_that_somebody_tampered_with(folder_url: str, tmp_path: Path, isolated: bool) -> None:
+    """Checksums included: each is refused, or drafts harmlessly."""
+    rng = np.random.default_rng(0)
+    texts = [np.sort(rng.integers(0, VOCAB, 80)).tolist() for _ in range(40)]
+    with_documents(folder_url, texts, [A, B] * 20 if isolated else None)
+    compact(folder_url)
+    path = compaction.newest(Bucket(folder_url))[1]
+    shutil.copytree(path, tmp_path / "whole")
+    command = [sys.executable, "-c", TAMPER, str(tmp_path / "whole"), str(tmp_path / "work"), A, B]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ended = json.loads(done.stdout)
+    assert ended["refused"] > 4 and ended["harmless"] > 1 and sum(ended.values()) == 30

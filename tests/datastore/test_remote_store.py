@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from freedraft.config import ConfigError
 from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.disk.bucket import local_copy
 from sssd_plugin.datastore.disk.store import Datastore
@@ -43,10 +42,11 @@ def test_options_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
     options = SssdOptions.read({"datastore": url}, {})
     assert options.static_store is not None and options.static_store.parent.parent == tmp_path / "cache"
-    fleet = SssdOptions.read({"datastore": url, "live": True}, {})
-    assert (fleet.datastore, fleet.static_store) == (url, None)
-    with pytest.raises(ConfigError, match="no datastore at memory://nowhere") as error:
-        SssdOptions.read({"datastore": "memory://nowhere"}, {})
+    environment = {"FREEDRAFT_DATASTORE": url, "FREEDRAFT_LIVE": "true"}  # each is read for itself
+    for fleet in (SssdOptions.read({"datastore": url, "live": True}, {}), SssdOptions.read({}, environment)):
+        assert (fleet.datastore, fleet.static_store) == (url, None)
+    with pytest.raises(DatastoreError, match="no datastore at memory://nowhere") as error:
+        _ = SssdOptions.read({"datastore": "memory://nowhere"}, {}).static_store
     assert "\n" not in str(error.value)
 
 

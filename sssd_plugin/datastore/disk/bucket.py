@@ -11,6 +11,7 @@ A generation is made by whoever creates its manifest, which only one can (a cond
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -74,16 +75,18 @@ class Bucket:
             self._files, self._root = fsspec.core.url_to_fs(self.url)
         self._local = "file" in self._files.protocol
 
-    def newest(self) -> Generation | None:
-        """Return the newest manifest; None if there is none."""
-        numbers = [
-            int(match[1] or 0)
-            for path in self._list(self._root)
-            if (match := _MANIFEST.fullmatch(PurePosixPath(path).name))
-        ]
-        if not numbers and not self._exists(MANIFEST):  # some servers list nothing
+    def newest(self, known: Generation | None = None) -> Generation | None:
+        """Return the newest manifest, which may be a known one; None if there is none."""
+        try:
+            paths = self._list(self._root)
+        except UnreachableError:  # it may not be allowed, and it may still have what was built
+            return Generation(0, self.read(MANIFEST))
+        matches = (_MANIFEST.fullmatch(PurePosixPath(path).name) for path in paths)
+        number = max((int(match[1] or 0) for match in matches if match), default=0)
+        if number and known is not None and number == known.number:
+            return known
+        if not number and not self._exists(MANIFEST):
             return None
-        number = max(numbers, default=0)
         return Generation(number, self.read(_manifest_name(number)))
 
     def publish(self, manifest: Manifest, number: int) -> bool:
@@ -295,7 +298,13 @@ def _reaching(url: str) -> Iterator[None]:
     """Turn whatever a driver raises into one line."""
     try:
         yield
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DatastoreError(f"no space left for {url}: free some, or set FREEDRAFT_CACHE") from None
+        if not isinstance(error, FileNotFoundError):
+            raise UnreachableError(
+                f"cannot reach {url}: {first_line(error)}; check the address and the access rights"
+            ) from None
         raise UnreachableError(f"no datastore at {url} (a file is missing): correct the URL") from None
     except (ImportError, ValueError) as error:
         raise DatastoreError(f"cannot open {url}: {first_line(error)}; install its fsspec driver") from None

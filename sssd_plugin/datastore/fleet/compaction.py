@@ -48,8 +48,6 @@ logger = logging.getLogger("freedraft.datastore")
 FACTOR = 4
 MAX_LEARNT = 4
 """Sub-indices smaller than half of the largest possible, beyond which the smallest are merged, whatever their sizes."""
-DOCUMENT_BYTES = 600
-"""Memory for a document while it is compacted, beside its tokens."""
 _TRIES = 20
 _CONSUMED_SECONDS = 86400.0
 _AGE_STEPS = 32
@@ -185,18 +183,18 @@ class _Compaction:
         if not fresh and not gone and not self.bucket.others(self.manifest):
             self.bucket.remove(batches)
             return None
-        groups = [[record for entry in group for record in subs[entry.name][1].records()] for group in chosen]
-        groups[0] += records
         written: list[SubIndexEntry] = []
         with tempfile.TemporaryDirectory(prefix="freedraft-") as name:
-            for number, group in enumerate(groups):
-                written += self._write(Path(name), number, self._kept(group))
+            for number, group in enumerate(chosen):
+                documents = [] if number else records
+                documents = documents + [record for entry in group for record in subs[entry.name][1].records()]
+                written += self._write(Path(name), number, self._kept(documents))
             for entry in written:
                 self.bucket.upload(Path(name) / entry.name)
         ends = [e for e in self.learnt.erasures if e.before > self.before]
         learnt = self.learnt.model_copy(update={"consumed": consumed, "erasures": tuple(ends)})
         left = [entry for entry in self.manifest.sub_indices if entry.name not in gone]
-        manifest = _next(self.manifest, learnt, (*left, *written))
+        manifest = _next(self.manifest, learnt, tuple({entry.name: entry for entry in (*left, *written)}.values()))
         if not self.bucket.publish(manifest, self.generation.number + 1):
             return False
         self.bucket.remove(batches)  # what came since has another name

@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from sssd_plugin.datastore.disk.bucket import BATCHES, Bucket, UnreachableError
+from sssd_plugin.datastore.disk.bucket import BATCHES, Bucket, Generation, UnreachableError
 from sssd_plugin.datastore.disk.format import Isolation, Manifest, TokenizerEntry, read_manifest
 from sssd_plugin.datastore.disk.sections import LearntSubIndex, Section, learnt_sub_indices
 from sssd_plugin.datastore.disk.store import Datastore, check_fits
@@ -69,7 +69,7 @@ class FleetLog:
         self.pending = PendingRecords()
         self._bucket, self._vocab_size, self._fingerprint, self._isolation = bucket, vocab_size, fingerprint, isolation
         self._replica, self._number = secrets.token_hex(8), 0
-        self._content = b""
+        self._generation: Generation | None = None
         self._erasures: set[Erasure] = set()
         self._publish_at = self._poll_at = 0.0
         self._refused = False
@@ -137,20 +137,21 @@ class FleetLog:
             logger.warning("freedraft: %s; the server starts, and tries again", reason)
 
     def _publish(self) -> None:
-        until = time.time_ns() // 1_000_000
-        records = self.pending.take(until)
+        records = self.pending.take()
         if not records:
             return
+        until = max(record.milliseconds for record in records) + 1
+        # Whether a batch that failed has arrived is not known: a new name for it, and what is there twice is merged.
+        name, self._number = f"{BATCHES}/{self._replica}-{self._number:08d}", self._number + 1
         try:
-            self._bucket.write(f"{BATCHES}/{self._replica}-{self._number:08d}", seal(records, until))
+            self._bucket.write(name, seal(records, until))
         except DatastoreError:
             self.pending.give_back(records)
             raise
-        self._number += 1  # a batch that failed is written again under its name
 
     def _poll(self) -> Changes:
-        newest = self._bucket.newest()
-        if newest is not None and newest.content == self._content:
+        newest = self._bucket.newest(self._generation)
+        if newest is not None and newest == self._generation:
             return Changes([], [])
         found = self._bucket.fetch_newest()
         manifest = read_manifest(found[1]) if found else None
@@ -167,7 +168,7 @@ class FleetLog:
         with Datastore.open(path, verify=False) as store:
             fetched = Fetched(store.snapshot, learnt_sub_indices(path, manifest), consumed.until if consumed else 0)
         new, self._erasures = erasures - self._erasures, erasures
-        self._content, self.key = generation.content, bytes.fromhex(manifest.learnt.key)
+        self._generation, self.key = generation, bytes.fromhex(manifest.learnt.key)
         return Changes(list(new), [], fetched)
 
     def _last_copy(self) -> None:

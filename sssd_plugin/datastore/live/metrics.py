@@ -15,16 +15,14 @@ _GAUGES = {
     attribute: Gauge(f"freedraft_live_{name}", text, multiprocess_mode=mode)  # type: ignore[arg-type]
     for attribute, name, text, mode in (
         ("tokens", "tokens", "Tokens in the live datastore", "livesum"),
-        ("delta_tokens", "delta_tokens", "Of these, in runs that grow with each document", "livesum"),
         ("max_sub_indices", "sub_indices", "Most live sub-indices that a request is drafted from", "livemax"),
         ("nbytes", "bytes", "Memory of the live datastore", "livesum"),
-        ("named_tenants", "tenants", "Tenants that have learnt something", "livesum"),
+        ("tenants", "tenants", "Tenants that have learnt something", "livesum"),
     )
 }
 _COUNTERS = {
     "documents": Counter("freedraft_live_documents", "Finished requests that were learnt from"),
     "inserted": Counter("freedraft_live_inserted_tokens", "Tokens that were learnt"),
-    "insert_seconds": Counter("freedraft_live_insert_seconds", "Time until what was learnt was visible, in all"),
     "evicted": Counter("freedraft_live_evicted_tokens", "Learnt tokens that were dropped to make room"),
     "merges": Counter("freedraft_live_merges", "Merges of live sub-indices in the background"),
     "merge_seconds": Counter("freedraft_live_merge_seconds", "Time that they took"),

@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,22 +47,16 @@ class LiveStats:
     """The state of a live datastore."""
 
     tokens: int  # held, separators included
-    delta_tokens: int  # of these, in memtables
     max_sub_indices: int  # runs of one tenant
     nbytes: int  # memory of all runs
-    tenants: int  # known, requests of none included
+    tenants: int  # known, requests of none not counted
     documents: int  # taken since the start
     inserted: int  # their tokens
-    insert_seconds: float  # spent on taking them, in the callers' threads
     merges: int  # in the background
     merge_seconds: float
     longest_merge: float  # seconds
     evicted: int  # tokens that were dropped to make room
     dropped: dict[str, int]  # documents that were not taken, by reason
-
-    @property
-    def named_tenants(self) -> int:
-        return self.tenants - 1
 
 
 class LiveDatastore:
@@ -106,7 +99,6 @@ class LiveDatastore:
         self.on_erased: Callable[[], None] = lambda: None
         self._log = log
         self._key = secrets.token_bytes(16)
-        self._insert_seconds = 0.0
         self._dropped: Counter[str] = Counter()
         self.runs = LearntRuns(
             vocab_size, static or Snapshot.empty(), isolated=isolation == "tenant", max_tokens=max_tokens
@@ -149,7 +141,6 @@ class LiveDatastore:
         """
         if not len(tokens):
             return False
-        started = time.perf_counter()
         with self.runs.lock:
             reason = self.runs.reason_against(tokens, tenant)
             if self._log is not None and self._log.key is None:
@@ -163,7 +154,6 @@ class LiveDatastore:
             if self._log is not None:
                 self._log.pending.append(record)
             self.runs.take(record)
-            self._insert_seconds += time.perf_counter() - started
         return True
 
     def erase(self, erasure: Erasure) -> None:
@@ -199,13 +189,11 @@ class LiveDatastore:
             runs = [run for tenant in tenants for run in tenant.all_runs]
             return LiveStats(
                 tokens=learnt.n,
-                delta_tokens=sum(tenant.memtable.n for tenant in tenants if tenant.memtable),
                 max_sub_indices=max(len(tenant.all_runs) for tenant in tenants),
                 nbytes=sum(run.sub.nbytes for run in runs),
-                tenants=len(learnt.tenants),
+                tenants=len(learnt.tenants) - 1,
                 documents=learnt.taken,
                 inserted=learnt.inserted,
-                insert_seconds=self._insert_seconds,
                 merges=merger.merges,
                 merge_seconds=merger.seconds,
                 longest_merge=merger.longest,
