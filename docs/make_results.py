@@ -300,6 +300,27 @@ def windowed(result: Any) -> str:
     return table(["context", "window", "next token (by document)", "next 2", "next 4", "next 6"], rows)
 
 
+def fleet(result: Any) -> str:
+    rows = []
+    for name in ("vllm", "sglang"):
+        r = result[name]
+        strangers = max(*r["before"].values(), *r["after"].values())
+        rows.append(
+            [name, f"{r['first_answer']:.2f}", f"**{r['other_server']:.2f}**", f"{r['wait_seconds']:.0f} s",
+             f"{strangers:.2f}", f"{max(r['forgotten']):.2f}", f"{r['seconds_until_asked']:.0f} s"]
+        )  # fmt: skip
+    head = [
+        "engine",
+        "first answer",
+        "the other server's",
+        "after",
+        "other tenants, at most",
+        "once it is forgotten",
+        "after",
+    ]
+    return table(head, rows)
+
+
 def fleet_traffic(result: Any) -> str:
     rows = [
         [f"{p['every_seconds']:.0f} s", f"{p['times_each_token_is_written']:.1f}",
@@ -412,6 +433,13 @@ SECTIONS = (
         ("live-datastore.json",),
         "Answers of Llama-3.1-8B, 16 nodes.",
         live,
+    ),
+    Section(
+        "A fleet that learns",
+        ("fleet.json",),
+        "Two servers and a folder that both publish to, over HTTP: tokens per step of the same question. One server "
+        "answers it, then the other one; then the tenant is forgotten, and both answer it again.",
+        fleet,
     ),
     Section(
         "A fleet that learns, on paper",

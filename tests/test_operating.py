@@ -31,9 +31,7 @@ def named(text: str) -> set[str]:
 
 def test_the_page_explains_every_metric_and_no_other() -> None:
     page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
-    optional = {"freedraft_live_delta_tokens", "freedraft_live_insert_seconds_total"}
-    assert named(page) - exported() == set()
-    assert exported() - named(page) <= optional
+    assert named(page) == exported()
 
 
 def test_the_dashboard_asks_for_what_there_is() -> None:
