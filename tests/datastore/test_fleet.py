@@ -83,7 +83,7 @@ def servers(url: str) -> Iterator[tuple[LiveDatastore, LiveDatastore]]:
 
 
 def reached(server: LiveDatastore) -> bool:
-    return server._log is not None and server._log.key is not None
+    return server._key is not None
 
 
 def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -538,7 +538,7 @@ for seed in range(30):
         ended["refused"] += 1
         continue
     live, drafter = drafters[opened.manifest.learnt.isolation]
-    live._key = bytes.fromhex(opened.manifest.learnt.key)
+    live._own_key = bytes.fromhex(opened.manifest.learnt.key)
     live.runs.use_fetched(fetched)
     for name in names:
         for start in range(0, 900, 60):

@@ -57,7 +57,7 @@ def record(text: list[int], tenant: bytes = b"", milliseconds: int = 1) -> Recor
 def write(directory: Path, texts: list[list[int]], **settings) -> None:
     log = log_of(directory, **settings)
     for text in texts:
-        log.append(record(text))
+        log.pending.append(record(text))
     log.close()
 
 
@@ -85,7 +85,7 @@ def test_what_was_appended_comes_back_in_order(tmp_path: Path) -> None:
 
 def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     log = log_of(tmp_path)
-    log.append(record([1, 2]))
+    log.pending.append(record([1, 2]))
     log.sync()
     for path in (tmp_path / "live").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -96,7 +96,7 @@ def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
 def test_bounded_oldest_first(tmp_path: Path) -> None:
     log = log_of(tmp_path, max_tokens=1 << 14)
     for number in range(6000):
-        log.append(record([number // 1000, number % 1000, *[1] * 8]))
+        log.pending.append(record([number // 1000, number % 1000, *[1] * 8]))
         if number % 30 == 29:
             log.sync()
     log.close()
@@ -110,10 +110,10 @@ def test_a_tenant_beyond_its_share_drops_its_own(tmp_path: Path) -> None:
     tenants = {c: bytes([c]) * 16 for c in range(3)}
     log = log_of(tmp_path, max_tokens=1 << 14)
     for number in range(100):
-        log.append(record([0, number], tenants[0]))
+        log.pending.append(record([0, number], tenants[0]))
     for number in range(3000):
-        log.append(record([1, number % 1000, number // 1000, *[1] * 20], tenants[1]))
-        log.append(record([2, number % 1000, number // 1000], tenants[2]))
+        log.pending.append(record([1, number % 1000, number // 1000, *[1] * 20], tenants[1]))
+        log.pending.append(record([2, number % 1000, number // 1000], tenants[2]))
         if number % 30 == 29:
             log.sync()
     log.close()
@@ -134,7 +134,7 @@ def test_a_flipped_bit_costs_one_document(tmp_path: Path, part: str, caplog: pyt
     texts = [[i, i + 1, i + 2, 900] for i in range(12)]
     log = log_of(tmp_path)
     for i, text in enumerate(texts):
-        log.append(record(text, bytes([0xA0 + i]) * 16, 0x0123456789AB00 + i))
+        log.pending.append(record(text, bytes([0xA0 + i]) * 16, 0x0123456789AB00 + i))
     log.close()
     path = file_of(tmp_path)
     content = bytearray(path.read_bytes())
@@ -317,13 +317,11 @@ def test_a_full_disk_stops_nothing_and_writing_is_tried_again(tmp_path: Path, ca
 
 
 def test_what_the_disk_refuses_for_long_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sssd_plugin.datastore.live import log as log_module
-
-    monkeypatch.setattr(log_module, "_MAX_PENDING", 10)
+    monkeypatch.setattr("sssd_plugin.datastore.records._MAX_PENDING", 10)
     log = log_of(tmp_path)
     for number in range(6):
-        log.append(record([number, 1, 2, 3]))
-    assert log.dropped == 4
+        log.pending.append(record([number, 1, 2, 3]))
+    assert log.pending.dropped == 4
     log.close()
     assert [text[0] for text in read(tmp_path)] == [4, 5]
 

@@ -98,7 +98,7 @@ class LiveDatastore:
         self.vocab_size, self.isolation, self.max_tokens, self.max_age = vocab_size, isolation, max_tokens, max_age
         self.on_erased: Callable[[], None] = lambda: None
         self._log = log
-        self._key = secrets.token_bytes(16)
+        self._own_key = secrets.token_bytes(16)
         self._dropped: Counter[str] = Counter()
         self.runs = LearntRuns(
             vocab_size, static or Snapshot.empty(), isolated=isolation == "tenant", max_tokens=max_tokens
@@ -118,12 +118,16 @@ class LiveDatastore:
 
     def tenant(self, name: str | None) -> int:
         """Return the number of a tenant, 0 for requests of none. Only a keyed digest of the name is kept."""
-        key = self._log.key if self._log else self._key
-        if not name or self.isolation == "off" or key is None:
+        if not name or self.isolation == "off" or self._key is None:
             return 0
-        digest = tenant_digest(key, name)
+        digest = tenant_digest(self._key, name)
         with self.runs.lock:
             return self.runs.number(digest)
+
+    @property
+    def _key(self) -> bytes | None:
+        """Of tenants' digests; None until a fleet's is known."""
+        return self._log.key if self._log else self._own_key
 
     def learns(self, tenant: int) -> bool:
         """Return whether requests of this tenant teach and learn: under "tenant", those of none do not."""
@@ -143,7 +147,7 @@ class LiveDatastore:
             return False
         with self.runs.lock:
             reason = self.runs.reason_against(tokens, tenant)
-            if self._log is not None and self._log.key is None:
+            if self._key is None:
                 reason = "bucket"
             if reason:
                 self._dropped[reason] += 1
@@ -280,10 +284,10 @@ def open_live(
             another host learns there.
     """
     log: DocumentLog | FleetLog | None = None
-    if isinstance(place, str):
-        log = FleetLog(Bucket(place), vocab_size, fingerprint, isolation)
+    if "://" in str(place):
+        log = FleetLog(Bucket(str(place)), vocab_size, fingerprint, isolation)
     elif place is not None:
-        log = DocumentLog.open(place, vocab_size, max_tokens, fingerprint, isolation)
+        log = DocumentLog.open(Path(place), vocab_size, max_tokens, fingerprint, isolation)
     try:
         return LiveDatastore(
             vocab_size, static=static, isolation=isolation, max_tokens=max_tokens, max_age=max_age, log=log
@@ -302,10 +306,10 @@ def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | Non
         DatastoreError: see `open_live`.
     """
     vocab_size = vocab_size or MAX_VOCAB_SIZE
-    if isinstance(place, str):
-        FleetLog(Bucket(place), vocab_size, fingerprint, isolation).check()
+    if "://" in str(place):
+        FleetLog(Bucket(str(place)), vocab_size, fingerprint, isolation).check()
         return
-    folder = place / LIVE
+    folder = Path(place) / LIVE
     above = folder
     while not above.exists():
         above = above.parent
