@@ -357,7 +357,8 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_flushed(tmp_path: Path) -> 
         assert found == list(range(found[0], found[0] + len(found))) if found else confirmed == 0
         assert not found or found[-1] + 1 >= confirmed
         number = found[-1] + 1 if found else 0
-        assert sum(len(text) + 1 for text in texts) <= (1 << 15)
+        # What memory has dropped, an eighth of it at a time, goes from the file with the next write.
+        assert sum(len(text) + 1 for text in texts) <= (1 << 15) + (1 << 12)
     assert confirmed > 100
 
 

@@ -101,8 +101,10 @@ def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain:
     assert isinstance(swift, Swift)
     start = swift.incumbent
     with spied(proposer, lambda step, drafts: modules.add(id(method.draft_passes[0]))):
-        for _ in range(3):
+        for turn in range(12):  # it searches for a share of the time, however long that is here
             assert generate(swift_engine, prompts) == plain
+            if turn >= 2 and len(swift.space.values) > 20 and len(modules) > 1 and swift.incumbent != start:
+                break
     assert len(swift.space.values) > 20, "it hardly searched: the test does not test that"
     assert start in swift.space.values
     assert len(modules) > 1 and swift.incumbent != start, "the set never changed: the test does not test that"
