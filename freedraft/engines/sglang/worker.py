@@ -73,7 +73,9 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
     def init_attention_backends(self) -> None:
         self._backend = verify_backend_of(self.model_runner)
         self.widths = widths_for(self._backend, self.max_nodes)
-        chains = shape_for(self._spec.name, self._backend, self.model_runner) == "chain"
+        runner = self.model_runner
+        shape = shape_for(self._spec.name, self._backend, runner.model_config, runner.sliding_window_size)
+        chains = shape == "chain"
         if not self._ranks.first:
             return
         context = context_of_worker(self._target_worker, self.widths, chains=chains)
