@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib.deep_model import mixed_sets
 from bench.lib.machine import write_json
 from bench.lib.prompts import MIXED, chats
+from bench.lib.sglang_plugin import engine_with
 from bench.lib.switch import Call, Switch, calls_in
 
-ROOT = Path(__file__).resolve().parents[1]
 LOG = "LAYER_SKIP_BENCH_LOG"
 ALGORITHM = "layerskip_in_turns"
 BASELINE, DRAFTING = "plain", "draft"
@@ -92,20 +92,12 @@ def measure(
     args: argparse.Namespace, skip_sets: Sequence[Path], batches: Sequence[int], choices: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """A row for each batch size, from one engine; with `choices`, request i of a batch asks for the i-th skip set."""
-    from tests.sglang.conftest import sglang_engine
-
     prompts = chats(args.model, MIXED[: args.prompts], tokenize=False)
     answers: dict[tuple[str, int], list[Any]] = {}
     number = itertools.count()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        info, log = folder / "layer_skip_bench-0.dist-info", folder / "calls.jsonl"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: layer-skip-bench\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = bench.layer_skip_sglang:register\n")
-        sys.path.insert(0, str(folder))
+        log = Path(name) / "calls.jsonl"
         env = {
-            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]),
             LOG: str(log),
             "FREEDRAFT_SKIP_SET": ",".join(map(str, skip_sets)),
             "FREEDRAFT_LOOKAHEAD": args.lookahead,
@@ -114,7 +106,7 @@ def measure(
         }
         options = {"speculative_algorithm": ALGORITHM, "speculative_num_draft_tokens": args.nodes, "dtype": args.dtype}
         options |= {"max_running_requests": max(batches), "disable_radix_cache": True}
-        with sglang_engine(args.model, env=env, **options) as engine:
+        with engine_with("bench.layer_skip_sglang:register", args.model, env, **options) as engine:
 
             def generate(group: list[str], label: str, tokens: int) -> list[Any]:
                 sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -129,7 +121,6 @@ def measure(
                     group = [prompts[(start + i) % len(prompts)] for i in range(batch)]
                     for kind in KINDS:
                         answers.setdefault((kind, batch), []).extend(generate(group, f"{kind}-{batch}", args.tokens))
-        sys.path.remove(str(folder))
         calls = calls_in(log)
     return [
         {**figures(calls, batch), "same": answers[BASELINE, batch] == answers[DRAFTING, batch]} for batch in batches

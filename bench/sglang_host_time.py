@@ -3,8 +3,9 @@
     python bench/sglang_host_time.py --json OUT
 
 On the CPU platform, with a tiny model of random weights and the demo model's vocabulary: the forward pass says nothing
-here, what the host does around it does. Every step drafts and verifies as much as it may (policy fixed). What is kernels
-on a GPU (the tree mask, slots, verification) computes on the host here, and is counted apart.
+here, what the host does around it does. Every step drafts and verifies as much as it may (policy fixed). What is
+kernels on a GPU (the tree mask, slots, likeliest tokens, verification) computes on the host here, and is counted apart.
+So is the preparation of a step before SGLang waits for the last one, which on a GPU still runs then.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from bench.lib.sglang_plugin import ROOT, engine_with
 LOG = "SGLANG_HOST_TIME_LOG"
 PROMPT, WARM_STEPS = 400, 10
 KERNELS = ("tree_inputs", "slots", "take_logits", "verify")
-PARTS = ("forward", "draft", "method", "lookup", *KERNELS)
+PARTS = ("forward", "prepare", "draft", "method", "lookup", *KERNELS)
 
 
 def register() -> None:
@@ -43,6 +44,7 @@ def register() -> None:
 
     calls = TimedCalls()
     calls.time(TpModelWorker, "forward_batch_generation", "forward")
+    calls.time(Drafting, "prepare")
     calls.time(Drafting, "draft")
     calls.time(Drafting, "take_logits")
     calls.time(GuardedMethod, "draft", "method")
@@ -60,72 +62,84 @@ def register() -> None:
         result = run_batch(self, batch, *arguments)
         step = {"batch": len(batch.reqs), "step": time.perf_counter() - started}
         step |= {name: sum(calls.seconds[name]) for name in PARTS}
-        with open(os.environ[LOG], "a") as file:
+        with Path(os.environ[LOG]).open("a") as file:
             file.write(json.dumps(step) + "\n")
         return result
 
-    Scheduler.run_batch = timed  # type: ignore[method-assign]
+    Scheduler.run_batch = timed
 
 
-def measure(model: Path, prompts: list[list[int]], steps: int, env: dict[str, str], nodes: int) -> dict[str, Any]:
-    batch = len(prompts)
+def measure(
+    model: Path, text: list[int], batches: list[int], steps: int, env: dict[str, str], nodes: int
+) -> list[dict[str, Any]]:
+    """A row for each batch size, from one engine."""
     tokens = 4 * (WARM_STEPS + steps)
     options: dict[str, Any] = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": nodes}
-    room = batch * (PROMPT + tokens + 2 * nodes)
-    options |= {"max_running_requests": batch, "max_total_tokens": 2 * room, "disable_radix_cache": True}
+    room = max(batches) * (PROMPT + tokens + 2 * nodes)
+    options |= {"max_running_requests": max(batches), "max_total_tokens": 2 * room, "disable_radix_cache": True}
+    found = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        env = {"FREEDRAFT_SCORING": "learned", LOG: str(log)} | env
+        ours = {"SCORING": "learned", "RECYCLE": "on", "DRAFT_TIMEOUT_MS": "20"}
+        env = {f"FREEDRAFT_{name}": value for name, value in ours.items()} | {LOG: str(log)} | env
         with engine_with("bench.sglang_host_time:register", model, env, **options) as engine:
-            sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens}
-            engine.generate(input_ids=prompts, sampling_params=sampling)
-        rows = [row for line in log.read_text().splitlines() if (row := json.loads(line))["batch"] == batch]
-    rows = rows[WARM_STEPS : WARM_STEPS + steps]
+            for batch in batches:
+                log.write_text("")
+                prompts = [text[(97 * i) % (len(text) - PROMPT) :][:PROMPT] for i in range(batch)]
+                sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens}
+                engine.generate(input_ids=prompts, sampling_params=sampling)
+                rows = [row for line in log.read_text().splitlines() if (row := json.loads(line))["batch"] == batch]
+                found.append({"batch": batch} | figures(rows[WARM_STEPS : WARM_STEPS + steps]))
+    return found
+
+
+def figures(rows: list[dict[str, float]]) -> dict[str, Any]:
+    us: dict[str, Any] = {}
     for row in rows:
         row["kernels"] = sum(row.pop(name) for name in KERNELS)
-        row["host"] = row["step"] - row["forward"] - row["kernels"]
-    us: dict[str, Any] = {}
-    for name in ("host", "draft", "method", "lookup", "kernels", "forward"):
+        row["host"] = row["step"] - row["forward"] - row["kernels"] - row["prepare"]
+    for name in ("host", "prepare", "draft", "method", "lookup", "kernels", "forward"):
         ranked = sorted(1e6 * row[name] for row in rows)
         us[name] = {f"p{q}": ranked[q * len(ranked) // 100] for q in (25, 50, 75)}
-    return {"batch": batch, "steps": len(rows), "us": us}
+    return {"steps": len(rows), "us": us}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--nodes", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "build" / "model")
     parser.add_argument("--store", type=Path, default=ROOT / "build" / "store", help="built when it is not there")
     parser.add_argument("--arm", default="", help="name of these rows")
+    parser.add_argument("--no-thread", action="store_true", help="SGLang's own thread drafts")
     parser.add_argument("--json", type=Path, help="rows are added to those that it holds")
     args = parser.parse_args()
     from rich.console import Console
     from tokenizers import Tokenizer
 
     from bench.demo.store import ensure_store
+    from tests.sglang.conftest import make_tiny
 
     ensure_store(args.store, args.tokenizer, Console(highlight=False))
     text = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json")).encode((ROOT / "README.md").read_text()).ids
     env = {"FREEDRAFT_DATASTORE": str(args.store)}
+    if args.no_thread:
+        env["FREEDRAFT_DRAFT_TIMEOUT_MS"] = "0"
     result: dict[str, Any] = {"machine": machine(), "versions": versions("sglang", "torch"), "nodes": args.nodes}
     result["rows"] = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
     with tempfile.TemporaryDirectory() as folder:
-        from tests.sglang.conftest import make_tiny
-
         model = make_tiny(Path(folder), vocab_size=49152, tokenizer=args.tokenizer)
-        for batch in args.batches:
-            prompts = [text[(97 * i) % (len(text) - PROMPT) :][:PROMPT] for i in range(batch)]
-            row = {"arm": args.arm} | measure(model, prompts, args.steps, env, args.nodes)
-            result["rows"].append(rounded(row))
+        for row in measure(model, text, args.batches, args.steps, env, args.nodes):
+            result["rows"].append(rounded({"arm": args.arm} | row))
             us = {name: value["p50"] for name, value in row["us"].items()}
             print(
-                f"{batch:4} requests: {us['host']:.0f} us on the host, {us['draft']:.0f} of them in drafting "
-                f"({us['lookup']:.0f} looking up); kernels {us['kernels']:.0f} us, forward {us['forward']:.0f} us",
+                f"{row['batch']:4} requests: {us['host']:.0f} us on the host, {us['draft']:.0f} of them for drafts "
+                f"(the method takes {us['method']:.0f}, looking up {us['lookup']:.0f}); before {us['prepare']:.0f} us, "
+                f"kernels {us['kernels']:.0f} us, forward {us['forward']:.0f} us",
                 flush=True,
             )
-            write_json(args.json, result)
+    write_json(args.json, result)
     return 0
 
 

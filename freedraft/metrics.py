@@ -25,6 +25,7 @@ _BUDGET = Gauge(
 _DRAFTED = Counter("freedraft_draft_tokens", "Draft tokens verified by the target", ["method"])
 _ACCEPTED = Counter("freedraft_accepted_tokens", "Draft tokens accepted by the target", ["method"])
 _SECONDS = Summary("freedraft_drafting_seconds", "Time spent drafting, per step", ["method"])
+_LATE = Counter("freedraft_late_steps", "Steps that went without drafts because these took too long", ["method"])
 _FAILURES = Counter("freedraft_failures", "Calls of the drafter that raised; it pauses after each", ["method"])
 
 HOST = "127.0.0.1"
@@ -42,6 +43,7 @@ class Metrics:
         self.drafted = _DRAFTED.labels(method)
         self.accepted = _ACCEPTED.labels(method)
         self.seconds = _SECONDS.labels(method)
+        self.late = _LATE.labels(method)
         self.failures = _FAILURES.labels(method)
 
 
