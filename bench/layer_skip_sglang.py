@@ -18,8 +18,8 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib.deep_model import mixed_sets
 from bench.lib.prompts import MIXED, chats
 from bench.lib.results import write_json
+from bench.lib.sglang_plugin import engine_with
 from bench.lib.switch import Call, Switch, calls_in
 
-ROOT = Path(__file__).resolve().parents[1]
 LOG = "LAYER_SKIP_BENCH_LOG"
 ALGORITHM = "layerskip_in_turns"
 BASELINE, DRAFTING = "plain", "draft"
@@ -106,7 +106,7 @@ def measure(
         }
         options = {"speculative_num_draft_tokens": args.nodes, "dtype": args.dtype}
         options |= {"max_running_requests": max(batches), "disable_radix_cache": True}
-        with engine_in_turns(args.model, Path(name), log, settings, **options) as engine:
+        with engine_in_turns(args.model, log, settings, **options) as engine:
 
             def generate(group: list[str], label: str, tokens: int) -> list[Any]:
                 sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -127,29 +127,14 @@ def measure(
     ]
 
 
-@contextmanager
-def engine_in_turns(model: Path, folder: Path, log: Path, settings: dict[str, str], **options: Any) -> Iterator[Any]:
+def engine_in_turns(model: Path, log: Path, settings: dict[str, str], **options: Any) -> AbstractContextManager[Any]:
     """An engine whose requests "plain-..." are not drafted for.
 
     Args:
-        folder: for files of the engine's processes; log: gets the calls of the drafter.
-        settings: FREEDRAFT_* variables; options: of `sglang.Engine`.
+        log: gets the calls of the drafter; settings: FREEDRAFT_* variables; options: of `sglang.Engine`.
     """
-    from tests.sglang.conftest import sglang_engine
-
-    info = folder / "layer_skip_bench-0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: layer-skip-bench\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nbench = bench.layer_skip_sglang:register\n")
-    sys.path.insert(0, str(folder))
-    paths = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    try:
-        with sglang_engine(
-            model, env={"PYTHONPATH": paths, LOG: str(log)} | settings, speculative_algorithm=ALGORITHM, **options
-        ) as engine:
-            yield engine
-    finally:
-        sys.path.remove(str(folder))
+    entry, env = "bench.layer_skip_sglang:register", {LOG: str(log)} | settings
+    return engine_with(entry, model, env, speculative_algorithm=ALGORITHM, **options)
 
 
 Steps = list[tuple[Call, Call]]

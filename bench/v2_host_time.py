@@ -13,17 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.lib.host_time import TimedCalls
 from bench.lib.machine import machine, versions
 from bench.lib.results import write_json
 
@@ -50,19 +49,6 @@ class CountedEvent:
         return 1e3 * (other.at - self.at)
 
 
-def timed(owner: Any, name: str, times: dict[str, list[float]]) -> None:
-    original = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            times[name].append(time.perf_counter() - started)
-
-    setattr(owner, name, call)
-
-
 def measure(model: Path, batch: int, length: int, steps: int) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
@@ -86,11 +72,12 @@ def measure(model: Path, batch: int, length: int, steps: int) -> dict[str, Any]:
     speculator = engine.model_executor.driver_worker.worker.model_runner.speculator
     for gained in speculator._gained:
         gained._event = CountedEvent()
-    times: dict[str, list[float]] = defaultdict(list)
+    calls = TimedCalls()
+    times = calls.seconds
     for name in ("propose", "take_logits"):
-        timed(speculator, name, times)
-    timed(speculator.guarded, "draft", times)
-    timed(speculator.lengths, "decide", times)
+        calls.time(speculator, name)
+    calls.time(speculator.guarded, "draft")
+    calls.time(speculator.lengths, "decide")
     parameters = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True, detokenize=False)
     for i in range(batch):
         tokens = [(7 * i + j % 23) % 20 + 1 for j in range(PROMPT)]
@@ -106,8 +93,7 @@ def measure(model: Path, batch: int, length: int, steps: int) -> dict[str, Any]:
     proposed = times["propose"]
     while len(proposed) < WARM_STEPS or speculator._gained[0].query_tokens == 0:
         step()
-    for name in times:
-        times[name].clear()
+    calls.clear()
     waits.clear()
     for _ in range(steps):
         step()
@@ -120,8 +106,8 @@ def measure(model: Path, batch: int, length: int, steps: int) -> dict[str, Any]:
         "steps": len(waits),
         "drafted": sum(drafted for _, drafted in waits),
         "waits": sum(count for count, _ in waits),
-        "us": {name: 1e6 * statistics.median(values) for name, values in times.items() if values},
-        "us_worst": {name: 1e6 * max(values) for name, values in times.items() if values},
+        "us": calls.medians(),
+        "us_worst": calls.worst(),
         "us_to_end_a_request": 1e6 * ended / batch,
     }
 

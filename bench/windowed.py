@@ -124,7 +124,7 @@ def sglang(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> dict[s
     }
     with tempfile.TemporaryDirectory() as name:
         log = Path(name) / "calls.jsonl"
-        with engine_in_turns(args.model, Path(name), log, settings, **options) as engine:
+        with engine_in_turns(args.model, log, settings, **options) as engine:
 
             def generate(prompts: list[list[int]], label: str, tokens: int) -> list[list[int]]:
                 sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}

@@ -154,6 +154,10 @@ class Method:
     needs_prompt_states: bool = False
     """Whether `set_prompt_state` is to be called."""
 
+    draft_timeout: float = 0.0
+    """Seconds that a step waits for its drafts where they can be made in a thread of their own (SGLang), which then is
+    the one that the method is called from; 0: the engine's own thread makes them, and waits."""
+
     @property
     def needs_logits(self) -> bool:
         """Whether `recycle` is to be called after the next step, where the engine can."""

@@ -29,6 +29,7 @@ class _Families(NamedTuple):
     drafted: Counter
     accepted: Counter
     seconds: Summary
+    late: Counter
     failures: Counter
 
 
@@ -59,6 +60,7 @@ def _families() -> _Families:
         drafted=counter("draft_tokens", "Draft tokens verified by the target"),
         accepted=counter("accepted_tokens", "Draft tokens accepted by the target"),
         seconds=Summary("freedraft_drafting_seconds", "Time spent drafting, per step", label),
+        late=counter("late_steps", "Steps that went without drafts because these took too long"),
         failures=counter("failures", "Calls of the drafter that raised; it pauses after each"),
     )
 
@@ -76,6 +78,7 @@ class Metrics:
         self.drafted = families.drafted.labels(method)
         self.accepted = families.accepted.labels(method)
         self.seconds = families.seconds.labels(method)
+        self.late = families.late.labels(method)
         self.failures = families.failures.labels(method)
 
 

@@ -55,6 +55,8 @@ class SssdOptions(PluginOptions):
             not (SGLang).
         recycle: draft from the logits of verified nodes, too: "auto" where this brings tokens per second, "on", "off".
         recycle_megabytes: memory for them; the oldest go first.
+        draft_timeout_ms: milliseconds that a step of SGLang waits for its drafts, which a thread makes; if they are
+            late, it goes on without. 0: SGLang's own thread makes them, and waits as long as they take.
         metrics_port: serve Prometheus metrics of the engine process on 127.0.0.1 at this port (0 picks a free one).
     """
 
@@ -76,6 +78,7 @@ class SssdOptions(PluginOptions):
     min_score: float | None = Field(default=None, ge=0.0, le=1.0)
     recycle: Recycle = "auto"
     recycle_megabytes: int = Field(default=64, ge=1, le=1 << 16)
+    draft_timeout_ms: float = Field(default=20.0, ge=0.0, le=1e6)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
 
     @field_validator("weights")

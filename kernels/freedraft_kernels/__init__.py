@@ -13,6 +13,7 @@ from freedraft_kernels.probs import target_probs
 from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree import TreeBatch
 from freedraft_kernels.verification import Verification, verify_greedy, verify_sampled
+from freedraft_kernels.warm_up import warm_up
 
 __all__ = [
     "KVPool",
@@ -26,4 +27,5 @@ __all__ = [
     "tree_inputs",
     "verify_greedy",
     "verify_sampled",
+    "warm_up",
 ]

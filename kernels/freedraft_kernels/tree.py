@@ -62,15 +62,16 @@ class TreeBatch:
             raise ValueError(f"counts has shape {counts.shape}, expected ({batch},)")
         device = torch.device(device)
         size = batch * nodes
+        part = size + -size % 4  # each part begins at a multiple of 16 bytes: Triton compiles apart for other addresses
         # Pinned memory is torch's to recycle: it is not given out again before the copy has left it.
-        staging = torch.empty(3 * size + batch, dtype=torch.int32, pin_memory=device.type == "cuda")
+        staging = torch.empty(3 * part + batch, dtype=torch.int32, pin_memory=device.type == "cuda")
         view = staging.numpy()
         for i, array in enumerate((tokens, parents, depths)):
-            view[i * size : (i + 1) * size].reshape(batch, nodes)[...] = array
-        view[3 * size :] = counts
+            view[i * part : i * part + size].reshape(batch, nodes)[...] = array
+        view[3 * part :] = counts
         flat = staging.to(device, non_blocking=True)
-        trees = flat[: 3 * size].view(3, batch, nodes)
-        return cls(trees[0], trees[1], trees[2], flat[3 * size :])
+        trees = flat[: 3 * part].view(3, part)[:, :size].unflatten(1, (batch, nodes))
+        return cls(trees[0], trees[1], trees[2], flat[3 * part :])
 
     @property
     def batch_size(self) -> int:

@@ -13,7 +13,17 @@ import sys
 import numpy as np
 import pytest
 import torch
-from freedraft_kernels import KVPool, TreeBatch, Verification, top_tokens, tree_inputs, verify_greedy, verify_sampled
+from freedraft_kernels import (
+    KVPool,
+    TreeBatch,
+    Verification,
+    target_probs,
+    top_tokens,
+    tree_inputs,
+    verify_greedy,
+    verify_sampled,
+    warm_up,
+)
 from freedraft_kernels.dispatch import interpreting, use_triton
 from freedraft_kernels.probs import keep_likeliest
 from hypothesis import given, settings
@@ -49,6 +59,60 @@ def same(ours: Verification, reference: Verification) -> None:
     for field in ("accepted", "lengths", "tokens", "bonus"):
         got, want = getattr(ours, field), getattr(reference, field)
         assert got.dtype == want.dtype and torch.equal(got, want), (field, got, want)
+
+
+@runs_triton
+@pytest.mark.skipif(GPU, reason="records launches in the interpreter")
+def test_a_warm_up_compiles_what_steps_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is compiled for its compile-time arguments, for numbers that are 1 or divisible by 16, and for addresses
+    that are divisible by 16."""
+    import triton.runtime.interpreter as interpreter
+
+    launched: set[tuple] = set()
+
+    def record(self, *args, **kwargs):  # and do not run: what comes out is not looked at
+        def kind(name, value):
+            if isinstance(value, torch.Tensor):
+                return str(value.dtype), value.data_ptr() % 16 == 0
+            if name in self.constexprs:
+                return value
+            apart = name not in ("size", "vocab", "chunks")  # do_not_specialize
+            return (value == 1, value % 16 == 0) if apart else None
+
+        given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        launched.add((self.fn.__name__, tuple((name, kind(name, value)) for name, value in sorted(given.items()))))
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", record)
+    vocab, widths, max_batch = 40, (1, 2, 4, 6, 8), 9
+    buffers = [torch.zeros(400, 2, 8) for _ in range(2)]
+    pool = KVPool(buffers)
+    warm_up(widths, max_batch, torch.zeros(1, vocab), top=4, pool=pool)
+    warm, rng = set(launched), np.random.default_rng(0)
+    launched.clear()
+    for batch in range(1, max_batch + 1):
+        for nodes in widths:
+            parents = np.maximum(np.arange(nodes) - 1, 0)[None].repeat(batch, 0).astype(np.int32)
+            parents[:, 0] = -1
+            depths = np.arange(nodes, dtype=np.int32)[None].repeat(batch, 0)
+            counts = rng.integers(1, nodes + 1, batch).astype(np.int32)
+            tree = TreeBatch.from_numpy(parents + 2, parents, depths, counts)
+            lengths = torch.from_numpy(rng.integers(1, 30, batch))
+            tree_inputs(tree, lengths, layout="full", seq_lens_sum=int(lengths.sum()))
+            logits = torch.randn(batch, nodes, vocab)
+            top_tokens(logits.view(-1, vocab), 4)
+            verified = verify_greedy(tree, logits.argmax(-1))
+            probs = target_probs(
+                logits,
+                torch.full((batch,), 0.8),
+                top_ks=torch.full((batch,), 30, dtype=torch.int32),
+                top_ps=torch.full((batch,), 0.9),
+                min_ps=torch.full((batch,), 0.1),
+                counts=tree.counts,
+            )
+            verify_sampled(tree, probs, lengths, lengths)
+            pool.compact(torch.randperm(400)[: batch * nodes].view(batch, nodes), verified)
+    assert len({name for name, _ in launched}) >= 6
+    assert launched <= warm, launched - warm
 
 
 @runs_triton

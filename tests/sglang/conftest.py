@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "FREEDRAFT_POLICY": "fixed",
     "FREEDRAFT_SCORING": "paper",
+    "FREEDRAFT_DRAFT_TIMEOUT_MS": "60000",  # what is counted is not to depend on how busy the machine is
 }
 
 if HAVE_SGLANG:  # before SGLang is first imported, in this process too

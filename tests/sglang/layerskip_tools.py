@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
@@ -56,7 +57,10 @@ def ask(engine, given, word, sampling=GREEDY):
 
 
 def logged(engine):
-    log = json.loads(engine.log.read_text())
+    """Counts, 0 for what has not been; also before the engine's first step."""
+    if not engine.log.exists():
+        return Counter()
+    log = Counter(json.loads(engine.log.read_text()))
     read_counts(engine.counts)
     assert log["written outside the window"] == 0, "a draft pass wrote into a slot that is not this step's"
     return log

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import threading
+import time
 from array import array
 
 import numpy as np
@@ -14,6 +16,7 @@ from freedraft.config import PluginOptions
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
+from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import FIRST_PAUSE, GuardedMethod
@@ -67,9 +70,10 @@ class Recorder(Method):
         return log
 
 
-def drafting(widths=(1, 2, 4, NODES), max_batch=4, **given):
-    spec = MethodSpec("recorder", f"{__name__}:Recorder", PluginOptions)
-    return Drafting(GuardedMethod(spec, None, EngineContext(widths=widths)), widths, max_batch, **given)
+def drafting(widths=(1, 2, 4, NODES), max_batch=4, method="Recorder", **given):
+    spec = MethodSpec("recorder", f"{__name__}:{method}", PluginOptions)
+    accepted = AcceptedTokens(256, NODES, "cpu")
+    return Drafting(GuardedMethod(spec, None, EngineContext(widths=widths)), widths, max_batch, accepted, **given)
 
 
 def request(
@@ -118,7 +122,7 @@ def model_config():
         return ModelConfig(folder)
 
 
-def decoding_batch(gained):
+def decoding_batch(gained, accepted):
     """SGLang's ScheduleBatch before a decoding step, after one by which requests gained tokens: {request: tokens}.
 
     `prepare_for_extend` and `prepare_for_decode` take slots of the KV pool, which an engine has: what they set and a
@@ -128,7 +132,6 @@ def decoding_batch(gained):
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-    from sglang.srt.speculative.ngram_info import NgramVerifyInput
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     tokens = torch.zeros(len(gained), NODES, dtype=torch.int32)
@@ -140,12 +143,9 @@ def decoding_batch(gained):
     # The newest token is not in the KV cache.
     lengths = [len(r.origin_input_ids) + len(r.output_ids) + len(new) - 1 for r, new in gained.items()]
     batch.seq_lens = batch.seq_lens_cpu = torch.tensor(lengths)
-    batch.spec_info = NgramVerifyInput(
-        draft_token_num=NODES,
-        new_seq_lens=batch.seq_lens,
-        accept_tokens=tokens.flatten(),
-        accept_lens=torch.tensor([len(new) for new in gained.values()], dtype=torch.int32),
-    )
+    batch.req_pool_indices = batch.req_pool_indices_cpu = torch.arange(1, 1 + len(gained))
+    counts = torch.tensor([len(new) for new in gained.values()], dtype=torch.int32)
+    accepted.put(batch.req_pool_indices, tokens, counts, batch.seq_lens)
     # The scheduler's own is copied for each pass, which counts penalties.
     batch.sampling_info = SamplingBatchInfo.from_schedule_batch(batch, VOCAB_SIZE).copy_for_forward()
     return batch
@@ -153,7 +153,7 @@ def decoding_batch(gained):
 
 def step(drafting, gained, *, overlap=True):
     """A step after one by which requests gained tokens, {request: tokens}; without overlap SGLang knows them."""
-    batch = decoding_batch(gained)
+    batch = decoding_batch(gained, drafting.accepted)
     if not overlap:
         read_result(gained)
     tree = drafting.draft(batch)
@@ -407,10 +407,94 @@ def test_what_the_seam_itself_cannot_read_costs_drafts_only():
     a, b = request("a", [1]), request("b", [2])
     b.extra_key = 7
     seam.begin([a, b])
-    b.origin_input_ids_unpadded = None
-    assert step(seam, {a: [5], b: [6]}).tokens.tolist() == [[5], [6]]
+    unread = request("c", [3])
+    unread.origin_input_ids_unpadded = None
+    assert step(seam, {a: [5], b: [6], unread: [7]}).tokens.tolist() == [[5], [6], [7]]
     a.finished_reason = "stop"
     seam.finish("a")
     seam.finish("b")
     assert failures.get() >= before + 3
     assert not seam.guarded.running and not seam._requests
+
+
+class Slow(Recorder):
+    """Drafts only once the test says so."""
+
+    draft_timeout = 0.05
+    needs_prompt_states = False
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def draft(self, step):
+        assert self.go_on.wait(30)
+        return super().draft(step)
+
+
+def test_a_late_drafter_delays_no_step_and_misses_nothing():
+    seam = drafting(method="Slow")
+    method = seam.guarded.method
+    method.nodes = {"a": 4}
+    a, b = request("a", [1, 2]), request("b", [3])
+    seam.begin([a, b])
+    assert step(seam, {a: [5], b: [6]}).counts.tolist() == [4, 1]
+    method.go_on.clear()
+    for new in (7, 8):
+        started = time.monotonic()
+        tree = step(seam, {a: [new], b: [new]})
+        assert tree.tokens.tolist() == [[new], [new]] and time.monotonic() - started < 10
+    c = request("c", [9])
+    method.take()
+    seam.interrupt()
+    seam.begin([c])
+    seam.finish("b")
+    assert method.take() == [], "what the method is told comes behind its late drafts"
+    method.go_on.set()
+    seam._thread._newest.result(30)
+    assert [entry[:2] for entry in method.take()] == [("begin", "c"), ("finish", "b")]
+    assert step(seam, {a: [10, 11], c: [12]}).counts.tolist() == [4, 1]
+    last = method.steps[-1]
+    assert last.drafted.tolist() == [0, 0] and last.contexts.tolist() == [7, 2]
+    assert last.history(0).tolist() == [1, 2, 5, 7, 8, 10, 11]
+
+
+def test_drafts_are_the_same_in_a_thread():
+    """Of sssd under its default options, with requests that come and go; prepared before the tokens are known."""
+    from sssd_plugin.method import SPEC
+    from sssd_plugin.options import SssdOptions
+
+    def run(timeout):
+        options = SssdOptions(draft_timeout_ms=timeout, live=True, isolation="shared", policy="fixed", recycle="off")
+        context = EngineContext(vocab_size=VOCAB_SIZE, max_draft_tokens=NODES - 1, widths=(1, 2, 4, NODES))
+        seam = Drafting(GuardedMethod(SPEC, options, context), context.widths, 4, AcceptedTokens(256, NODES, "cpu"))
+        assert (seam._thread is not None) == (timeout > 0)
+        rng, running, trees = np.random.default_rng(5), {}, []
+        text = np.tile(rng.integers(1, VOCAB_SIZE, 40), 20)  # so that there is something to draft
+        for number in range(60):
+            if len(running) < 4 and rng.random() < 0.4:
+                new = request(str(number), text[: rng.integers(5, 60)].tolist())
+                running[new] = len(new.origin_input_ids)
+                seam.begin([new])
+            if not running:
+                continue
+            gained = {r: text[at : at + rng.integers(1, NODES)].tolist() for r, at in running.items()}
+            batch = decoding_batch(gained, seam.accepted)
+            if rng.random() < 0.7:  # without overlap nothing is prepared
+                seam.prepare(batch)
+            trees.append(seam.draft(batch))
+            read_result(gained)
+            for r, new in gained.items():
+                running[r] += len(new)
+                if running[r] > 300:
+                    del running[r]
+                    seam.finish(r.rid)
+        seam.guarded.close()
+        return trees
+
+    inside, outside = run(0), run(60_000)
+    assert sum(int(tree.counts.sum()) - len(tree.counts) for tree in inside) > 200
+    for one, other in zip(inside, outside, strict=True):
+        for name in ("tokens", "parents", "depths", "counts"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))

@@ -162,6 +162,8 @@ def test_same_answers(drafting, stock):
     assert done["tokens"] > done["request_steps"], "nothing was accepted"
     assert done.get("rebuilt", 0) == 0, "a request's tokens had to be read again although nothing was retracted"
     assert done["batch 4"] > 0
+    # With overlap, drafting begins while SGLang still waits for the step before.
+    assert done["prepared"] == (0 if drafting.settings["disable_overlap_schedule"] else done["steps"])
     if drafting.settings["speculative_algorithm"] == "sssd_cycle":
         assert done["compacted"] >= 50
         assert sum(name.startswith("width") for name in done) >= 4, "the width did not change"

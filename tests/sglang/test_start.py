@@ -138,8 +138,6 @@ ATTENTION = {
 )
 def test_what_attention_verifies(weightless, tmp_path, attention, shapes):
     """As SGLang's ModelConfig tells the kinds of attention apart."""
-    from types import SimpleNamespace
-
     from sglang.srt.configs.model_config import AttentionArch, ModelConfig
     from sglang.srt.model_executor.model_runner_components.load_model_utils import resolve_sliding_window_size
 
@@ -147,17 +145,15 @@ def test_what_attention_verifies(weightless, tmp_path, attention, shapes):
     (tmp_path / "config.json").write_text(json.dumps(changed))
     config = ModelConfig(str(tmp_path))
     window = 15 if attention == "windows" else resolve_sliding_window_size(object(), config)
-    latent = config.attention_arch == AttentionArch.MLA
-    assert latent == (attention == "latent")
-    runner = SimpleNamespace(model_config=config, use_mla_backend=latent, sliding_window_size=window)
+    assert (config.attention_arch == AttentionArch.MLA) == (attention == "latent")
     for backend, shape in shapes.items():
         if shape is not None:
-            assert shape_for("sssd", backend, runner) == shape
+            assert shape_for("sssd", backend, config, window) == shape
             continue
         with pytest.raises(ConfigError, match=rf"--speculative-algorithm sssd .* {backend}.*: (use|start)"):
-            shape_for("sssd", backend, runner)
+            shape_for("sssd", backend, config, window)
     with pytest.raises(ConfigError, match="trtllm_mla"):
-        shape_for("sssd", "trtllm_mla", runner)
+        shape_for("sssd", "trtllm_mla", config, window)
 
 
 def test_widths():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -23,6 +24,8 @@ class TreeAlgorithm(CustomSpecAlgo):
     """
 
     spec: MethodSpec | None = None
+    prepare: Callable[[Any], None] | None = None
+    """Told of each decoding step under overlap scheduling while the last one is still running; set by the worker."""
 
     def is_ngram(self) -> bool:
         return True
@@ -45,9 +48,11 @@ class TreeAlgorithm(CustomSpecAlgo):
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> Any:
-        from sglang.srt.managers.overlap_utils import FutureMap
+        from freedraft.engines.sglang.future_map import EarlyFutureMap
 
-        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+        future_map = EarlyFutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+        future_map.algorithm = self
+        return future_map
 
     def handle_server_args(self, server_args: Any) -> None:
         """Set what the user left open, and refuse what cannot work.

@@ -21,6 +21,7 @@ from freedraft.engines.many_sets import Sublayer, forward
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.graphs import Captured, capture, swapped_in
 from freedraft.engines.sglang.layers import Stages, check_structure, run_stages, stages_of
+from freedraft.engines.sglang.verify import SPARE_SLOT
 from freedraft.engines.sglang.window_rows import WindowRows
 from freedraft.method import Step
 
@@ -28,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 """(token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed."""
-
-# SGLang keeps it for what padding writes; no request ever has it.
-SPARE_SLOT = 0
 
 
 class DraftPass(NamedTuple):

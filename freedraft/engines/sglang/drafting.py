@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from freedraft.draft_thread import DraftThread
 from freedraft.engines.logits_copy import LogitsCopy
+from freedraft.engines.sglang.accepted import AcceptedTokens, Gained, OneCopy
 from freedraft.engines.sglang.requests import (
-    counts_tokens_of_a_step,
+    drafted_from,
     extra_of,
     output_of,
     padding_of,
@@ -27,36 +29,83 @@ from freedraft.method import Step
 NOTHING = np.zeros(0, np.int32)
 
 
-class Gained(NamedTuple):
-    """The tokens that the last step accepted: `tokens[starts[b]:ends[b]]` of request b, at least one."""
+class Known(NamedTuple):
+    """A request as it began: SGLang's, its number of tokens, the tokens more that its image padding takes in the KV
+    cache, and from which number of generated tokens on it may have drafts."""
 
-    tokens: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    ends: NDArray[np.int64]
+    request: Any
+    length: int
+    padding: int
+    drafted_from: int
+
+
+UNKNOWN = Known(None, 0, 0, 0)
+
+
+class NextStep(NamedTuple):
+    """A step whose requests are known, and not yet what the last one accepted.
+
+    Attributes:
+        batch: SGLang's ScheduleBatch; requests, ids: B; rows: int64 [B], of the requests' pool.
+        accepted: of the last step.
+        known: int64 [B, 3], the numbers of each `Known`.
+        new: rows of the batch whose requests begin with this step.
+        logits: of the last step's nodes.
+        states: prompt states that have not been told, by id; drafted, previous: see `Step`.
+    """
+
+    batch: Any
+    requests: list[Any]
+    ids: list[str]
+    rows: NDArray[np.int64]
+    accepted: OneCopy
+    known: NDArray[np.int64]
+    new: list[int]
+    logits: LogitsCopy
+    states: dict[str, torch.Tensor]
+    drafted: NDArray[np.int32]
+    previous: tuple[int, int] | None
 
 
 class Drafting:
     """The drafts of one scheduler, in its tensor-parallel rank 0. B requests, N = most nodes of a request.
 
-    State is kept by request id, never by batch row.
+    State is kept by request id, never by batch row. A method on the host may draft in a `DraftThread`: the scheduler's
+    thread then prepares a step while the last one is still being verified, and takes the drafts when it needs them.
 
     Args:
         guarded: the method.
         widths: the numbers of nodes per request, root included, that are prepared to be verified; ascending.
         max_batch: most requests in a batch.
+        accepted: what steps accept.
         chains: whether trees are cut to chains.
     """
 
-    def __init__(self, guarded: GuardedMethod, widths: Sequence[int], max_batch: int, *, chains: bool = False) -> None:
+    def __init__(
+        self,
+        guarded: GuardedMethod,
+        widths: Sequence[int],
+        max_batch: int,
+        accepted: AcceptedTokens,
+        *,
+        chains: bool = False,
+    ) -> None:
         self.guarded = guarded
+        self.accepted = accepted
         self._chains = chains
         self._widths = np.array(widths, np.int32)
         self._max_running = 4 * max_batch + 64
-        self._requests: dict[str, tuple[Any, int]] = {}  # as they began: SGLang's request, its number of tokens
+        self._requests: dict[str, Known] = {}
         self._states: dict[str, torch.Tensor] = {}  # float [H] on the device, behind prompts
         self._drafted: dict[str, int] = {}  # draft tokens that the newest step verifies, by request
         self._previous: tuple[int, int] | None = None
         self._logits = LogitsCopy()
+        timeout = guarded.method.draft_timeout
+        # Prompt states are computed on the stream of the engine's thread.
+        threaded = timeout > 0.0 and not guarded.needs_prompt_states
+        self._thread = DraftThread(timeout, guarded.metrics.late.inc) if threaded else None
+        self._next: NextStep | None = None
+        self._drafts: Any = None  # of the next step, in the thread
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -65,17 +114,29 @@ class Drafting:
 
         def begin_each() -> None:
             for request in requests:
-                began, length = self._requests.get(request.rid, (None, 0))
-                if began is not request or length != len(request.origin_input_ids) + len(request.output_ids):
-                    self._begin(request, tokens_of(request))
+                known = self._requests.get(request.rid, UNKNOWN)
+                length = len(request.origin_input_ids) + len(request.output_ids)
+                if known.request is not request or known.length != length:
+                    self._know(request)
+                    self._tell(self._begin(request, tokens_of(request)))
 
         self.guarded.call(begin_each)
 
-    def _begin(self, request: Any, tokens: NDArray[np.int32]) -> None:
+    def _know(self, request: Any) -> None:
         length = len(request.origin_input_ids) + len(request.output_ids)
-        self._requests[request.rid] = request, length
+        self._requests[request.rid] = Known(request, length, padding_of(request), drafted_from(request))
         self._drafted.pop(request.rid, None)
-        self.guarded.begin(request.rid, tokens, tenant_of(request), extra_of(request))
+
+    def _begin(self, request: Any, tokens: NDArray[np.int32]) -> Callable[[], None]:
+        """The call that tells the method; the request is read now."""
+        return partial(self.guarded.begin, request.rid, tokens, tenant_of(request), extra_of(request))
+
+    def _tell(self, work: Callable[[], None]) -> None:
+        """Call the method in the thread that it may be called in now."""
+        if self._thread is None:
+            work()
+        else:
+            self._thread.call(work)
 
     def take_states(self, requests: Sequence[Any], states: torch.Tensor) -> None:
         """float [B, H]: the last hidden states behind prompts, as far as these have been read."""
@@ -85,14 +146,14 @@ class Drafting:
 
     def finish(self, request_id: str) -> None:
         """SGLang is done with a request."""
-        request, _ = self._requests.get(request_id, (None, 0))
+        request = self._requests.get(request_id, UNKNOWN).request
         ended = None if request is None else self.guarded.call(lambda: (output_of(request), was_aborted(request)))
         self._forget(request_id, *(ended or (None, False)))
 
     def _forget(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         for held in (self._requests, self._states, self._drafted):
             held.pop(request_id, None)
-        self.guarded.finish(request_id, output, aborted)
+        self._tell(partial(self.guarded.finish, request_id, output, aborted))
 
     def _sweep(self, ids: Sequence[str]) -> None:
         """Finish what is not in this step if far more requests are known than can run: SGLang does not tell of those
@@ -113,68 +174,96 @@ class Drafting:
             ids = [request.rid for request in batch.reqs]
             self.guarded.call(lambda: self._logits.put(ids, draft, logits))
 
+    def prepare(self, batch: Any) -> None:
+        """A decoding step of SGLang's ScheduleBatch is next; the last one may still be running."""
+        self._next = step = self.guarded.call(partial(self._next_step, batch))
+        if self._thread is not None and step is not None:
+            self._drafts = self._thread.start(partial(self._draft, step))
+
     def draft(self, batch: Any) -> DraftBatch:
         """Trees [B, n] for SGLang's ScheduleBatch, where n is the smallest prepared width that holds them all. Whatever
-        fails in making them leaves the roots."""
-        spec = batch.spec_info
-        tokens, lengths = spec.accept_tokens.cpu().numpy(), spec.accept_lens.cpu().numpy()
-        starts = np.arange(0, len(tokens), len(tokens) // len(batch.reqs))
-        gained = Gained(tokens.astype(np.int32, copy=False), starts, starts + lengths)
-        draft = self.guarded.call(partial(self._draft, batch, gained))
+        fails in making them, or takes too long, leaves the roots."""
+        if self._next is None:
+            self.prepare(batch)
+        step, drafts = self._next, self._drafts
+        self._next = self._drafts = None
+        draft = None
+        if step is not None:
+            draft = self._draft(step) if self._thread is None else self._thread.result(drafts)
         if draft is None:
+            gained = self.accepted.newest.read(batch.req_pool_indices_cpu.numpy())
             draft = DraftBatch.roots(gained.tokens[gained.ends - 1])
+        for request in batch.reqs:
+            if request.finished():  # with a grammar, SGLang runs a request once more after its end
+                self._forget(request.rid, NOTHING, was_aborted(request))
         self._drafted = dict(zip((r.rid for r in batch.reqs), (draft.counts - 1).tolist(), strict=True))
         self._previous = draft.tokens.shape[0], draft.tokens.size
         return draft
 
-    def _draft(self, batch: Any, gained: Gained) -> DraftBatch | None:
-        if (logits := self._logits.take()) is not None:
-            self.guarded.recycle(logits)
-        step = self._step(batch, gained)
-        proposed = self.guarded.draft(step)
-        for request in batch.reqs:
-            if request.finished():  # with a grammar, SGLang runs a request once more after its end
-                self._forget(request.rid, NOTHING, was_aborted(request))
+    def _next_step(self, batch: Any) -> NextStep:
+        ids = [request.rid for request in batch.reqs]
+        new = [row for row, r in enumerate(batch.reqs) if r.rid not in self._requests and not r.finished()]
+        for row in new:
+            self._know(batch.reqs[row])
+        self._sweep(ids)
+        logits, self._logits = self._logits, LogitsCopy()
+        known = [self._requests.get(request_id, UNKNOWN)[1:] for request_id in ids]
+        return NextStep(
+            batch=batch,
+            requests=list(batch.reqs),
+            ids=ids,
+            rows=batch.req_pool_indices_cpu.numpy(),
+            accepted=self.accepted.newest,
+            known=np.array(known, np.int64),
+            new=new,
+            logits=logits,
+            states={i: self._states.pop(i) for i in ids if i in self._states} if self._states else {},
+            drafted=np.fromiter((self._drafted.get(i, 0) for i in ids), np.int32, len(ids)),
+            previous=self._previous,
+        )
+
+    # -- where the method runs -----------------------------------------------------------------------------------------
+
+    def _draft(self, step: NextStep) -> DraftBatch | None:
+        return self.guarded.call(partial(self._draft_unguarded, step))
+
+    def _draft_unguarded(self, upcoming: NextStep) -> DraftBatch | None:
+        guarded = self.guarded
+        if (logits := upcoming.logits.take()) is not None:
+            guarded.recycle(logits)
+        step = self._step(upcoming, upcoming.accepted.read(upcoming.rows))
+        for row in upcoming.new:
+            self._begin(upcoming.requests[row], step.history(row)[: -int(step.gained[row])])()
+        if upcoming.states:
+            states = torch.stack(list(upcoming.states.values())).float().cpu().numpy()
+            for request_id, state in zip(upcoming.states, states, strict=True):
+                guarded.set_prompt_state(request_id, state)
+        proposed = guarded.draft(step)
         return None if proposed is None else self._cut(step, proposed)
 
-    def _step(self, batch: Any, gained: Gained) -> Step:
-        requests = batch.reqs
-        tokens, starts, ends = gained
-        ids = [request.rid for request in requests]
-        padding = np.fromiter(map(padding_of, requests), np.int64, len(ids))
-        lengths = batch.seq_lens_cpu.numpy() + 1  # the root is not in the KV cache
+    def _step(self, upcoming: NextStep, gained: Gained) -> Step:
+        tokens, starts, ends, seq_lens = gained
+        began, padding, least = upcoming.known.T
+        lengths = seq_lens + 1  # the root is not in the KV cache
         contexts = (lengths - padding).astype(np.int32)
 
         def history(b: int) -> NDArray[np.int32]:
             # Under overlap scheduling `output_ids` lacks what the last step accepted.
-            before = tokens_of(requests[b])[: contexts[b] - (ends[b] - starts[b])]
+            before = tokens_of(upcoming.requests[b])[: contexts[b] - (ends[b] - starts[b])]
             return np.concatenate((before, tokens[starts[b] : ends[b]]))
 
-        for b, request in enumerate(requests):
-            if request.rid not in self._requests and not request.finished():
-                self._begin(request, history(b)[: starts[b] - ends[b]])
-        self._sweep(ids)
-        if waiting := [request_id for request_id in ids if request_id in self._states]:
-            states = torch.stack([self._states.pop(request_id) for request_id in waiting]).float().cpu().numpy()
-            for request_id, state in zip(waiting, states, strict=True):
-                self.guarded.set_prompt_state(request_id, state)
-        capacities = np.full(len(ids), self._widths[-1] - 1, np.int32)
-        for b, request in enumerate(requests):
-            _, began = self._requests.get(request.rid, (None, 0))
-            if counts_tokens_of_a_step(request, int(lengths[b]) - began):
-                capacities[b] = 0
         return Step(
-            request_ids=ids,
+            request_ids=upcoming.ids,
             tokens=tokens,
             starts=starts,
             ends=ends,
             contexts=contexts,
-            capacities=capacities,
-            drafted=np.fromiter((self._drafted.get(i, 0) for i in ids), np.int32, len(ids)),
+            capacities=np.where(lengths - began < least, 0, self._widths[-1] - 1).astype(np.int32),
+            drafted=upcoming.drafted,
             widths=self._widths,
-            previous=self._previous,
+            previous=upcoming.previous,
             history=history,
-            engine=batch,
+            engine=upcoming.batch,
         )
 
     def _cut(self, step: Step, draft: DraftBatch) -> DraftBatch:

@@ -49,19 +49,23 @@ def widths_for(backend: str, max_nodes: int) -> tuple[int, ...]:
     return (*powers, max_nodes)
 
 
-def shape_for(name: str, backend: str, model_runner: Any) -> Shape:
-    """What the speculative algorithm `name` may draft for the model that SGLang's ModelRunner has loaded.
+def shape_for(name: str, backend: str, config: Any, window: int | None) -> Shape:
+    """What the speculative algorithm `name` may draft for a model.
+
+    Args:
+        config: SGLang's ModelConfig.
+        window: `sliding_window_size` of SGLang's ModelRunner.
 
     Raises:
         ConfigError: this attention backend verifies no drafts of such a model.
     """
-    config = model_runner.model_config
+    from sglang.srt.configs.model_config import AttentionArch
 
     def shape_of(able: AttentionBackend) -> Shape | None:
         shapes: list[Shape | None] = ["tree"]
-        if model_runner.use_mla_backend:
+        if config.attention_arch == AttentionArch.MLA:
             shapes.append(able.mla)
-        if model_runner.sliding_window_size is not None and model_runner.sliding_window_size > -1:
+        if window is not None and window > -1:
             shapes.append(able.windows)
         if config.attention_chunk_size is not None and able is not BACKENDS[CPU_BACKEND]:
             shapes.append(None)

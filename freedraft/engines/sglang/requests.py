@@ -9,11 +9,14 @@ from numpy.typing import NDArray
 
 from freedraft.tenants import tenant_key
 
+NEVER = 1 << 30
+
 
 def tokens_of(request: Any) -> NDArray[np.int32]:
     """Prompt and output so far. Image padding holds hashes in place of token ids, so the unpadded prompt is taken."""
     prompt = np.asarray(request.origin_input_ids_unpadded, np.int64)
-    return np.concatenate((prompt, np.asarray(request.output_ids, np.int64))).astype(np.int32)
+    # Of a copy: SGLang cannot append to an array that another thread looks at.
+    return np.concatenate((prompt, np.asarray(request.output_ids[:], np.int64))).astype(np.int32)
 
 
 def padding_of(request: Any) -> int:
@@ -44,18 +47,18 @@ def was_aborted(request: Any) -> bool:
     return reason is not None and reason.to_json()["type"] == "abort"
 
 
-def counts_tokens_of_a_step(request: Any, generated: int) -> bool:
-    """Whether the distribution of a request's next token but one depends on the next: penalties count tokens, custom
-    logit processors may look at them. A draft tree then has no one distribution, so that nothing is drafted.
+def drafted_from(request: Any) -> int:
+    """How many tokens a request has to generate before it may have drafts; `NEVER` for none at all.
 
-    Args:
-        generated: tokens since its prefill, which SGLang compares with `min_new_tokens` (a retraction starts anew).
+    Where the distribution of its next token but one depends on the next, a draft tree has no one distribution: with
+    penalties, which count tokens, with custom logit processors, which may look at them, and before `min_new_tokens`,
+    which SGLang counts from the prefill (a retraction starts anew).
     """
     sampling = request.sampling_params
-    return bool(
+    looks_back = (
         sampling.frequency_penalty != 0.0
         or sampling.presence_penalty != 0.0
         or sampling.repetition_penalty != 1.0
-        or sampling.min_new_tokens > generated
         or request.custom_logit_processor is not None
     )
+    return NEVER if looks_back else sampling.min_new_tokens

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from freedraft_kernels import KVPool, TreeBatch, Verification, target_probs, verify_greedy, verify_sampled
+from freedraft_kernels import KVPool, TreeBatch, Verification, target_probs, verify_greedy, verify_sampled, warm_up
 from numpy.typing import NDArray
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import apply_custom_logit_processor
@@ -22,8 +23,12 @@ from sglang.srt.speculative.spec_utils import (
 from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
 from freedraft.engines.sglang.ranks import Ranks
+from freedraft.method import TOP_TOKENS
 
 logger = logging.getLogger(__name__)
+
+# SGLang keeps it for what padding writes; no request ever has it.
+SPARE_SLOT = 0
 
 
 class TreeVerifier:
@@ -46,8 +51,13 @@ class TreeVerifier:
         else:
             logger.info("freedraft: SGLang moves what is accepted in its %s", type(kv).__name__)
 
+    def warm_up(self, widths: Sequence[int], max_batch: int, vocab_size: int) -> None:
+        """Compile for steps of these widths, before requests wait for it and before steps are timed."""
+        logits = torch.zeros(1, vocab_size, device=self._device)
+        warm_up(widths, max_batch, logits, top=TOP_TOKENS, pool=self._pool, slot=SPARE_SLOT)
+
     def verify(self, batch: Any, host_tree: DraftBatch, tree: TreeBatch, output: Any) -> Verification:
-        """The outcome of a verifying pass, the same on every tensor-parallel rank; KV and logprobs follow it.
+        """The outcome of a verifying pass, the same on every tensor-parallel rank.
 
         Args:
             batch: SGLang's ScheduleBatch as it was verified.
@@ -55,8 +65,11 @@ class TreeVerifier:
             output: the pass's LogitsProcessorOutput, whose logits (float [B * n, V]) are processed in place.
         """
         self._process_logits(batch, output.next_token_logits, host_tree)
-        verified = self._ranks.share_outcome(self._verify(batch, tree, output.next_token_logits))
-        width = tree.max_nodes
+        return self._ranks.share_outcome(self._verify(batch, tree, output.next_token_logits))
+
+    def keep(self, batch: Any, verified: Verification, output: Any) -> None:
+        """Let KV, logprobs and hidden states follow the outcome; arguments as in `verify`."""
+        width = verified.tokens.shape[1]
         if width > 1:
             self._compact(batch, verified, width)
         if batch.return_logprob or batch.return_hidden_states:
@@ -65,7 +78,6 @@ class TreeVerifier:
                 compute_spec_logprobs(batch, output, _by_node(verified), accept_index=rows)
             if batch.return_hidden_states and output.hidden_states is not None:  # SGLang reads N rows for each request
                 output.hidden_states = output.hidden_states[rows.view(-1).clamp(min=0)]
-        return verified
 
     def _process_logits(self, batch: Any, logits: torch.Tensor, tree: DraftBatch) -> None:
         """In place: everything that SGLang's sampler does to logits before the softmax, at each node."""
@@ -73,7 +85,7 @@ class TreeVerifier:
         grammar = self._grammar_mask(batch, tree) if batch.has_grammar else None
         sampling.grammar_mask = None  # the prefill's, if any
         nodes = logits.view(tree.batch_size, tree.max_nodes, -1)
-        # Whoever has penalties or a custom processor has no more than a root: see `counts_tokens_of_a_step`.
+        # Whoever has penalties or a custom processor has no more than a root: see `drafted_from`.
         roots = nodes[:, 0]
         sampling.apply_logits_bias(roots)
         if sampling.logit_bias is not None:

@@ -14,9 +14,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_device, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.speculative.spec_registry import get_spec as algorithm_of
 from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
 from freedraft.config import ConfigError
+from freedraft.engines.sglang.accepted import AcceptedTokens
+from freedraft.engines.sglang.algorithm import TreeAlgorithm
 from freedraft.engines.sglang.contexts import context_of_worker
 from freedraft.engines.sglang.corpora import CorpusCalls
 from freedraft.engines.sglang.cpu import selected
@@ -33,9 +36,9 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
     """Drafts on the host, verifies the trees in one forward pass, keeps the accepted path's KV. B requests, N = most
     nodes, n = this step's width.
 
-    Every step relays the tokens it accepted, padded to N per request, to the next step
-    (`NgramVerifyInput.accept_tokens`), with overlap scheduling through SGLang's future map and without it directly;
-    what is drafted from depends on nothing else, so both modes run the same code.
+    Every step hands what it accepted to the next one (`AcceptedTokens`), with overlap scheduling and without; drafts
+    depend on nothing else, so both modes run the same code. What SGLang relays itself
+    (`NgramVerifyInput.accept_tokens`) is not read.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, *, spec: MethodSpec) -> None:
@@ -75,11 +78,14 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
             self.model_runner.init_kv_index_translator()  # it keeps the tensor of all rows
         self._verifier = TreeVerifier(self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator)
+        self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes, self.device)
 
     def init_attention_backends(self) -> None:
         self._backend = verify_backend_of(self.model_runner)
         self.widths = widths_for(self._backend, self.max_nodes)
-        chains = shape_for(self._spec.name, self._backend, self.model_runner) == "chain"
+        runner = self.model_runner
+        shape = shape_for(self._spec.name, self._backend, runner.model_config, runner.sliding_window_size)
+        chains = shape == "chain"
         if not self._ranks.first:
             return
         context = context_of_worker(self._target_worker, self.widths, chains=chains)
@@ -92,9 +98,14 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             except ConfigError as error:
                 raise ConfigError(f"--speculative-algorithm {self._spec.name} {error}") from None
             guarded.prepare(self._draft_model)
-        self._drafting = Drafting(guarded, self.widths, self.model_runner.max_running_requests, chains=chains)
+        self._drafting = Drafting(guarded, self.widths, runner.max_running_requests, self._accepted, chains=chains)
+        algorithm = algorithm_of(self._spec.name)
+        assert isinstance(algorithm, TreeAlgorithm)
+        algorithm.prepare = self._drafting.prepare
 
     def init_cuda_graphs(self) -> None:
+        runner = self.model_runner
+        self._verifier.warm_up(self.widths, runner.max_running_requests, runner.model_config.vocab_size)
         self._graphs.capture(self.widths, fixed_width=BACKENDS[self._backend].fixed_width)
         if self._draft_model is not None:
             self._draft_model.capture()
@@ -112,9 +123,22 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         tokens[:, 0] = result.next_token_ids
         lengths = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
         new_seq_lens = batch.seq_lens.clone()
+        self._publish(batch, tokens, lengths, new_seq_lens, on_publish)
+        return self._result(result, result.next_token_ids, tokens, lengths, new_seq_lens)
+
+    def _publish(
+        self,
+        batch: Any,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        new_seq_lens: torch.Tensor,
+        on_publish: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        """Let the host begin with the next step."""
+        if self._drafting is not None and len(batch.reqs):
+            self._accepted.put(batch.req_pool_indices, tokens, lengths, new_seq_lens)
         if on_publish is not None:
             on_publish(new_seq_lens)
-        return self._result(result, result.next_token_ids, tokens, lengths, new_seq_lens)
 
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         """A pass of prompts, or one without requests."""
@@ -168,10 +192,10 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             self._drafting.take_logits(batch, host_tree, result.logits_output.next_token_logits)
         verified = self._verifier.verify(batch, host_tree, tree, result.logits_output)
         new_seq_lens = batch.seq_lens + verified.lengths
-        if on_publish is not None:
-            on_publish(new_seq_lens)
+        tokens = F.pad(verified.tokens.clamp(min=0), (0, self.max_nodes - width))
+        self._publish(batch, tokens, verified.lengths, new_seq_lens, on_publish)
+        self._verifier.keep(batch, verified, result.logits_output)
         batch.forward_mode = ForwardMode.DECODE
-        tokens = F.pad(verified.tokens.clamp(min=0), (0, self.max_nodes - verified.tokens.shape[1]))
         return self._result(result, tokens.flatten(), tokens, verified.lengths, new_seq_lens)
 
     def _result(

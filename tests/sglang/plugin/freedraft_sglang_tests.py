@@ -58,8 +58,8 @@ def count_work(path):
         path.write_text(json.dumps(totals))
         return verified
 
-    def stepping(self, batch, gained):
-        step = step_of(self, batch, gained)
+    def stepping(self, upcoming, gained):
+        step, batch = step_of(self, upcoming, gained), upcoming.batch
         drafter = getattr(self.guarded.method, "drafter", None)
         running = [row for row, request in enumerate(batch.reqs) if not request.finished()]
         for row in running:
@@ -77,6 +77,7 @@ def count_work(path):
         return dataclasses.replace(step, history=history)
 
     def drafting(self, batch):
+        totals["prepared"] += self._next is not None
         tree = draft(self, batch)
         metrics = self.guarded.metrics
         for name in ("drafted", "accepted", "failures"):

@@ -1,0 +1,69 @@
+"""`AcceptedTokens`: what steps accept, on its way to the host that drafts from it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class Gained(NamedTuple):
+    """The tokens that the last step accepted: `tokens[starts[b]:ends[b]]` of request b, at least one.
+
+    Attributes:
+        tokens: int32 [T]; starts, ends: int64 [B].
+        seq_lens: int64 [B], tokens of each request in the KV cache, without the newest one.
+    """
+
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    seq_lens: NDArray[np.int64]
+
+
+class OneCopy(NamedTuple):
+    """What `AcceptedTokens` held after a step; it may be read in any thread."""
+
+    host: torch.Tensor
+    done: Any
+
+    def read(self, rows: NDArray[np.int64]) -> Gained:
+        """Wait for the copy; `rows` of the requests' pool, [B]."""
+        if self.done is not None:
+            self.done.synchronize()
+        found = self.host.numpy()[rows]
+        starts = np.arange(len(rows)) * found.shape[1] + 2
+        return Gained(found.ravel(), starts, starts + found[:, 0], found[:, 1].astype(np.int64))
+
+
+class AcceptedTokens:
+    """The newest tokens of all requests, by their rows in SGLang's pool of requests, as SGLang relays them itself. They
+    go to the host by one copy for each step, behind nothing but the step's verification.
+
+    Args:
+        rows: of the pool.
+        max_nodes: N, most tokens that a step accepts of a request.
+        device: where they are accepted.
+    """
+
+    def __init__(self, rows: int, max_nodes: int, device: Any) -> None:
+        self._held = torch.zeros(rows, 2 + max_nodes, dtype=torch.int32, device=device)
+        self.newest = OneCopy(self._held.cpu(), None)
+
+    def put(self, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Take what a step has accepted of B requests, and start the copy.
+
+        Args:
+            rows: int64 [B]; tokens: int32 [B, N]; lengths: int32 [B], how many of these; seq_lens: int [B].
+        """
+        self._held[rows] = torch.cat((lengths[:, None], seq_lens[:, None].to(torch.int32), tokens), 1)
+        if self._held.device.type == "cpu":
+            self.newest = OneCopy(self._held.clone(), None)
+            return
+        host = torch.empty(self._held.shape, dtype=torch.int32, pin_memory=True)
+        host.copy_(self._held, non_blocking=True)
+        done = torch.Event(self._held.device)
+        done.record()
+        self.newest = OneCopy(host, done)
