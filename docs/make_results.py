@@ -290,6 +290,17 @@ def selection(result: Any) -> str:
     return table([*head, "expected speed"], rows)
 
 
+def windowed_speed(result: Any) -> str:
+    rows = [
+        [r["batch"], f"{r['context']:,}", f"{r['c']:.2f}", f"{r['verify']:.2f}", f"{r['drafting_share']:.0%}",
+         "{:.2f} ({:.2f}-{:.2f})".format(r["ratio"], *r["ratio_spread"]), f"{r['allowed']:.2f}",
+         "yes" if r["same"] else "no"]
+        for r in result["rows"]
+    ]  # fmt: skip
+    head = ["batch", "context", "cost of a pass", "of a verification", "steps drafted for", "over plain (spread)"]
+    return table([*head, "allowed by the times", "identical"], rows)
+
+
 def windowed(result: Any) -> str:
     rows = [
         [f"{r['context']:,}", f"{r['window']:,}",
@@ -344,6 +355,15 @@ def host_time(result: Any) -> str:
     ]  # fmt: skip
     head = ["batch", "steps drafted for", "waits", "us per step, all of it", "of which drafting", "choosing lengths"]
     return table(head, rows)
+
+
+def sglang_host_time(result: Any) -> str:
+    names = ("host", "draft", "method", "lookup", "forward")
+    rows = [
+        [r["arm"], r["batch"], *("{p50:,.0f} ({p25:,.0f}-{p75:,.0f})".format(**r["us"][name]) for name in names)]
+        for r in result["rows"]
+    ]
+    return table(["arm", "batch", "outside the forward pass", "drafting", "method", "lookup", "forward pass"], rows)
 
 
 SECTIONS = (
@@ -429,6 +449,12 @@ SECTIONS = (
         host_time,
     ),
     Section(
+        "What a step takes on the host of SGLang",
+        ("sglang-host-time.json",),
+        "Microseconds of a decoding step with drafts, medians and quartiles; `before`: without the drafting thread.",
+        sglang_host_time,
+    ),
+    Section(
         "A datastore that learns",
         ("live-datastore.json",),
         "Answers of Llama-3.1-8B, 16 nodes.",
@@ -483,6 +509,12 @@ SECTIONS = (
         "How often a pass of all layers over 16 sinks and the newest tokens says what the model says: answers of 96 "
         "tokens to questions about long documents, fp32, without an engine.",
         windowed,
+    ),
+    Section(
+        "Windows on SGLang",
+        ("windowed-sglang-cpu.json",),
+        "`window: auto` over plain decoding in turns, on SGLang's CPU platform, and what the measured times allow.",
+        windowed_speed,
     ),
     Section(
         "Both together",
