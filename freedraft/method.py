@@ -31,7 +31,7 @@ class NodeLogits(NamedTuple):
 
     Attributes:
         request_ids: B ids, of which some may have finished.
-        draft: [B, N], the trees that were verified, without scores.
+        draft: [B, N], the trees that were verified, without depths and scores.
         top_tokens: int32 [B, N, TOP_TOKENS], likeliest first, -1 for none; what stands at padding is undefined.
         top_log_probs: float32 [B, N, TOP_TOKENS], natural logarithms, before temperature and filters; -inf for none.
     """
@@ -59,6 +59,7 @@ class Step:
         previous: number of requests and of query tokens of the step that has just ended; None if it did more than
             decode, or if nothing is known of it.
         history: gives all tokens of request b, int32 [contexts[b]], for drafters that missed some.
+        trees: whether drafts may be trees also without widths.
         engine: what the engine's `DraftModel` needs to know of the step.
     """
 
@@ -72,6 +73,7 @@ class Step:
     widths: NDArray[np.int32] | None
     previous: tuple[int, int] | None
     history: Callable[[int], NDArray[np.int32]]
+    trees: bool = False
     engine: Any = None
 
     @property
@@ -188,7 +190,8 @@ class Method:
 
     def draft(self, step: Step) -> DraftBatch:
         """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with
-        `widths` at most the widest. Without widths they must be chains. Valid until the next call."""
+        `widths` at most the widest. Without widths they must be chains, unless `trees` says otherwise. Valid until the
+        next call."""
         controller = self.controller
         controller.update(step)
         self.update(step)

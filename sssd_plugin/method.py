@@ -201,10 +201,14 @@ class SssdMethod(Method):
         return self.drafter.draft(
             step.request_ids,
             max_nodes=max_draft_len + 1,
-            shape="chain" if step.widths is None or self.context.chains else "tree",
+            shape="tree" if self._branches(step) else "chain",
             min_score=self.min_score,
             recycled=self.recycling.on,
         )
+
+    def _branches(self, step: Step) -> bool:
+        possible = step.trees or (step.widths is not None and not self.context.chains)
+        return possible and self.options.shape != "chain"
 
     def close(self) -> None:
         super().close()

@@ -50,6 +50,7 @@ class SssdOptions(PluginOptions):
             acceptance; "knee" keeps the batch at the knee; "fixed" always drafts as much as the engine allows. None is
             "auto", or "knee" where a knee is given.
         step_times: file that keeps the measured step times of "auto" from one start to the next; None forgets them.
+        shape: of drafts: "tree" or "chain"; "auto" is "tree" wherever the engine's attention verifies trees.
         min_score: drafts with a lower estimated probability of acceptance are not verified. None: 0 under "auto"; else,
             where lengths may differ by request (vLLM), what a token costs by the hardware profile, and 0 where they may
             not (SGLang).
@@ -75,6 +76,7 @@ class SssdOptions(PluginOptions):
     knee: int | None = Field(default=None, ge=1, le=1_000_000)
     policy: Policy | None = None
     step_times: UserPath = None
+    shape: Literal["auto", "tree", "chain"] = "auto"
     min_score: float | None = Field(default=None, ge=0.0, le=1.0)
     recycle: Recycle = "auto"
     recycle_megabytes: int = Field(default=64, ge=1, le=1 << 16)

@@ -1,9 +1,8 @@
 """`BatchLengths`: policy "auto" where all requests of a step verify the same number of draft tokens, which the engine
 decides by the batch's size before anything is drafted.
 
-With k draft tokens each, a step of b requests yields b (1 + s_1 + ... + s_k) tokens in t(b, b (1 + k)) seconds, where
-s_j is the share of requests whose first j draft tokens are accepted. The k of the best ratio is drafted, and 0 is one
-of them.
+With k draft tokens each, a step of b requests yields b y(k) tokens (`freedraft.cost.yields`) in t(b, b (1 + k))
+seconds. The k of the best ratio is drafted, and 0 is one of them.
 """
 
 from __future__ import annotations
@@ -14,23 +13,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from freedraft.cost.explain import expected_tokens
 from freedraft.cost.policies import Fixed
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, StepTimesFile, context_bucket, row_of
+from freedraft.cost.yields import ChainYields, Yields
 
-CHAIN_TOKENS_PER_STEP = {1: 1.0, 2: 1.307, 3: 1.425, 5: 1.491, 9: 1.52, 17: 1.527, 33: 1.529}
-"""Tokens per step by nodes: SSSD's chains on recorded answers of Llama-3.1-8B (bench/replay.py)."""
 PROBE_EVERY = 100
 """One step in so many of a batch size is given another length than the best known."""
 _PROBE_FIRST, _PROBE_GROWTH = 8, 1.125
 _PROBE_COST = 1.5  # steps without drafts, at most, as far as is known
-_MEMORY_REQUESTS, _MEMORY_STEPS = 384.0, 64.0  # that chances of acceptance are an average of, the more of the two
-_PRIOR = 16.0  # requests that the chances known beforehand count as
 _ENOUGH, _RATE = 2, 0.02  # times of such steps that say more than the times of others; what a new one weighs at least
 _DECIDE_EVERY = 4  # steps of a range of batch sizes
 _MARGIN = 0.995  # of the best ratio, which a shorter length may have
@@ -51,21 +45,6 @@ def batch_range(batch: int) -> tuple[int, int]:
     return first, first + size - 1
 
 
-@njit(cache=True)
-def _record_drafts(scheduled, accepted, tried, good):
-    """See `BatchLengths.record_drafts`. tried, good: float64 [K], by depth, changed in place."""
-    for depth in range(len(tried)):
-        now_tried, now_good = 0, 0
-        for b in range(len(scheduled)):
-            if scheduled[b] > depth and accepted[b] >= depth:
-                now_tried += 1
-                now_good += accepted[b] > depth
-        if now_tried > 0:
-            keep = np.exp(-min(now_tried / _MEMORY_REQUESTS, 1.0 / _MEMORY_STEPS))
-            tried[depth] = keep * tried[depth] + now_tried
-            good[depth] = keep * good[depth] + now_good
-
-
 class BatchLengths(Fixed):
     """Drafts as many tokens as the engine asks for, and says what it should ask for.
 
@@ -73,6 +52,9 @@ class BatchLengths(Fixed):
         roofline: where step times start from.
         lengths: draft tokens per request to choose from.
         path: file to keep the step times in; clock: seconds.
+
+    Attributes:
+        yields: what draft tokens bring: those of chains, unless the engine sets others.
     """
 
     def __init__(
@@ -90,11 +72,7 @@ class BatchLengths(Fixed):
         # ln(measured / predicted) of steps by range of batch sizes, length and bucket of contexts, and how many. Step
         # times by query tokens alone do not know whether a step waited for drafts.
         self._errors: dict[tuple[int, int, int], list[float]] = {}
-        # By depth: requests whose draft tokens before it were accepted, and of these, those where it was, too.
-        nodes = np.arange(1, self.max_draft_tokens + 2)
-        shares = np.append(1.0, np.diff(expected_tokens(nodes, CHAIN_TOKENS_PER_STEP)))
-        self._tried = np.full(self.max_draft_tokens, _PRIOR)
-        self._accepted = _PRIOR * shares[1:] / np.maximum(shares[:-1], 1e-9)
+        self.yields: Yields = ChainYields(self.max_draft_tokens)
         self._probes = ProbeSchedule(_PROBE_FIRST, PROBE_EVERY, _PROBE_GROWTH)
         self._random = np.random.default_rng(0)
         self._decided: dict[tuple[int, int], list[int]] = {}  # length, and steps until it is decided anew
@@ -119,27 +97,17 @@ class BatchLengths(Fixed):
     def _cell(batch: int, length: int, context: float) -> tuple[int, int, int]:
         return batch_range(batch)[0], length, context_bucket(context)
 
-    def record_drafts(self, scheduled: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
-        """What became of the draft tokens of B requests.
-
-        Args:
-            scheduled: int32 [B], how many each was to verify, those included for which there was no draft.
-            accepted: int32 [B], how many were accepted.
-        """
-        _record_drafts(scheduled, accepted, self._tried, self._accepted)
-
     def warm_up(self) -> None:
         super().warm_up()
         none = np.zeros(0, np.int32)
-        _record_drafts(none, none, self._tried, self._accepted)
+        self.yields.record(none, none)
 
     # -- what follows from it ------------------------------------------------------------------------------------------
 
     def rates(self, batch: int, context: float) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
         """Lengths that may be scheduled for a batch; tokens per second of each; seconds of a step of each."""
         lengths = self.lengths[batch * (1 + self.lengths) <= max(MAX_QUERY_TOKENS, batch)]
-        shares = np.cumprod(self._accepted / self._tried)
-        tokens = np.concatenate([[1.0], 1.0 + np.cumsum(shares)])[lengths]
+        tokens = self.yields.tokens(lengths)
         seconds = self.times.seconds(batch, batch * (1 + lengths), context)
         uncorrected = self.times.uncorrected(batch, batch * (1 + lengths), context)
         for i, length in enumerate(lengths.tolist()):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from freedraft.config import ConfigError
-from freedraft.cost.batch_lengths import CHAIN_TOKENS_PER_STEP
 from freedraft.cost.controller import roofline_of
 from freedraft.cost.explain import BATCHES, TOKENS_PER_STEP, explain
 from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.yields import CHAIN_TOKENS_PER_STEP
 from freedraft.method import EngineContext
 
 TYPICAL_CONTEXT = 1024  # tokens of a request

@@ -47,29 +47,33 @@ class LogitsCopy:
             event.record()
         self._taken = request_ids, draft, tokens, log_probs, nodes, event
 
-    def put_chains(
+    def put_nodes(
         self,
         request_ids: Sequence[str],
         tokens: NDArray[np.int32],
         lengths: NDArray[np.int64],
         first: NDArray[np.int64],
         logits: torch.Tensor,
+        parents: NDArray[np.int32] | None = None,
     ) -> None:
-        """Start the copy of what follows each token of B chains.
+        """Start the copy of what follows each node of B trees.
 
         Args:
             tokens: int32 [B, N], roots first; lengths: int64 [B], draft tokens of each, below N.
             first: int64 [B], the row of `logits` that belongs to each root; those of its draft tokens follow.
+            parents: int32 [B, N], as in `DraftBatch`; None for chains.
         """
         width = int(lengths.max()) + 1
-        chains = DraftBatch.empty(len(lengths), width)
-        chains.parents[:], chains.depths[:] = np.arange(-1, width - 1), np.arange(width)
-        chains.counts[:] = lengths + 1
-        chains.tokens[:] = tokens[:, :width]
-        # One after the other: the nodes of a chain, and its rows of logits.
-        chain = np.repeat(np.arange(len(lengths)), lengths + 1)
-        node = np.arange(len(chain)) - np.repeat(np.cumsum(lengths + 1) - lengths - 1, lengths + 1)
-        self.put(request_ids, chains, logits, (first[chain] + node, chain * width + node))
+        trees = DraftBatch.empty(len(lengths), width)
+        trees.parents[:] = np.arange(-1, width - 1)
+        trees.counts[:] = lengths + 1
+        trees.tokens[:] = tokens[:, :width]
+        if parents is not None:
+            trees.parents[:] = parents[:, :width]
+        # One after the other: the nodes of a tree, and its rows of logits.
+        tree = np.repeat(np.arange(len(lengths)), lengths + 1)
+        node = np.arange(len(tree)) - np.repeat(np.cumsum(lengths + 1) - lengths - 1, lengths + 1)
+        self.put(request_ids, trees, logits, (first[tree] + node, tree * width + node))
 
     def take(self) -> NodeLogits | None:
         """Return what was put, once; None where nothing was."""

@@ -1,8 +1,9 @@
 """Device code of tree speculation: what a model needs to verify draft trees, the verification, and KV compaction.
 
 Every operation has a torch reference, which is its specification, and a Triton kernel with the same results bit for
-bit. The Triton kernels run on CUDA tensors (and anywhere under `TRITON_INTERPRET=1`), the references elsewhere. No
-operation synchronises host and device. Nothing here imports an engine, and Triton is imported only when it is used.
+bit (attention: within rounding). The Triton kernels run on CUDA tensors (and anywhere under `TRITON_INTERPRET=1`), the
+references elsewhere. No operation synchronises host and device. Nothing here imports an engine, and Triton is imported
+only when it is used.
 """
 
 from freedraft_kernels.draws import draws
@@ -12,20 +13,27 @@ from freedraft_kernels.newest_tokens import newest_tokens
 from freedraft_kernels.probs import target_probs
 from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree import TreeBatch
+from freedraft_kernels.tree_attention import TreeQueries, scratch_size, tree_attention
+from freedraft_kernels.tree_queries import NodeMasks, write_tree_queries
 from freedraft_kernels.verification import Verification, verify_greedy, verify_sampled
 from freedraft_kernels.warm_up import warm_up
 
 __all__ = [
     "KVPool",
+    "NodeMasks",
     "TreeBatch",
     "TreeInputs",
+    "TreeQueries",
     "Verification",
     "draws",
     "newest_tokens",
+    "scratch_size",
     "target_probs",
     "top_tokens",
+    "tree_attention",
     "tree_inputs",
     "verify_greedy",
     "verify_sampled",
     "warm_up",
+    "write_tree_queries",
 ]

@@ -42,7 +42,7 @@ class Engine:
             seconds = self.seconds(batch, batch * (1 + length)) * self.random.lognormal(0, noise)
             lengths.record_step(batch, batch * (1 + length), 300.0, seconds)
             if length:
-                lengths.record_drafts(np.full(batch, length, np.int32), accepted)
+                lengths.yields.record(np.full(batch, length, np.int32), accepted)
             told.append(lengths.decide(batch, 300.0))
             for first, last, chosen in told.popleft():
                 self.table[first : last + 1] = [chosen] * len(self.table[first : last + 1])
@@ -123,11 +123,11 @@ def test_candidates_are_few(most: int) -> None:
 def test_chances_are_those_of_the_requests_that_tried_a_depth() -> None:
     lengths = learner((0, 1, 4))
     for _ in range(3000):  # the second token is always accepted where it is tried, the first by half
-        lengths.record_drafts(np.array([1, 4], np.int32), np.array([0, 4], np.int32))
+        lengths.yields.record(np.array([1, 4], np.int32), np.array([0, 4], np.int32))
     _, rates, seconds = lengths.rates(1, 300.0)
     tokens = rates * seconds
     assert tokens == pytest.approx([1, 1.5, 3], abs=0.01)
-    lengths.record_drafts(np.zeros(5, np.int32), np.zeros(5, np.int32))
+    lengths.yields.record(np.zeros(5, np.int32), np.zeros(5, np.int32))
     assert lengths.rates(1, 300.0)[1] == pytest.approx(rates)
 
 

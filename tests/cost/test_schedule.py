@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from freedraft.config import ConfigError
-from freedraft.cost.batch_lengths import CHAIN_TOKENS_PER_STEP
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.schedule import CONTEXT, draft_lengths
+from freedraft.cost.yields import CHAIN_TOKENS_PER_STEP
 from freedraft.method import EngineContext
 
 LLAMA_8B: dict[str, Any] = {

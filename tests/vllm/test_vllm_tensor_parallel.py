@@ -56,10 +56,11 @@ def plain(model: Path) -> list[list[int]]:
 
 # Triton's interpreter stands in for a compiler; inductor, which vLLM compiles the embedding with, needs a real one.
 INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TORCH_COMPILE_DISABLE": "1"}
+TREES = INTERPRETED | {"INTERPRETED_ATTENTION": "triton"}
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-@pytest.mark.parametrize("changed", [{}, INTERPRETED], ids=["V1", "V2"])
+@pytest.mark.parametrize("changed", [{}, INTERPRETED, TREES], ids=["V1", "V2", "V2, trees"])
 def test_two_ranks_answer_as_one_does_plainly(model: Path, plain: list[list[int]], changed: dict[str, str]) -> None:
     if changed:
         pytest.importorskip("triton")

@@ -22,12 +22,13 @@ SAMPLES, TOKENS = 400, 30
 SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
 
 
-def serve(model: Path, timeout: float = 600, **given: Any) -> dict[str, Any]:
+def serve(model: Path, timeout: float = 600, attention: str = "", **given: Any) -> dict[str, Any]:
     pytest.importorskip("triton")
     environment = os.environ | {
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_AOT_COMPILE": "0",
+        "INTERPRETED_ATTENTION": attention,
         "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, str(FOLDER / "serve.py"), str(model), json.dumps(given)]

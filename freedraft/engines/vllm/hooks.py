@@ -114,10 +114,33 @@ V2_LOGITS_HOOKS = (
          purpose="recycled logits in model runner V2"),
 )  # fmt: skip
 
+# Needed besides to verify trees there.
+V2_TREE_HOOKS = (
+    *V2_LOGITS_HOOKS,
+    Hook("vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler", "_verify", parameters=("logits",
+         "draft_sampled", "pos", "cu_num_logits", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping",
+         "expanded_local_pos", "seq_lens_upper_bound_np"), purpose="draft trees in model runner V2"),
+    Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "prepare_attn", parameters=("input_batch",),
+         purpose="draft trees in model runner V2"),
+    Hook("vllm.v1.worker.gpu.sample.sampler.Sampler", "apply_sampling_params", parameters=("logits",
+         "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos",
+         "seq_lens_upper_bound_np"), purpose="draft trees in model runner V2"),
+    Hook("vllm.v1.worker.gpu.input_batch.InputBatch", fields=("positions", "query_start_loc", "seq_lens",
+         "logits_indices", "cu_num_logits"), purpose="draft trees in model runner V2"),
+    Hook("vllm.v1.attention.backends.triton_attn.TritonAttentionImpl", "forward", parameters=("query", "kv_cache",
+         "attn_metadata", "output"), purpose="draft trees in model runner V2"),
+    Hook("vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder", "build",
+         parameters=("common_prefix_len", "common_attn_metadata"), purpose="draft trees in model runner V2"),
+    Hook("vllm.v1.attention.backends.registry", "register_backend", purpose="draft trees in model runner V2"),
+    Hook("vllm.v1.kv_cache_interface", "FullAttentionSpec", purpose="draft trees in model runner V2"),
+    Hook("vllm.utils.torch_utils", "async_tensor_h2d", parameters=("data", "device"),
+         purpose="draft trees in model runner V2"),
+)  # fmt: skip
+
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
 
 # What drafting does without, where it is not there.
-OPTIONAL_HOOKS = GRAPH_HOOKS + LOGITS_HOOKS + V2_HOOKS + V2_LOGITS_HOOKS
+OPTIONAL_HOOKS = GRAPH_HOOKS + LOGITS_HOOKS + V2_HOOKS + V2_TREE_HOOKS
 
 
 def setting() -> str:

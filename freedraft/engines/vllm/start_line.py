@@ -30,6 +30,7 @@ def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
         lengths = f"draft tokens by batch size{learnt} {by_size}"
     if v2 and vllm_config.speculative_config.enable_adaptive_verification:
         lengths += ", as many of them verified as vLLM's adaptive verification says"
+    asked = configured(vllm_config).options.get("shape") == "tree"
     ranks = {
         "tensor": parallel.tensor_parallel_size,
         "pipeline": parallel.pipeline_parallel_size,
@@ -43,5 +44,6 @@ def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
         f"attention {' and '.join(sorted(backends)) or 'unknown'}",
         *(f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1),
         lengths,
+        *(["drafts are chains: trees need model runner V2"] if asked and not v2 else []),
     ]
     return f"freedraft: method '{method}': " + "; ".join(parts)

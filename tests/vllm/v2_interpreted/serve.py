@@ -3,16 +3,20 @@
     python serve.py MODEL '{"speculative_config": ..., "cases": {name: {"prompts": ..., "parameters": ...}}, ...}'
 
 Cases come one after the other: all prompts of one at once. "abort" gives up each request after so many steps, and asks
-it anew under the same id. "adaptive" asks the speculator for confidences. The rest of the JSON are arguments of the
-engine.
+it anew under the same id; "chains" are requests whose parameters allow no trees; "salt" stands in front of the prompts'
+own. "adaptive" asks the speculator for confidences, "kv" notes the KV of all steps. The rest of the JSON are arguments
+of the engine.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Collection
 from typing import Any
 
+import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
@@ -23,15 +27,23 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from tests.support.recycled import recorded
 
 
-def answers(llm: Any, prompts: list[list[int]], parameters: dict[str, Any], abort: int = 0) -> list[list[int]]:
+def answers(
+    llm: Any,
+    prompts: list[list[int]],
+    parameters: dict[str, Any],
+    abort: int = 0,
+    chains: Collection[int] = (),
+    salt: str = "",
+) -> list[list[int]]:
     engine = llm.llm_engine
     if "structured_outputs" in parameters:
         parameters = parameters | {"structured_outputs": StructuredOutputsParams(**parameters["structured_outputs"])}
     found: dict[str, list[int]] = {}
 
     def add(i: int) -> None:
-        prompt = TokensPrompt(prompt_token_ids=prompts[i], cache_salt=f"salt {i % 2}")
-        engine.add_request(f"request {i}", prompt, SamplingParams(detokenize=False, **parameters))
+        prompt = TokensPrompt(prompt_token_ids=prompts[i], cache_salt=f"{salt}salt {i % 2}")
+        asked = parameters | ({"logprobs": 1} if i in chains else {})
+        engine.add_request(f"request {i}", prompt, SamplingParams(detokenize=False, **asked))
 
     for i in range(len(prompts)):
         add(i)
@@ -91,16 +103,64 @@ def note_confidences(speculator: Any) -> list[Any]:
     return noted
 
 
+def note_branches(trees: Any) -> list[int]:
+    """How many accepted paths were chains of first nodes, and how many were not."""
+    original, counts = trees._verify, [0, 0]
+
+    def verify(*args: Any) -> Any:
+        verified = original(*args)
+        columns = torch.arange(verified.accepted.shape[1])
+        off = ((verified.accepted != columns) & (verified.accepted >= 0)).any(1)
+        counts[0] += int((~off).sum())
+        counts[1] += int(off.sum())
+        return verified
+
+    trees._verify = verify
+    return counts
+
+
+def note_kv(runner: Any) -> dict[tuple[int, ...], torch.Tensor]:
+    """By the tokens that a request has in its KV cache: float [layers, tokens, ...], what stands there."""
+    original, noted = runner.speculator.propose, {}
+
+    def propose(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        for slot in input_batch.idx_mapping_np.tolist():
+            known = int(runner.req_states.num_computed_tokens.gpu[slot])
+            tokens = tuple(runner.req_states.all_token_ids.gpu[slot, :known].tolist())
+            at, size = torch.arange(known), runner.block_tables.block_sizes[0]
+            pages = runner.block_tables.block_tables[0].gpu[slot][at // size].long()
+            noted[tokens] = torch.stack([cache[pages, :, at % size] for cache in runner.kv_caches])
+        return original(input_batch, *args, **kwargs)
+
+    runner.speculator.propose = propose
+    return noted
+
+
+def largest_difference(kv: dict[tuple[int, ...], torch.Tensor]) -> list[float]:
+    """How much the KV of equal tokens differs at most, and how many pairs of texts were compared."""
+    worst, pairs = 0.0, 0
+    texts = sorted(kv)
+    for shorter, longer in itertools.pairwise(texts):
+        if shorter == longer[: len(shorter)]:
+            worst = max(worst, float((kv[shorter] - kv[longer][:, : len(shorter)]).abs().max()))
+            pairs += 1
+    return [worst, pairs]
+
+
 def main() -> None:
     take_any_mask()
     schedule_asynchronously()
     given = json.loads(sys.argv[2])
     cases, adaptive = given.pop("cases"), given.pop("adaptive", False)
+    with_kv = given.pop("kv", False)
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
     runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     guarded = runner.speculator.guarded
     drafter, controller = getattr(guarded.method, "drafter", ()), guarded.method.controller
     confidences = note_confidences(runner.speculator) if adaptive else []
+    trees = runner.speculator.trees
+    branches = note_branches(trees) if trees is not None else []
+    kv = note_kv(runner) if with_kv else {}
     said: dict[tuple[int, ...], set[int]] = {}
     if drafter != ():
         recorded(guarded, said)
@@ -129,6 +189,9 @@ def main() -> None:
         "failures": guarded.metrics.failures._value.get(),
         "ours": [drafted.get(), accepted.get()],
         "counts": counts,
+        "trees": trees is not None and trees.enabled,
+        "branches": branches,
+        "kv": largest_difference(kv),
         "lookup": core.scheduler.dynamic_sd_lookup,
         "decided": [[*batches, length] for batches, (length, _) in getattr(controller, "_decided", {}).items()],
         "verified": sorted({length for _, length, _ in getattr(controller, "_errors", {})}),

@@ -167,7 +167,7 @@ class MethodProposer:
         tokens = self.proposed.tokens[proposed]
         tokens[:, 0] = batch.token_ids_cpu[rows, batch.num_tokens_no_spec[rows] - 1]
         request_ids = [batch.req_ids[row] for row in rows.tolist()]
-        self.logits.put_chains(request_ids, tokens, lengths, (np.cumsum(number + 1) - number - 1)[rows], logits)
+        self.logits.put_nodes(request_ids, tokens, lengths, (np.cumsum(number + 1) - number - 1)[rows], logits)
 
     def finish(self, request_ids: set[str], states: dict[str, Any]) -> None:
         """These requests have ended; `states`: vLLM's CachedRequestState by id, where it has one."""

@@ -5,21 +5,25 @@ V2 takes its speculator for method "ngram_gpu" from a module's attribute, which 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from freedraft.engines.hooks import check
-from freedraft.engines.vllm.hooks import V2_LOGITS_HOOKS
+from freedraft.engines.vllm.hooks import V2_LOGITS_HOOKS, V2_TREE_HOOKS
 from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.patching import with_kv_cache, wrap_once
 from freedraft.engines.vllm.v2.lengths import send_lengths
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.method import METHODS
 
+if TYPE_CHECKING:
+    from freedraft.engines.vllm.v2.trees import Trees
+
 SPECULATOR = "_freedraft_speculator"
-"""Attribute of vLLM's RejectionSampler, in the rank that drafts."""
+"""Attribute of vLLM's RejectionSampler."""
 
 
 def install() -> None:
@@ -35,7 +39,10 @@ def install() -> None:
     if not check(V2_LOGITS_HOOKS):
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-        wrap_once(RejectionSampler, "__call__", _verify)
+        wrap_once(RejectionSampler, "__call__", _take_logits)
+        if not check(V2_TREE_HOOKS):
+            wrap_once(RejectionSampler, "_verify", _verify)
+            wrap_once(model_runner.GPUModelRunner, "prepare_attn", _prepare_step)
 
 
 def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,6 +74,8 @@ def _add(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, scheduler_output, *args, **kwargs)
         new = scheduler_output.scheduled_new_reqs
+        if (trees := _trees(self)) is not None:
+            trees.add(new)
         if new and (ours := _drafting(self)) is not None and ours.guarded is not None:
             ours.guarded.call(lambda: ours.begin(new))
         return result
@@ -74,21 +83,52 @@ def _add(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_requests
 
 
+def _trees(runner: Any) -> Trees | None:
+    """Ours, in every rank."""
+    speculator = getattr(runner, "speculator", None)
+    return speculator.trees if isinstance(speculator, MethodSpeculator) else None
+
+
 def _prepare(runner: Any) -> None:
-    if (ours := _drafting(runner)) is not None:
+    if isinstance(ours := getattr(runner, "speculator", None), MethodSpeculator):
         ours.prepare(runner)
         if runner.rejection_sampler is not None:
             setattr(runner.rejection_sampler, SPECULATOR, ours)
 
 
-def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
+def _take_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
         if ours is not None and (guarded := ours.guarded) is not None and guarded.needs_logits:
             guarded.call(lambda: ours.take_logits(logits, input_batch))
+        if ours is not None and ours.trees is not None:
+            ours.trees.restore_positions(input_batch)
         return original(self, logits, input_batch, *args, **kwargs)
 
     return __call__
+
+
+def _prepare_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_attn(self: Any, input_batch: Any) -> Any:
+        block_tables, slot_mappings = original(self, input_batch)
+        if (trees := _trees(self)) is not None:
+            trees.prepare_step(input_batch, slot_mappings)
+        return block_tables, slot_mappings
+
+    return prepare_attn
+
+
+def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def verify(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
+        if ours is None or ours.trees is None:
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        return ours.trees.verify(self, original, {name: given[name] for name in [*given][1:]})
+
+    return verify
 
 
 def _sample(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,8 @@ class Requests:
         tokens: int32 [slots, max_model_len].
         lengths: int64 [slots], tokens known of each request; -1 where the slot is free.
         drafted: int32 [slots], draft tokens of ours that each request's next step verifies.
-        chains: int32 [slots, K + 1], what these follow, and they themselves.
+        nodes: int32 [slots, K + 1], the root that these follow, and they themselves.
+        parents: int32 [slots, K + 1], as in `DraftBatch`.
         slots: request ids and their slots, NO_SLOT while a request is preempted.
     """
 
@@ -30,7 +31,8 @@ class Requests:
         self.tokens: NDArray[np.int32] = np.empty((slots, max_model_len), np.int32)  # pages are taken as they fill
         self.lengths: NDArray[np.int64] = np.full(slots, -1)
         self.drafted: NDArray[np.int32] = np.zeros(slots, np.int32)
-        self.chains: NDArray[np.int32] = np.zeros((slots, length + 1), np.int32)
+        self.nodes: NDArray[np.int32] = np.zeros((slots, length + 1), np.int32)
+        self.parents: NDArray[np.int32] = np.zeros((slots, length + 1), np.int32)
         self.slots: dict[str, int] = {}
         self._prompts: NDArray[np.int64] = np.zeros(slots, np.int64)
         self._parameters: list[Any] = [None] * slots

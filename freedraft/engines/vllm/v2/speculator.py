@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from freedraft.cost.batch_lengths import BatchLengths, Rows
-from freedraft.draft import DraftBatch
+from freedraft.cost.yields import TreeYields
+from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine
 from freedraft.engines.vllm.draft_model import PagedDraftModel
+from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.methods import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.pages import Pages
@@ -31,8 +33,12 @@ from freedraft.engines.vllm.tenants import SALT
 from freedraft.engines.vllm.v2.confidences import Confidences
 from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
 from freedraft.engines.vllm.v2.requests import NO_SLOT, Requests
+from freedraft.engines.vllm.v2.write_drafts import write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS, Step
+
+if TYPE_CHECKING:
+    from freedraft.engines.vllm.v2.trees import Trees
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +62,19 @@ class V2StepState(NamedTuple):
     def prompt_lengths(self) -> NDArray[Any]:
         lengths: NDArray[Any] = self.states.prompt_len.np[self.slots]
         return lengths
+
+
+def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees | None:
+    """The trees of a runner; None where its method drafts none, or is told not to."""
+    ours = configured(vllm_config)
+    if ours.options.get("shape", "chain") == "chain":
+        return None
+    if missing := check(V2_TREE_HOOKS):
+        logger.warning("freedraft: method '%s': drafts are chains: vLLM lacks %s", ours.name, "; ".join(missing))
+        return None
+    from freedraft.engines.vllm.v2.trees import Trees
+
+    return Trees(vllm_config, device, req_states)
 
 
 class MethodSpeculator(BaseSpeculator):
@@ -96,13 +115,15 @@ class MethodSpeculator(BaseSpeculator):
             controller = self.guarded.method.controller
             self.lengths = controller if isinstance(controller, BatchLengths) else None
         self.requests = Requests(slots, self.max_model_len, self.length)
-        self._drafts = torch.zeros(slots, self.length, dtype=torch.int64, device=device)
+        self.trees = trees_of(vllm_config, device, req_states)
+        self._parts = 1 if self.trees is None else 2  # tokens, and masks of what they follow
+        self._drafts = torch.zeros(self._parts * slots * self.length, dtype=torch.int64, device=device)
         self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # by the newest step, the last one
         self.logits = LogitsCopy()
         self._pending = False  # whether the newest step's tokens are still to be taken
         self._steps, self._drafted_at = 0, -1
         pinned = device.type != "cpu"
-        self._proposed = torch.zeros(slots, self.length, dtype=torch.int64, pin_memory=pinned)
+        self._proposed = torch.zeros(len(self._drafts), dtype=torch.int64, pin_memory=pinned)
         self.confidences: Confidences | None = None
         if getattr(config, ADAPTIVE, False):
             self.verify_adaptively(device)
@@ -124,8 +145,12 @@ class MethodSpeculator(BaseSpeculator):
 
     def prepare(self, runner: Any) -> None:
         """The KV cache of vLLM's GPUModelRunner is there; requests come next. Raises UnsupportedModel."""
-        guarded = self.guarded
-        assert guarded is not None
+        if self.trees is not None:
+            self.trees.prepare(runner)
+            if self.trees.enabled and self.lengths is not None:
+                self.lengths.yields = TreeYields(self.length)
+        if (guarded := self.guarded) is None:
+            return
         self.runner = runner
         if METHODS[configured(self._vllm_config).name].runs_model:
             model = PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
@@ -188,7 +213,8 @@ class MethodSpeculator(BaseSpeculator):
         """
         self._steps += 1
         batch = input_batch.num_reqs
-        drafts, confidences = self._drafts[:batch], self.confidences
+        packed, confidences = self._of_batch(self._drafts, batch), self.confidences
+        drafts = packed[0]
         if dummy_run or is_profile:
             return drafts
         guarded = self.guarded
@@ -196,18 +222,25 @@ class MethodSpeculator(BaseSpeculator):
             most = self.length if num_speculative_tokens is None else num_speculative_tokens
             drafted = guarded.call(lambda: self._draft(input_batch, num_sampled, most, last_hidden_states, drafts))
             if drafted:
-                drafts.copy_(self._proposed[:batch], non_blocking=True)
+                packed.copy_(self._of_batch(self._proposed, batch), non_blocking=True)
             elif drafted is None:  # it failed, perhaps before it filled them
                 drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
+                packed[1:].zero_()
             if confidences is not None:
                 confidences.send(batch) if drafted else confidences.device[:batch].zero_()
             if self.lengths is not None:
                 self.rows = guarded.call(lambda: self._decide(batch)) or []
         if self._ranks.world_size > 1:
-            self._ranks.broadcast(drafts, src=0)
+            self._ranks.broadcast(packed, src=0)
             if confidences is not None:
                 self._ranks.broadcast(confidences.device[:batch], src=0)
+        if self.trees is not None and num_speculative_tokens != 0:
+            self.trees.put(input_batch.idx_mapping[:batch], packed[1])
         return drafts
+
+    def _of_batch(self, buffer: torch.Tensor, batch: int) -> torch.Tensor:
+        """int64 [1 or 2, B, K], contiguous: draft tokens, and masks where there are trees."""
+        return buffer[: self._parts * batch * self.length].view(self._parts, batch, self.length)
 
     def _draft(
         self,
@@ -231,15 +264,16 @@ class MethodSpeculator(BaseSpeculator):
             return False
         step, rows = self._take(most)
         tokens = gained.wait()
-        proposed = self._proposed[: input_batch.num_reqs].numpy()
-        proposed[:] = tokens[:, -1:]
+        proposed = self._of_batch(self._proposed, input_batch.num_reqs).numpy()
+        proposed[0], proposed[1:] = tokens[:, -1:], 0
         if step is not None:
             self._drafted_at = self._steps
             draft = self.guarded.draft(step)
-            counts = write_chains(draft, step.capacities, rows, proposed)
-            slots = gained.slots[rows]
-            self.requests.drafted[slots] = counts
-            self.requests.chains[slots, 0], self.requests.chains[slots, 1:] = step.roots, proposed[rows]
+            slots, requests = gained.slots[rows], self.requests
+            branches = None if self.trees is None else self.trees.allowed[slots]
+            counts = write_drafts(draft, step.capacities, rows, branches, proposed, requests.parents, slots)
+            requests.drafted[slots] = counts
+            requests.nodes[slots, 0], requests.nodes[slots, 1:] = step.roots, proposed[0, rows]
             if self.confidences is not None:
                 self.confidences.estimate(step, draft, rows, counts, len(gained.slots))
         return True
@@ -266,7 +300,7 @@ class MethodSpeculator(BaseSpeculator):
                 self.lengths.record_step(len(tokens), gained.query_tokens, context, seconds)
             if gained.scheduled.any():
                 accepted = np.minimum(tokens[rows, 0] - 1, drafted)
-                self.lengths.record_drafts(gained.scheduled[rows], accepted)
+                self.lengths.yields.record(gained.scheduled[rows], accepted)
         return (self._step(gained, rows, drafted, most) if len(rows) else None), rows
 
     def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
@@ -281,8 +315,8 @@ class MethodSpeculator(BaseSpeculator):
         first = input_batch.cu_num_logits_np
         if len(rows) and len(logits) == first[len(slots)]:
             request_ids = [input_batch.req_ids[row] for row in rows.tolist()]
-            chains = self.requests.chains[slots[rows]]
-            self.logits.put_chains(request_ids, chains, lengths[rows], first[rows].astype(np.int64), logits)
+            nodes, parents = self.requests.nodes[slots[rows]], self.requests.parents[slots[rows]]
+            self.logits.put_nodes(request_ids, nodes, lengths[rows], first[rows].astype(np.int64), logits, parents)
 
     def _catch_up(self) -> None:
         """Take the tokens of a step that was not drafted for."""
@@ -333,22 +367,6 @@ class MethodSpeculator(BaseSpeculator):
             widths=None,
             previous=(len(rows), gained.query_tokens) if timed else None,
             history=lambda b: tokens[slots[b], : contexts[b]],
+            trees=self.trees is not None and self.trees.enabled,
             engine=state,
         )
-
-
-def write_chains(
-    draft: DraftBatch | None, capacities: NDArray[np.int32], rows: NDArray[np.intp], proposed: NDArray[np.int64]
-) -> NDArray[np.int32]:
-    """Write chains into rows of `proposed`; int32 [R], how many draft tokens each request got.
-
-    Args:
-        draft: of R requests, None for none; capacities: int32 [R], most draft tokens of each.
-        proposed: int64 [B, K], out; other slots keep what they hold, each request's newest token.
-    """
-    if draft is None:
-        return np.zeros(len(rows), np.int32)
-    counts = np.minimum(draft.counts - 1, capacities).clip(0)
-    of, column = np.nonzero(np.arange(min(draft.max_nodes - 1, proposed.shape[1])) < counts[:, None])
-    proposed[rows[of], column] = draft.tokens[of, 1 + column]
-    return counts.astype(np.int32)

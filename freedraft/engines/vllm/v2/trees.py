@@ -1,0 +1,211 @@
+"""`Trees`: draft trees in vLLM's model runner V2, from the draft to the KV of what is accepted.
+
+The runner takes a tree for a chain of as many draft tokens: the scheduler, KV slots and counts know no more than its
+length. What each node follows stays on the device, by the slot of its request. Positions become those of depths, and
+attention that of ancestors, after KV slots have been chosen; the accepted path's KV moves to where a chain's would be.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from freedraft_kernels import (
+    KVPool,
+    NodeMasks,
+    TreeBatch,
+    Verification,
+    verify_greedy,
+    verify_sampled,
+    write_tree_queries,
+)
+from numpy.typing import NDArray
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from freedraft.engines.vllm.methods import configured
+from freedraft.engines.vllm.v2.tree_attention import ATTRIBUTE, TreeBuffers, register
+from freedraft.engines.vllm.v2.tree_support import needs_chain, why_chains
+
+logger = logging.getLogger(__name__)
+
+_PROCESSED_BY = (
+    "logits",
+    "expanded_idx_mapping",
+    "idx_mapping",
+    "idx_mapping_np",
+    "pos",
+    "draft_sampled",
+    "expanded_local_pos",
+    "seq_lens_upper_bound_np",
+)
+"""Arguments of RejectionSampler._verify that Sampler.apply_sampling_params takes, in its order."""
+
+
+class Trees:
+    """The trees of a runner, in each tensor-parallel rank. B requests of a step, K = most draft tokens of a request.
+
+    Args:
+        vllm_config: vLLM's VllmConfig; device: of the model; states: the runner's RequestState.
+
+    Attributes:
+        enabled: whether drafts may be trees; False until the KV cache is there.
+        allowed: bool [slots], whether the request there may have one.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, states: Any) -> None:
+        self._vllm_config, self._states = vllm_config, states
+        slots, width = states.max_num_reqs, vllm_config.speculative_config.num_speculative_tokens
+        self.enabled = False
+        self.allowed: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self._device = device
+        self._masks = torch.zeros(slots, width, dtype=torch.int64, device=device)
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._buffers = TreeBuffers(slots, tokens, 1 + width, device)
+        self._parents = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._columns = torch.arange(1 + width, device=device)
+        self._pool: KVPool | None = None
+        self._batch: Any = None  # vLLM's InputBatch, while it verifies
+        self._positions: torch.Tensor | None = None  # of it, as a chain's
+        self._slots: torch.Tensor | None = None  # int64 [T], its KV slots
+        setattr(vllm_config, ATTRIBUTE, self._buffers)
+        register()
+
+    def prepare(self, runner: Any) -> None:
+        """The KV cache of vLLM's GPUModelRunner is there: say whether drafts are trees."""
+        ours = configured(self._vllm_config)
+        name, asked = ours.name, ours.options.get("shape") == "tree"
+        if (reason := why_chains(runner, self._vllm_config)) is not None:
+            level = logging.WARNING if asked else logging.INFO
+            logger.log(level, "freedraft: method '%s': drafts are chains: %s", name, reason)
+            return
+        logger.info("freedraft: method '%s': drafts are trees, in attention TRITON_ATTN", name)
+        self._pool = KVPool([cache.transpose(1, 2).view(-1, *_row(cache)) for cache in runner.kv_caches])
+        self.enabled = self._buffers.enabled = True
+
+    def add(self, requests: Iterable[Any]) -> None:
+        """vLLM's NewRequestData have got slots."""
+        for request in requests:
+            slot = self._states.req_id_to_index[request.req_id]
+            self.allowed[slot] = self.enabled and not needs_chain(request)
+
+    def put(self, slots: torch.Tensor, masks: torch.Tensor) -> None:
+        """What requests verify next. slots: int64 [B]; masks: int64 [B, K], as `NodeMasks`."""
+        self._masks[slots] = masks
+
+    def prepare_step(self, batch: Any, slot_mappings: torch.Tensor) -> None:
+        """KV slots are chosen; positions and attention metadata come next.
+
+        Args:
+            batch: vLLM's InputBatch; slot_mappings: int64 [1, T].
+        """
+        self._batch, buffers = None, self._buffers
+        buffers.verifying = False
+        if not self.enabled or batch.num_draft_tokens == 0:
+            return
+        requests = batch.num_reqs
+        self._positions, self._slots = batch.positions.clone(), slot_mappings[0]
+        write_tree_queries(
+            NodeMasks(self._masks, self._states.prefill_len.gpu),
+            batch.idx_mapping[:requests],
+            batch.cu_num_logits,
+            buffers.queries(batch.query_start_loc[: requests + 1], batch.seq_lens[:requests]),
+            batch.positions,
+            self._parents,
+            self._counts,
+        )
+        if (self.allowed[batch.idx_mapping_np] & (batch.num_draft_tokens_per_req > 0)).any():
+            self._batch, buffers.verifying, buffers.mixed = batch, True, bool(batch.has_prefill)
+
+    def restore_positions(self, batch: Any) -> None:
+        """The model has run: give InputBatch a chain's positions back, which vLLM's samplers go by."""
+        self._buffers.verifying = False
+        if self._positions is not None:
+            batch.positions, self._positions = self._positions, None
+
+    def verify(self, sampler: Any, original: Callable[..., Any], given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """What vLLM's RejectionSampler says of some requests of the step, one behind the other, with trees verified.
+
+        Args:
+            sampler: the RejectionSampler; original: its `_verify`; given: its arguments.
+
+        Returns:
+            Processed logits, float [R, V]; int64 [B, 1 + K], tokens; int32 [B], how many of them.
+        """
+        batch, slots = self._batch, given["idx_mapping_np"]
+        if batch is None:
+            return original(sampler, **given)
+        first = int(np.flatnonzero(batch.idx_mapping_np == slots[0])[0])  # of the step's requests
+        drafts = batch.num_draft_tokens_per_req[first : first + len(slots)]
+        ours = np.flatnonzero(self.allowed[slots] & (drafts > 0))
+        if len(ours) < len(slots):
+            logits, tokens, lengths = original(sampler, **given)
+            if not len(ours):
+                return logits, tokens, lengths
+        else:
+            logits = sampler.sampler.apply_sampling_params(*(given[name] for name in _PROCESSED_BY))
+            tokens = torch.zeros(len(slots), len(self._columns), dtype=torch.int64, device=self._device)
+            lengths = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
+        width = 1 + int(drafts[ours].max())
+        rows = async_tensor_h2d(ours, device=self._device, dtype=torch.int64)
+        verified = self._verify(sampler.sampler, logits, given, rows, slots[ours], first, width)
+        tokens[rows, :width] = verified.tokens.long()
+        lengths[rows] = verified.lengths.to(lengths.dtype)
+        return logits, tokens, lengths
+
+    def _verify(
+        self,
+        sampler: Any,
+        logits: torch.Tensor,
+        given: dict[str, Any],
+        rows: torch.Tensor,
+        slots: NDArray[np.intp],
+        first: int,
+        width: int,
+    ) -> Verification:
+        """Verify the trees of some requests, and move the KV of what is accepted.
+
+        Args:
+            rows: int64 [R], the requests, counted from the step's `first`; slots: [R], theirs.
+            width: N, most nodes of them.
+        """
+        batch, offsets = self._batch, given["cu_num_logits"]
+        ends, column = offsets[rows + 1].long()[:, None], self._columns[:width]
+        starts = offsets[rows].long()[:, None]
+        inside = starts + column < ends
+        node = torch.minimum(starts + column, ends - 1)  # rows of logits
+        counts = self._counts[rows + first]
+        token = batch.logits_indices[node + batch.cu_num_logits[first]]
+        drafted = given["draft_sampled"][node]
+        tree = TreeBatch(drafted, self._parents[token], column.int().expand_as(drafted).contiguous(), counts)
+        state = sampler.sampling_states
+        temperatures = state.temperature.np[slots]
+        verified = None
+        if (temperatures == 0).any():
+            verified = verify_greedy(tree, logits.argmax(-1)[node])
+        if (temperatures != 0).any():
+            at = batch.idx_mapping[first + rows]
+            probs = logits.float().softmax(-1)[node]
+            roots = given["pos"][starts[:, 0]]
+            sampled = verify_sampled(tree, probs, state.seeds.gpu[at], roots)
+            greedy = state.temperature.gpu[at] == 0
+            verified = sampled if verified is None else _either(greedy, verified, sampled)
+        assert verified is not None and self._pool is not None and self._slots is not None
+        # Slot 0 is of a page that nobody has.
+        self._pool.compact(torch.where(inside, self._slots[token], 0), verified)
+        return verified
+
+
+def _row(cache: torch.Tensor) -> tuple[int, int]:
+    """Heads, and numbers of each, of a layer's cache: float [P, H, S, D]."""
+    return cache.shape[1], cache.shape[3]
+
+
+def _either(first: torch.Tensor, a: Verification, b: Verification) -> Verification:
+    """`a` where bool [B] says so, else `b`."""
+    names = ("accepted", "lengths", "tokens", "bonus")
+    pairs = ((getattr(a, name), getattr(b, name)) for name in names)
+    return Verification(*(torch.where(first if x.dim() == 1 else first[:, None], x, y) for x, y in pairs))

@@ -1,0 +1,68 @@
+"""Drafts on their way to the device, in model runner V2: tokens, and masks that say what they follow."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from freedraft.draft import DraftBatch
+
+
+def write_drafts(
+    draft: DraftBatch | None,
+    capacities: NDArray[np.int32],
+    rows: NDArray[np.intp],
+    branches: NDArray[np.bool_] | None,
+    proposed: NDArray[np.int64],
+    parents: NDArray[np.int32],
+    slots: NDArray[np.int32],
+) -> NDArray[np.int32]:
+    """Write drafts into rows of `proposed`; int32 [R], how many draft tokens each request got.
+
+    Args:
+        draft: of R requests, None for none, nodes of a tree by falling score; capacities: int32 [R], most draft tokens
+            of each.
+        branches: bool [R], whether a request may have a tree; of others the chain of first children is left. None
+            where none may.
+        proposed: int64 [1 or 2, B, K], out: tokens, and masks (`NodeMasks`) where there may be trees; what is not
+            written keeps what it holds, each request's newest token and 0.
+        parents: int32 [slots, K + 1], out, by `slots`: int32 [R].
+    """
+    counts = np.zeros(len(rows), np.int32)
+    if draft is not None:
+        length = parents.shape[1] - 1
+        _write(
+            draft.tokens,
+            draft.parents,
+            np.minimum(np.minimum(draft.counts - 1, capacities), length).clip(0).astype(np.int32),
+            rows,
+            np.zeros(len(rows), np.bool_) if branches is None else branches,
+            proposed[0],
+            proposed[-1],
+            parents,
+            slots,
+            counts,
+        )
+    return counts
+
+
+@njit(cache=True)
+def _write(tokens, parents, limits, rows, branches, out, masks, out_parents, slots, counts):
+    for b in range(len(rows)):
+        row, slot = rows[b], slots[b]
+        out_parents[slot, 0] = -1
+        kept, last = 0, 0
+        for node in range(1, limits[b] + 1):
+            if not branches[b]:
+                if parents[b, node] != last:
+                    continue
+                last = node
+            out[row, kept] = tokens[b, node]
+            parent = parents[b, node] if branches[b] else kept
+            out_parents[slot, kept + 1] = parent
+            if branches[b]:
+                above = masks[row, parent - 1] if parent > 0 else np.int64(0)
+                masks[row, kept] = above | (np.int64(1) << np.int64(kept))
+            kept += 1
+        counts[b] = kept

@@ -1,0 +1,217 @@
+"""Triton kernels of `freedraft_kernels.tree_attention`: attention in parts of the keys, and their sum.
+
+As in FlashAttention (arXiv 2205.14135) softmax is computed as keys come by, and as in Flash-Decoding parts of the keys
+are read by programs of their own, whose results are put together by their maxima and sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tree_attention_kernel(
+    query,  # [T, H, D]
+    keys,  # [P, S, G, D]
+    values,  # [P, S, G, D]
+    pages,  # int32 [B, M]
+    starts,  # int32 [B + 1]
+    seq_lens,  # int32 [B]
+    prefixes,  # int32 [T]
+    masks,  # int64 [T]
+    trees,  # int32 [B]
+    out,  # [T, H, D]
+    parts,  # float32 [B, max_queries, H, SEGMENTS, D], without their maxima and sums
+    bounds,  # float32 [B, max_queries, H, SEGMENTS, 2], these
+    scale,
+    max_queries,
+    query_stride,
+    query_head_stride,
+    out_stride,
+    out_head_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    values_page_stride,
+    values_token_stride,
+    values_head_stride,
+    pages_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TREES_ONLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (b, i, s) reads part s of the keys of request b, with ROWS of the queries of the heads that share one.
+
+    i counts blocks of rows, KV head by KV head. Row r of a head is query r // GROUP in query head r % GROUP of it.
+    """
+    request = tl.program_id(0).to(tl.int64)
+    blocks = tl.num_programs(1) // (HEADS // GROUP)
+    kv_head = tl.program_id(1) // blocks
+    block = tl.program_id(1) % blocks
+    segment = tl.program_id(2)
+    start = tl.load(starts + request)
+    count = tl.load(starts + request + 1) - start
+    skipped = (count > max_queries) | (block * ROWS >= count * GROUP)
+    if TREES_ONLY:
+        skipped = skipped | (tl.load(trees + request) == 0)
+    if skipped:
+        return
+    row = block * ROWS + tl.arange(0, ROWS)
+    node = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    there = node < count
+    token = (start + node).to(tl.int64)
+    prefix = tl.load(prefixes + token, mask=there, other=1 << 30)
+    shortest = tl.min(prefix, 0)
+    named = tl.load(masks + token, mask=there, other=0)
+    dim = tl.arange(0, SIZE_BLOCK)
+    inside = dim < SIZE
+    here = there[:, None] & inside[None, :]
+    q = tl.load(query + token[:, None] * query_stride + head[:, None] * query_head_stride + dim[None, :], here, 0.0)
+
+    length = tl.load(seq_lens + request)
+    tiles = tl.cdiv(length, TILE)
+    per_segment = tl.cdiv(tiles, SEGMENTS)
+    first = segment * per_segment
+    last = tl.minimum(first + per_segment, tiles)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, SIZE_BLOCK], tl.float32)
+    for tile in range(first, last):
+        at = tile * TILE + tl.arange(0, TILE)
+        known = at < length
+        page = tl.load(pages + request * pages_stride + at // PAGE, known, 0).to(tl.int64)
+        k_at = page * page_stride + (at % PAGE) * token_stride + kv_head * head_stride
+        v_at = page * values_page_stride + (at % PAGE) * values_token_stride + kv_head * values_head_stride
+        k = tl.load(keys + k_at[None, :] + dim[:, None], known[None, :] & inside[:, None], 0.0)
+        v = tl.load(values + v_at[:, None] + dim[None, :], known[:, None] & inside[None, :], 0.0)
+        scores = tl.dot(q, k) * scale
+        if (tile + 1) * TILE > shortest:
+            behind = at[None, :] - prefix[:, None]
+            bit = (named[:, None] >> tl.minimum(tl.maximum(behind, 0), 63).to(tl.int64)) & 1
+            seen = known[None, :] & ((behind < 0) | ((behind < 64) & (bit != 0)))
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing is seen yet
+        weights = tl.exp(scores - base[:, None])
+        shrink = tl.exp(highest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+        highest = higher
+    if SEGMENTS == 1:
+        result = sums / total[:, None]
+        to = out + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), mask=here)
+    else:
+        part = ((request * max_queries + node) * HEADS + head) * SEGMENTS + segment
+        tl.store(parts + part[:, None] * SIZE + dim[None, :], sums, mask=here)
+        tl.store(bounds + part * 2, highest, mask=there)
+        tl.store(bounds + part * 2 + 1, total, mask=there)
+
+
+@triton.jit
+def sum_parts_kernel(
+    parts,  # float32 [B, max_queries, H, SEGMENTS, D]
+    bounds,  # float32 [B, max_queries, H, SEGMENTS, 2]
+    starts,  # int32 [B + 1]
+    trees,  # int32 [B]
+    out,  # [T, H, D]
+    max_queries,
+    out_stride,
+    out_head_stride,
+    SIZE: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TREES_ONLY: tl.constexpr,
+):
+    """Program (b, i, h) puts together what query i of request b has read in head h."""
+    request = tl.program_id(0).to(tl.int64)
+    node = tl.program_id(1)
+    head = tl.program_id(2)
+    start = tl.load(starts + request)
+    count = tl.load(starts + request + 1) - start
+    skipped = (count > max_queries) | (node >= count)
+    if TREES_ONLY:
+        skipped = skipped | (tl.load(trees + request) == 0)
+    if skipped:
+        return
+    dim = tl.arange(0, SIZE_BLOCK)
+    inside = dim < SIZE
+    part = ((request * max_queries + node) * tl.num_programs(2) + head) * SEGMENTS + tl.arange(0, SEGMENTS)
+    highest = tl.load(bounds + part * 2)
+    share = tl.exp(highest - tl.max(highest, 0))  # the prefix is not empty: one of them is finite
+    sums = tl.load(parts + part[:, None] * SIZE + dim[None, :], inside[None, :], 0.0)
+    total = tl.sum(share * tl.load(bounds + part * 2 + 1), 0)
+    result = tl.sum(sums * share[:, None], 0) / total
+    to = out + (start + node).to(tl.int64) * out_stride + head * out_head_stride + dim
+    tl.store(to, result.to(out.dtype.element_ty), mask=inside)
+
+
+def launch_tree_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: Any,
+    pages: torch.Tensor,
+    out: torch.Tensor,
+    scratch: torch.Tensor | None,
+    scale: float,
+    max_queries: int,
+    segments: int,
+    trees_only: bool,
+) -> None:
+    """See `freedraft_kernels.tree_attention.tree_attention`; `segments` parts of the keys."""
+    heads, size = query.shape[1:]
+    requests, kv_heads = queries.seq_lens.shape[0], keys.shape[2]
+    group, size_block = heads // kv_heads, max(16, triton.next_power_of_2(size))
+    row_bytes = size_block * query.element_size()
+    rows = min(64 if row_bytes <= 512 else 16, max(16, triton.next_power_of_2(max_queries * group)))
+    results = requests * max_queries * heads * segments
+    if segments > 1 and scratch is None:
+        scratch = torch.empty(results * (size + 2), dtype=torch.float32, device=query.device)
+    parts, bounds = (out, out) if scratch is None or segments == 1 else (scratch, scratch[results * size :])
+    grid = (requests, kv_heads * triton.cdiv(max_queries * group, rows), segments)
+    shape = {"SIZE": size, "SIZE_BLOCK": size_block, "SEGMENTS": segments, "TREES_ONLY": trees_only}
+    tree_attention_kernel[grid](
+        query,
+        keys,
+        values,
+        pages,
+        queries.starts,
+        queries.seq_lens,
+        queries.prefixes,
+        queries.masks,
+        queries.trees,
+        out,
+        parts,
+        bounds,
+        scale,
+        max_queries,
+        *query.stride()[:2],
+        *out.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        pages.stride(0),
+        HEADS=heads,
+        GROUP=group,
+        PAGE=keys.shape[1],
+        ROWS=rows,
+        TILE=32,
+        num_warps=4,
+        num_stages=2 if row_bytes <= 256 else 1,
+        **shape,
+    )
+    if segments > 1:
+        sum_parts_kernel[(requests, max_queries, heads)](
+            parts, bounds, queries.starts, queries.trees, out, max_queries, *out.stride()[:2], num_warps=1, **shape
+        )

@@ -1,0 +1,131 @@
+"""Attention of draft trees over a paged KV cache: each query reads a prefix of its request, and, behind it, the keys
+that a mask of 64 bits names.
+
+A root and its draft nodes stand one behind the other in a request's KV cache. The prefix of a node ends with its root,
+and bit j of its mask stands for draft node j, the j-th key behind the root: those of its ancestors and its own are set.
+A token that attends causally has the prefix that ends with itself, and an empty mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from freedraft_kernels.checks import check_tensor
+from freedraft_kernels.dispatch import Backend, use_triton
+
+MAX_DRAFT_NODES = 64
+"""Draft nodes of a tree, as many as a mask has bits."""
+_SEGMENT = 128  # keys of a request that are worth a program of their own, at least
+_MAX_SEGMENTS = 16
+_PROGRAMS = 264  # that fill a large GPU: two for each of its 132 multiprocessors
+
+
+@dataclass(frozen=True, slots=True)
+class TreeQueries:
+    """The queries of a step: B requests with T tokens, one request's behind the other's.
+
+    Attributes:
+        starts: int32 [B + 1], where the queries of each request start; a request may have none.
+        seq_lens: int32 [B], keys of each request, those of its queries included, which are the last.
+        prefixes: int32 [T], the first keys of its request, so many of which each token reads; at least 1.
+        masks: int64 [T], keys behind the prefix that it reads besides.
+        trees: int32 [B], 1 for requests that have trees.
+    """
+
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    prefixes: torch.Tensor
+    masks: torch.Tensor
+    trees: torch.Tensor
+
+
+def split_keys(requests: int, heads: int, kv_heads: int, max_queries: int, max_seq_len: int) -> int:
+    """Number of parts that the keys of each request are read in, side by side: enough to fill a GPU.
+
+    Args:
+        heads, kv_heads: of queries and of keys; max_queries, max_seq_len: the most queries and keys of a request.
+    """
+    blocks = -(-max_queries * heads // kv_heads // 64)
+    segments = 1
+    while (
+        segments < _MAX_SEGMENTS
+        and requests * kv_heads * blocks * segments < _PROGRAMS
+        and 2 * segments * _SEGMENT <= max_seq_len
+    ):
+        segments *= 2
+    return segments
+
+
+def scratch_size(requests: int, heads: int, kv_heads: int, head_size: int, max_queries: int, max_seq_len: int) -> int:
+    """Floats of scratch that `tree_attention` needs for steps of at most so many requests."""
+    parts = {n: split_keys(n, heads, kv_heads, max_queries, max_seq_len) for n in range(1, requests + 1)}
+    return max(n * count for n, count in parts.items() if n == 1 or count > 1) * max_queries * heads * (head_size + 2)
+
+
+def tree_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: TreeQueries,
+    pages: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    max_queries: int,
+    max_seq_len: int,
+    trees_only: bool = False,
+    scratch: torch.Tensor | None = None,
+    backend: Backend = "auto",
+) -> None:
+    """Write softmax(scale * q k) v into `out`, for requests of at most `max_queries` queries; others are left alone.
+
+    Args:
+        query: float [T, H, D], H heads of size D, the last dimension contiguous.
+        keys, values: float [P, S, G, D], P pages of S tokens and G heads, G a divisor of H, in any strides but for the
+            last dimension, which is contiguous; those of the queries are in there already.
+        pages: int32 [B, M], the pages of each request.
+        out: as `query`.
+        max_seq_len: the most keys of a request, or more.
+        trees_only: leave requests without a tree alone as well.
+        scratch: float32, contiguous, of `scratch_size` or more, to be used again by later calls; None to allocate it.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+    """
+    tokens, heads, size = query.shape
+    requests = queries.seq_lens.shape[0]
+    if keys.shape != values.shape or keys.dim() != 4 or keys.shape[3] != size or heads % keys.shape[2]:
+        raise ValueError(
+            f"keys and values have shapes {list(keys.shape)} and {list(values.shape)}, expected [pages, tokens, a "
+            f"divisor of {heads}, {size}]"
+        )
+    if out.shape != query.shape or {t.stride(-1) for t in (query, keys, values, out)} != {1}:
+        raise ValueError("out has another shape than query, or the last dimension of a tensor is not contiguous")
+    for name, shape in (("starts", requests + 1), ("seq_lens", requests), ("trees", requests)):
+        check_tensor(name, getattr(queries, name), (shape,), (torch.int32,), query.device)
+    if min(len(queries.prefixes), len(queries.masks)) < tokens:
+        raise ValueError(f"prefixes and masks are shorter than query, which has {tokens} tokens")
+    if use_triton(query.device, backend):
+        from freedraft_kernels.device.tree_attention import launch_tree_attention
+
+        segments = split_keys(requests, heads, keys.shape[2], max_queries, max_seq_len)
+        launch_tree_attention(
+            query, keys, values, queries, pages, out, scratch, scale, max_queries, segments, trees_only
+        )
+        return
+    starts, lengths = queries.starts.tolist(), queries.seq_lens.tolist()
+    for b, length in enumerate(lengths):
+        first, last = starts[b], starts[b + 1]
+        if not 0 < last - first <= max_queries or (trees_only and not queries.trees[b]):
+            continue
+        at = torch.arange(length, device=query.device)
+        slots = pages[b].long()[at // keys.shape[1]], at % keys.shape[1]
+        k, v = (cache[slots].float().repeat_interleave(heads // cache.shape[2], 1) for cache in (keys, values))
+        prefix, mask = queries.prefixes[first:last, None].long(), queries.masks[first:last, None]
+        behind = at - prefix
+        named = (behind < MAX_DRAFT_NODES) & (mask >> behind.clamp(0, MAX_DRAFT_NODES - 1) & 1).bool()
+        scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), k) * scale
+        probs = scores.masked_fill(~((behind < 0) | named), float("-inf")).softmax(-1)
+        out[first:last] = torch.einsum("hqk,khd->qhd", probs, v).to(out.dtype)

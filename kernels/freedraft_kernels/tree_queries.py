@@ -1,0 +1,87 @@
+"""`write_tree_queries`: what tokens of a step read, where they stand, and what they follow, from requests' trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from freedraft_kernels.checks import check_tensor
+from freedraft_kernels.dispatch import Backend, use_triton
+from freedraft_kernels.tree_attention import MAX_DRAFT_NODES, TreeQueries
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMasks:
+    """The trees that requests verify next, by slot. S slots, K <= 64 draft nodes.
+
+    Attributes:
+        masks: int64 [S, K], bit j of node i: node j is an ancestor of it, or it is node i itself; roots have no bit.
+            0 where there is no node, and at the first for a request whose draft is a chain. Ancestors come first.
+        prompts: int32 [S], length of each prompt: draft tokens that stand in it are not drafts.
+    """
+
+    masks: torch.Tensor
+    prompts: torch.Tensor
+
+
+def write_tree_queries(
+    trees: NodeMasks,
+    slots: torch.Tensor,
+    nodes: torch.Tensor,
+    queries: TreeQueries,
+    positions: torch.Tensor,
+    parents: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Write prefixes, masks and `trees` of `queries`, positions, parents and counts.
+
+    The last nodes of a request's queries are its root and draft nodes; a node's position is that of its root plus its
+    depth. Queries of requests without a tree read what stands before them, and keep their position.
+
+    Args:
+        slots: int64 [B], where the trees of the step's requests are.
+        nodes: int32 [B + 1], offsets: request b verifies nodes[b + 1] - nodes[b] nodes, root included, at least 1.
+        queries: of which `starts` and `seq_lens` are read.
+        positions: int64 [T], in place, those of a chain.
+        parents: int32 [T], out: the node that each node follows, 0 for the root; -1 for roots and all before them.
+        counts: int32 [B], out: number of nodes, root included.
+
+    Raises:
+        ValueError: a wrong shape, dtype or device.
+    """
+    requests, device = len(slots), slots.device
+    if trees.masks.dim() != 2 or trees.masks.shape[1] > MAX_DRAFT_NODES:
+        raise ValueError(f"masks has shape {list(trees.masks.shape)}, expected [slots, at most {MAX_DRAFT_NODES}]")
+    check_tensor("masks", trees.masks, trees.masks.shape, (torch.int64,), device)
+    check_tensor("prompts", trees.prompts, trees.masks.shape[:1], (torch.int32,), device)
+    check_tensor("slots", slots, (requests,), (torch.int64,), device)
+    check_tensor("nodes", nodes, (requests + 1,), (torch.int32,), device)
+    if use_triton(device, backend):
+        from freedraft_kernels.device.tree_queries import launch_tree_queries
+
+        launch_tree_queries(trees, slots, nodes, queries, positions, parents, counts)
+        return
+    bits = torch.arange(MAX_DRAFT_NODES, device=device)
+    for b, slot in enumerate(slots.tolist()):
+        first, last = queries.starts[b : b + 2].tolist()
+        count, length = int(nodes[b + 1] - nodes[b]), int(queries.seq_lens[b])
+        at, root = torch.arange(length - last + first, length, device=device), length - count
+        node = at - root
+        mine = trees.masks[slot, : count - 1]
+        tree = count > 1 and root >= int(trees.prompts[slot]) and bool(mine[0] != 0)
+        queries.trees[b] = tree
+        counts[b] = 1 + int((mine != 0).sum()) if tree else count
+        queries.prefixes[first:last] = at + 1
+        queries.masks[first:last] = 0
+        parents[first:last] = (node - 1).clamp(min=-1)
+        if tree:
+            own = torch.ones_like(mine) << bits[: count - 1]
+            found = (mine[:, None] >> bits & 1).bool()
+            queries.prefixes[last - count + 1 : last] = root + 1
+            queries.masks[last - count + 1 : last] = torch.where(mine == 0, own, mine)
+            positions[last - count + 1 : last] = root + found.sum(1)
+            before = (mine & ~own)[:, None] >> bits & 1
+            parents[last - count + 1 : last] = (before * (bits + 1)).amax(1).int()

@@ -1,0 +1,233 @@
+"""Attention of draft trees, and what tokens of a step read: against plain Python, over random trees, contexts, pages.
+
+The Triton kernels are compared with the references in `test_triton_tree_attention.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from freedraft_kernels import NodeMasks, TreeQueries, tree_attention, write_tree_queries
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import random_batch
+
+from freedraft.draft import DraftBatch
+
+
+class Case(NamedTuple):
+    """B requests of a step, of which some have trees, some chains, some prompts.
+
+    `sees[t]`: bool [seq_len], what token t reads; `stands[t]`: its position; `follows[t]`: as `parents`.
+    """
+
+    masks: NodeMasks
+    slots: torch.Tensor
+    nodes: torch.Tensor
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    counts: list[int]
+    trees: list[int]
+    sees: list[np.ndarray]
+    stands: list[int]
+    follows: list[int]
+
+
+def random_case(seed: int, width: int = 64, requests: int = 5) -> Case:
+    rng = np.random.default_rng(seed)
+    requests = int(rng.integers(1, requests + 1))
+    slots = rng.permutation(requests + 3)[:requests]
+    masks = rng.integers(-(2**62), 2**62, (requests + 3, width))  # of requests that are gone
+    prompts = rng.integers(1, 60, requests + 3).astype(np.int32)
+    starts, nodes, lengths, counts, trees = [0], [0], [], [], []
+    sees: list[np.ndarray] = []
+    stands: list[int] = []
+    follows: list[int] = []
+    for slot in slots.tolist():
+        kind = rng.choice(["tree", "chain", "prompt", "end of a prompt"])
+        verified = 1 if kind == "prompt" else int(rng.integers(1, width + 2))
+        queries = int(rng.integers(1, 50)) if kind == "prompt" else verified
+        context = int(rng.integers(0, prompts[slot])) if "prompt" in kind else int(prompts[slot] + rng.integers(0, 90))
+        count = verified
+        if kind == "tree":
+            count = int(rng.integers(1, verified + 1))
+            draft = random_batch(rng, 1, width + 1, 10**6, [count])
+            masks[slot] = node_masks(draft)
+        elif kind == "chain":
+            masks[slot] = 0
+        is_tree = kind == "tree" and count > 1
+        length = context + queries
+        for i in range(queries):
+            seen = np.arange(length) <= context + i
+            node = i - (queries - verified)
+            depth, parent = node, max(node - 1, -1)
+            if is_tree and node > 0:
+                seen[context + 1 :] = False
+                if node < count:
+                    path = [node]
+                    while path[-1] > 0:
+                        path.append(int(draft.parents[0, path[-1]]))
+                    seen[[context + j for j in path]] = True
+                    depth, parent = int(draft.depths[0, node]), path[1]
+                else:
+                    seen[context + i], depth, parent = True, 0, 0
+            sees.append(seen)
+            stands.append(context + (queries - verified) + depth)
+            follows.append(parent)
+        starts.append(starts[-1] + queries)
+        nodes.append(nodes[-1] + verified)
+        lengths.append(length)
+        counts.append(count if is_tree else verified)
+        trees.append(int(is_tree))
+    return Case(
+        NodeMasks(torch.from_numpy(masks), torch.from_numpy(prompts)),
+        torch.from_numpy(slots.astype(np.int64)),
+        *(torch.tensor(values, dtype=torch.int32) for values in (nodes, starts, lengths)),
+        counts,
+        trees,
+        sees,
+        stands,
+        follows,
+    )
+
+
+def node_masks(draft: DraftBatch) -> np.ndarray:
+    """int64 [K], of a batch of one tree."""
+    masks = np.zeros(draft.max_nodes, np.uint64)
+    for node in range(1, int(draft.counts[0])):
+        masks[node] = masks[draft.parents[0, node]] | np.uint64(1 << (node - 1))
+    return masks[1:].view(np.int64)
+
+
+def queries_of(case: Case, device: str = "cpu", backend: str = "auto") -> tuple[TreeQueries, list[torch.Tensor]]:
+    """What `write_tree_queries` makes of it; positions, parents and counts."""
+    tokens, requests = len(case.sees), len(case.slots)
+    at = [int(case.seq_lens[b]) - int(case.starts[b + 1]) + t for b in range(requests) for t in tokens_of(case, b)]
+    queries = TreeQueries(
+        case.starts.to(device),
+        case.seq_lens.to(device),
+        torch.full((tokens + 3,), 7, dtype=torch.int32, device=device),
+        torch.full((tokens + 3,), 7, dtype=torch.int64, device=device),
+        torch.full((requests,), 7, dtype=torch.int32, device=device),
+    )
+    rest = [
+        torch.tensor(at, dtype=torch.int64, device=device),
+        torch.full((tokens,), 7, dtype=torch.int32, device=device),
+        torch.full((requests,), 7, dtype=torch.int32, device=device),
+    ]
+    trees = NodeMasks(case.masks.masks.to(device), case.masks.prompts.to(device))
+    write_tree_queries(trees, case.slots.to(device), case.nodes.to(device), queries, *rest, backend=backend)
+    return queries, rest
+
+
+def tokens_of(case: Case, request: int) -> range:
+    return range(int(case.starts[request]), int(case.starts[request + 1]))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_what_tokens_read(seed: int) -> None:
+    case = random_case(seed)
+    queries, (positions, parents, counts) = queries_of(case)
+    assert counts.tolist() == case.counts and queries.trees.tolist() == case.trees
+    assert positions.tolist() == case.stands and parents.tolist() == case.follows
+    for token, seen in enumerate(case.sees):
+        prefix, mask = int(queries.prefixes[token]), int(queries.masks[token])
+        behind = np.arange(len(seen)) - prefix
+        named = np.array([0 <= d < 64 and mask >> d & 1 == 1 for d in behind.tolist()])
+        assert np.array_equal((behind < 0) | named, seen), token
+    assert queries.prefixes[len(case.sees) :].tolist() == [7] * 3, "nothing is written beyond the step"
+
+
+class Cache(NamedTuple):
+    """Keys and values of a case in pages in random order, and everything before the attention."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    pages: torch.Tensor
+    lines: list[torch.Tensor]  # int64 [seq_len], where each request's keys are
+
+
+def random_cache(case: Case, heads: int, kv_heads: int, size: int, page: int, dtype: torch.dtype, seed: int) -> Cache:
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    needed = [-(-int(length) // page) for length in case.seq_lens]
+    order = rng.permutation(sum(needed) + 2).astype(np.int32)
+    pages = torch.zeros(len(needed), max(needed) + 1, dtype=torch.int32)
+    for b, count in enumerate(needed):
+        pages[b, :count] = torch.from_numpy(order[sum(needed[:b]) :][:count])
+    # As vLLM keeps them: K and V of a head behind each other, heads of a token, tokens of a page.
+    both = torch.randn(len(order), page, kv_heads, 2 * size, generator=generator).to(dtype)
+    query = torch.randn(len(case.sees), heads, size, generator=generator).to(dtype)
+    lines = []
+    for b, length in enumerate(case.seq_lens.tolist()):
+        at = torch.arange(length)
+        lines.append(pages[b].long()[at // page] * page + at % page)
+    return Cache(query, both[..., :size], both[..., size:], pages, lines)
+
+
+def attended(case: Case, cache: Cache, max_queries: int, trees_only: bool = False) -> dict[int, torch.Tensor]:
+    """Of each token that is to be attended to: float64 [H, D]."""
+    found = {}
+    group = cache.query.shape[1] // cache.keys.shape[2]
+    for b, line in enumerate(cache.lines):
+        if len(tokens_of(case, b)) > max_queries or (trees_only and not case.trees[b]):
+            continue
+        k, v = (t.flatten(0, 1)[line].double().repeat_interleave(group, 1) for t in (cache.keys, cache.values))
+        for token in tokens_of(case, b):
+            seen = torch.from_numpy(case.sees[token])
+            scores = torch.einsum("hd,khd->hk", cache.query[token].double(), k[seen]) * 0.2
+            found[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[seen])
+    return found
+
+
+def check(case: Case, cache: Cache, trees_only: bool = False, device: str = "cpu", backend: str = "auto") -> None:
+    queries, _ = queries_of(case, device)
+    out = torch.full_like(cache.query, 7).to(device)
+    longest, width = int(case.seq_lens.max()), case.masks.masks.shape[1] + 1
+    tree_attention(
+        *(t.to(device) for t in cache[:3]),
+        queries,
+        cache.pages.to(device),
+        out,
+        scale=0.2,
+        max_queries=width,
+        max_seq_len=longest,
+        trees_only=trees_only,
+        backend=backend,
+    )
+    expected = attended(case, cache, width, trees_only)
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype]
+    for token in range(len(out)):
+        if token in expected:
+            torch.testing.assert_close(out[token].cpu().double(), expected[token], atol=tolerance, rtol=tolerance)
+        else:
+            assert (out[token] == 7).all(), "a request that was to be left alone"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(4, 4), (6, 2), (8, 1)]), st.sampled_from([16, 48]), st.booleans())
+def test_attention(seed: int, heads: tuple[int, int], page: int, trees_only: bool) -> None:
+    case = random_case(seed, width=16)
+    check(case, random_cache(case, *heads, 32, page, torch.float32, seed), trees_only)
+
+
+def test_bad_arguments_are_named() -> None:
+    case = random_case(0, width=8)
+    cache = random_cache(case, 4, 2, 16, 16, torch.float32, 0)
+    queries, _ = queries_of(case)
+    out = torch.empty_like(cache.query)
+    how = {"scale": 1.0, "max_queries": 9, "max_seq_len": 200}
+    with pytest.raises(ValueError, match="a divisor of 4"):
+        tree_attention(cache.query, cache.keys[..., :8], cache.values[..., :8], queries, cache.pages, out, **how)
+    with pytest.raises(ValueError, match="out has another shape"):
+        tree_attention(cache.query, cache.keys, cache.values, queries, cache.pages, out[1:], **how)
+    with pytest.raises(ValueError, match="trees has shape"):
+        short = TreeQueries(queries.starts, queries.seq_lens, queries.prefixes, queries.masks, queries.trees[1:])
+        tree_attention(cache.query, cache.keys, cache.values, short, cache.pages, out, **how)
+    wide = NodeMasks(torch.zeros(2, 65, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="at most 64"):
+        write_tree_queries(wide, case.slots, case.nodes, queries, out, out, out)

@@ -1,0 +1,101 @@
+"""Draft trees on model runner V2, with vLLM's Triton attention, in Triton's interpreter. Async scheduling is on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_vllm_v2 import serve
+from vllm_cases import SAMPLED_PROMPT, PlainTiny, Prompts, p_value
+
+SAMPLES, TOKENS = 80, 30
+SSSD = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "recycle": "on"}
+ENGINE = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "num_gpu_blocks_override": 18,
+    "block_size": 16,
+    "gpu_memory_utilization": 0.2,
+    "attention": "triton",
+}
+GREEDY = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> dict[str, Any]:
+    """What an engine with too little room for all requests says: prompts in parts, among trees and chains."""
+    ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
+    whole = [prompt + answer for prompt, answer in zip(ids, plain_tiny.answers, strict=True)]
+    cases = {
+        "trees": {"prompts": ids, "parameters": GREEDY},
+        "from the cache": {"prompts": whole[-2:], "parameters": GREEDY | {"max_tokens": 6}},
+        "mixed": {"prompts": ids, "parameters": GREEDY, "chains": [1, 3, 4], "abort": 5},
+        "to the end": {"prompts": [*ids[:2], *ids[:2]], "parameters": GREEDY | {"max_tokens": 64}, "chains": [2, 3]},
+        "read": {"prompts": whole[-2:], "parameters": GREEDY | {"max_tokens": 6}, "salt": "other "},
+        "sampled": {
+            "prompts": [SAMPLED_PROMPT] * SAMPLES,
+            "parameters": {"max_tokens": 4, "ignore_eos": True},
+            "chains": range(0, SAMPLES, 4),
+        },
+    }
+    cases = {name: case | {"chains": list(case.get("chains", ()))} for name, case in cases.items()}
+    return serve(tiny_model, cases=cases, speculative_config=SSSD, kv=True, **ENGINE)
+
+
+def test_drafts_are_trees(served: dict[str, Any]) -> None:
+    engine = served["engine"]
+    assert engine["v2"] and engine["async"] and engine["trees"]
+    assert not engine["failures"] and engine["held"] == [0, 0, 0]
+    assert engine["preempted"] > 0
+    chains, branches = engine["branches"]
+    assert branches > 30, "paths that leave the first chain were accepted"
+    assert chains > 30
+
+
+@pytest.mark.parametrize("case", ["trees", "mixed"])
+def test_greedy_answers_are_the_models_own(served: dict[str, Any], plain_tiny: PlainTiny, case: str) -> None:
+    assert served[case] == plain_tiny.answers
+
+
+def test_requests_end_at_the_longest_context(served: dict[str, Any], live_prompts: Prompts) -> None:
+    """With trees as with chains, which vLLM verifies."""
+    trees, chains = served["to the end"][:2], served["to the end"][2:]
+    assert [len(answer) for answer in trees] == [64 - len(prompt["prompt_token_ids"]) for prompt in live_prompts[:2]]
+    assert trees == chains
+
+
+def test_the_kv_cache_holds_what_plain_decoding_leaves(served: dict[str, Any]) -> None:
+    """At each step of a request, and when its text is read as a prompt, the same tokens have the same KV."""
+    worst, pairs = served["engine"]["kv"]
+    assert pairs > 100 and worst < 1e-4
+    assert served["engine"]["cached"] >= 32, "pages that steps with trees had filled"
+    assert served["from the cache"] == served["read"]
+
+
+def test_sampled_answers_have_the_models_distribution(served: dict[str, Any], plain_tiny: PlainTiny) -> None:
+    sampled = [tuple(tokens) for tokens in served["sampled"]]
+    trees = [tokens for i, tokens in enumerate(sampled) if i % 4]
+    for tokens in (sampled, trees):
+        assert p_value(tokens, plain_tiny.sampled[1.0, 1.0, 0, False]) > 1e-3
+
+
+def test_logits_of_all_nodes_are_recycled(served: dict[str, Any], plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
+    prompts = [prompt["prompt_token_ids"] for prompt in live_prompts]
+    texts = [(*prompt, *answer) for prompt, answer in zip(prompts, plain_tiny.answers, strict=True)]
+    following = {text[:i]: text[i] for text in texts for i in range(len(text))}
+    said = {tuple(text[:-1]): text[-1] for text in served["engine"]["said"]}
+    checked = said.keys() & following.keys()
+    assert len(checked) > 50 and all(said[text] == following[text] for text in checked)
+
+
+def test_chains_where_attention_cannot_mask_trees(
+    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts
+) -> None:
+    ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:2]]
+    cases = {"few": {"prompts": ids, "parameters": GREEDY}}
+    found = serve(tiny_model, cases=cases, speculative_config=SSSD, **ENGINE | {"attention": ""})
+    assert found["few"] == plain_tiny.answers[:2]
+    assert not found["engine"]["trees"] and not found["engine"]["failures"]
