@@ -29,7 +29,7 @@ SURE = np.float32(0.999)
 def eager() -> list[Lookahead]:
     """One policy of each kind, set so that it would draft for ever."""
     zeros = [np.zeros(shape, np.float32) for shape in ((12,), (12, 3), (3,), (3, 1), (1,))]
-    always = Classifier(zeros[0], np.ones(12, np.float32), *zeros[1:], threshold=0.5)
+    always = Classifier(zeros[0], np.ones(12, np.float32), *zeros[1:], threshold=0.5, max_length=99)
     made = [Fixed(99), Confidence(0.0), DraftVerify(0.0), RocThreshold(0.0), Disco(always), cost({1: 1e-9}, {1: 1.0})]
     return [*made, Recording(Fixed(99), Path("unused")), PerSet(lambda: Fixed(99), 2)]
 
