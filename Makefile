@@ -161,8 +161,14 @@ lint: $(VLLM)/project.done
 	@$(VLLM)/bin/mypy
 	@$(VLLM)/bin/hadolint -c docker/.hadolint.yaml docker/*.Dockerfile
 
+# Model runner V2 takes one core, in Triton's interpreter; everything else runs beside it.
+INTERPRETED := $(wildcard tests/vllm/test_vllm_v2*.py)
 test-vllm: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/python -m pytest -m 'not sglang' --ignore tests/sglang --durations=30 $(PYTEST_FLAGS)
+	@mkdir -p $(LOGS); failed=0; \
+	$(VLLM)/bin/python -m pytest $(INTERPRETED) --durations=10 $(PYTEST_FLAGS) > $(LOGS)/test-vllm-v2.log 2>&1 & \
+	$(VLLM)/bin/python -m pytest -m 'not sglang' --ignore tests/sglang $(INTERPRETED:%=--ignore %) --durations=30 \
+		$(PYTEST_FLAGS) || failed=1; \
+	wait $$! || failed=1; cat $(LOGS)/test-vllm-v2.log; exit $$failed
 
 test-sglang: $(SGLANG)/project.done $(MODEL)/config.json
 	@$(SGLANG)/bin/python -m pytest tests/sglang --durations=30 $(PYTEST_FLAGS)
