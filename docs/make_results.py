@@ -473,7 +473,8 @@ SECTIONS = (
     Section(
         "What a step takes on the host of SGLang",
         ("sglang-host-time.json",),
-        "Microseconds of a decoding step with drafts, medians and quartiles; `before`: without the drafting thread.",
+        "Microseconds of a decoding step with drafts, medians and quartiles, with the drafter's thread "
+        "(`draft_timeout_ms: 20`) and without; `drafting`: how long SGLang's own thread waits for drafts.",
         sglang_host_time,
     ),
     Section(

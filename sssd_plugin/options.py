@@ -80,7 +80,7 @@ class SssdOptions(PluginOptions):
     min_score: float | None = Field(default=None, ge=0.0, le=1.0)
     recycle: Recycle = "auto"
     recycle_megabytes: int = Field(default=64, ge=1, le=1 << 16)
-    draft_timeout_ms: float = Field(default=20.0, ge=0.0, le=1e6)
+    draft_timeout_ms: float = Field(default=0.0, ge=0.0, le=1e6)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
 
     @field_validator("weights")
