@@ -238,6 +238,8 @@ def roofline_of(context: EngineContext, profile: HardwareProfile) -> Roofline:
     Raises:
         ConfigError: its configuration cannot be read.
     """
+    if context.hf_config is None:
+        raise ConfigError("the model's configuration is not known")
     shape = ModelShape.from_config(context.hf_config.to_dict(), dtype=context.dtype, kv_dtype=context.kv_dtype)
     return Roofline(shape, profile, context.tensor_parallel, mask=context.widths is not None)
 

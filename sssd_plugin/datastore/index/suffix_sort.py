@@ -1,7 +1,7 @@
 """Sorting and merging suffixes, in compiled code without the GIL.
 
-Suffixes are compared up to the end of their document and over at most `DEPTH` tokens, more than any look-up reads, so
-text that repeats for ever costs no more than other text.
+Suffixes are compared up to the end of their document and over at most `DEPTH` tokens, as far as any look-up
+reads (a match, and a draft behind it, of at most 64 each), so text that repeats for ever costs little more than other.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from numba import njit
 
 from sssd_plugin.datastore.index.sub_index import PAD, SPARSE_STEP
 
-DEPTH = 32
+DEPTH = 128
 SORT_BYTES = 9
 """Memory per token of `sort_sections`: tokens, their order, and a sparse index."""
 _SMALL = 12
