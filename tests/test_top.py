@@ -58,7 +58,7 @@ def test_nothing_happened_and_nothing_is_estimated(drafter: Metrics) -> None:
 
 
 def test_the_command(drafter: Metrics) -> None:
-    done = CliRunner().invoke(cli.app, ["top", str(port()), "--once"])
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["top", str(port()), "--once"])
     assert done.exit_code == 0 and "topped" in done.output and "tokens per second" in done.output
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from bench.lib.servers import free_port
 from freedraft.tenants import tenant_key
 from sssd_plugin.datastore.build.sorting import Sorter
 from sssd_plugin.datastore.cli import app
@@ -40,13 +43,28 @@ SECRET = [701, 702, 703, 704, 705, 706]
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
-    """A server on this machine that speaks S3."""
+    """A server on this machine that speaks S3, in a process of its own: Flask's globals cannot be looked at from
+    outside a request, which engines do with all modules that are there."""
     pytest.importorskip("s3fs")
-    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    if importlib.util.find_spec("moto") is None:
+        pytest.skip("moto is not installed")
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            assert process.poll() is None and time.monotonic() < end, "the server does not start"
+            time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}"
+    process.terminate()
+    process.wait(30)
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +169,12 @@ def test_what_is_forgotten_is_gone_everywhere(
     one.on_erased = lambda: erased.append(1)
     maintenance.forget(url, [A], None, MEMORY)
     marker = np.array(SECRET, "<i4").tobytes()
-    assert marker not in contents(url)
+
+    def gone() -> bool:
+        compact(url)  # it leaves out what a server that was slow to look has published meanwhile
+        return marker not in contents(url)
+
+    until(gone)
     until(lambda: count(one, A, SECRET) == count(other, A, SECRET) == 0)
     until(lambda: bool(erased))
     assert count(other, B, [1, 2, 3, 4]) == 1

@@ -87,7 +87,12 @@ class Bucket:
             return known
         if not number and not self._exists(MANIFEST):
             return None
-        return Generation(number, self.read(_manifest_name(number)))
+        try:
+            return Generation(number, self.read(_manifest_name(number)))
+        except UnreachableError:
+            if self._exists(_manifest_name(number)):
+                raise
+            return self.newest()  # whoever has made the next one has removed it
 
     def publish(self, manifest: Manifest, number: int) -> bool:
         """Make a generation; return whether nobody else has made it before."""
