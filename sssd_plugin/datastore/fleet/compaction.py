@@ -76,12 +76,16 @@ def start(
 def announce(bucket: Bucket, erasures: Sequence[Erasure]) -> None:
     """Let the replicas forget; the texts go with the next `compact`.
 
+    Args:
+        erasures: with a time each, since what is learnt later stays.
+
     Raises:
         DatastoreError: nothing was learnt there, or it is out of reach.
     """
     entries = tuple(
-        ErasureEntry(tenant=e.tenant.hex() if e.tenant is not None else None, before=e.before or _now())
+        ErasureEntry(tenant=e.tenant.hex() if e.tenant is not None else None, before=e.before)
         for e in erasures
+        if e.before is not None
     )
     for _ in range(_TRIES):
         generation, _, manifest, learnt = newest(bucket)

@@ -21,8 +21,8 @@ from sssd_plugin.datastore.records import Erasure
 
 
 def forget(url: str, tenants: Sequence[str], before: int | None, memory: int) -> None:
-    """Erase what replicas learnt, of these tenants (none: of all), from before a time (ms; None: until now). When this
-    returns, nothing of it is in the bucket's sub-indices and batches; replicas follow when they look next.
+    """Erase what replicas learnt, of these tenants (none: of all), from before a time (ms; None: until this returns).
+    Nothing of it is then in the bucket's sub-indices and batches; replicas follow when they look next.
 
     Raises:
         DatastoreError: no fleet learns there, or it is out of reach.
@@ -30,9 +30,12 @@ def forget(url: str, tenants: Sequence[str], before: int | None, memory: int) ->
     bucket = Bucket(url)
     key = bytes.fromhex(newest(bucket)[3].key)
     digests: list[bytes | None] = [tenant_digest(key, name) for name in tenants]
-    announce(bucket, [Erasure(digest, before) for digest in digests or [None]])
+    # Until all replicas have looked they learn and publish as before; their clocks may be ahead by as much.
+    seconds = 2 * replica.POLL_SECONDS
+    until = int(1000 * (time.time() + seconds)) if before is None else before
+    announce(bucket, [Erasure(digest, until) for digest in digests or [None]])
     compact(bucket, Sorter(), memory=memory)
-    time.sleep(2 * replica.POLL_SECONDS)  # until when a replica that has not looked yet may publish what it had
+    time.sleep(seconds)
     compact(bucket, Sorter(), memory=memory)
 
 
