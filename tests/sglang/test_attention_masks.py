@@ -1,4 +1,5 @@
-"""Our tree masks in SGLang's own attention backends: its Triton kernel interpreted, and what FA3 takes from a mask."""
+"""SGLang's own attention backends with our trees: its Triton kernel interpreted, what FA3 takes from a mask, and what
+backends of several widths share."""
 
 from __future__ import annotations
 
@@ -33,3 +34,9 @@ def test_triton():
 def test_what_fa3_takes_from_a_mask(tiny):
     """Slots of each node's ancestors and of itself, in order, and their number."""
     run_script("masks_in_fa3.py", tiny)
+
+
+def test_widths_share_page_indices(tiny):
+    """Gigabytes at long contexts, which the memory fraction does not know of."""
+    pytest.importorskip("triton")
+    run_script("graphs_of_widths.py", tiny, TRITON_INTERPRET="1")

@@ -7,9 +7,16 @@ EAGLE, and swapped in for the pass.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
+
+import torch
+
+logger = logging.getLogger("freedraft")
 
 
 class Captured(NamedTuple):
@@ -32,9 +39,20 @@ class WidthGraphs:
         Args:
             fixed_width: whether the attention backend is built for one width.
         """
-        if fixed_width or self._runner.decode_cuda_graph_runner is not None:
-            for width in widths[:-1]:
-                self._of_width[width] = capture(self._runner, width)
+        if not fixed_width and self._runner.decode_cuda_graph_runner is None:
+            return
+        free = _free_bytes()
+        for width in widths[:-1]:
+            self._of_width[width] = capture(self._runner, width)
+        if free is not None:
+            left = _free_bytes() or 0
+            logger.info(
+                "freedraft: %d more widths take %.2f GiB that --mem-fraction-static does not know of, and %.2f GiB are "
+                "free; with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 the KV pool is sized after them",
+                len(widths) - 1,
+                (free - left) / 2**30,
+                left / 2**30,
+            )
 
     def use(self, width: int) -> AbstractContextManager[None]:
         """Passes inside run on what belongs to this width."""
@@ -81,9 +99,27 @@ def swapped_in(runner: Any, captured: Captured) -> Iterator[None]:
 
 
 def _new_backend(runner: Any) -> Any:
-    """On the workspace that SGLang's own backend has, 384 MiB and more: their passes never run at the same time."""
+    """On the workspace (384 MiB and more) and the page indices of SGLang's own backend: passes of two widths never run
+    at the same time, and each writes the indices that it reads."""
     own = runner.init_new_workspace
     try:
-        return runner._get_attention_backend(init_new_workspace=False)
+        backend = runner._get_attention_backend(init_new_workspace=False)
     finally:
         runner.init_new_workspace = own
+    indices = getattr(runner.attn_backend, "cuda_graph_kv_indices", None)  # of the greatest width: they are enough
+    if isinstance(indices, list):  # FlashInfer's, a list of one unless there are windows
+        indices = indices[0] if len(indices) == 1 else None
+    start = backend.init_cuda_graph_state
+    # With windows, Triton's backend would allocate as much again for theirs.
+    if (
+        indices is not None
+        and not runner.sliding_window_size
+        and "kv_indices_buf" in inspect.signature(start).parameters
+    ):
+        backend.init_cuda_graph_state = functools.partial(start, kv_indices_buf=indices)
+    return backend
+
+
+def _free_bytes() -> int | None:
+    """Free memory of the device; None without one."""
+    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
