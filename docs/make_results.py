@@ -149,16 +149,8 @@ def recycle(*results: Any) -> str:
                      f"{r['tokens_per_step'][arm]:.2f} ({over['gain']:+.1%})", f"{over['step_seconds']:.2f}",
                      f"{over['speed']:.2f} ({low:.2f}-{high:.2f})"]
                 )  # fmt: skip
-    head = [
-        "engine",
-        "nodes",
-        "at a time",
-        "`recycle`",
-        "tokens per step without",
-        "with",
-        "a step takes",
-        "speed (quarters)",
-    ]
+    head = ["engine", "nodes", "at a time", "`recycle`", "tokens per step without", "with", "a step takes"]
+    head += ["speed (quarters)"]
     return table(head, rows)
 
 
@@ -334,15 +326,8 @@ def fleet(result: Any) -> str:
             [name, f"{r['first_answer']:.2f}", f"**{r['other_server']:.2f}**", f"{r['wait_seconds']:.0f} s",
              f"{strangers:.2f}", f"{max(r['forgotten']):.2f}", f"{r['seconds_until_asked']:.0f} s"]
         )  # fmt: skip
-    head = [
-        "engine",
-        "first answer",
-        "the other server's",
-        "after",
-        "other tenants, at most",
-        "once it is forgotten",
-        "after",
-    ]
+    head = ["engine", "first answer", "the other server's", "after", "other tenants, at most"]
+    head += ["once it is forgotten", "after"]
     return table(head, rows)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from freedraft.config import ConfigError
 from freedraft.cost.policies import Knee
 from freedraft.cost.roofline import Roofline, operations
+from freedraft.plotting import picture
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENS_PER_STEP = {1: 1.0, 4: 1.542, 8: 1.699, 16: 1.814, 32: 1.918, 64: 1.988}
@@ -87,44 +88,33 @@ def plot(roofline: Roofline, context: int, rows: list[Row], path: Path, *, max_n
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot draws with matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     lengths = np.arange(1, max_nodes + 1, dtype=np.float64)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    batch = 8
-    peak, bandwidth = roofline.profile.flops(roofline.shape.dtype), roofline.profile.bandwidth
-    parts = {"linear layers": np.zeros(max_nodes), "attention": np.zeros(max_nodes)}
-    for operation in operations(
-        roofline.shape, batch, lengths, context, tensor_parallel=roofline.tensor_parallel, mask=roofline.mask
-    ):
-        part = "attention" if operation.name == "attention" else "linear layers"
-        parts[part] = parts[part] + np.asarray(operation.seconds(peak, bandwidth)) * 1e3
-    left.stackplot(lengths, list(parts.values()), labels=list(parts), colors=["#e8a33d", "#4878a8"], alpha=0.85)
-    knee = min(max_nodes, max(1, round(roofline.profile.ridge / batch)))
-    left.axvline(knee, color="black", ls="--", lw=1, label="$I_{knee} / b$")
-    left.set(
-        title=f"Step time, batch {batch}, context {context:,}",
-        xlabel="nodes per request $s_q$ (root included)", ylabel="ms", xlim=(1, max_nodes),
-    )  # fmt: skip
-    left.legend(loc="upper left")
-    batches = [row.batch for row in rows]
-    right.plot(batches, [row.best for row in rows], "o-", color="#b5483a", label="most tokens per second")
-    right.plot(batches, [row.rule for row in rows], "s--", color="#555555", label="rule $I_{knee} / b$, capped")
-    right.set(title="Nodes per request", xlabel="batch size", ylabel="$s_q$")
-    right.set_xscale("log", base=2)
-    right.set_yscale("log", base=2)
-    right.xaxis.set_major_formatter("{x:.0f}")
-    right.yaxis.set_major_formatter("{x:.0f}")
-    right.legend()
-    figure.suptitle(f"{roofline.profile.name} ({roofline.profile.source}), tensor parallel {roofline.tensor_parallel}")
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: {error}") from None
-    finally:
-        pyplot.close(figure)
+    with picture(path, (11, 4.2), columns=2) as (figure, axes):
+        left, right = axes[0]
+        batch = 8
+        peak, bandwidth = roofline.profile.flops(roofline.shape.dtype), roofline.profile.bandwidth
+        parts = {"linear layers": np.zeros(max_nodes), "attention": np.zeros(max_nodes)}
+        for operation in operations(
+            roofline.shape, batch, lengths, context, tensor_parallel=roofline.tensor_parallel, mask=roofline.mask
+        ):
+            part = "attention" if operation.name == "attention" else "linear layers"
+            parts[part] = parts[part] + np.asarray(operation.seconds(peak, bandwidth)) * 1e3
+        left.stackplot(lengths, list(parts.values()), labels=list(parts), colors=["#e8a33d", "#4878a8"], alpha=0.85)
+        knee = min(max_nodes, max(1, round(roofline.profile.ridge / batch)))
+        left.axvline(knee, color="black", ls="--", lw=1, label="$I_{knee} / b$")
+        left.set(
+            title=f"Step time, batch {batch}, context {context:,}",
+            xlabel="nodes per request $s_q$ (root included)", ylabel="ms", xlim=(1, max_nodes),
+        )  # fmt: skip
+        left.legend(loc="upper left")
+        batches = [row.batch for row in rows]
+        right.plot(batches, [row.best for row in rows], "o-", color="#b5483a", label="most tokens per second")
+        right.plot(batches, [row.rule for row in rows], "s--", color="#555555", label="rule $I_{knee} / b$, capped")
+        right.set(title="Nodes per request", xlabel="batch size", ylabel="$s_q$")
+        right.set_xscale("log", base=2)
+        right.set_yscale("log", base=2)
+        right.xaxis.set_major_formatter("{x:.0f}")
+        right.yaxis.set_major_formatter("{x:.0f}")
+        right.legend()
+        profile = roofline.profile
+        figure.suptitle(f"{profile.name} ({profile.source}), tensor parallel {roofline.tensor_parallel}")

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from freedraft.config import ConfigError
 from freedraft.cost.roofline import Roofline
+from freedraft.plotting import picture
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536)
@@ -59,7 +60,7 @@ def explain_windows(roofline: Roofline, windows: dict[int, float], memory: float
     Args:
         windows: acceptance by window; memory: bytes of all ranks together, None for as much as it takes.
     """
-    shape, ranks = roofline.shape, roofline.tensor_parallel
+    shape = roofline.shape
     lengths: NDArray[np.float64] = np.arange(1, MAX_DRAFT_LEN + 1, dtype=np.float64)
     rows = []
     for batch, context in product(BATCHES, CONTEXTS):
@@ -70,7 +71,7 @@ def explain_windows(roofline: Roofline, windows: dict[int, float], memory: float
         verify = np.asarray(roofline.seconds(batch, batch * (1 + lengths), context))
         best = WindowRow(batch, context, plain, 0, 0, 1.0, 1.0)
         for window, a in windows.items():
-            one_pass = float(Roofline(shape, roofline.profile, ranks).seconds(batch, batch, min(context, window)))
+            one_pass = float(roofline.seconds(batch, batch, min(context, window)))
             tokens = 1 + np.cumsum(a**lengths)
             gains = tokens / (lengths * one_pass + verify) * plain
             d = int(gains.argmax())
@@ -86,26 +87,13 @@ def plot_windows(rows: list[WindowRow], title: str, path: Path) -> None:
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot draws with matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     gains = np.full((len(CONTEXTS), len(BATCHES)), np.nan)
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
-    for row in rows:
-        at = CONTEXTS.index(row.context), BATCHES.index(row.batch)
-        gains[at] = row.gain
-        axes.text(at[1], at[0], f"{row.gain:.2f}\n{row.window or 'off'}", ha="center", va="center", fontsize=8)
-    axes.imshow(gains, origin="lower", aspect="auto", cmap="YlGn", vmin=1.0, vmax=3.0)
-    axes.set(title=title, xlabel="batch size", ylabel="context")
-    axes.set_xticks(range(len(BATCHES)), [str(batch) for batch in BATCHES])
-    axes.set_yticks(range(len(CONTEXTS)), [f"{context // 1024} k" for context in CONTEXTS])
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: {error}") from None
-    finally:
-        pyplot.close(figure)
+    with picture(path, (6.4, 4.2)) as (_, [[axes]]):
+        for row in rows:
+            at = CONTEXTS.index(row.context), BATCHES.index(row.batch)
+            gains[at] = row.gain
+            axes.text(at[1], at[0], f"{row.gain:.2f}\n{row.window or 'off'}", ha="center", va="center", fontsize=8)
+        axes.imshow(gains, origin="lower", aspect="auto", cmap="YlGn", vmin=1.0, vmax=3.0)
+        axes.set(title=title, xlabel="batch size", ylabel="context")
+        axes.set_xticks(range(len(BATCHES)), [str(batch) for batch in BATCHES])
+        axes.set_yticks(range(len(CONTEXTS)), [f"{context // 1024} k" for context in CONTEXTS])

@@ -1,14 +1,6 @@
-"""Triton kernels against the references, bit for bit: on a GPU where there is one, else in Triton's interpreter.
-
-The interpreter has to be chosen before Triton is first imported, and other tests import Triton. Where the environment
-does not say TRITON_INTERPRET=1 and there is no GPU, `test_in_the_interpreter` runs this file in a process of its own.
-"""
+"""Triton kernels against the references, bit for bit: on a GPU where there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -24,10 +16,11 @@ from freedraft_kernels import (
     verify_sampled,
     warm_up,
 )
-from freedraft_kernels.dispatch import interpreting, use_triton
+from freedraft_kernels.dispatch import use_triton
 from freedraft_kernels.probs import keep_likeliest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_triton import DEVICE, GPU, run_in_interpreter, runs_triton, starts_interpreter
 from random_trees import batches, on, random_batch, random_probs
 from test_kernel_kv_pool import accepted_paths, paged_slots, random_buffers
 from test_kernel_newest_tokens import cases, check
@@ -38,21 +31,10 @@ from freedraft.draft import DraftBatch
 
 pytest.importorskip("triton")
 
-GPU = torch.cuda.is_available() and not interpreting()
-DEVICE = "cuda" if GPU else "cpu"
-runs_triton = pytest.mark.skipif(not (GPU or interpreting()), reason="no GPU: run by test_in_the_interpreter")
 
-
-@pytest.mark.skipif(GPU or interpreting(), reason="the tests below run in this process")
+@starts_interpreter
 def test_in_the_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert " passed, 2 skipped" in run.stdout, run.stdout[-2000:]  # itself, and what needs a GPU
+    run_in_interpreter(__file__, skipped=2)
 
 
 def same(ours: Verification, reference: Verification) -> None:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from freedraft_kernels.dispatch import interpreting
 from freedraft_kernels.tree_attention import split_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_triton import DEVICE, GPU, run_in_interpreter, runs_triton, starts_interpreter
 from test_kernel_tree_attention import check, queries_of, random_cache, random_case
 
 pytest.importorskip("triton")
 
-GPU = torch.cuda.is_available() and not interpreting()
-DEVICE = "cuda" if GPU else "cpu"
-runs_triton = pytest.mark.skipif(not (GPU or interpreting()), reason="no GPU: run by test_in_the_interpreter")
 
-
-@pytest.mark.skipif(GPU or interpreting(), reason="the tests below run in this process")
+@starts_interpreter
 def test_in_the_interpreter() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    run_in_interpreter(__file__, skipped=1)
 
 
 @runs_triton

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_cases import SAMPLED_PROMPT, PlainTiny, Prompts, p_value
+from vllm_cases import SAMPLED_PROMPT, PlainTiny, Prompts, p_value, recycled
 
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import prompts as texts
@@ -94,14 +94,9 @@ def test_requests_end_and_are_learnt_whole(served: dict[str, Any], plain_tiny: P
 def test_logits_of_verified_drafts_are_recycled(
     served: dict[str, Any], plain_tiny: PlainTiny, live_prompts: Prompts
 ) -> None:
-    """Greedy answers follow the likeliest token; rejected drafts say what would have followed them."""
-    prompts = [prompt["prompt_token_ids"] for prompt in live_prompts]
-    texts = [(*prompt, *answer) for prompt, answer in zip(prompts, plain_tiny.answers, strict=True)]
-    following = {text[:i]: text[i] for text in texts for i in range(len(text))}
-    said = {tuple(text[:-1]): text[-1] for text in served["engine"]["said"]}
-    checked = said.keys() & following.keys()
-    assert len(checked) > 50 and all(said[text] == following[text] for text in checked)
-    assert len(said) > 1.5 * len(checked)
+    """Rejected drafts say what would have followed them, too."""
+    checked, said = recycled(served, plain_tiny, live_prompts)
+    assert checked > 50 and said > 1.5 * checked
 
 
 def split(tokens: list[int]) -> list[list[int]]:

@@ -120,3 +120,18 @@ class PlainTiny(NamedTuple):
     greedy: tuple[int, ...]
     answers: list[list[int]]
     target: Any
+
+
+def recycled(served: dict[str, Any], plain: PlainTiny, given: Prompts) -> tuple[int, int]:
+    """Compare what a served engine has recycled of each node with greedy answers, which follow the likeliest token.
+
+    Returns:
+        How many texts could be compared, and how many there are.
+    """
+    prompts = [prompt["prompt_token_ids"] for prompt in given]
+    texts = [(*prompt, *answer) for prompt, answer in zip(prompts, plain.answers, strict=True)]
+    following = {text[:i]: text[i] for text in texts for i in range(len(text))}
+    said = {tuple(text[:-1]): text[-1] for text in served["engine"]["said"]}
+    compared = said.keys() & following.keys()
+    assert all(said[text] == following[text] for text in compared)
+    return len(compared), len(said)
