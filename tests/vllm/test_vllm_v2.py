@@ -132,18 +132,23 @@ def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: Pl
         assert not any(confidences[drafted:])
 
 
-@pytest.fixture(scope="module")
-def skipped(
-    tiny_model: Path, live_prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], list[str]]:
-    """An engine with too little room for all requests, whose model drafts for itself, with two skip sets."""
-    folder, config = tmp_path_factory.mktemp("skip_sets"), json.loads((tiny_model / "config.json").read_text())
+def two_skip_sets(model: Path, folder: Path) -> dict[str, Any]:
+    """Options of a method that skips nothing for some requests, and something for others."""
+    config = json.loads((model / "config.json").read_text())
     layers = config["num_hidden_layers"]
     SkipSet.empty(layers, model_fingerprint(config)).save(folder / "empty.json")
     some = SkipSet(layers, frozenset({0}), frozenset({layers - 1}), model_fingerprint(config))
     some.save(folder / "some.json")
     options = {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed"}
-    options |= {"skip_set": [str(folder / "empty.json"), str(folder / "some.json")]}
+    return options | {"skip_set": [str(folder / "empty.json"), str(folder / "some.json")]}
+
+
+@pytest.fixture(scope="module")
+def skipped(
+    tiny_model: Path, live_prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], list[str]]:
+    """An engine with too little room for all requests, whose model drafts for itself, with two skip sets."""
+    options = two_skip_sets(tiny_model, tmp_path_factory.mktemp("skip_sets"))
     ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
     greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
     cases = {
@@ -186,6 +191,29 @@ def test_layer_skipping_leaves_the_distribution_alone(
 ) -> None:
     sampled = [tuple(tokens) for tokens in skipped[0]["sampled"]]
     assert p_value(sampled, plain_tiny.sampled[1.0, 1.0, 0, False]) > 1e-3
+
+
+def test_draft_passes_read_what_cuda_graphs_capture(
+    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path
+) -> None:
+    """A replay that computes with the tensors and the forward context of the capture drafts as an eager pass does."""
+    ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:3]]
+    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    cases = {
+        name: {"prompts": ids, "parameters": greedy | {"extra_args": {"skip_set": name}}} for name in ("empty", "some")
+    }
+    cases["mixed"] = cases["empty"] | {"abort": 3}
+    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 64}
+    engine |= {"num_gpu_blocks_override": 12, "block_size": 16, "attention": "triton", "graphs": True}
+    found = serve(tiny_model, cases=cases, speculative_config=two_skip_sets(tiny_model, tmp_path), **engine)
+    for name in cases:
+        assert found[name] == [answer[:12] for answer in plain_tiny.answers[:3]], name
+    engine = found["engine"]
+    assert not engine["failures"] and len(engine["replays"]) == 2 and min(engine["replays"]) > 5
+    drafted, accepted = engine["counts"]["empty"]
+    assert drafted > 20 and accepted >= 0.7 * drafted, "all but those beyond the ends of answers"
+    drafted, accepted = engine["counts"]["some"]
+    assert 0 < accepted < drafted
 
 
 def test_structured_output(demo_model: Path) -> None:

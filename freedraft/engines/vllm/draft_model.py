@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft_model import DraftModel, Recipe
+from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import DraftPass, PagedDraftRound
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
 from freedraft.engines.vllm.set_scores import SetScores
@@ -46,6 +47,7 @@ class PagedDraftModel(DraftModel):
         self.context = create_forward_context(None, vllm_config)
         self.starts_cpu = torch.arange(runner.max_num_reqs + 1, dtype=torch.int32)
         self.starts = self.starts_cpu.to(self.device)
+        self.graphs: DraftGraphs | None = None
         self.not_prefilling = torch.zeros(runner.max_num_reqs, dtype=torch.bool)
 
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
@@ -56,6 +58,15 @@ class PagedDraftModel(DraftModel):
         if key not in self.compiled:
             self.compiled[key] = compiled(self.vllm_config, self.backbone, kept, top_k, entropy)
         return DraftPass(self.compiled[key], recipe.window)
+
+    def capture(self, table_width: int) -> None:
+        """Capture CUDA graphs of what was built to be optimized, where vLLM captures its own.
+
+        Args:
+            table_width: most pages of a request in the runner's block table.
+        """
+        self.graphs = DraftGraphs(self, table_width)
+        self.graphs.capture(self.compiled.values())
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         # The KV of the last of n tokens is not computed yet: a draft of k writes positions n - 1 to n + k - 2.
@@ -84,6 +95,8 @@ class PagedDraftModel(DraftModel):
         starts: tuple[torch.Tensor, torch.Tensor],
         pages: torch.Tensor,
         draft_index: int = 0,
+        lengths_on_device: torch.Tensor | None = None,
+        graph_size: int | None = None,
     ) -> Any:
         """`module(inputs, positions)` in a forward context of n requests with the same number of query tokens.
 
@@ -94,8 +107,9 @@ class PagedDraftModel(DraftModel):
             starts: int32 [n + 1], where each request's query tokens begin; on the device and on the host.
             pages: int32 [n, P], block tables.
             draft_index: number of the pass within the step.
+            lengths_on_device: what is read there in place of `lengths`.
+            graph_size: n, for `module` to capture a CUDA graph, or to replay it; None for neither.
         """
-        from vllm.forward_context import override_forward_context
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         n, tokens = len(lengths), len(positions)
@@ -103,7 +117,7 @@ class PagedDraftModel(DraftModel):
         common = CommonAttentionMetadata(
             query_start_loc=starts[0],
             query_start_loc_cpu=starts[1],
-            seq_lens=lengths_cpu.to(self.device),
+            seq_lens=lengths_cpu.to(self.device) if lengths_on_device is None else lengths_on_device,
             num_reqs=n,
             num_actual_tokens=tokens,
             max_query_len=tokens // n,
@@ -118,5 +132,18 @@ class PagedDraftModel(DraftModel):
         metadata = self.group.build_metadata_for_drafting(common_attn_metadata=common, draft_index=draft_index)
         self.context.attn_metadata = dict.fromkeys(self.group.layer_names, metadata)
         self.context.slot_mapping = dict.fromkeys(self.group.layer_names, slots)
-        with override_forward_context(self.context):
+        return self._call(module, inputs, positions, graph_size)
+
+    def replay(self, graph: Any, inputs: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The graph that `graph` has captured of inputs of this size."""
+        return self._call(graph, inputs, positions, len(inputs))
+
+    def _call(self, module: Any, inputs: Any, positions: torch.Tensor, graph_size: int | None) -> Any:
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import BatchDescriptor, override_forward_context
+
+        context, size = self.context, graph_size
+        context.cudagraph_runtime_mode = CUDAGraphMode.NONE if size is None else CUDAGraphMode.FULL
+        context.batch_descriptor = None if size is None else BatchDescriptor(size, num_reqs=size, uniform=True)
+        with override_forward_context(context):
             return module(inputs, positions)

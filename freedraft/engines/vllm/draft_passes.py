@@ -58,16 +58,20 @@ class PagedDraftRound(DraftRound):
         positions = self.first[rows] + position
         inputs, tables = model.tensor(np.stack((tokens, positions))), self._tables(rows, window)
         blocks = tables.whole.gather(1, (inputs[1] // size)[:, None])[:, 0].long()
-        output = model.run(
-            layers,
-            inputs[0],
-            positions=inputs[1],
-            slots=blocks * size + inputs[1] % size,
-            lengths=(positions + 1 - tables.dropped).astype(np.int32),
-            starts=(model.starts[: n + 1], model.starts_cpu[: n + 1]),
-            pages=tables.read,
-            draft_index=position,
-        )
+        slots = blocks * size + inputs[1] % size
+        lengths = (positions + 1 - tables.dropped).astype(np.int32)
+        output = None if model.graphs is None else model.graphs.run(layers, tables, inputs, slots, lengths)
+        if output is None:
+            output = model.run(
+                layers,
+                inputs[0],
+                positions=inputs[1],
+                slots=slots,
+                lengths=lengths,
+                starts=(model.starts[: n + 1], model.starts_cpu[: n + 1]),
+                pages=tables.read,
+                draft_index=position,
+            )
         values = output.cpu().numpy()
         return Drafted(
             values[:, :k].astype(np.int32), values[:, k : 2 * k], values[:, 2 * k] if layers.entropy else None

@@ -73,6 +73,21 @@ GRAPH_HOOKS = (
     Hook("vllm.v1.attention.backend.AttentionCGSupport", "ALWAYS", purpose="full CUDA graphs"),
 )  # fmt: skip
 
+# Needed besides for CUDA graphs of draft passes.
+DRAFT_GRAPH_HOOKS = (
+    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "capture_model", purpose="CUDA graphs of draft passes"),
+    Hook("vllm.compilation.cuda_graph.CUDAGraphWrapper", "__init__", parameters=("runnable", "vllm_config",
+         "runtime_mode"), purpose="CUDA graphs of draft passes"),
+    Hook("vllm.compilation.monitor", "set_cudagraph_capturing_enabled", parameters=("enabled",),
+         purpose="CUDA graphs of draft passes"),
+    Hook("vllm.distributed.parallel_state", "graph_capture", parameters=("device",),
+         purpose="CUDA graphs of draft passes"),
+    Hook("vllm.forward_context.BatchDescriptor", fields=("num_tokens", "num_reqs", "uniform"),
+         purpose="CUDA graphs of draft passes"),
+    Hook("vllm.forward_context.ForwardContext", fields=("cudagraph_runtime_mode", "batch_descriptor"),
+         purpose="CUDA graphs of draft passes"),
+)  # fmt: skip
+
 # Needed to tell the scheduler how much to draft in model runner V2.
 SCHEDULER_HOOKS = (
     Hook("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", parameters=("scheduler_output",
@@ -140,7 +155,7 @@ V2_TREE_HOOKS = (
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
 
 # What drafting does without, where it is not there.
-OPTIONAL_HOOKS = GRAPH_HOOKS + LOGITS_HOOKS + V2_HOOKS + V2_TREE_HOOKS
+OPTIONAL_HOOKS = GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + LOGITS_HOOKS + V2_HOOKS + V2_TREE_HOOKS
 
 
 def setting() -> str:

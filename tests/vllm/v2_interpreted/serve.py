@@ -4,12 +4,13 @@
 
 Cases come one after the other: all prompts of one at once. "abort" gives up each request after so many steps, and asks
 it anew under the same id; "chains" are requests whose parameters allow no trees; "salt" stands in front of the prompts'
-own. "adaptive" asks the speculator for confidences, "kv" notes the KV of all steps. The rest of the JSON are arguments
-of the engine.
+own. "adaptive" asks the speculator for confidences, "kv" notes the KV of all steps, "graphs" lets draft passes run as
+CUDA graphs do. The rest of the JSON are arguments of the engine.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import sys
@@ -19,12 +20,49 @@ from typing import Any
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm import LLM, SamplingParams
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
+from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from tests.support.recycled import recorded
+
+
+class Recorded:
+    """In place of vLLM's CUDAGraphWrapper: a replay computes anew, with the very tensors of the capture and with the
+    forward context of then, whatever it is called with."""
+
+    def __init__(self, runnable: Any, vllm_config: Any, runtime_mode: CUDAGraphMode) -> None:
+        self.runnable, self.mode, self.replays = runnable, runtime_mode, 0
+        self.captured: dict[Any, tuple[Any, Any]] = {}
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        context = get_forward_context()
+        if context.cudagraph_runtime_mode != self.mode:
+            return self.runnable(*args)
+        if context.batch_descriptor not in self.captured:
+            self.captured[context.batch_descriptor] = args, copy.copy(context)
+        else:
+            self.replays += 1
+        args, context = self.captured[context.batch_descriptor]
+        with override_forward_context(context):
+            return self.runnable(*args)
+
+
+def record_graphs(runner: Any) -> list[Recorded]:
+    made: list[Recorded] = []
+
+    def wrap(*args: Any) -> Recorded:
+        made.append(Recorded(*args))
+        return made[-1]
+
+    model = runner.speculator.draft_model
+    model.graphs = DraftGraphs(model, runner.block_tables.block_tables[0].gpu.shape[1])
+    model.graphs.record(model.compiled.values(), wrap)
+    return made
 
 
 def answers(
@@ -152,7 +190,7 @@ def main() -> None:
     schedule_asynchronously()
     given = json.loads(sys.argv[2])
     cases, adaptive = given.pop("cases"), given.pop("adaptive", False)
-    with_kv = given.pop("kv", False)
+    with_kv, with_graphs = given.pop("kv", False), given.pop("graphs", False)
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
     runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     guarded = runner.speculator.guarded
@@ -161,6 +199,7 @@ def main() -> None:
     trees = runner.speculator.trees
     branches = note_branches(trees) if trees is not None else []
     kv = note_kv(runner) if with_kv else {}
+    graphs = record_graphs(runner) if with_graphs else []
     said: dict[tuple[int, ...], set[int]] = {}
     if drafter != ():
         recorded(guarded, said)
@@ -192,6 +231,7 @@ def main() -> None:
         "trees": trees is not None and trees.enabled,
         "branches": branches,
         "kv": largest_difference(kv),
+        "replays": [graph.replays for graph in graphs],
         "lookup": core.scheduler.dynamic_sd_lookup,
         "decided": [[*batches, length] for batches, (length, _) in getattr(controller, "_decided", {}).items()],
         "verified": sorted({length for _, length, _ in getattr(controller, "_errors", {})}),

@@ -20,7 +20,7 @@ from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.fixes import apply_fixes
-from freedraft.engines.vllm.hooks import GRAPH_HOOKS, LOGITS_HOOKS
+from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, LOGITS_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.outputs import output_of
@@ -92,6 +92,7 @@ class MethodProposer:
         self.drafts = get_tp_group().rank_in_group == 0
         self.vllm_config = vllm_config
         self.backbone: Backbone | None = None
+        self.draft_model: PagedDraftModel | None = None
         # Requests whose prompt is not over, where the method wants the hidden states behind prompts.
         self.in_prompt: set[str] = set()
         self.without_text: set[str] = set()  # requests with embeddings for a prompt
@@ -110,7 +111,8 @@ class MethodProposer:
         """The KV cache of vLLM's GPUModelRunner is there; requests come next."""
         logger.info(start_line(self.vllm_config, self.spec.name, v2=False))
         if self.backbone is not None:
-            self.guarded.prepare(PagedDraftModel(runner, self.backbone, self.vllm_config))
+            self.draft_model = PagedDraftModel(runner, self.backbone, self.vllm_config)
+            self.guarded.prepare(self.draft_model)
 
     def begin(self, batch: Any, requests: Sequence[Any]) -> None:
         """vLLM's NewRequestData have their first step, in its InputBatch."""
@@ -261,6 +263,8 @@ def install() -> None:
         wrap_once(GPUModelRunner, "_sample", _with_logits)
     if hasattr(GPUModelRunner, "initialize_kv_cache"):
         wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
+    if not check(DRAFT_GRAPH_HOOKS):
+        wrap_once(GPUModelRunner, "capture_model", _capture)
 
 
 def _drafting(runner: Any) -> MethodProposer | None:
@@ -317,6 +321,16 @@ def _with_logits(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, logits, spec_decode_metadata, *args, **kwargs)
 
     return _sample
+
+
+def _capture(original: Callable[..., Any]) -> Callable[..., Any]:
+    def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if (drafter := _drafting(self)) is not None and (model := drafter.draft_model) is not None:
+            model.capture(self.input_batch.block_table[0].max_num_blocks_per_req)
+        return result
+
+    return capture_model
 
 
 def _prepare(runner: Any) -> None:

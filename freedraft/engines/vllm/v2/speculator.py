@@ -104,6 +104,7 @@ class MethodSpeculator(BaseSpeculator):
         slots: int = req_states.max_num_reqs
         self.guarded: GuardedMethod | None = None  # in rank 0
         self.runner: Any = None  # once it has its KV cache
+        self.draft_model: PagedDraftModel | None = None
         # Requests whose prompt is not over, where the method wants the hidden states behind prompts.
         self.in_prompt: set[str] = set()
         self.lengths: BatchLengths | None = None  # learnt while serving
@@ -141,7 +142,9 @@ class MethodSpeculator(BaseSpeculator):
             logger.info(start_line(self._vllm_config, configured(self._vllm_config).name, v2=True))
 
     def capture(self) -> None:
-        """There is nothing to capture."""
+        """vLLM has captured CUDA graphs of its own."""
+        if self.draft_model is not None:
+            self.draft_model.capture(self.runner.block_tables.block_tables[0].gpu.shape[1])
 
     def prepare(self, runner: Any) -> None:
         """The KV cache of vLLM's GPUModelRunner is there; requests come next. Raises UnsupportedModel."""
@@ -153,8 +156,8 @@ class MethodSpeculator(BaseSpeculator):
             return
         self.runner = runner
         if METHODS[configured(self._vllm_config).name].runs_model:
-            model = PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
-            guarded.prepare(model)
+            self.draft_model = PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
+            guarded.prepare(self.draft_model)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

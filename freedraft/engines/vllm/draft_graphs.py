@@ -1,0 +1,134 @@
+"""`DraftGraphs`: CUDA graphs of draft passes, for each set of layers and some batch sizes.
+
+A graph reads buffers that are filled before each replay; a batch between two sizes is padded. Attention's metadata is
+that of the capture: the backends in `BACKENDS` keep nothing of a batch in it but what stands in these buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freedraft.engines.hooks import check
+from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS
+from freedraft.engines.vllm.kept_layers import KeptLayers
+
+if TYPE_CHECKING:
+    from freedraft.engines.vllm.draft_model import PagedDraftModel
+    from freedraft.engines.vllm.draft_passes import BlockTables
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+MAX_BATCH = 64
+_NO_SLOT = -1  # of padding, whose KV is written nowhere
+
+
+class DraftGraphs:
+    """Of one model; empty until `capture`, and where vLLM captures none.
+
+    Args:
+        model: whose passes these are.
+        table_width: P, most pages of a request in the runner's block table.
+    """
+
+    def __init__(self, model: PagedDraftModel, table_width: int) -> None:
+        self._model = model
+        most = min(MAX_BATCH, model.runner.max_num_reqs)
+        self._sizes = [*(1 << i for i in range((most - 1).bit_length())), most]
+        device = model.device
+        self._inputs = torch.zeros(3, most, dtype=torch.int64, device=device)  # tokens, positions, slots
+        self._inputs[2] = _NO_SLOT
+        self._lengths = torch.ones(most, dtype=torch.int32, device=device)
+        self._pages = torch.zeros(most, table_width, dtype=torch.int32, device=device)
+        self._tables: BlockTables | None = None  # what stands in `_pages`
+        self._graphs: dict[KeptLayers, Any] = {}
+
+    def capture(self, passes: Iterable[KeptLayers]) -> None:
+        """Capture these, if vLLM captures its own; passes that cannot be captured run eagerly."""
+        from vllm.config import CUDAGraphMode
+
+        config, backend = self._model.vllm_config.compilation_config, self._model.group.backend.get_name()
+        if config.cudagraph_mode == CUDAGraphMode.NONE or self._model.device.type != "cuda":
+            return
+        if backend not in BACKENDS or (missing := check(DRAFT_GRAPH_HOOKS)):
+            reason = f"attention {backend}" if backend not in BACKENDS else "; ".join(missing)
+            logger.warning("freedraft: draft passes run without CUDA graphs (%s)", reason)
+            return
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+        from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+        from vllm.distributed.parallel_state import graph_capture
+
+        free = torch.cuda.mem_get_info()[0]
+        set_cudagraph_capturing_enabled(True)
+        try:
+            with graph_capture(device=self._model.device):
+                self.record(passes, CUDAGraphWrapper)
+        except Exception as error:
+            logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
+            self._graphs.clear()
+            return
+        finally:
+            set_cudagraph_capturing_enabled(False)
+        taken = (free - torch.cuda.mem_get_info()[0]) / 2**20
+        number = len(self._graphs) * len(self._sizes)
+        logger.info("freedraft: %d CUDA graphs of draft passes, %.0f MiB", number, taken)
+
+    @torch.inference_mode()
+    def record(self, passes: Iterable[KeptLayers], wrap: Callable[..., Any]) -> None:
+        """Call each pass at each size until `wrap` (vLLM's CUDAGraphWrapper) has its graphs."""
+        from vllm.config import CUDAGraphMode
+
+        model = self._model
+        for layers in passes:
+            graph = wrap(layers, model.vllm_config, CUDAGraphMode.FULL)
+            for size in reversed(self._sizes):  # so that smaller ones take the memory of the largest
+                for captured in (False, True):
+                    model.run(
+                        graph,
+                        self._inputs[0, :size],
+                        positions=self._inputs[1, :size],
+                        slots=self._inputs[2, :size],
+                        # Kernels are chosen for the longest, and read the lengths of each replay.
+                        lengths=np.full(size, model.runner.max_model_len, np.int32),
+                        lengths_on_device=self._lengths[:size],
+                        starts=(model.starts[: size + 1], model.starts_cpu[: size + 1]),
+                        pages=self._pages[:size],
+                        graph_size=size if captured else None,
+                    )
+            self._graphs[layers] = graph
+
+    def run(
+        self,
+        layers: KeptLayers,
+        tables: BlockTables,
+        inputs: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: NDArray[np.int32],
+    ) -> torch.Tensor | None:
+        """What a pass gives n requests, [n, ...]; None if there is no graph for it.
+
+        Args:
+            inputs: int64 [2, n], tokens and positions; slots: int64 [n], where their KV is written.
+            lengths: int32 [n], tokens that each request reads.
+        """
+        n = len(slots)
+        if (graph := self._graphs.get(layers)) is None or n > self._sizes[-1]:
+            return None
+        size = self._sizes[bisect_left(self._sizes, n)]
+        self._inputs[:2, :n].copy_(inputs)
+        self._inputs[2, :n].copy_(slots)
+        self._inputs[2, n:size] = _NO_SLOT
+        self._lengths[:n].copy_(self._model.tensor(lengths))
+        self._lengths[n:size] = 0
+        if self._tables is not tables:
+            self._pages[:n, : tables.read.shape[1]].copy_(tables.read)
+            self._tables = tables
+        output: torch.Tensor = self._model.replay(graph, self._inputs[0, :size], self._inputs[1, :size])
+        return output[:n]
