@@ -2,9 +2,9 @@
 
     python bench/kernels.py [--json OUT] [--quick]
 
-On a GPU: each Triton kernel against its torch reference (equal bit for bit) and against the bytes it
-must move, as a share of the bandwidth of a device-to-device copy measured here. Elsewhere the references are timed,
-at tiny shapes, and under TRITON_INTERPRET=1 the kernels are checked against them.
+On a GPU: each Triton kernel against its torch reference (equal bit for bit; attention within a bfloat16's rounding) and
+against the bytes it must move, as a share of the bandwidth of a device-to-device copy measured here. Elsewhere the
+references are timed, at tiny shapes, and under TRITON_INTERPRET=1 the kernels are checked against them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from freedraft_kernels import KVPool, TreeBatch, Verification, tree_inputs, verify_greedy, verify_sampled
+from freedraft_kernels import (
+    KVPool,
+    TreeBatch,
+    TreeQueries,
+    Verification,
+    tree_attention,
+    tree_inputs,
+    verify_greedy,
+    verify_sampled,
+)
 from freedraft_kernels.dispatch import Backend, has_triton, use_triton
 
 from bench.lib.results import write_json
@@ -108,6 +117,43 @@ def tensors(result: object) -> list[torch.Tensor]:
     return [getattr(result, name) for name in names] if names else list(result)  # type: ignore[call-overload]
 
 
+PAGE, QUERY_HEADS = 16, 4  # tokens; for each KV head
+
+
+def attention(shape: Shape, device: torch.device) -> tuple[Callable[[Backend], list[torch.Tensor]], int]:
+    """Attention of one layer over the whole context for trees of N nodes, and its bytes: each key and value once."""
+    batch, nodes, length, dim = shape.batch, shape.nodes, shape.seq_len + shape.nodes, shape.dim
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # NumPy, of which the interpreter is, has none
+    generator = torch.Generator(device).manual_seed(2)
+    used = -(-length // PAGE)
+    pages = torch.randperm(batch * used, generator=generator, device=device).int().view(batch, used)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device, generator=generator).to(dtype)
+
+    query = random(batch * nodes, QUERY_HEADS * shape.heads, dim)
+    keys, values = (random(batch * used, PAGE, shape.heads, dim) for _ in range(2))
+    node = torch.arange(nodes, device=device)
+    masks = torch.where(node > 0, 1 << (node - 1).clamp(min=0), 0)  # a root and its children
+    queries = TreeQueries(
+        torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=device),
+        torch.full((batch,), length, dtype=torch.int32, device=device),
+        torch.full((batch * nodes,), shape.seq_len + 1, dtype=torch.int32, device=device),
+        masks.repeat(batch),
+        torch.ones(batch, dtype=torch.int32, device=device),
+    )
+
+    def run(backend: Backend) -> list[torch.Tensor]:
+        out = torch.empty_like(query)
+        tree_attention(
+            query, keys, values, queries, pages, out,
+            scale=dim**-0.5, max_queries=nodes, max_seq_len=length, backend=backend,
+        )  # fmt: skip
+        return [out]
+
+    return run, (2 * batch * length * shape.heads * dim + 2 * query.numel()) * query.element_size()
+
+
 def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) -> list[Row]:
     batch, nodes, vocab = shape.batch, shape.nodes, shape.vocab
     tree = random_trees(shape, device)
@@ -149,12 +195,14 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
     query_bytes = trees + batch * nodes * (16 + nodes)
     full_bytes = trees + batch * nodes * 16 + nodes * (capacity + batch * nodes)
     greedy_bytes, sampled_bytes = trees + outcome + 8 * batch * nodes, trees + outcome + 4 * batch * vocab
+    attend, attended_bytes = attention(shape, device)
     operations: list[tuple[str, Callable[[Backend], object], int]] = [
         ("tree inputs, query mask", inputs("query"), query_bytes),
         ("tree inputs, full mask", inputs("full"), full_bytes),
         ("verify greedy", lambda b: verify_greedy(tree, targets, backend=b), greedy_bytes),
         ("verify sampled", lambda b: verify_sampled(tree, probs, seeds, seq_lens, backend=b), sampled_bytes),
         ("compact KV", compact, moved),
+        ("tree attention", attend, attended_bytes),
     ]
     with_triton = use_triton(device)
     rows = []
@@ -162,7 +210,10 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
         equal = None
         if with_triton:  # before anything is timed: compaction works in place
             pairs = zip(tensors(run("triton")), tensors(run("reference")), strict=True)
-            equal = all(torch.equal(ours, reference) for ours, reference in pairs)
+            equal = all(
+                torch.allclose(ours, reference, atol=1e-2) if run is attend else torch.equal(ours, reference)
+                for ours, reference in pairs
+            )
         reference_us = median_us(lambda run=run: run("reference"), device, repeats)  # type: ignore[misc]
         triton_us = rate = None
         if with_triton and device.type == "cuda":

@@ -2,10 +2,10 @@
 
     python bench/v2_host_time.py --json OUT
 
-V2 runs here in Triton's interpreter (tests/vllm/v2_interpreted), with async scheduling and a tiny model: its own times
-say nothing, those of our functions on the host do. Tensors of the device lie on the host here, so that what launches
-kernels on a GPU is counted at the time of the kernels' work. Waits are counted on events that stand in for the
-device's: those for the step's own work, not those for steps that are long over.
+V2 runs here in Triton's interpreter (tests/vllm/v2_interpreted), with async scheduling, a tiny model and our kernels by
+their references: its own times say nothing, those of our functions on the host do. Tensors of the device lie on the
+host here, so that what launches kernels on a GPU is counted at the time of the kernels' work. Waits are counted on
+events that stand in for the device's: those for the step's own work, not those for steps that are long over.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from freedraft_kernels import dispatch
 
 from bench.lib.host_time import TimedCalls
 from bench.lib.machine import machine, versions
@@ -57,6 +59,7 @@ def measure(model: Path, batch: int, length: int, steps: int) -> dict[str, Any]:
 
     take_any_mask()
     schedule_asynchronously()
+    dispatch.interpreting = lambda: False
     config = {"method": "sssd", "num_speculative_tokens": length, "policy": "auto", "live": True, "recycle": "on"}
     config |= {"hardware": "h100"}
     most = max(2048, batch * (1 + length))

@@ -365,6 +365,19 @@ def sglang_host_time(result: Any) -> str:
     return table(["arm", "batch", "outside the forward pass", "drafting", "method", "lookup", "forward pass"], rows)
 
 
+def sampling(result: Any) -> str:
+    names = {"visited": "ours", "sorted": "a sort of every node's vocabulary"}
+    rows = [
+        [names[arm], f"{a['median_s']:.2f} ({min(a['seconds']):.2f}-{max(a['seconds']):.2f})",
+         f"{a['bytes'] / 2**20:,.0f}"]
+        for arm, a in result["arms"].items()
+    ]  # fmt: skip
+    batch, nodes, vocab = result["shape"]
+    said = f"{batch} requests of {nodes} nodes, {vocab:,} ids, top-k {result['top_k']}, top-p {result['top_p']}; "
+    said += f"the largest difference of a probability is {result['difference']:.0e}."
+    return table(["", "seconds (range)", "MiB beside the logits"], rows) + "\n\n" + said
+
+
 SECTIONS = (
     Section(
         "Over HTTP, on the demo's prompts",
@@ -461,6 +474,13 @@ SECTIONS = (
         "Microseconds of a decoding step with drafts, medians and quartiles, with the drafter's thread "
         "(`draft_timeout_ms: 20`) and without; `drafting`: how long SGLang's own thread waits for drafts.",
         sglang_host_time,
+    ),
+    Section(
+        "What sampling over the nodes of trees costs",
+        ("sampling.json",),
+        "Temperature, top-k and top-p, as SGLang verifies sampled requests: on two cores, where NumPy filters; on a "
+        "GPU a kernel does.",
+        sampling,
     ),
     Section(
         "A datastore that learns",

@@ -100,7 +100,7 @@ def test_compiled(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size 1"]),
-        ({"tensor_parallel_size": 2}, ["--tensor-parallel-size 1"]),
+        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, ["--decode-context-parallel-size 1"]),
         ({"enable_lora": True}, ["LoRA"]),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, ["KV transfer"]),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import prompts
 from tests.support.models import save, tiny_model
 
@@ -67,3 +68,37 @@ def test_two_ranks_answer_as_one_does_plainly(model: Path, plain: list[list[int]
     found = answers(model, 2, changed, speculative_config=SSSD)
     assert found["answers"] == [plain, plain]
     assert found["accepted"] > 60, "the second time they are drafted from what was learnt"
+
+
+@pytest.fixture(scope="module")
+def layerskip(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A method whose first set skips nothing, which some requests get, and whose second one something."""
+    folder = tmp_path_factory.mktemp("skip_sets")
+    config = json.loads((model / "config.json").read_text())
+    layers, fingerprint = config["num_hidden_layers"], model_fingerprint(config)
+    SkipSet.empty(layers, fingerprint).save(folder / "empty.json")
+    SkipSet(layers, frozenset({0}), frozenset({layers - 1}), fingerprint).save(folder / "some.json")
+    sets = [str(folder / f"{name}.json") for name in ("empty", "some")]
+    return {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed", "skip_set": sets}
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+@pytest.mark.parametrize("changed", [{}, INTERPRETED, {"FAILING_PASS": "7"}], ids=["V1", "V2", "a rank that fails"])
+def test_two_ranks_do_the_same_draft_passes(
+    model: Path, plain: list[list[int]], layerskip: dict[str, Any], changed: dict[str, str]
+) -> None:
+    """Without skipping anything both ranks draft what both verify; a rank that cannot ends drafting for a while."""
+    if "VLLM_USE_V2_MODEL_RUNNER" in changed:
+        pytest.importorskip("triton")
+    found = answers(model, 2, changed, speculative_config=layerskip, skip_sets=["empty", "some", "empty", "empty"])
+    assert found["answers"] == [plain, plain]
+    # Of 4 x 29 tokens, twice: three of four where everything is accepted.
+    assert found["accepted"] > (20 if "FAILING_PASS" in changed else 110)
+
+
+def test_a_search_on_several_ranks_is_refused(model: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {"method": "layerskip", "num_speculative_tokens": 3, "selection": "swift"}
+    with pytest.raises(ValueError, match=r"selection 'swift'.*rank"):
+        EngineArgs(str(model), tensor_parallel_size=2, speculative_config=given).create_engine_config()

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 from freedraft.draft_model import DraftModel, Recipe
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import DraftPass, PagedDraftRound
+from freedraft.engines.vllm.draft_ranks import DraftRanks
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
+from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.set_scores import SetScores
 from freedraft.method import Step
 
@@ -32,6 +34,7 @@ class PagedDraftModel(DraftModel):
     """
 
     def __init__(self, runner: Any, backbone: Backbone, vllm_config: Any) -> None:
+        from vllm.distributed import get_tp_group
         from vllm.forward_context import create_forward_context
 
         groups = [group for groups in runner.attn_groups for group in groups]
@@ -48,16 +51,28 @@ class PagedDraftModel(DraftModel):
         self.starts_cpu = torch.arange(runner.max_num_reqs + 1, dtype=torch.int32)
         self.starts = self.starts_cpu.to(self.device)
         self.graphs: DraftGraphs | None = None
+        self.ranks = DraftRanks(get_tp_group())
+        self.built: list[DraftPass | None] = []  # by their numbers, where other ranks have the same
         self.not_prefilling = torch.zeros(runner.max_num_reqs, dtype=torch.bool)
 
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
+        self.ranks.tell("build", recipe, {"top_k": top_k, "entropy": entropy, "optimize": optimize})
         kept = [(i // 2, ("attention", "mlp")[i % 2]) for i, skipped in enumerate(recipe.bits) if not skipped]
+        layers = self._layers(recipe, kept, top_k, entropy, optimize)
+        made = DraftPass(layers, recipe.window, len(self.built))
+        if self.ranks.several:
+            self.built.append(made)
+        return made
+
+    def _layers(
+        self, recipe: Recipe, kept: list[tuple[int, str]], top_k: int, entropy: bool, optimize: bool
+    ) -> KeptLayers:
         if not optimize:
-            return DraftPass(KeptLayers(self.backbone, kept, top_k, entropy).eval(), recipe.window)
+            return KeptLayers(self.backbone, kept, top_k, entropy).eval()
         key = (*recipe.bits, top_k, entropy)  # a window is no part of what is compiled
         if key not in self.compiled:
             self.compiled[key] = compiled(self.vllm_config, self.backbone, kept, top_k, entropy)
-        return DraftPass(self.compiled[key], recipe.window)
+        return self.compiled[key]
 
     def capture(self, table_width: int) -> None:
         """Capture CUDA graphs of what was built to be optimized, where vLLM captures its own.
@@ -75,7 +90,13 @@ class PagedDraftModel(DraftModel):
         return np.minimum(slots.clip(0), step.capacities).astype(np.int32)
 
     def start(self, step: Step, rows: NDArray[np.intp], max_draft_len: int) -> PagedDraftRound:
-        return PagedDraftRound(self, step, rows, max_draft_len)
+        pages, first = step.engine.pages(), step.contexts.astype(np.int64) - 1
+        self.ranks.tell("start", pages.rows, first, max_draft_len)
+        return self.round(pages, first, max_draft_len)
+
+    def round(self, pages: Pages, first: NDArray[np.int64], max_draft_len: int) -> PagedDraftRound:
+        """The draft passes of a step, on any rank."""
+        return PagedDraftRound(self, pages, first, max_draft_len)
 
     def scorer(self, window: int) -> SetScores:
         return SetScores(self, window)

@@ -10,17 +10,19 @@ from numpy.typing import NDArray
 
 from freedraft.draft_model import Drafted, DraftRound, Window
 from freedraft.engines.vllm.kept_layers import KeptLayers
-from freedraft.method import Step
+from freedraft.engines.vllm.pages import Pages
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.draft_model import PagedDraftModel
 
 
 class DraftPass(NamedTuple):
-    """Layers, and the part of the KV cache that they read; None for the whole cache."""
+    """Layers, and the part of the KV cache that they read; None for the whole cache. The number names it to other
+    ranks."""
 
     layers: KeptLayers
     window: Window | None
+    number: int
 
 
 class BlockTables(NamedTuple):
@@ -38,44 +40,74 @@ class BlockTables(NamedTuple):
     dropped: NDArray[np.int64]
 
 
+class _Ready(NamedTuple):
+    """What a pass of R requests reads and writes.
+
+    Attributes:
+        inputs: int64 [2, R], tokens and positions; slots: int64 [R]; lengths: int32 [R], as attention reads them.
+    """
+
+    inputs: torch.Tensor
+    tables: BlockTables
+    slots: torch.Tensor
+    lengths: NDArray[np.int32]
+
+
 class PagedDraftRound(DraftRound):
-    """See `DraftModel.start`, whose arguments these are. What a pass gives comes to the host in one transfer.
+    """See `DraftModel.start`. What a pass gives comes to the host in one transfer.
 
     A window shortens what attention reads: the block tables, and the sequence lengths by what is left out. Positions
     stay, with which keys were rotated when they were written, and so do the slots that are written.
+
+    Args:
+        first: int64 [B], position of each request's root.
     """
 
-    def __init__(self, model: PagedDraftModel, step: Step, rows: NDArray[np.intp], max_draft_len: int) -> None:
-        self.model, self.max_draft_len = model, max_draft_len
-        self.first = step.contexts.astype(np.int64) - 1  # position of each request's root
-        self.pages = step.engine.pages()
+    def __init__(self, model: PagedDraftModel, pages: Pages, first: NDArray[np.int64], max_draft_len: int) -> None:
+        self.model, self.pages, self.first, self.max_draft_len = model, pages, first, max_draft_len
         self.tables: BlockTables | None = None
 
     @torch.inference_mode()
     def run(self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> Drafted:
-        model, n, (layers, window) = self.model, len(rows), draft_pass
-        k, size = layers.top_k, self.pages.block_size
-        positions = self.first[rows] + position
-        inputs, tables = model.tensor(np.stack((tokens, positions))), self._tables(rows, window)
-        blocks = tables.whole.gather(1, (inputs[1] // size)[:, None])[:, 0].long()
-        slots = blocks * size + inputs[1] % size
-        lengths = (positions + 1 - tables.dropped).astype(np.int32)
-        output = None if model.graphs is None else model.graphs.run(layers, tables, inputs, slots, lengths)
-        if output is None:
-            output = model.run(
-                layers,
-                inputs[0],
-                positions=inputs[1],
-                slots=slots,
-                lengths=lengths,
-                starts=(model.starts[: n + 1], model.starts_cpu[: n + 1]),
-                pages=tables.read,
-                draft_index=position,
-            )
-        values = output.cpu().numpy()
+        ranks, layers, k = self.model.ranks, draft_pass.layers, draft_pass.layers.top_k
+        ranks.tell("run", draft_pass.number, rows, tokens, position)
+        ready: _Ready | None = None
+        try:
+            ready = self._ready(draft_pass, rows, tokens, position)
+        finally:
+            agreed = ranks.agree(ready is not None)
+        if not agreed or ready is None:
+            raise RuntimeError("another tensor-parallel rank cannot run this draft pass")
+        values = self._output(draft_pass, ready, position).cpu().numpy()
         return Drafted(
             values[:, :k].astype(np.int32), values[:, k : 2 * k], values[:, 2 * k] if layers.entropy else None
         )
+
+    def _ready(self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> _Ready:
+        """What a pass reads and writes."""
+        size, positions = self.pages.block_size, self.first[rows] + position
+        inputs, tables = self.model.tensor(np.stack((tokens, positions))), self._tables(rows, draft_pass.window)
+        blocks = tables.whole.gather(1, (inputs[1] // size)[:, None])[:, 0].long()
+        lengths = (positions + 1 - tables.dropped).astype(np.int32)
+        return _Ready(inputs, tables, blocks * size + inputs[1] % size, lengths)
+
+    def _output(self, draft_pass: DraftPass, ready: _Ready, position: int) -> torch.Tensor:
+        model, n = self.model, len(ready.lengths)
+        if model.graphs is not None:
+            output = model.graphs.run(draft_pass.layers, ready.tables, ready.inputs, ready.slots, ready.lengths)
+            if output is not None:
+                return output
+        eager: torch.Tensor = model.run(
+            draft_pass.layers,
+            ready.inputs[0],
+            positions=ready.inputs[1],
+            slots=ready.slots,
+            lengths=ready.lengths,
+            starts=(model.starts[: n + 1], model.starts_cpu[: n + 1]),
+            pages=ready.tables.read,
+            draft_index=position,
+        )
+        return eager
 
     def _tables(self, rows: NDArray[np.intp], window: Window | None) -> BlockTables:
         """Of these requests, made again only when they or the window change."""

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-ONE_RANK = {
-    "tensor_parallel_size": "layers split over several tensor-parallel ranks",
-    "decode_context_parallel_size": "KV split over several ranks",
-}
-
 
 def check_ranks(engine_args: Any) -> None:
     """Refuse ranks that no method drafts on.
@@ -23,16 +18,24 @@ def check_ranks(engine_args: Any) -> None:
         )
 
 
-def check_engine(engine_args: Any) -> None:
+def check_engine(engine_args: Any, options: Any) -> None:
     """Refuse engines that draft passes do not know.
+
+    Args:
+        options: of the method.
 
     Raises:
         ValueError: one clear line.
     """
-    for name, what in ONE_RANK.items():
-        size = getattr(engine_args, name, 1) or 1
-        if size > 1:
-            raise ValueError(f"cannot draft with {what}: set --{name.replace('_', '-')} 1, not {size}")
+    if (ranks := getattr(engine_args, "decode_context_parallel_size", 1) or 1) > 1:
+        raise ValueError(
+            f"cannot draft with KV split over several ranks: set --decode-context-parallel-size 1, not {ranks}"
+        )
+    ranks = getattr(engine_args, "tensor_parallel_size", 1) or 1
+    if ranks > 1 and getattr(options, "selection", None) == "swift":
+        raise ValueError(
+            f"selection 'swift' searches on one tensor-parallel rank only, not {ranks}: calibrate a set, or use 'knn'"
+        )
     for name in ("kv_transfer_config", "kv_offloading_size"):
         if getattr(engine_args, name, None) is not None:
             raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ class Backbone:
     Attributes:
         vocab_size: tokens of the head that are real, without padding.
         scale: what the model multiplies its logits with.
+        gather: puts the logits of all tensor-parallel ranks together; None with one rank.
     """
 
     embedding: Any
@@ -43,10 +44,12 @@ class Backbone:
     head: Any
     vocab_size: int
     scale: float
+    gather: Callable[[torch.Tensor], torch.Tensor] | None
 
     @classmethod
     def of(cls, target: Any) -> Backbone:
         """Raises UnsupportedModel when `target` is built otherwise than this module's forward pass assumes."""
+        from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
         from vllm.model_executor.layers.layernorm import RMSNorm
 
         inner = getattr(target, "model", None)
@@ -65,11 +68,13 @@ class Backbone:
             raise UnsupportedModel(f"{refused}: its logits are capped")
         if len({getattr(layer.self_attn.attn, "sliding_window", None) for layer in layers}) > 1:
             raise UnsupportedModel(f"{refused}: they keep KV of different windows")
-        return cls(embedding, tuple(layers), norm, head, processor.org_vocab_size, float(processor.scale))
+        gather = tensor_model_parallel_all_gather if get_tensor_model_parallel_world_size() > 1 else None
+        return cls(embedding, tuple(layers), norm, head, processor.org_vocab_size, float(processor.scale), gather)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, vocabulary] before scaling, of normed hidden states [n, H]."""
-        return self.head.quant_method.apply(self.head, hidden, bias=None)[:, : self.vocab_size]
+        """[n, vocabulary] before scaling, of normed hidden states [n, H]; of all tensor-parallel ranks together."""
+        logits = self.head.quant_method.apply(self.head, hidden, bias=None)
+        return (logits if self.gather is None else self.gather(logits))[:, : self.vocab_size]
 
 
 def _problem(layer: Any, norm_type: type[nn.Module]) -> str | None:

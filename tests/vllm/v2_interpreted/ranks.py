@@ -1,6 +1,6 @@
 """An engine on so many tensor-parallel ranks: what it answers to the same prompts, twice, as a line of JSON.
 
-python ranks.py MODEL RANKS '{"prompts": ..., "speculative_config": ...}'
+python ranks.py MODEL RANKS '{"prompts": ..., "speculative_config": ..., "skip_sets": one for each prompt}'
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from vllm.inputs import TokensPrompt
 def main() -> None:
     given = json.loads(sys.argv[3])
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in given.pop("prompts")]
+    skip_sets = given.pop("skip_sets", [None] * len(prompts))
     room = {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "block_size": 32}
     llm = LLM(
         sys.argv[1],
@@ -27,7 +28,8 @@ def main() -> None:
         **room,
         **given,
     )
-    parameters = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
+    greedy = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "detokenize": False}
+    parameters = [SamplingParams(**greedy, extra_args={"skip_set": name} if name else None) for name in skip_sets]
     answers = [
         [list(output.outputs[0].token_ids) for output in llm.generate(prompts, parameters, use_tqdm=False)]
         for _ in range(2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +74,7 @@ class V1StepState(NamedTuple):
 
 class MethodProposer:
     """The proposer that vLLM creates for every method of ours. Of the drafts of tensor-parallel ranks it takes those of
-    the first, so the others make none.
+    the first, so the others make none, and only do its draft passes with it.
 
     Raises:
         ValueError: the method cannot work, which stops the start.
@@ -104,15 +105,21 @@ class MethodProposer:
 
     def load_model(self, target_model: Any) -> None:
         """vLLM has loaded the target. Raises UnsupportedModel, which stops the start."""
-        if self.drafts and self.spec.runs_model:
+        if self.spec.runs_model:
             self.backbone = Backbone.of(target_model)
 
     def prepare(self, runner: Any) -> None:
         """The KV cache of vLLM's GPUModelRunner is there; requests come next."""
-        logger.info(start_line(self.vllm_config, self.spec.name, v2=False))
-        if self.backbone is not None:
-            self.draft_model = PagedDraftModel(runner, self.backbone, self.vllm_config)
-            self.guarded.prepare(self.draft_model)
+        if self.drafts:
+            logger.info(start_line(self.vllm_config, self.spec.name, v2=False))
+        if self.backbone is None:
+            return
+        self.draft_model = model = PagedDraftModel(runner, self.backbone, self.vllm_config)
+        if not self.drafts:
+            model.ranks.follow(model)
+            return
+        with model.ranks.leading():
+            self.guarded.prepare(model)
 
     def begin(self, batch: Any, requests: Sequence[Any]) -> None:
         """vLLM's NewRequestData have their first step, in its InputBatch."""
@@ -284,7 +291,13 @@ def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
         self._draft_probs = None
         self._draft_prob_req_ids = None
         arguments = signature.bind(self, *args, **kwargs).arguments
-        drafts = drafter.guarded.call(lambda: drafter.draft(self, arguments)) if drafter.drafts else None
+        drafts, model = None, drafter.draft_model
+        if drafter.drafts:
+            with nullcontext() if model is None else model.ranks.leading():
+                drafts = drafter.guarded.call(lambda: drafter.draft(self, arguments))
+        elif model is not None:
+            none = np.zeros(0, np.intp)
+            model.ranks.follow(model, V1StepState(self, arguments, none).pages)
         return drafts or [[] for _ in arguments["sampled_token_ids"]]
 
     return propose_draft_token_ids
@@ -326,7 +339,7 @@ def _with_logits(original: Callable[..., Any]) -> Callable[..., Any]:
 def _capture(original: Callable[..., Any]) -> Callable[..., Any]:
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if (drafter := _drafting(self)) is not None and (model := drafter.draft_model) is not None:
+        if isinstance(drafter := self.drafter, MethodProposer) and (model := drafter.draft_model) is not None:
             model.capture(self.input_batch.block_table[0].max_num_blocks_per_req)
         return result
 
@@ -334,5 +347,12 @@ def _capture(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare(runner: Any) -> None:
-    if (drafter := _drafting(runner)) is not None:
+    if not isinstance(drafter := getattr(runner, "drafter", None), MethodProposer):
+        return
+    if drafter.drafts:
         drafter.guarded.call(lambda: drafter.prepare(runner))
+        return
+    try:
+        drafter.prepare(runner)
+    except Exception:
+        logger.exception("freedraft: this rank does no draft passes")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -152,12 +153,15 @@ class MethodSpeculator(BaseSpeculator):
             self.trees.prepare(runner)
             if self.trees.enabled and self.lengths is not None:
                 self.lengths.yields = TreeYields(self.length)
-        if (guarded := self.guarded) is None:
-            return
         self.runner = runner
-        if METHODS[configured(self._vllm_config).name].runs_model:
-            self.draft_model = PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
-            guarded.prepare(self.draft_model)
+        if not METHODS[configured(self._vllm_config).name].runs_model:
+            return
+        self.draft_model = model = PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
+        if (guarded := self.guarded) is None:
+            model.ranks.follow(model)
+            return
+        with model.ranks.leading():
+            guarded.prepare(model)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -223,7 +227,8 @@ class MethodSpeculator(BaseSpeculator):
         guarded = self.guarded
         if guarded is not None:
             most = self.length if num_speculative_tokens is None else num_speculative_tokens
-            drafted = guarded.call(lambda: self._draft(input_batch, num_sampled, most, last_hidden_states, drafts))
+            with nullcontext() if self.draft_model is None else self.draft_model.ranks.leading():
+                drafted = guarded.call(lambda: self._draft(input_batch, num_sampled, most, last_hidden_states, drafts))
             if drafted:
                 packed.copy_(self._of_batch(self._proposed, batch), non_blocking=True)
             elif drafted is None:  # it failed, perhaps before it filled them
@@ -233,6 +238,10 @@ class MethodSpeculator(BaseSpeculator):
                 confidences.send(batch) if drafted else confidences.device[:batch].zero_()
             if self.lengths is not None:
                 self.rows = guarded.call(lambda: self._decide(batch)) or []
+        elif self.draft_model is not None:
+            none = np.zeros(0, np.intp)
+            pages = V2StepState(self.runner.block_tables, self._states, none).pages
+            self.draft_model.ranks.follow(self.draft_model, pages)
         if self._ranks.world_size > 1:
             self._ranks.broadcast(packed, src=0)
             if confidences is not None:
