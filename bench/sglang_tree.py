@@ -5,6 +5,8 @@ No times are taken: the figures are the same on every machine, as far as greedy 
 
     python bench/sglang_tree.py --model build/model --questions spec_bench.jsonl --every 5 \
         --corpus answers.jsonl --field output --json build/sglang-tree.json
+
+Further questions are added to the file.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.lib.machine import machine, versions
 from bench.lib.prompts import BY_KIND, chats
 from bench.lib.results import write_json
 
@@ -41,18 +44,20 @@ def main() -> None:
     texts = questions(args.questions)[:: args.every] if args.questions else BY_KIND
     prompts = chats(args.model, texts, tokenize=False)
     sampling = {"temperature": 0, "max_new_tokens": args.tokens}
-    result: dict[str, object] = {"model": args.model.name, "nodes": args.nodes, "prompts": len(prompts)}
+    result: dict[str, object] = {"model": args.model.name, "nodes": args.nodes, "prompts": len(prompts), "corpus": []}
+    every = f", every {args.every}th" if args.every > 1 else ""
+    result["questions"] = args.questions.name + every if args.questions else "the demo's twelve prompts"
     answers = {}
     store = tempfile.TemporaryDirectory()
     env = {"FREEDRAFT_SCORING": "learned"}
     if args.corpus:
         env["FREEDRAFT_DATASTORE"] = build_store(Path(store.name) / "store", args.corpus, args.model, args.field)
         result["corpus"] = [path.name for path in args.corpus]
-    for name, algorithm in (("tree", "sssd"), ("chain", "sssd_chain")):
+    for name in ("tree", "chain"):
         with tempfile.TemporaryDirectory() as folder:
             counts = Path(folder) / "counts.json"
-            options = {"speculative_algorithm": algorithm, "speculative_num_draft_tokens": args.nodes}
-            with sglang_engine(args.model, counts, env=env, **options) as engine:
+            options = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": args.nodes}
+            with sglang_engine(args.model, counts, env=env | {"FREEDRAFT_SHAPE": name}, **options) as engine:
                 answers[name] = [o["output_ids"] for o in engine.generate(prompts, sampling)]
             done = read_counts(counts)
         result[name] = done["tokens"] / done["request_steps"]
@@ -60,7 +65,11 @@ def main() -> None:
     result["gain"] = result["tree"] / result["chain"] - 1  # type: ignore[operator]
     result["same answers"] = answers["tree"] == answers["chain"]
     print(f"tree over chain: {result['gain']:+.1%}; same answers: {result['same answers']}")
-    write_json(args.json, result)
+    if args.json:
+        before = json.loads(args.json.read_text(encoding="utf-8"))["runs"] if args.json.exists() else []
+        runs = [run for run in before if run["questions"] != result["questions"]] + [result]
+        made = {"machine": machine(), "versions": versions("sglang", "torch"), "runs": runs}
+        write_json(args.json, made, data=[*args.corpus, *([args.questions] if args.questions else [])])
 
 
 def questions(path: Path) -> list[str]:
