@@ -14,6 +14,7 @@ import pytest
 from vllm_cases import SAMPLED_PROMPT, SAMPLES, SAMPLING_ENGINE, SETTINGS, PlainTiny, p_value, sample
 from vllm_engines import engine, failures, runner_of, settle, spied
 
+from freedraft.engines.vllm.hooks import TESTED_VERSIONS, vllm_version
 from tests.support.stores import build_store
 
 K = 3
@@ -115,6 +116,7 @@ def test_without_the_fix_of_sampling_parameters_the_distribution_is_wrong(sssd: 
     assert p_value(sample(sssd, SETTINGS[1]), plain[SETTINGS[1]]) > 1e-3
 
 
+@pytest.mark.skipif(not vllm_version().startswith(TESTED_VERSIONS), reason="0.29, say, survives such steps")
 def test_without_the_fix_of_empty_steps_the_engine_dies(sssd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.sample import rejection_sampler
 
