@@ -54,11 +54,10 @@ class DraftGraphs:
         """Capture these, if vLLM captures its own; passes that cannot be captured run eagerly."""
         from vllm.config import CUDAGraphMode
 
-        config, backend = self._model.vllm_config.compilation_config, self._model.group.backend.get_name()
+        config = self._model.vllm_config.compilation_config
         if config.cudagraph_mode == CUDAGraphMode.NONE or self._model.device.type != "cuda":
             return
-        if backend not in BACKENDS or (missing := check(DRAFT_GRAPH_HOOKS)):
-            reason = f"attention {backend}" if backend not in BACKENDS else "; ".join(missing)
+        if reason := self._why_not():
             logger.warning("freedraft: draft passes run without CUDA graphs (%s)", reason)
             return
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
@@ -79,6 +78,15 @@ class DraftGraphs:
         taken = (free - torch.cuda.mem_get_info()[0]) / 2**20
         number = len(self._graphs) * len(self._sizes)
         logger.info("freedraft: %d CUDA graphs of draft passes, %.0f MiB", number, taken)
+
+    def _why_not(self) -> str:
+        """Why a replay would not read what its pass is to read; "" if it does."""
+        group = self._model.group
+        if (backend := group.backend.get_name()) not in BACKENDS:
+            return f"attention {backend}"
+        if group.kernel_block_size is not None:  # attention reads a block table of its own, made by the host
+            return "attention's pages are smaller than those of the KV cache"
+        return "; ".join(check(DRAFT_GRAPH_HOOKS))
 
     @torch.inference_mode()
     def record(self, passes: Iterable[KeptLayers], wrap: Callable[..., Any]) -> None:

@@ -86,6 +86,7 @@ DRAFT_GRAPH_HOOKS = (
          purpose="CUDA graphs of draft passes"),
     Hook("vllm.forward_context.ForwardContext", fields=("cudagraph_runtime_mode", "batch_descriptor"),
          purpose="CUDA graphs of draft passes"),
+    Hook("vllm.v1.worker.utils.AttentionGroup", fields=("kernel_block_size",), purpose="CUDA graphs of draft passes"),
 )  # fmt: skip
 
 # Needed to tell the scheduler how much to draft in model runner V2.
