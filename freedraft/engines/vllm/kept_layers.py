@@ -49,7 +49,7 @@ class Backbone:
     @classmethod
     def of(cls, target: Any) -> Backbone:
         """Raises UnsupportedModel when `target` is built otherwise than this module's forward pass assumes."""
-        from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+        from vllm.distributed import tensor_model_parallel_all_gather
         from vllm.model_executor.layers.layernorm import RMSNorm
 
         inner = getattr(target, "model", None)
@@ -68,7 +68,7 @@ class Backbone:
             raise UnsupportedModel(f"{refused}: its logits are capped")
         if len({getattr(layer.self_attn.attn, "sliding_window", None) for layer in layers}) > 1:
             raise UnsupportedModel(f"{refused}: they keep KV of different windows")
-        gather = tensor_model_parallel_all_gather if get_tensor_model_parallel_world_size() > 1 else None
+        gather = tensor_model_parallel_all_gather if getattr(head, "tp_size", 1) > 1 else None
         return cls(embedding, tuple(layers), norm, head, processor.org_vocab_size, float(processor.scale), gather)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
