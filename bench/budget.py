@@ -49,7 +49,8 @@ def main() -> None:
     os.environ.update(in_process_environment())
     kinds = {kind: chats(args.model, texts) for kind, texts in PROMPTS.items()}
     options = {"dtype": args.dtype, "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 32}
-    speculative = {"method": "sssd", "num_speculative_tokens": MAX_DRAFT_TOKENS}
+    # Arms and rounds repeat the prompts: what the model said to one of them is not to draft for the next.
+    speculative = {"method": "sssd", "num_speculative_tokens": MAX_DRAFT_TOKENS, "recycle": "off"}
     if args.datastore:
         speculative["datastore"] = str(args.datastore)
     plain, ours = Arms(args.model, None, **options), Arms(args.model, speculative, **options)

@@ -3,9 +3,10 @@
     python bench/vllm_trees.py --model build/model --questions spec_bench.jsonl --json OUT
 
 Model runner V2 with vLLM's Triton attention backend runs here in Triton's interpreter (tests/vllm/v2_interpreted), with
-async scheduling, and our kernels by their references: ten tokens a second, so few questions, short ones, and no times.
-Tokens per step depend on no clock. Each arm is an engine of its own, and keeps what it says in a file, so that a long
-run can be made in parts.
+async scheduling, and our kernels by their references. So that a step takes seconds and not minutes, what the stock
+attention kernels compute is computed by PyTorch (the tests run them themselves): few questions, short ones, and no
+times. Tokens per step depend on no clock. Each arm is an engine of its own, and keeps what it says in a file, so that a
+long run can be made in parts.
 """
 
 from __future__ import annotations
@@ -54,12 +55,16 @@ def choose(model: Path, questions: Path, count: int) -> list[list[int]]:
 def start(model: Path, **config: Any) -> Any:
     """An engine, in this process."""
     from vllm import LLM
+    from vllm.v1.attention.backends import triton_attn
 
+    from tests.vllm.v2_interpreted.gpu_attention import attend, write
     from tests.vllm.v2_interpreted.serve import schedule_asynchronously, take_any_mask
 
     take_any_mask()
     schedule_asynchronously()
     dispatch.interpreting = lambda: False
+    kernels: Any = triton_attn
+    kernels.unified_attention, kernels.triton_reshape_and_cache_flash = attend, write
     return LLM(
         str(model),
         dtype="float32",

@@ -72,12 +72,12 @@ class Recipe(Protocol, Hashable):
 
 
 class Drafted(NamedTuple):
-    """What one draft pass says of the next token of each of R requests, on the host.
+    """What N draft passes say of the next tokens of each of R requests, on the host.
 
     Attributes:
-        tokens: int32 [R, K], the most likely tokens, best first; beyond the vocabulary's size undefined.
-        probabilities: float32 [R, K], theirs; beyond the vocabulary's size 0.
-        entropy: float32 [R], of the whole distribution in nats; None unless asked for.
+        tokens: int32 [N, R, K], the most likely tokens, best first; beyond the vocabulary's size undefined.
+        probabilities: float32 [N, R, K], theirs; beyond the vocabulary's size 0.
+        entropy: float32 [N, R], of the whole distribution in nats; None unless asked for.
     """
 
     tokens: NDArray[np.int32]
@@ -93,21 +93,29 @@ class DraftRound(ABC):
     """
 
     @abstractmethod
-    def run(self, draft_pass: Any, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> Drafted:
-        """Run one pass.
+    def run(
+        self, draft_pass: Any, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1
+    ) -> Drafted:
+        """Run so many passes, each behind the most likely token of the one before, and read back once.
 
         Args:
             draft_pass: from `DraftModel.build`.
             rows: intp [R], places in the step, ascending; all smaller positions have been run for them.
             tokens: int32 [R], the token at `position` of each: its root at 0, then what the pass before drafted.
-            position: from 0.
+            position: of the first pass, from 0.
         """
 
 
 class DraftModel(ABC):
-    """The target model, run with some sublayers skipped, over the engine's own weights and paged KV cache."""
+    """The target model, run with some sublayers skipped, over the engine's own weights and paged KV cache.
+
+    Attributes:
+        n_layers: of the target.
+        waits: whether reading a pass back keeps the device waiting for the host, so that several are read at once.
+    """
 
     n_layers: int
+    waits: bool
 
     @abstractmethod
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> Any:

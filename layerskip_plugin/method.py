@@ -256,31 +256,38 @@ class LayerSkipMethod(ModelMethod):
         result = _Round(step.request_ids, batch, depth, self.top_k)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
         allowed[rows], place[rows] = limits, np.arange(len(rows))
-        entropy = np.zeros(batch, np.float32)
+        entropy = np.zeros((batch, depth), np.float32)
         lookahead.begin([step.request_ids[i] for i in rows.tolist()], places[rows], depth, rest)
         draft_round = self._model.start(step, rows, depth)
         active = rows[limits > 0]
-        for position in range(depth if len(active) else 0):
-            for number in np.unique(places[active]).tolist():
-                part = active[places[active] == number]
-                drafted = draft_round.run(self.draft_passes[number], part, latest[part], position)
-                result.tokens[part, position] = drafted.tokens
-                result.probabilities[part, position] = drafted.probabilities
-                if drafted.entropy is not None:
-                    entropy[part] = drafted.entropy
-                # With what a round costs besides: setting up, deciding.
-                now = time.perf_counter()
-                if self.auto is not None:
-                    self.auto.record_pass(self.recipes[number], len(part), now - started)
-                started = now
+        known = 0  # positions that were read back
+        for position in range(depth):
+            if not len(active):
+                break
+            if position == known:
+                count = 1
+                if self._model.waits:  # as far as all of them have slots
+                    count = min(max(lookahead.expected_len() - position, 1), int(allowed[active].min()) - position)
+                known += count
+                read = slice(position, known)
+                for number in np.unique(places[active]).tolist():
+                    part = active[places[active] == number]
+                    drafted = draft_round.run(self.draft_passes[number], part, latest[part], position, count)
+                    result.tokens[part, read] = drafted.tokens.swapaxes(0, 1)
+                    result.probabilities[part, read] = drafted.probabilities.swapaxes(0, 1)
+                    if drafted.entropy is not None:
+                        entropy[part, read] = drafted.entropy.T
+                    # With what a round costs besides: setting up, deciding.
+                    now = time.perf_counter()
+                    if self.auto is not None:
+                        self.auto.record_pass(self.recipes[number], len(part), (now - started) / count)
+                    started = now
             result.drafted[active] += 1
             latest[active] = result.tokens[active, position, 0]
             top = result.probabilities[active, position, : lookahead.needs_top]
-            needed = entropy[active] if lookahead.needs_entropy else None
+            needed = entropy[active, position] if lookahead.needs_entropy else None
             more = lookahead.should_continue(position, place[active], top, needed)
             active = active[more & (allowed[active] > position + 1)]
-            if not len(active):
-                break
         return result
 
     def _min_sibling_score(self, round_: _Round) -> float:

@@ -50,7 +50,8 @@ class SssdOptions(PluginOptions):
             acceptance; "knee" keeps the batch at the knee; "fixed" always drafts as much as the engine allows. None is
             "auto", or "knee" where a knee is given.
         step_times: file that keeps the measured step times of "auto" from one start to the next; None forgets them.
-        shape: of drafts: "tree" or "chain"; "auto" is "tree" wherever the engine's attention verifies trees.
+        shape: of drafts: "tree" or "chain"; "auto" is "tree" where the engine's attention verifies trees in all its
+            steps (vLLM's FlashAttention leaves such steps to a kernel of ours, on "tree" alone).
         min_score: drafts with a lower estimated probability of acceptance are not verified. None: 0 under "auto"; else,
             where lengths may differ by request (vLLM), what a token costs by the hardware profile, and 0 where they may
             not (SGLang).

@@ -65,6 +65,11 @@ class Lookahead(ABC):
         """
         self.max_draft_len = max_draft_len
 
+    def expected_len(self) -> int:
+        """How many tokens the round that has begun is expected to draft for a request, at most; so many passes may run
+        before `should_continue` is asked of the first one."""
+        return self.max_draft_len
+
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         """The recipe at this place is another one from the next round on."""
 

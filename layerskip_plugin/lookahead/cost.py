@@ -110,6 +110,7 @@ class Cost(Lookahead):
         self.log = RoundLog(1)
         self.on = True
         self.rate = 0.0
+        self._best_len = 1
         self._windows = windows
         # Tokens that each recipe reads at most, and whether it skips anything.
         self._reads = np.array([np.inf if r.window is None else r.window.tokens for r in self.recipes])
@@ -245,7 +246,9 @@ class Cost(Lookahead):
         if not batch:
             return
         counts = np.bincount(places, minlength=len(self.recipes))
-        self.rate = float(self.rates(counts, batch + rest.requests).max()) if rest.rate is None else rest.rate
+        rates = self.rates(counts, batch + rest.requests)
+        self._best_len = min(max(int(rates.argmax()), 1), self.max_draft_len)
+        self.rate = float(rates.max()) if rest.rate is None else rest.rate
         self.places, self.kinds = np.asarray(places), kinds_of(places)
         self.survival = np.ones(batch)
         self.tokens = batch
@@ -257,6 +260,9 @@ class Cost(Lookahead):
         self.next = np.stack([record.next_given.rates for record in self.records])
         chances = np.array([record.next_given.mean for record in self.records])
         self.series = np.cumsum(chances[:, None] ** np.arange(self.horizon), 1)
+
+    def expected_len(self) -> int:
+        return self._best_len
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         more = np.zeros(len(rows), np.bool_)

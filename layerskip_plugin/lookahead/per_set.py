@@ -37,6 +37,9 @@ class PerSet(Lookahead):
             self.place[rows] = np.arange(len(rows))
             policy.begin([request_ids[i] for i in rows.tolist()], self.sets[rows], max_draft_len, rest)
 
+    def expected_len(self) -> int:
+        return max(self.policies[number].expected_len() for number in np.unique(self.sets).tolist())
+
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         more = np.zeros(len(rows), np.bool_)
         for number, policy in enumerate(self.policies):

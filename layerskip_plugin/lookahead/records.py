@@ -123,6 +123,9 @@ class Recording(Lookahead):
         self.places = np.asarray(places)
         self.inner.begin(request_ids, places, max_draft_len, rest)
 
+    def expected_len(self) -> int:
+        return self.inner.expected_len()
+
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         assert entropy is not None
         first = self.places[rows] == 0

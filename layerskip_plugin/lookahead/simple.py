@@ -15,6 +15,9 @@ class Fixed(Lookahead):
             raise ValueError(f"lookahead: length must be at least 1, not {length}")
         self.length = length
 
+    def expected_len(self) -> int:
+        return min(self.length, self.max_draft_len)
+
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         return np.full(len(rows), position + 1 < min(self.length, self.max_draft_len))
 

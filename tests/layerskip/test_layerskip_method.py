@@ -13,6 +13,7 @@ from freedraft.draft_model import Drafted, DraftModel, DraftRound
 from freedraft.hybrid.choice import RestOfBatch
 from freedraft.method import EngineContext
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Recording, Verifications
+from layerskip_plugin.lookahead.per_set import PerSet
 from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Static
@@ -42,8 +43,8 @@ class Model(DraftModel, DraftRound):
 
     n_layers = LAYERS
 
-    def __init__(self):
-        self.passes = []
+    def __init__(self, waits=False):
+        self.passes, self.waits, self.reads = [], waits, []
 
     def build(self, recipe, *, top_k, entropy, optimize):
         return len(recipe), top_k, entropy
@@ -57,7 +58,15 @@ class Model(DraftModel, DraftRound):
     def scorer(self, window):
         raise AssertionError("nothing searches here")
 
-    def run(self, draft_pass, rows, tokens, position):
+    def run(self, draft_pass, rows, tokens, position, count=1):
+        self.reads.append(count)
+        drafted = []
+        for i in range(count):
+            drafted.append(self.run_one(draft_pass, rows, tokens, position + i))
+            tokens = drafted[-1].tokens[:, 0]
+        return Drafted(*(None if parts[0] is None else np.stack(parts) for parts in zip(*drafted, strict=True)))
+
+    def run_one(self, draft_pass, rows, tokens, position):
         skipped, candidates, entropy = draft_pass
         self.passes.append((skipped, position, rows.tolist(), tokens.tolist()))
         right = np.array([skipped == 0 or (skipped == 1 and t % 3 != 0) for t in tokens.tolist()])
@@ -74,8 +83,8 @@ class Model(DraftModel, DraftRound):
 class Engine:
     """Verifies what the method drafts, greedily. Steps take no time: what they cost is said, not measured."""
 
-    def __init__(self, lookahead=None, *, tree=True, chains=False, nodes=6, sets=SETS, costs=None):
-        self.model = Model()
+    def __init__(self, lookahead=None, *, tree=True, chains=False, nodes=6, sets=SETS, costs=None, waits=False):
+        self.model = Model(waits)
         context = EngineContext(
             hf_config=CONFIG,
             vocab_size=VOCAB,
@@ -170,6 +179,47 @@ def test_what_is_learnt_is_what_was_accepted(shape):
         assert engine.text[name] == text(engine.text[name][0], len(engine.text[name]))
     if shape == "tree":
         assert len(engine.text["c"]) > len(orders) + 1, "a sibling beside a wrong token was never accepted"
+
+
+@pytest.mark.parametrize(
+    "policy", [lambda: Fixed(4), lambda: Confidence(0.7), lambda: PerSet(lambda: Confidence(0.7), len(SETS))]
+)
+def test_a_device_that_would_wait_is_read_back_once(policy):
+    """Drafts are the same as with a look at every token; whoever ends earlier is not drafted on."""
+    engines = [Engine(policy(), tree=False, waits=waits) for waits in (False, True)]
+    for engine in engines:
+        for name, first, chosen in (("a", 1, "empty"), ("b", 2, "half"), ("c", 3, "all")):
+            engine.add(name, first, chosen)
+    for _ in range(30):
+        drafts = [engine.step(["a", "b", "c"]) for engine in engines]
+        counts = drafts[0].counts
+        assert (drafts[1].counts == counts).all()
+        for b in range(3):
+            assert (drafts[0].tokens[b, : counts[b]] == drafts[1].tokens[b, : counts[b]]).all()
+    # A read for each of the three sets and no more: five positions, or four where the policy says so.
+    assert engines[1].model.reads == [5 if not isinstance(engines[1].method.lookahead, Fixed) else 4] * 90
+    assert set(engines[0].model.reads) == {1}
+
+
+def test_no_pass_writes_where_a_request_has_no_slots():
+    engine = Engine(Fixed(5), waits=True, sets={"empty": SETS["empty"]})
+    engine.add("a", 1)
+    engine.add("b", 2)
+    step = engine.as_step(["a", "b"])
+    engine.method.update(step)
+    engine.method.propose_for(step, np.arange(2), np.array([2, 5], np.int32), RestOfBatch(0, 0, None))
+    positions = {row: max(p for _, p, rows, _ in engine.model.passes if row in rows) for row in (0, 1)}
+    assert positions == {0: 1, 1: 4} and engine.model.reads == [2, 3]
+
+
+def test_a_round_is_read_as_far_as_it_is_expected_to_go():
+    """By cost: as many passes as bring most, before the first of them is looked at."""
+    engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]}, chains=True, waits=True)
+    engine.add("a", 1)
+    for _ in range(100):
+        engine.step(["a"])
+    assert engine.text["a"] == text(1, len(engine.text["a"]))
+    assert max(engine.model.reads) == 5 and np.mean(engine.model.reads[-20:]) > 4
 
 
 def test_what_was_cut_off_is_not_judged():

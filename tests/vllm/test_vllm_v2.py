@@ -196,7 +196,8 @@ def test_layer_skipping_leaves_the_distribution_alone(
 def test_draft_passes_read_what_cuda_graphs_capture(
     tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path
 ) -> None:
-    """A replay that computes with the tensors and the forward context of the capture drafts as an eager pass does."""
+    """A replay that computes with the tensors and the forward context of the capture drafts as an eager pass does, and
+    the tokens of a round come to the host together."""
     ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:3]]
     greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
     cases = {
@@ -210,6 +211,7 @@ def test_draft_passes_read_what_cuda_graphs_capture(
         assert found[name] == [answer[:12] for answer in plain_tiny.answers[:3]], name
     engine = found["engine"]
     assert not engine["failures"] and len(engine["replays"]) == 2 and min(engine["replays"]) > 5
+    assert sum(engine["replays"]) == sum(engine["reads"]) and engine["reads"].count(3) > 0.7 * len(engine["reads"])
     drafted, accepted = engine["counts"]["empty"]
     assert drafted > 20 and accepted >= 0.7 * drafted, "all but those beyond the ends of answers"
     drafted, accepted = engine["counts"]["some"]

@@ -1,4 +1,4 @@
-"""Draft trees on model runner V2, with vLLM's Triton attention, in Triton's interpreter. Async scheduling is on."""
+"""Draft trees on model runner V2 in Triton's interpreter, with vLLM's Triton attention and FlashAttention, async."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ ENGINE = {
     "gpu_memory_utilization": 0.2,
     "attention": "triton",
 }
+FLASH = {"attention": "flash"}
 GREEDY = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
 
 
@@ -87,12 +88,21 @@ def test_logits_of_all_nodes_are_recycled(served: dict[str, Any], plain_tiny: Pl
     assert checked > 50
 
 
+def test_trees_in_flash_attention(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
+    """Where they are asked for: FlashAttention's kernels for all but the steps that verify trees."""
+    ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:4]]
+    cases = {"few": {"prompts": ids, "parameters": GREEDY, "chains": [1], "abort": 5}}
+    found = serve(tiny_model, cases=cases, speculative_config=SSSD | {"shape": "tree"}, **ENGINE | FLASH)
+    assert found["few"] == plain_tiny.answers[:4]
+    engine = found["engine"]
+    assert engine["trees"] and not engine["failures"] and engine["branches"][1] > 5
+
+
 def test_chains_where_attention_cannot_mask_trees(
     tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts
 ) -> None:
     ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:2]]
     cases = {"few": {"prompts": ids, "parameters": GREEDY}}
-    stock = {"attention": "", "block_size": 32, "num_gpu_blocks_override": 9}  # vLLM's attention for CPUs
-    found = serve(tiny_model, cases=cases, speculative_config=SSSD, **ENGINE | stock)
+    found = serve(tiny_model, cases=cases, speculative_config=SSSD, **ENGINE | FLASH)
     assert found["few"] == plain_tiny.answers[:2]
     assert not found["engine"]["trees"] and not found["engine"]["failures"]

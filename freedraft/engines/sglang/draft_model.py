@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from torch.nn.functional import pad
 
 from freedraft.draft_model import Drafted, DraftModel, DraftRound, MatchnessScorer, Recipe, Window
 from freedraft.engines.many_sets import Sublayer, forward
@@ -55,6 +56,7 @@ class PagedDraftModel(DraftModel):
 
     def __init__(self, runner: Any, window_rows: WindowRows | None = None) -> None:
         self.runner, self.window_rows = runner, window_rows
+        self.waits = runner.device != "cpu"
         self._model = runner.model
         check_structure(self._model)
         self.decoder = self._model.model
@@ -228,22 +230,29 @@ class PagedRound(DraftRound):
             device=batch.seq_lens.device,
         ).view(-1, max_draft_len)
 
-    def run(self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> Drafted:
+    def run(
+        self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1
+    ) -> Drafted:
         batch, device = self._batch, self.slots.device
         here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))
         there = here.to(device)
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device, non_blocking=True)
-        part = self._model.one_token_each(
-            batch,
-            here,
-            ids,
-            batch.seq_lens_cpu[here] + position,
-            self.slots[there, position],
-            left_out=self._windowed(rows, there, draft_pass.window),
-            as_nodes=self._model.has_graphs(draft_pass.stages),
-        )
-        logits = self._as_sampled(self._model.run(draft_pass.stages, part), there)
-        return most_likely(logits, draft_pass.top_k, draft_pass.entropy)
+        left_out = self._windowed(rows, there, draft_pass.window)
+        outputs = []
+        for i in range(position, position + count):
+            part = self._model.one_token_each(
+                batch,
+                here,
+                ids,
+                batch.seq_lens_cpu[here] + i,
+                self.slots[there, i],
+                left_out=left_out,
+                as_nodes=self._model.has_graphs(draft_pass.stages),
+            )
+            logits = self._as_sampled(self._model.run(draft_pass.stages, part), there)
+            outputs.append(most_likely(logits, draft_pass.top_k, draft_pass.entropy))
+            ids = outputs[-1][:, 0].long()
+        return on_host(torch.stack(outputs), draft_pass.top_k, draft_pass.entropy)
 
     def _windowed(self, rows: NDArray[np.intp], there: torch.Tensor, window: Window | None) -> WindowedRead | None:
         """What these requests read; made again only when they or the window change. None for the whole cache."""
@@ -266,23 +275,25 @@ class PagedRound(DraftRound):
         return logits if sampling.is_all_greedy else logits / sampling.temperatures.view(-1, 1)[rows]
 
 
-def most_likely(logits: torch.Tensor, top_k: int, entropy: bool = False) -> Drafted:
-    """The most likely tokens of each row of float [R, V]."""
+def most_likely(logits: torch.Tensor, top_k: int, entropy: bool = False) -> torch.Tensor:
+    """float64 [R, 2K (+ 1)]: the most likely tokens of each row of float [R, V], best first, their probabilities (0
+    beyond the vocabulary's size), and the entropy in nats if asked for: in one tensor, for one transfer."""
     logits = logits.float()
     total = torch.logsumexp(logits, -1, keepdim=True)
     known = min(top_k, logits.shape[1])
     values, tokens = logits.topk(known, -1) if known > 1 else logits.max(-1, keepdim=True)
-    parts = [tokens.double(), torch.exp(values - total).double()]
+    parts = [pad(part.double(), (0, top_k - known)) for part in (tokens, torch.exp(values - total))]
     if entropy:
         probabilities = torch.exp(logits - total)
         parts.append((total - (probabilities * logits).nan_to_num(0.0).sum(-1, keepdim=True)).double())
-    host = torch.cat(parts, 1).cpu().numpy()  # one transfer
-    padding = ((0, 0), (0, top_k - known))
-    return Drafted(
-        np.pad(host[:, :known].astype(np.int32), padding),
-        np.pad(host[:, known : 2 * known].astype(np.float32), padding),
-        host[:, -1].astype(np.float32) if entropy else None,
-    )
+    return torch.cat(parts, 1)
+
+
+def on_host(values: torch.Tensor, top_k: int, entropy: bool) -> Drafted:
+    """What `most_likely` says of N passes, [N, R, 2K (+ 1)]."""
+    host = values.cpu().numpy()
+    tokens, probabilities = host[..., :top_k].astype(np.int32), host[..., top_k : 2 * top_k].astype(np.float32)
+    return Drafted(tokens, probabilities, host[..., -1].astype(np.float32) if entropy else None)
 
 
 class PagedScorer(MatchnessScorer):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS
@@ -118,9 +117,9 @@ class DraftGraphs:
         tables: BlockTables,
         inputs: torch.Tensor,
         slots: torch.Tensor,
-        lengths: NDArray[np.int32],
+        lengths: torch.Tensor,
     ) -> torch.Tensor | None:
-        """What a pass gives n requests, [n, ...]; None if there is no graph for it.
+        """What a pass gives n requests, [n, ...], which a later replay does not write over; None without a graph.
 
         Args:
             inputs: int64 [2, n], tokens and positions; slots: int64 [n], where their KV is written.
@@ -133,10 +132,10 @@ class DraftGraphs:
         self._inputs[:2, :n].copy_(inputs)
         self._inputs[2, :n].copy_(slots)
         self._inputs[2, n:size] = _NO_SLOT
-        self._lengths[:n].copy_(self._model.tensor(lengths))
+        self._lengths[:n].copy_(lengths)
         self._lengths[n:size] = 0
         if self._tables is not tables:
             self._pages[:n, : tables.read.shape[1]].copy_(tables.read)
             self._tables = tables
         output: torch.Tensor = self._model.replay(graph, self._inputs[0, :size], self._inputs[1, :size])
-        return output[:n]
+        return output[:n].clone()

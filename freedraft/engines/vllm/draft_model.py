@@ -47,6 +47,7 @@ class PagedDraftModel(DraftModel):
         self.attended: int | None = getattr(backbone.layers[0].self_attn.attn, "sliding_window", None)
         self.compiled: dict[tuple[object, ...], KeptLayers] = {}
         self.device = runner.device
+        self.waits = self.device.type != "cpu"
         self.context = create_forward_context(None, vllm_config)
         self.starts_cpu = torch.arange(runner.max_num_reqs + 1, dtype=torch.int32)
         self.starts = self.starts_cpu.to(self.device)

@@ -44,17 +44,19 @@ class _Ready(NamedTuple):
     """What a pass of R requests reads and writes.
 
     Attributes:
-        inputs: int64 [2, R], tokens and positions; slots: int64 [R]; lengths: int32 [R], as attention reads them.
+        inputs: int64 [2, R], tokens and positions; slots: int64 [R].
+        lengths: int32 [R], as attention reads them, on the host and on the device.
     """
 
-    inputs: torch.Tensor
     tables: BlockTables
+    inputs: torch.Tensor
     slots: torch.Tensor
     lengths: NDArray[np.int32]
+    lengths_on_device: torch.Tensor
 
 
 class PagedDraftRound(DraftRound):
-    """See `DraftModel.start`. What a pass gives comes to the host in one transfer.
+    """See `DraftModel.start`. What passes give comes to the host in one transfer.
 
     A window shortens what attention reads: the block tables, and the sequence lengths by what is left out. Positions
     stay, with which keys were rotated when they were written, and so do the slots that are written.
@@ -68,9 +70,11 @@ class PagedDraftRound(DraftRound):
         self.tables: BlockTables | None = None
 
     @torch.inference_mode()
-    def run(self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> Drafted:
+    def run(
+        self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1
+    ) -> Drafted:
         ranks, layers, k = self.model.ranks, draft_pass.layers, draft_pass.layers.top_k
-        ranks.tell("run", draft_pass.number, rows, tokens, position)
+        ranks.tell("run", draft_pass.number, rows, tokens, position, count)
         ready: _Ready | None = None
         try:
             ready = self._ready(draft_pass, rows, tokens, position)
@@ -78,23 +82,43 @@ class PagedDraftRound(DraftRound):
             agreed = ranks.agree(ready is not None)
         if not agreed or ready is None:
             raise RuntimeError("another tensor-parallel rank cannot run this draft pass")
-        values = self._output(draft_pass, ready, position).cpu().numpy()
+        outputs = [self._output(draft_pass, ready, position)]
+        for i in range(1, count):
+            ready = self._next(ready, outputs[-1][:, 0])
+            outputs.append(self._output(draft_pass, ready, position + i))
+        values = torch.stack(outputs).cpu().numpy()
         return Drafted(
-            values[:, :k].astype(np.int32), values[:, k : 2 * k], values[:, 2 * k] if layers.entropy else None
+            values[..., :k].astype(np.int32), values[..., k : 2 * k], values[..., 2 * k] if layers.entropy else None
         )
 
     def _ready(self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> _Ready:
         """What a pass reads and writes."""
-        size, positions = self.pages.block_size, self.first[rows] + position
-        inputs, tables = self.model.tensor(np.stack((tokens, positions))), self._tables(rows, draft_pass.window)
-        blocks = tables.whole.gather(1, (inputs[1] // size)[:, None])[:, 0].long()
+        positions, tables = self.first[rows] + position, self._tables(rows, draft_pass.window)
         lengths = (positions + 1 - tables.dropped).astype(np.int32)
-        return _Ready(inputs, tables, blocks * size + inputs[1] % size, lengths)
+        inputs = self.model.tensor(np.stack((tokens, positions)))
+        return _Ready(tables, inputs, self._slots(tables, inputs[1]), lengths, self.model.tensor(lengths))
+
+    def _next(self, ready: _Ready, tokens: torch.Tensor) -> _Ready:
+        """What the pass behind it reads and writes, with these tokens of the device."""
+        positions = ready.inputs[1] + 1
+        return ready._replace(
+            inputs=torch.stack((tokens.long(), positions)),
+            slots=self._slots(ready.tables, positions),
+            lengths=ready.lengths + 1,
+            lengths_on_device=ready.lengths_on_device + 1,
+        )
+
+    def _slots(self, tables: BlockTables, positions: torch.Tensor) -> torch.Tensor:
+        size = self.pages.block_size
+        return tables.whole.gather(1, (positions // size)[:, None])[:, 0].long() * size + positions % size
 
     def _output(self, draft_pass: DraftPass, ready: _Ready, position: int) -> torch.Tensor:
+        """float32 [R, 2K (+ 1)], see `KeptLayers.forward`."""
         model, n = self.model, len(ready.lengths)
         if model.graphs is not None:
-            output = model.graphs.run(draft_pass.layers, ready.tables, ready.inputs, ready.slots, ready.lengths)
+            output = model.graphs.run(
+                draft_pass.layers, ready.tables, ready.inputs, ready.slots, ready.lengths_on_device
+            )
             if output is not None:
                 return output
         eager: torch.Tensor = model.run(
@@ -103,6 +127,7 @@ class PagedDraftRound(DraftRound):
             positions=ready.inputs[1],
             slots=ready.slots,
             lengths=ready.lengths,
+            lengths_on_device=ready.lengths_on_device,
             starts=(model.starts[: n + 1], model.starts_cpu[: n + 1]),
             pages=ready.tables.read,
             draft_index=position,

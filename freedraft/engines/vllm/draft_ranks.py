@@ -67,9 +67,9 @@ class DraftRanks:
                     rows, first, max_draft_len = arguments
                     round_ = model.round(pages()._replace(rows=rows), first, max_draft_len)
                 else:
-                    number, rows, tokens, position = arguments
+                    number, *inputs = arguments
                     if round_ is not None and (draft_pass := model.built[number]) is not None:
-                        round_.run(draft_pass, rows, tokens, position)
+                        round_.run(draft_pass, *inputs)
                     else:
                         self.agree(False)
             except Exception:

@@ -28,6 +28,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
+from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from tests.support.recycled import recorded
 
 
@@ -60,9 +61,22 @@ def record_graphs(runner: Any) -> list[Recorded]:
         return made[-1]
 
     model = runner.speculator.draft_model
+    model.waits = True  # as a device does
     model.graphs = DraftGraphs(model, runner.block_tables.block_tables[0].gpu.shape[1])
     model.graphs.record(model.compiled.values(), wrap)
     return made
+
+
+def note_reads() -> list[int]:
+    """How many draft passes are read back at once."""
+    original, reads = PagedDraftRound.run, []
+
+    def run(self: Any, draft_pass: Any, rows: Any, tokens: Any, position: int, count: int = 1) -> Any:
+        reads.append(count)
+        return original(self, draft_pass, rows, tokens, position, count)
+
+    PagedDraftRound.run = run  # type: ignore[method-assign]
+    return reads
 
 
 def answers(
@@ -199,7 +213,7 @@ def main() -> None:
     trees = runner.speculator.trees
     branches = note_branches(trees) if trees is not None else []
     kv = note_kv(runner) if with_kv else {}
-    graphs = record_graphs(runner) if with_graphs else []
+    graphs, reads = record_graphs(runner) if with_graphs else [], note_reads()
     said: dict[tuple[int, ...], set[int]] = {}
     if drafter != ():
         recorded(guarded, said)
@@ -232,6 +246,7 @@ def main() -> None:
         "branches": branches,
         "kv": largest_difference(kv),
         "replays": [graph.replays for graph in graphs],
+        "reads": reads,
         "lookup": core.scheduler.dynamic_sd_lookup,
         "decided": [[*batches, length] for batches, (length, _) in getattr(controller, "_decided", {}).items()],
         "verified": sorted({length for _, length, _ in getattr(controller, "_errors", {})}),

@@ -1,6 +1,7 @@
-"""vLLM's Triton attention backend, which in steps that verify trees gives each draft node its ancestors.
+"""vLLM's Triton and FlashAttention backends, which in steps that verify trees give each draft node its ancestors.
 
-In all other steps it is the stock backend. Where a step has trees beside prompts, the stock kernel attends for all and
+In all other steps they are the stock backends. Both have the same KV cache and metadata, so that one kernel serves
+both. Where a step has trees beside prompts, the stock kernel attends for all and
 ours then for the trees again; where all requests decode, ours attends for all of them. What nodes read stands in
 buffers that stay where they are, so that full CUDA graphs of such steps can be replayed with other trees.
 """
@@ -11,6 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from freedraft_kernels import TreeQueries, scratch_size, tree_attention
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
@@ -55,8 +61,14 @@ class TreeStep(NamedTuple):
     scratch: torch.Tensor
 
 
-class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
-    """Adds a `TreeStep`, or None, to the metadata as `trees`."""
+class TreeMetadata:
+    """For a metadata builder: adds a `TreeStep`, or None, to the metadata as `trees`."""
+
+    vllm_config: Any
+    device: torch.device
+    num_heads_q: int
+    num_heads_kv: int
+    headdim: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -64,7 +76,7 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         self._scratch: torch.Tensor | None = None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        metadata: Any = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata: Any = super().build(common_prefix_len, common_attn_metadata, fast_build)  # type: ignore[misc]
         buffers = self._buffers
         metadata.trees = None
         if buffers is not None and buffers.verifying:
@@ -72,7 +84,7 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        metadata: Any = super().build_for_cudagraph_capture(common_attn_metadata)
+        metadata: Any = super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
         buffers = self._buffers
         # Graphs of more than one query are of steps that verify drafts: others have prompts, and run without.
         if buffers is not None and buffers.enabled and metadata.max_query_len > 1:
@@ -91,19 +103,23 @@ class TreeAttentionMetadataBuilder(TritonAttentionMetadataBuilder):
         return TreeStep(queries, max_queries, mixed, self._scratch)
 
 
-class TreeAttentionImpl(TritonAttentionImpl):
-    """Attends to trees by our kernel."""
+class TreeAttention:
+    """For an attention implementation: attends to trees by our kernel."""
+
+    scale: float
+    head_size: int
 
     def why_not(self) -> str | None:
         """What this layer has that our kernel has not; None if nothing."""
+        layer: Any = self
         extras = {
-            "a sliding window": self.sliding_window != (-1, -1) or self.chunk_lookback >= 0,
-            "ALiBi": self.alibi_slopes is not None,
-            "a soft cap of logits": bool(self.logits_soft_cap),
-            "attention sinks": self.sinks is not None,
-            f"a KV cache of {self.kv_cache_dtype}": self.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
-            f"{self.attn_type} attention": self.attn_type != "decoder",
-            "a KV cache that layers share": self.kv_sharing_target_layer_name is not None,
+            "a sliding window": layer.sliding_window != (-1, -1) or getattr(layer, "chunk_lookback", -1) >= 0,
+            "ALiBi": layer.alibi_slopes is not None,
+            "a soft cap of logits": bool(layer.logits_soft_cap),
+            "attention sinks": layer.sinks is not None,
+            f"a KV cache of {layer.kv_cache_dtype}": layer.kv_cache_dtype not in ("auto", "float16", "bfloat16"),
+            f"{layer.attn_type} attention": layer.attn_type != "decoder",
+            "a KV cache that layers share": layer.kv_sharing_target_layer_name is not None,
         }
         return next((name for name, has in extras.items() if has), None)
 
@@ -121,7 +137,8 @@ class TreeAttentionImpl(TritonAttentionImpl):
     ) -> torch.Tensor:
         trees: TreeStep | None = getattr(attn_metadata, "trees", None)
         if trees is None or trees.mixed:
-            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            stock: Any = super()
+            stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         if trees is not None:
             tokens, size = attn_metadata.num_actual_tokens, self.head_size
             cache = kv_cache.transpose(1, 2)
@@ -141,20 +158,55 @@ class TreeAttentionImpl(TritonAttentionImpl):
         return output
 
 
-class TreeAttentionBackend(TritonAttentionBackend):
+class _TritonImpl(TreeAttention, TritonAttentionImpl):
+    pass
+
+
+class _TritonMetadataBuilder(TreeMetadata, TritonAttentionMetadataBuilder):
+    pass
+
+
+class TritonTreeBackend(TritonAttentionBackend):
     """The backend, under the stock one's name."""
 
     @staticmethod
-    def get_impl_cls() -> type[TreeAttentionImpl]:
-        return TreeAttentionImpl
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        return _TritonImpl
 
     @staticmethod
-    def get_builder_cls() -> type[TreeAttentionMetadataBuilder]:
-        return TreeAttentionMetadataBuilder
+    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
+        return _TritonMetadataBuilder
 
 
-def register() -> None:
-    """Register it in the stock one's place, unless somebody else's stands there."""
-    if not AttentionBackendEnum.TRITON_ATTN.is_overridden():
-        path = f"{TreeAttentionBackend.__module__}.{TreeAttentionBackend.__qualname__}"
-        register_backend(AttentionBackendEnum.TRITON_ATTN, path)
+class _FlashImpl(TreeAttention, FlashAttentionImpl):
+    pass
+
+
+class _FlashMetadataBuilder(TreeMetadata, FlashAttentionMetadataBuilder):
+    pass
+
+
+class FlashTreeBackend(FlashAttentionBackend):
+    """The backend, under the stock one's name."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return _FlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return _FlashMetadataBuilder
+
+
+def register(flash: bool) -> None:
+    """Register them in the stock ones' places, unless somebody else's stand there.
+
+    Args:
+        flash: FlashAttention's, too.
+    """
+    places: dict[AttentionBackendEnum, type] = {AttentionBackendEnum.TRITON_ATTN: TritonTreeBackend}
+    if flash:
+        places[AttentionBackendEnum.FLASH_ATTN] = FlashTreeBackend
+    for place, backend in places.items():
+        if not place.is_overridden():
+            register_backend(place, f"{backend.__module__}.{backend.__qualname__}")

@@ -8,7 +8,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from freedraft.engines.vllm.v2.tree_attention import TreeAttentionImpl
+from freedraft.engines.vllm.v2.tree_attention import TreeAttention
 
 _STOCK_PROCESSORS = 3  # of logits: biases, penalties, bad words
 
@@ -44,8 +44,11 @@ def why_chains(runner: Any, vllm_config: Any) -> str | None:
     if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
         return "trees need full attention of one kind in all layers"
     for backend in {group.backend for group in runner.attn_groups[0]}:
-        if not issubclass(backend.get_impl_cls(), TreeAttentionImpl):
-            return f"attention {backend.get_name()} cannot mask them: for trees, add --attention-backend TRITON_ATTN"
+        if not issubclass(backend.get_impl_cls(), TreeAttention):
+            name, instead = backend.get_name(), "add --attention-backend TRITON_ATTN"
+            if name == "FLASH_ATTN":
+                instead = 'set the option "shape" to "tree", or ' + instead
+            return f"attention {name} cannot mask them: for trees, {instead}"
     layers = vllm_config.compilation_config.static_forward_context
     for name in groups[0].layer_names:
         if (found := layers[name].impl.why_not()) is not None:

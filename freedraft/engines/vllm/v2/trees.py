@@ -57,6 +57,7 @@ class Trees:
 
     def __init__(self, vllm_config: Any, device: torch.device, states: Any) -> None:
         self._vllm_config, self._states = vllm_config, states
+        self._asked = configured(vllm_config).options.get("shape") == "tree"
         slots, width = states.max_num_reqs, vllm_config.speculative_config.num_speculative_tokens
         self.enabled = False
         self.allowed: NDArray[np.bool_] = np.zeros(slots, np.bool_)
@@ -72,17 +73,17 @@ class Trees:
         self._positions: torch.Tensor | None = None  # of it, as a chain's
         self._slots: torch.Tensor | None = None  # int64 [T], its KV slots
         setattr(vllm_config, ATTRIBUTE, self._buffers)
-        register()
+        register(flash=self._asked)  # whose own kernel is faster where there are no trees, and perhaps where there are
 
     def prepare(self, runner: Any) -> None:
         """The KV cache of vLLM's GPUModelRunner is there: say whether drafts are trees."""
-        ours = configured(self._vllm_config)
-        name, asked = ours.name, ours.options.get("shape") == "tree"
+        name = configured(self._vllm_config).name
         if (reason := why_chains(runner, self._vllm_config)) is not None:
-            level = logging.WARNING if asked else logging.INFO
+            level = logging.WARNING if self._asked else logging.INFO
             logger.log(level, "freedraft: method '%s': drafts are chains: %s", name, reason)
             return
-        logger.info("freedraft: method '%s': drafts are trees, in attention TRITON_ATTN", name)
+        attention = runner.attn_groups[0][0].backend.get_name()
+        logger.info("freedraft: method '%s': drafts are trees, in attention %s", name, attention)
         self._pool = KVPool([cache.transpose(1, 2).view(-1, *_row(cache)) for cache in runner.kv_caches])
         self.enabled = self._buffers.enabled = True
 
