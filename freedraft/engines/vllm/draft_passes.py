@@ -71,13 +71,7 @@ class PagedDraftRound(DraftRound):
     def run(self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> Drafted:
         ranks, layers, k = self.model.ranks, draft_pass.layers, draft_pass.layers.top_k
         ranks.tell("run", draft_pass.number, rows, tokens, position)
-        ready: _Ready | None = None
-        try:
-            ready = self._ready(draft_pass, rows, tokens, position)
-        finally:
-            agreed = ranks.agree(ready is not None)
-        if not agreed or ready is None:
-            raise RuntimeError("another tensor-parallel rank cannot run this draft pass")
+        ready = ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
         values = self._output(draft_pass, ready, position).cpu().numpy()
         return Drafted(
             values[:, :k].astype(np.int32), values[:, k : 2 * k], values[:, 2 * k] if layers.entropy else None
