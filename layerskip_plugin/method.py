@@ -42,11 +42,16 @@ SAVE_SECONDS = 10.0
 
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:
-    """Refuse, before the engine starts, what would stop it later: skip sets, plans, classifiers, the port.
+    """Refuse, before the engine starts, what would stop it later: skip sets, plans, classifiers, ranks, the port.
 
     Raises:
         ValueError: one clear line that names the option or file and the remedy.
     """
+    if context.tensor_parallel > 1 and options.selection == "swift":
+        raise ValueError(
+            f"selection 'swift' searches on one tensor-parallel rank only, not {context.tensor_parallel}: "
+            "calibrate a set, or use 'knn'"
+        )
     selector = options.make_selector(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
     options.make_lookahead(context, list(selector.sets.values()), cast(Costs, None))  # asked of nothing yet
     options.windows(context)

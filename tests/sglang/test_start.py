@@ -81,7 +81,6 @@ def test_flashinfer_may_have_pages(resolved):
         ({"speculative_num_draft_tokens": 500}, "500 nodes", "1..256"),
         (ON_CPU, "stock SGLang lacks", "SGLANG_PLATFORM=freedraft_cpu"),
         ({"tp_size": 2, "dcp_size": 2}, "context parallelism", "--dcp-size"),
-        ({"speculative_algorithm": "layerskip", "tp_size": 2}, "tensor parallelism", "--tp-size 1"),
     ],
 )
 def test_refused(resolved, monkeypatch, changed, reason, remedy):
@@ -89,7 +88,7 @@ def test_refused(resolved, monkeypatch, changed, reason, remedy):
     with pytest.raises(ConfigError) as caught:
         resolved(**ON_GPU | changed)
     message = str(caught.value)
-    assert message.startswith(f"--speculative-algorithm {changed.get('speculative_algorithm', 'sssd')} ")
+    assert message.startswith("--speculative-algorithm sssd ")
     assert reason in message and remedy in message and "\n" not in message
 
 
@@ -100,9 +99,14 @@ def test_the_backend_that_does_not_verify_may_be_any(resolved):
     assert verify_backend(resolved(**ON_GPU | decode)) == "triton"
 
 
-def test_ranks(resolved):
-    assert resolved(**ON_GPU, tp_size=2).tp_size == 2
-    assert resolved(**ON_GPU, tp_size=1, speculative_algorithm="layerskip").speculative_num_draft_tokens == 16
+def test_ranks(resolved, monkeypatch):
+    for name in ("sssd", "layerskip", "freedraft"):
+        args = resolved(**ON_GPU, tp_size=2, speculative_algorithm=name)
+        assert args.tp_size == 2 and args.speculative_num_draft_tokens == 16
+    monkeypatch.setenv("FREEDRAFT_SELECTION", "swift")
+    for name in ("layerskip", "freedraft"):
+        with pytest.raises(ValueError, match=r"selection 'swift'.* rank only, not 2: .*'knn'"):
+            resolved(**ON_GPU, tp_size=2, speculative_algorithm=name)
 
 
 def test_cpu_platform_takes_its_own_backend_only(resolved):

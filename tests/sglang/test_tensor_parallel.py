@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from contextlib import contextmanager
 
 import pytest
 
 from tests.sglang.conftest import sglang_engine
+from tests.sglang.layerskip_tools import ids, make_model, options, prompts
 from tests.support.models import continuations
 from tests.support.prompts import REPETITIVE as PROMPTS
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 40, "ignore_eos": True}
-
-
-def ids(outputs):
-    return [output["output_ids"] for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -28,36 +26,105 @@ def plain(tiny):
     return continuations(tiny, [AutoTokenizer.from_pretrained(tiny)(text)["input_ids"] for text in PROMPTS[:4]], 40)
 
 
-def abort_one(engine):
+def abort_one(engine, given):
     """Two clients, of which one goes away."""
+    name = "prompt" if isinstance(given[0], str) else "input_ids"
 
     async def run():
         going = [
-            asyncio.create_task(engine.async_generate(p, GREEDY | {"max_new_tokens": 300}, rid=p[:20]))
-            for p in PROMPTS[:2]
+            asyncio.create_task(
+                engine.async_generate(**{name: p}, sampling_params=GREEDY | {"max_new_tokens": 300}, rid=f"going-{i}")
+            )
+            for i, p in enumerate(given)
         ]
         await asyncio.sleep(1.0)
-        engine.tokenizer_manager.abort_request(rid=PROMPTS[0][:20])
+        engine.tokenizer_manager.abort_request(rid="going-0")
         await asyncio.gather(*going, return_exceptions=True)
 
     engine.loop.run_until_complete(run())
 
 
+@contextmanager
+def two_ranks(model, folder, **given):
+    """An engine on two ranks, each of which writes what it verifies into the folder."""
+    binding = "|".join(map(str, CORES[:2]))  # without it SGLang wants a NUMA node for each rank
+    env = {"TREE_TEST_RANKS": str(folder), "SGLANG_CPU_OMP_THREADS_BIND": binding} | given.pop("env")
+    with sglang_engine(model, env=env, tp_size=2, **given) as engine:
+        yield engine
+
+
+def steps(folder, rank=0):
+    """What each step verified: tokens, parents, depths, counts, accepted, lengths, new tokens, bonus."""
+    paths = sorted(folder.glob("steps-*"))
+    return [json.loads(line) for line in paths[rank].read_text().splitlines()] if paths else []
+
+
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_ranks(tiny, plain, tmp_path):
-    binding = "|".join(map(str, CORES[:2]))  # without it SGLang wants a NUMA node for each rank
-    env = {"TREE_TEST_RANKS": str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": binding}
-    env |= {"FREEDRAFT_LIVE": "true", "FREEDRAFT_ISOLATION": "shared"}
-    with sglang_engine(tiny, env=env, speculative_algorithm="sssd_cycle", tp_size=2) as engine:
+    env = {"FREEDRAFT_LIVE": "true", "FREEDRAFT_ISOLATION": "shared"}
+    with two_ranks(tiny, tmp_path, env=env, speculative_algorithm="sssd_cycle") as engine:
         assert ids(engine.generate(PROMPTS[:4], GREEDY)) == plain
         engine.generate(PROMPTS[:4], SAMPLED)
-        abort_one(engine)
+        abort_one(engine, PROMPTS[:2])
         # The drafter raises on the rank that drafts; the others wait for its trees.
         assert ids(engine.generate(PROMPTS[:4], GREEDY, rid=[f"broken-{i}" for i in range(4)])) == plain
         assert ids(engine.generate(PROMPTS[:4], GREEDY)) == plain
-    first, second = (path.read_text().splitlines() for path in sorted(tmp_path.glob("steps-*")))
-    assert first == second, "ranks disagree"
-    steps = [json.loads(line) for line in first]
-    assert len({len(tokens[0]) for tokens, *_ in steps}) >= 4, "the width did not change"
-    assert any(max(lengths) > 1 for *_, lengths, _tokens, _bonus in steps), "nothing was accepted"
+    verified = steps(tmp_path)
+    assert verified == steps(tmp_path, 1), "ranks disagree"
+    assert len({len(tokens[0]) for tokens, *_ in verified}) >= 4, "the width did not change"
+    assert any(max(lengths) > 1 for *_, lengths, _tokens, _bonus in verified), "nothing was accepted"
     assert len(list(tmp_path.glob("drafter-*"))) == 1, "one rank drafts"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A model with skip sets, prompts, and what it answers."""
+    folder = make_model(tmp_path_factory.mktemp("llama"), "Llama")
+    given = [(prompt * 8)[:96] for prompt in prompts()[:4]]
+    return folder, given, continuations(folder, given, GREEDY["max_new_tokens"])
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_two_ranks_do_the_same_draft_passes(llama, tmp_path):
+    """Without skipping anything they draft what they verify, which shows whatever is wrong with a pass."""
+    folder, given, expected = llama
+    env = options(folder, tmp_path / "log", "empty weak", FREEDRAFT_LOOKAHEAD="fixed", FREEDRAFT_LENGTH="3")
+    env["FREEDRAFT_TREE"] = "false"
+    with two_ranks(folder, tmp_path, env=env, speculative_algorithm="layerskip", skip_tokenizer_init=True) as engine:
+
+        def ask(skip_set, word):
+            """How many draft tokens were verified, and how many accepted."""
+            before = len(steps(tmp_path))
+            sampling = GREEDY | {"custom_params": {"skip_set": skip_set}}
+            rids = [f"{word}-{i}" for i in range(len(given))]
+            assert ids(engine.generate(input_ids=given, sampling_params=sampling, rid=rids)) == expected
+            new = steps(tmp_path)[before:]
+            drafted = sum(sum(counts) - len(counts) for _, _, _, counts, *_ in new)
+            return drafted, sum(sum(lengths) - len(lengths) for *_, lengths, _tokens, _bonus in new)
+
+        # Of 4 x 39 tokens three of four are drafts, where all of them are accepted.
+        drafted, accepted = ask("empty", "whole")
+        assert drafted == accepted > 110
+        drafted, accepted = ask("weak", "part")
+        assert drafted > accepted > drafted // 3
+        abort_one(engine, given[:2])
+        # The second rank cannot do these passes: there are none, then none for a while, and then there are again.
+        assert ask("empty", "broken") == (0, 0)
+        found = [ask("empty", "paused") for _ in range(3)]
+        assert all(drafted == accepted for drafted, accepted in found)
+        assert found[-1][0] > 110
+    assert steps(tmp_path) == steps(tmp_path, 1), "ranks disagree"
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_two_ranks_of_the_hybrid_method(llama, tmp_path):
+    """Draft passes for requests at random, over a part of the KV cache."""
+    folder, given, expected = llama
+    more = {"FREEDRAFT_POLICY": "auto", "FREEDRAFT_SCORING": "learned", "FREEDRAFT_WINDOW": "32"}
+    env = options(folder, tmp_path / "log", "weak mixed", **more)
+    with two_ranks(folder, tmp_path, env=env, speculative_algorithm="hybrid_any", skip_tokenizer_init=True) as engine:
+        for _ in range(3):
+            assert ids(engine.generate(input_ids=given, sampling_params=GREEDY)) == expected
+    log = json.loads((tmp_path / "log").read_text())
+    assert log["of the model"] > 50 and log["mixed"] > 5
+    assert steps(tmp_path) == steps(tmp_path, 1), "ranks disagree"

@@ -61,8 +61,7 @@ class TreeAlgorithm(CustomSpecAlgo):
             ValueError: an argument does not go with tree verification, or an option is wrong.
         """
         args = server_args
-        runs_model = self.spec is not None and self.spec.runs_model
-        refuse_unsupported(args, self.name, cpu_platform=selected(), runs_model=runs_model)
+        refuse_unsupported(args, self.name, cpu_platform=selected())
         if args.speculative_num_draft_tokens is None:
             args.speculative_num_draft_tokens = DEFAULT_NODES
         # FA3 reads the tree mask only with topk > 1. The product stays within the nodes, so that no more slots are

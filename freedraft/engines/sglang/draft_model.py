@@ -18,6 +18,7 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from torch.nn.functional import pad
 
 from freedraft.draft_model import Drafted, DraftModel, DraftRound, MatchnessScorer, Recipe, Window
+from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.many_sets import Sublayer, forward
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.graphs import Captured, capture, swapped_in
@@ -33,29 +34,32 @@ HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
 class DraftPass(NamedTuple):
-    """One token per request through `stages`, and what is wanted of the next one; see `DraftModel.build`."""
+    """One token per request through `stages`, and what is wanted of the next one; see `DraftModel.build`. The number
+    names it to other ranks."""
 
     stages: Stages
     window: Window | None
     top_k: int
     entropy: bool
+    number: int
 
 
 class PagedDraftModel(DraftModel):
-    """The target in SGLang, with plain pre-norm layers, on one tensor-parallel rank.
+    """The target in SGLang, with plain pre-norm layers.
 
     Kept attention reads the KV that the target wrote for the past, and writes where it is told.
 
     Args:
         runner: SGLang's ModelRunner of the target.
+        ranks: the tensor-parallel ones, which all run the passes.
         window_rows: for recipes with windows.
 
     Raises:
         ConfigError: this model is not built of plain pre-norm layers.
     """
 
-    def __init__(self, runner: Any, window_rows: WindowRows | None = None) -> None:
-        self.runner, self.window_rows = runner, window_rows
+    def __init__(self, runner: Any, ranks: DraftRanks, window_rows: WindowRows | None = None) -> None:
+        self.runner, self.ranks, self.window_rows = runner, ranks, window_rows
         self.waits = runner.device != "cpu"
         self._model = runner.model
         check_structure(self._model)
@@ -69,33 +73,46 @@ class PagedDraftModel(DraftModel):
 
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
         """See `DraftModel.build`. What is built after `capture` runs without CUDA graphs."""
+        number = self.ranks.tell("build", recipe, {"top_k": top_k, "entropy": entropy, "optimize": optimize})
         stages = stages_of(self.decoder, recipe)
         if optimize:
             self._to_capture[stages] = None
-        return DraftPass(stages, recipe.window, top_k, entropy)
+        return DraftPass(stages, recipe.window, top_k, entropy, number)
 
     def capture(self) -> None:
         """Capture CUDA graphs of the passes built to be optimized; does nothing where SGLang captures none.
 
-        A graph is of a step of one node per request, as SGLang captures them under speculation. Where capturing fails,
-        passes run eagerly, which costs time only.
+        A graph is of a step of one node per request, as SGLang captures them under speculation. Where capturing fails
+        on a rank, all run their passes eagerly, which costs time only.
         """
         if self.runner.decode_cuda_graph_runner is None:
             return
+        able = False
         try:
             for stages in self._to_capture:
                 with self._in_place(self._runs(stages)):
                     self._graphs[stages] = capture(self.runner, 1)
+            able = True
         except Exception as error:
-            self._graphs.clear()
             logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
+        if not self.ranks.agree(able):
+            self._graphs.clear()
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         """SGLang has reserved slots for the widest tree."""
         return step.capacities
 
     def start(self, step: Step, rows: NDArray[np.intp], max_draft_len: int) -> PagedRound:
+        self.ranks.tell("start", max_draft_len)
         return PagedRound(self, step.engine, max_draft_len)
+
+    def follow(self, batch: Any = None) -> None:
+        """In ranks other than the first: do what that one does, until it has ended.
+
+        Args:
+            batch: SGLang's ScheduleBatch of the step; None where nothing is run yet.
+        """
+        self.ranks.follow(self.build, partial(PagedRound, self, batch))
 
     def scorer(self, window: int) -> PagedScorer:
         return PagedScorer(self, window)
@@ -233,26 +250,38 @@ class PagedRound(DraftRound):
     def run(
         self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1
     ) -> Drafted:
-        batch, device = self._batch, self.slots.device
-        here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))
-        there = here.to(device)
-        ids = torch.from_numpy(tokens.astype(np.int64)).to(device, non_blocking=True)
-        left_out = self._windowed(rows, there, draft_pass.window)
-        outputs = []
+        model, top_k, entropy = self._model, draft_pass.top_k, draft_pass.entropy
+        model.ranks.tell("run", draft_pass.number, rows, tokens, position, count)
+        there, part = model.ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
+        outputs: list[torch.Tensor] = []
         for i in range(position, position + count):
-            part = self._model.one_token_each(
-                batch,
-                here,
-                ids,
-                batch.seq_lens_cpu[here] + i,
-                self.slots[there, i],
-                left_out=left_out,
-                as_nodes=self._model.has_graphs(draft_pass.stages),
-            )
-            logits = self._as_sampled(self._model.run(draft_pass.stages, part), there)
-            outputs.append(most_likely(logits, draft_pass.top_k, draft_pass.entropy))
-            ids = outputs[-1][:, 0].long()
-        return on_host(torch.stack(outputs), draft_pass.top_k, draft_pass.entropy)
+            if outputs:
+                part = self._pass(draft_pass, rows, there, outputs[-1][:, 0].long(), i)
+            outputs.append(most_likely(self._as_sampled(model.run(draft_pass.stages, part), there), top_k, entropy))
+        return on_host(torch.stack(outputs), top_k, entropy)
+
+    def _ready(
+        self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int
+    ) -> tuple[torch.Tensor, ForwardBatch]:
+        """The rows on the device, and the pass over their tokens."""
+        there, ids = (
+            torch.from_numpy(x.astype(np.int64)).to(self.slots.device, non_blocking=True) for x in (rows, tokens)
+        )
+        return there, self._pass(draft_pass, rows, there, ids, position)
+
+    def _pass(
+        self, draft_pass: DraftPass, rows: NDArray[np.intp], there: torch.Tensor, ids: torch.Tensor, position: int
+    ) -> ForwardBatch:
+        here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))
+        return self._model.one_token_each(
+            self._batch,
+            here,
+            ids,
+            self._batch.seq_lens_cpu[here] + position,
+            self.slots[there, position],
+            left_out=self._windowed(rows, there, draft_pass.window),
+            as_nodes=self._model.has_graphs(draft_pass.stages),
+        )
 
     def _windowed(self, rows: NDArray[np.intp], there: torch.Tensor, window: Window | None) -> WindowedRead | None:
         """What these requests read; made again only when they or the window change. None for the whole cache."""

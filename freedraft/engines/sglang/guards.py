@@ -82,13 +82,12 @@ def shape_for(name: str, backend: str, config: Any, window: int | None) -> Shape
     return shape
 
 
-def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: bool = False) -> None:
+def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool) -> None:
     """Check SGLang's arguments for the speculative algorithm `name`.
 
     Args:
         args: ServerArgs, or a view of it, once its own defaults are in.
         cpu_platform: whether the freedraft CPU platform is active.
-        runs_model: whether it runs the target model to draft.
 
     Raises:
         ConfigError: an argument does not go with tree verification.
@@ -103,8 +102,6 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: 
         refuse(f"cannot verify {nodes} nodes per request", "set --speculative-num-draft-tokens to 1..256, say 16")
     if getattr(args, "pp_size", 1) > 1:
         refuse("does not run under pipeline parallelism", "use --tp-size instead of --pp-size")
-    if runs_model and args.tp_size > 1:
-        refuse("does not run under tensor parallelism yet", "use --tp-size 1, or --speculative-algorithm sssd")
     if getattr(args, "enable_lora", False) or getattr(args, "lora_paths", None):
         refuse("does not go with LoRA adapters", "serve a merged model, or use --speculative-algorithm ngram")
     if getattr(args, "disaggregation_mode", "null") not in (None, "null"):

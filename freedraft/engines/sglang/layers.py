@@ -6,17 +6,25 @@ import importlib
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.distributed import tensor_model_parallel_all_reduce
 
 from freedraft.config import ConfigError
 from freedraft.draft_model import Recipe
 
 
 class Stage(NamedTuple):
-    """A sublayer that runs: its norm, attention or MLP, and which of the two it is."""
+    """A sublayer that runs.
+
+    Attributes:
+        norm: before it; sublayer: attention or MLP; is_attention: which of the two.
+        reduce: whether what it returns is this tensor-parallel rank's part of a sum, which SGLang's layers leave to the
+            boundary behind it.
+    """
 
     norm: Any
     sublayer: Any
     is_attention: bool
+    reduce: bool
 
 
 Stages = tuple[Stage, ...]
@@ -30,9 +38,11 @@ def stages_of(decoder: Any, recipe: Recipe) -> Stages:
     kept = []
     for i, layer in enumerate(decoder.layers):
         if i not in recipe.attention:
-            kept.append(Stage(layer.input_layernorm, layer.self_attn, True))
+            attention = layer.self_attn
+            kept.append(Stage(layer.input_layernorm, attention, True, not attention.o_proj.reduce_results))
         if i not in recipe.mlp:
-            kept.append(Stage(layer.post_attention_layernorm, layer.mlp, False))
+            mlp = layer.mlp
+            kept.append(Stage(layer.post_attention_layernorm, mlp, False, not mlp.down_proj.reduce_results))
     return tuple(kept)
 
 
@@ -46,7 +56,7 @@ def run_stages(
     """
     hidden = decoder.embed_tokens(input_ids)
     residual: torch.Tensor | None = None
-    for norm, sublayer, is_attention in stages:
+    for norm, sublayer, is_attention, reduce in stages:
         if residual is None:
             residual, hidden = hidden, norm(hidden)
         else:
@@ -55,6 +65,8 @@ def run_stages(
             hidden = sublayer(positions=positions, hidden_states=hidden, forward_batch=batch)
         else:
             hidden = sublayer(hidden)
+        if reduce:
+            hidden = tensor_model_parallel_all_reduce(hidden)
     return decoder.norm(hidden) if residual is None else decoder.norm(hidden, residual)[0]
 
 

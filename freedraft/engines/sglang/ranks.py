@@ -9,9 +9,10 @@ import torch
 from freedraft_kernels import Verification
 
 from freedraft.draft import DraftBatch
+from freedraft.engines.draft_ranks import DraftRanks
 
 
-class Ranks:
+class Ranks(DraftRanks):
     """The first rank decides.
 
     Args:
@@ -20,9 +21,8 @@ class Ranks:
     """
 
     def __init__(self, group: Any, max_nodes: int) -> None:
-        self._group, self._max_nodes = group, max_nodes
-        self.several: bool = group.world_size > 1
-        self.first: bool = group.rank_in_group == 0
+        super().__init__(group)
+        self._max_nodes = max_nodes
 
     def share_draft(self, draft: DraftBatch | None, batch_size: int) -> DraftBatch:
         """The trees of the first rank on all ranks, without scores and kinds.

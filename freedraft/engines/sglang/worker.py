@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sglang.srt.speculative.spec_registry import get_spec as algorithm_of
 from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
 from freedraft.config import ConfigError
+from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.algorithm import TreeAlgorithm
 from freedraft.engines.sglang.contexts import context_of_worker
@@ -54,6 +56,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self._drafting: Drafting | None = None  # on the first tensor-parallel rank, whose trees the others verify too
         self._draft_model: Any = None
         self._window_rows: Any = None
+        self._reads_states = False  # of prompts, on all ranks: their prefills are to be the same
         self.widths: tuple[int, ...] = (self.max_nodes,)
         self._graphs = WidthGraphs(self.model_runner)
 
@@ -86,18 +89,24 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         runner = self.model_runner
         shape = shape_for(self._spec.name, self._backend, runner.model_config, runner.sliding_window_size)
         chains = shape == "chain"
-        if not self._ranks.first:
-            return
-        context = context_of_worker(self._target_worker, self.widths, chains=chains)
-        guarded = GuardedMethod(self._spec, self._spec.option_type.read(), context)
         if self._spec.runs_model:
             from freedraft.engines.sglang.draft_model import PagedDraftModel
 
             try:
-                self._draft_model = PagedDraftModel(self.model_runner, self._window_rows)
+                self._draft_model = PagedDraftModel(self.model_runner, self._ranks, self._window_rows)
             except ConfigError as error:
                 raise ConfigError(f"--speculative-algorithm {self._spec.name} {error}") from None
-            guarded.prepare(self._draft_model)
+        if not self._ranks.first:
+            self._reads_states = self._ranks.agree(True)
+            if self._draft_model is not None:
+                self._draft_model.follow()
+            return
+        context = context_of_worker(self._target_worker, self.widths, chains=chains)
+        guarded = GuardedMethod(self._spec, self._spec.option_type.read(), context)
+        self._reads_states = self._ranks.agree(guarded.needs_prompt_states)
+        if self._draft_model is not None:
+            with self._ranks.leading():
+                guarded.prepare(self._draft_model)
         self._drafting = Drafting(guarded, self.widths, runner.max_running_requests, self._accepted, chains=chains)
         algorithm = algorithm_of(self._spec.name)
         assert isinstance(algorithm, TreeAlgorithm)
@@ -142,22 +151,32 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
 
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         """A pass of prompts, or one without requests."""
-        drafting = self._drafting
+        drafting, extends = self._drafting, batch.forward_mode.is_extend()
         if drafting is not None:
             drafting.interrupt()
-            if batch.forward_mode.is_extend():
+            if extends:
                 drafting.begin(batch.reqs)
-                if drafting.guarded.needs_prompt_states:
-                    from freedraft.engines.sglang.prompt_states import with_states
+        if extends and self._reads_states:
+            from freedraft.engines.sglang.prompt_states import with_states
 
-                    result, states = with_states(self._target_worker, batch, pp_proxy_tensors=pp_proxy_tensors)
-                    drafting.take_states(batch.reqs, states)
-                    return result
+            result, states = with_states(self._target_worker, batch, pp_proxy_tensors=pp_proxy_tensors)
+            if drafting is not None:
+                drafting.take_states(batch.reqs, states)
+            return result
         return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
 
+    def _draft(self, batch: Any) -> DraftBatch:
+        """The trees of the first rank, whose draft passes all do."""
+        model, drafted = self._draft_model, None
+        if self._drafting is not None:
+            with nullcontext() if model is None else self._ranks.leading():
+                drafted = self._drafting.draft(batch)
+        elif model is not None:
+            model.follow(batch)
+        return self._ranks.share_draft(drafted, len(batch.reqs))
+
     def _decode(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
-        drafted = None if self._drafting is None else self._drafting.draft(batch)
-        host_tree = self._ranks.share_draft(drafted, len(batch.reqs))
+        host_tree = self._draft(batch)
         size, width = host_tree.tokens.shape
         tree = TreeBatch.from_numpy(
             host_tree.tokens, host_tree.parents, host_tree.depths, host_tree.counts, self.device

@@ -65,15 +65,18 @@ class DraftGraphs:
 
         free = torch.cuda.mem_get_info()[0]
         set_cudagraph_capturing_enabled(True)
+        able = False
         try:
             with graph_capture(device=self._model.device):
                 self.record(passes, CUDAGraphWrapper)
+            able = True
         except Exception as error:
             logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
-            self._graphs.clear()
-            return
         finally:
             set_cudagraph_capturing_enabled(False)
+        if not self._model.ranks.agree(able):  # all replay, or none
+            self._graphs.clear()
+            return
         taken = (free - torch.cuda.mem_get_info()[0]) / 2**20
         number = len(self._graphs) * len(self._sizes)
         logger.info("freedraft: %d CUDA graphs of draft passes, %.0f MiB", number, taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft_model import DraftModel, Recipe
+from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import DraftPass, PagedDraftRound
-from freedraft.engines.vllm.draft_ranks import DraftRanks
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
 from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.set_scores import SetScores
@@ -53,17 +54,12 @@ class PagedDraftModel(DraftModel):
         self.starts = self.starts_cpu.to(self.device)
         self.graphs: DraftGraphs | None = None
         self.ranks = DraftRanks(get_tp_group())
-        self.built: list[DraftPass | None] = []  # by their numbers, where other ranks have the same
         self.not_prefilling = torch.zeros(runner.max_num_reqs, dtype=torch.bool)
 
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
-        self.ranks.tell("build", recipe, {"top_k": top_k, "entropy": entropy, "optimize": optimize})
+        number = self.ranks.tell("build", recipe, {"top_k": top_k, "entropy": entropy, "optimize": optimize})
         kept = [(i // 2, ("attention", "mlp")[i % 2]) for i, skipped in enumerate(recipe.bits) if not skipped]
-        layers = self._layers(recipe, kept, top_k, entropy, optimize)
-        made = DraftPass(layers, recipe.window, len(self.built))
-        if self.ranks.several:
-            self.built.append(made)
-        return made
+        return DraftPass(self._layers(recipe, kept, top_k, entropy, optimize), recipe.window, number)
 
     def _layers(
         self, recipe: Recipe, kept: list[tuple[int, str]], top_k: int, entropy: bool, optimize: bool
@@ -98,6 +94,19 @@ class PagedDraftModel(DraftModel):
     def round(self, pages: Pages, first: NDArray[np.int64], max_draft_len: int) -> PagedDraftRound:
         """The draft passes of a step, on any rank."""
         return PagedDraftRound(self, pages, first, max_draft_len)
+
+    def follow(self, pages: Callable[[], Pages] | None = None) -> None:
+        """In ranks other than the first: do what that one does, until it has ended.
+
+        Args:
+            pages: of the step, whose rows the first rank names; None where nothing is run yet.
+        """
+
+        def start(rows: NDArray[np.intp], first: NDArray[np.int64], max_draft_len: int) -> PagedDraftRound:
+            assert pages is not None
+            return self.round(pages()._replace(rows=rows), first, max_draft_len)
+
+        self.ranks.follow(self.build, start)
 
     def scorer(self, window: int) -> SetScores:
         return SetScores(self, window)

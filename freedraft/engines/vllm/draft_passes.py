@@ -75,13 +75,7 @@ class PagedDraftRound(DraftRound):
     ) -> Drafted:
         ranks, layers, k = self.model.ranks, draft_pass.layers, draft_pass.layers.top_k
         ranks.tell("run", draft_pass.number, rows, tokens, position, count)
-        ready: _Ready | None = None
-        try:
-            ready = self._ready(draft_pass, rows, tokens, position)
-        finally:
-            agreed = ranks.agree(ready is not None)
-        if not agreed or ready is None:
-            raise RuntimeError("another tensor-parallel rank cannot run this draft pass")
+        ready = ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
         outputs = [self._output(draft_pass, ready, position)]
         for i in range(1, count):
             ready = self._next(ready, outputs[-1][:, 0])

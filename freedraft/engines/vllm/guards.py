@@ -18,11 +18,8 @@ def check_ranks(engine_args: Any) -> None:
         )
 
 
-def check_engine(engine_args: Any, options: Any) -> None:
+def check_engine(engine_args: Any) -> None:
     """Refuse engines that draft passes do not know.
-
-    Args:
-        options: of the method.
 
     Raises:
         ValueError: one clear line.
@@ -30,11 +27,6 @@ def check_engine(engine_args: Any, options: Any) -> None:
     if (ranks := getattr(engine_args, "decode_context_parallel_size", 1) or 1) > 1:
         raise ValueError(
             f"cannot draft with KV split over several ranks: set --decode-context-parallel-size 1, not {ranks}"
-        )
-    ranks = getattr(engine_args, "tensor_parallel_size", 1) or 1
-    if ranks > 1 and getattr(options, "selection", None) == "swift":
-        raise ValueError(
-            f"selection 'swift' searches on one tensor-parallel rank only, not {ranks}: calibrate a set, or use 'knn'"
         )
     for name in ("kv_transfer_config", "kv_offloading_size"):
         if getattr(engine_args, name, None) is not None:

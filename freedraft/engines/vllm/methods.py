@@ -261,7 +261,7 @@ def _check(engine_args: Any, spec: MethodSpec, options: PluginOptions, model_con
     try:
         check_ranks(engine_args)
         if spec.runs_model:
-            check_engine(engine_args, options)
+            check_engine(engine_args)
             check_model(model_config)
         if spec.check is not None:
             spec.check(options, context_of_arguments(engine_args, model_config, max_tokens))

@@ -97,11 +97,13 @@ def count_work(path):
 
 
 def record_ranks(folder):
-    """Every process writes what it verifies, a line for each step, and whether it has a drafter."""
+    """Every process writes what it verifies, a line for each step, and whether it has a drafter. Ranks other than the
+    first cannot do draft passes for a request whose id begins with `broken`."""
+    from freedraft.engines.sglang.draft_model import PagedRound
     from freedraft.engines.sglang.verify import TreeVerifier
     from sssd_plugin.method import SssdMethod
 
-    verify, init = TreeVerifier.verify, SssdMethod.__init__
+    verify, init, ready = TreeVerifier.verify, SssdMethod.__init__, PagedRound._ready
 
     def verifying(self, batch, host_tree, tree, output):
         verified = verify(self, batch, host_tree, tree, output)
@@ -115,7 +117,12 @@ def record_ranks(folder):
         init(self, *arguments)
         (folder / f"drafter-{os.getpid()}").touch()
 
-    TreeVerifier.verify, SssdMethod.__init__ = verifying, making
+    def failing(self, *arguments):
+        if not self._model.ranks.first and any(request.rid.startswith("broken") for request in self._batch.reqs):
+            raise RuntimeError("this rank fails on purpose")
+        return ready(self, *arguments)
+
+    TreeVerifier.verify, SssdMethod.__init__, PagedRound._ready = verifying, making, failing
 
 
 def make_cycle(options, context, controller):

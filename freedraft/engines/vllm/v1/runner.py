@@ -116,7 +116,7 @@ class MethodProposer:
             return
         self.draft_model = model = PagedDraftModel(runner, self.backbone, self.vllm_config)
         if not self.drafts:
-            model.ranks.follow(model)
+            model.follow()
             return
         with model.ranks.leading():
             self.guarded.prepare(model)
@@ -297,7 +297,7 @@ def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
                 drafts = drafter.guarded.call(lambda: drafter.draft(self, arguments))
         elif model is not None:
             none = np.zeros(0, np.intp)
-            model.ranks.follow(model, V1StepState(self, arguments, none).pages)
+            model.follow(V1StepState(self, arguments, none).pages)
         return drafts or [[] for _ in arguments["sampled_token_ids"]]
 
     return propose_draft_token_ids

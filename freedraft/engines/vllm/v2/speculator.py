@@ -158,7 +158,7 @@ class MethodSpeculator(BaseSpeculator):
             return
         self.draft_model = model = PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
         if (guarded := self.guarded) is None:
-            model.ranks.follow(model)
+            model.follow()
             return
         with model.ranks.leading():
             guarded.prepare(model)
@@ -241,7 +241,7 @@ class MethodSpeculator(BaseSpeculator):
         elif self.draft_model is not None:
             none = np.zeros(0, np.intp)
             pages = V2StepState(self.runner.block_tables, self._states, none).pages
-            self.draft_model.ranks.follow(self.draft_model, pages)
+            self.draft_model.follow(pages)
         if self._ranks.world_size > 1:
             self._ranks.broadcast(packed, src=0)
             if confidences is not None:

@@ -1,0 +1,106 @@
+"""`DraftRanks`: draft passes on tensor-parallel ranks. The first decides, and all do the same passes at the same time.
+
+Every rank has its shard of the weights and of the KV cache, and the same requests in the same slots. What the first
+rank builds and runs it tells the others, who wait for it between two steps, until it says that it has ended. Before the
+layers run, who wait for one another, all ranks agree that they can.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import ReduceOp, all_reduce
+
+from freedraft.draft_model import DraftRound
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class DraftRanks:
+    """Of one model.
+
+    Args:
+        group: the engine's GroupCoordinator of the tensor-parallel ranks (vLLM's and SGLang's are alike).
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.several: bool = group.world_size > 1
+        self.first: bool = group.rank_in_group == 0
+        self._calls = 0
+        self._built: dict[int, Any] = {}  # draft passes of the others, by the first rank's numbers
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """What the first rank builds and runs within, the others do in `follow`, which ends with it."""
+        try:
+            yield
+        finally:
+            if self.several:
+                self._group.broadcast_object(None, src=0)
+
+    def tell(self, name: str, *arguments: Any) -> int:
+        """In the first rank: let the others "build" a draft pass, "start" a round, or "run" a pass in it.
+
+        Returns:
+            a number, by which "run" names what "build" has made.
+        """
+        self._calls += 1
+        if self.several and self.first:
+            self._group.broadcast_object((self._calls, name, arguments), src=0)
+        return self._calls
+
+    def follow(self, build: Callable[..., Any], start: Callable[..., DraftRound] | None = None) -> None:
+        """In the others: do what the first rank tells. A failure ends drafting in this step on all of them.
+
+        Args:
+            build, start: called with what the first rank tells; without `start` nothing is run yet.
+        """
+        round_: DraftRound | None = None
+        while (told := self._group.broadcast_object(None, src=0)) is not None:
+            call, name, arguments = told
+            try:
+                if name == "build":
+                    recipe, options = arguments
+                    self._built[call] = build(recipe, **options)
+                elif name == "start":
+                    round_ = None
+                    assert start is not None
+                    round_ = start(*arguments)
+                else:
+                    number, *rest = arguments
+                    if round_ is not None and number in self._built:
+                        round_.run(self._built[number], *rest)
+                    else:
+                        self.agree(False)
+            except Exception:
+                logger.exception("freedraft: this rank cannot do a draft pass that the first one wants")
+
+    def ready(self, prepare: Callable[[], T]) -> T:
+        """What `prepare` returns, once it has returned on all ranks.
+
+        Raises:
+            RuntimeError: it failed on another rank; where it failed on this one, its own error.
+        """
+        able = False
+        try:
+            prepared = prepare()
+            able = True
+        finally:
+            agreed = self.agree(able)
+        if not agreed:
+            raise RuntimeError("another tensor-parallel rank cannot run this draft pass")
+        return prepared
+
+    def agree(self, able: bool) -> bool:
+        """Whether all ranks are able."""
+        if not self.several:
+            return able
+        all_able = torch.tensor(int(able))
+        all_reduce(all_able, ReduceOp.MIN, group=self._group.cpu_group)
+        return bool(all_able)
