@@ -13,7 +13,7 @@ import typer
 from layerskip_plugin.skip_set import SkipSet
 
 if TYPE_CHECKING:
-    from layerskip_plugin.calibrate.prompts import Answered, Prompts
+    from layerskip_plugin.calibrate.prompts import Answered
 
 ModelOption = Annotated[Path, typer.Option(help="Hugging Face folder of the model that will be served.")]
 OutOption = Annotated[Path, typer.Option(help="The file to write (JSON).")]
@@ -171,6 +171,9 @@ def knn(
     share: ShareOption = None,
     tokens: TokensOption = 48,
     prompts: PromptsOption = 24,
+    clusters: Annotated[
+        int | None, typer.Option(help="The files are a log without labels: so many domains are found in it.")
+    ] = None,
     answered: Annotated[int, typer.Option(help="Prompts of each domain that the model answers for its set.")] = 8,
     survivors: SurvivorsOption = 2,
     engine: EngineOption = None,
@@ -178,28 +181,41 @@ def knn(
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
 ) -> None:
-    """KNN-SSD: one file of prompts per domain; anchors of their last hidden states, and a skip set per domain."""
+    """KNN-SSD: anchors and a skip set per domain, from a file of prompts per domain, or from a log with --clusters."""
     import numpy as np
 
+    from layerskip_plugin.calibrate import knn as offline
     from layerskip_plugin.calibrate.knapsack import protected_sublayers
-    from layerskip_plugin.calibrate.knn import fit, require_prompts
-    from layerskip_plugin.calibrate.prompts import encode
+    from layerskip_plugin.calibrate.prompts import Prompts, encode
     from layerskip_plugin.calibrate.run import Run
     from layerskip_plugin.selection.knn import ALL_DOMAINS
 
     with Run("knn", locals()) as run:
-        counts = {p.name: min(prompts, len(p.texts)) for p in run.prompts}
-        require_prompts(counts)
-        if len(counts) < len(run.prompts):
-            raise ValueError("data: two files have the same name, and it names the domain; rename one")
         calibrated, size = run.model, None if share is None else run.size(share)
 
-        def last_states(domain: Prompts, tick: Callable[[], object]) -> Any:
-            rows = []
-            for text in domain.texts[: counts[domain.name]]:
-                rows.append(calibrated.read(encode(run.tokenizer, text)).final[-1].float().numpy(force=True))
-                tick()
-            return np.stack(rows)
+        def last_states(texts: Sequence[str]) -> Any:
+            def read(tick: Callable[[], object]) -> Any:
+                rows = []
+                for text in texts:
+                    rows.append(calibrated.read(encode(run.tokenizer, text)).final[-1].float().numpy(force=True))
+                    tick()
+                return np.stack(rows)
+
+            return run.progress("reading", len(texts), read)
+
+        if clusters is None:
+            parts = [Prompts(p.texts[:prompts], p.name, p.sha256) for p in run.prompts]
+            if len({p.name for p in parts}) < len(parts):
+                raise ValueError("data: two files have the same name, and it names the domain; rename one")
+            offline.require_prompts({p.name: len(p.texts) for p in parts})
+            hidden = [last_states(p.texts) for p in parts]
+        else:
+            log = [text for p in run.prompts for text in p.texts]
+            log = [log[i] for i in np.random.default_rng(seed).permutation(len(log))[: prompts * clusters]]
+            states = last_states(log)
+            members = offline.clusters(states, clusters, seed)
+            hidden = [states[m] for m in members]
+            parts = [Prompts([log[i] for i in m], f"cluster {n}", "") for n, m in enumerate(members, 1)]
 
         def best_set(name: str, answers: list[Answered]) -> list[int]:
             sample = run.sample_of(answers, tokens)
@@ -208,21 +224,19 @@ def knn(
             best = found[-1] if size is not None else run.fastest(found, len(sample))[0]
             return list(best.skip.sublayers)
 
-        hidden = run.progress(
-            "reading", sum(counts.values()), lambda tick: [last_states(domain, tick) for domain in run.prompts]
-        )
-        answers = [run.answers(domain, min(answered, counts[domain.name])) for domain in run.prompts]
+        answers = [run.answers(domain, min(answered, len(domain.texts))) for domain in parts]
         answers.append([a for part in answers for a in part])
-        names = [domain.name for domain in run.prompts]
+        names = [domain.name for domain in parts]
         sets = [
             calibrated.skip(run.checkpoint.step(f"set {name}", partial(best_set, name, part)))
             for name, part in zip([*names, ALL_DOMAINS], answers, strict=True)
         ]
-        domains = fit(hidden, names, sets, seed=seed)
+        domains = offline.fit(hidden, names, sets, seed=seed)
         domains.save(out, run.about())
         correct = [(domains.route(h) == i).mean() for i, h in enumerate(hidden)]
         typer.echo(
-            f"wrote {out}: {len(domains.anchors)} anchors; {np.mean(correct):.0%} of these prompts find their domain"
+            f"wrote {out}: {len(names)} domains, {len(domains.anchors)} anchors; "
+            f"{np.mean(correct):.0%} of these prompts find their domain"
         )
 
 

@@ -145,11 +145,12 @@ class Run:
         return best, choice.rate * self._times.verify(1)
 
     def about(self, **more: Any) -> dict[str, Any]:
-        """Where a file comes from: search, model, hardware, data, and `more`."""
+        """Where a file comes from: search, model, engine, hardware, data, and `more`."""
         data = [{"file": p.name, "sha256": p.sha256} for p in self.prompts]
         source = {
             "search": self.name,
             "model": self.folder.resolve().name,
+            "engine": self.engine,
             "hardware": hardware_name(self.model.device),
         }
         return source | {"data": data} | more
