@@ -108,8 +108,12 @@ def test_all_commands_write_what_engines_load(
     monkeypatch.setattr(calibrate_run, "ANSWER_TOKENS", 16)
     monkeypatch.setattr(calibrate_run, "TIMED_CONTEXT", 128)
     monkeypatch.setattr(VllmModel, "close", lambda self: None)
-    files = [tmp_path / f"{name}.jsonl" for name in ("animals", "sums")]
-    for file, asked in zip(files, (("A cat is", "A dog is"), ("1 + 1 is", "2 + 2 is")), strict=True):
+    files = [tmp_path / f"{name}.jsonl" for name in ("animals", "poems")]
+    for file, asked in zip(
+        files,
+        (("Tell me of cats.", "Tell me of dogs."), ("Write a poem on rain.", "Write a poem on snow.")),
+        strict=True,
+    ):
         file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in asked))
 
     def calibrate(name: str, *options: object) -> Path:
@@ -124,4 +128,4 @@ def test_all_commands_write_what_engines_load(
     assert len(SkipSet.load(calibrate("skip-set", "--share", 0.05, "--survivors", 1), *known)) == 3
     assert len(SkipSet.load(calibrate("bayesian", "--share", 0.05, "--iterations", 4), *known)) == 3
     assert Plan.load(calibrate("knapsack", "--contexts", "128"), *known).contexts == (128,)
-    assert Domains.load(calibrate("knn", "--share", 0.05, "--survivors", 1), *known).names == ("animals", "sums")
+    assert Domains.load(calibrate("knn", "--share", 0.05, "--survivors", 1), *known).names == ("animals", "poems")
