@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, RocThreshold
-from layerskip_plugin.lookahead.base import NONE
+from layerskip_plugin.lookahead.base import NONE, Ints
 from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.lookahead.disco import Comparison, Prices, train
 from layerskip_plugin.lookahead.records import Verifications
@@ -72,6 +72,18 @@ def joined(parts: list[Verifications]) -> Verifications:
     names = ("top", "entropy", "position", "accepted", "request", "round")
     arrays: dict[str, Any] = {name: np.concatenate([getattr(p, name) for p in parts]) for name in names}
     return Verifications(**arrays, model=parts[0].model)
+
+
+class Heuristic(Fixed):
+    """transformers' num_assistant_tokens_schedule="heuristic" (Gante): two tokens more after a round that was accepted
+    whole, else one fewer; 5 at first."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+
+    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
+        whole = bool((np.asarray(accepted) == np.asarray(drafted)).all())
+        self.length = min(self.max_draft_len, self.length + 2) if whole else max(1, self.length - 1)
 
 
 class Costs:
@@ -178,6 +190,7 @@ def main() -> None:
             "confidence 0.7": lambda: Confidence(0.7),
             "Draft & Verify": DraftVerify,
             "transformers": RocThreshold,
+            "transformers, heuristic": Heuristic,
             "DISCO": lambda classifier=classifier: Disco(classifier),  # type: ignore[misc]
             "cost": lambda c=c: Cost(Costs(c, options.per_token), [skip]),  # type: ignore[misc]
         }
@@ -197,7 +210,7 @@ def main() -> None:
             }
             rows.append(row)
             print(
-                f"c {c:.3f}  {name:<15} F1 {row['f1']:.3f}  tokens/round {row['tokens_per_round']:.2f}  "
+                f"c {c:.3f}  {name:<23} F1 {row['f1']:.3f}  tokens/round {row['tokens_per_round']:.2f}  "
                 f"tokens/time {row['tokens_per_time']:.3f}",
                 flush=True,
             )

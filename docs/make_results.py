@@ -49,6 +49,22 @@ class Section(NamedTuple):
     body: Callable[..., str]
 
 
+def calibration(result: Any) -> str:
+    rows = [
+        [name, *(f"{part[key]:,.0f}" for key in ("weights_mb", "before_mb", "more_at_most_mb"))]
+        + [f"{part['seconds'][key]:.0f}" for key in ("scoring", "searching")]
+        for name, part in result["parts"].items()
+    ]
+    agreement, cosine = (result["spearman"][key] for key in ("agreement", "cosine"))
+    searched = result["searched"]
+    return (
+        table(["", "weights MB", "held MB", "more MB", "s to score", "s to search"], rows)
+        + f"\n\nSpearman's rank correlation over {result['sets']} random sets and {result['tokens']} tokens: agreement "
+        f"{agreement:.3f}, cosine {cosine:.3f}. Of the knapsack search's sets of {searched['weights']} sizes "
+        f"{searched['the_same_set']} are the same."
+    )
+
+
 def vllm_trees(result: Any) -> str:
     rows = [
         [name, f"{arm['tokens_per_step']:.3f}", f"{arm['same_answers']} of {result['questions']}"]
@@ -558,6 +574,13 @@ SECTIONS = (
         "Recorded drafts of SmolLM2 with 12 of 60 sublayers skipped, held-out answers; tokens per time in units "
         "of plain decoding, for draft passes that cost c of a whole one.",
         lookahead,
+    ),
+    Section(
+        "Calibration in vLLM",
+        ("calibration.json",),
+        "The same tokens and sets in vLLM (bf16) and in transformers (fp32, the reference); memory of the process "
+        "before reading texts, scoring and searching, and how much more it held at most meanwhile.",
+        calibration,
     ),
     Section(
         "Which layers, on streams of prompts",

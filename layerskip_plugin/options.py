@@ -224,7 +224,7 @@ class LayerSkipOptions(PluginOptions):
             )
         if name == "knn":
             return Knn(Domains.load(file, layers, model))
-        return Knapsack(Plan.load(file, layers, model, hardware))
+        return Knapsack(Plan.load(file, layers, model, hardware), measured=self.lookahead == "cost")
 
     def make_lookahead(
         self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None, windows: int = 1

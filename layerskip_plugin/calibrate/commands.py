@@ -13,7 +13,7 @@ import typer
 from layerskip_plugin.skip_set import SkipSet
 
 if TYPE_CHECKING:
-    from layerskip_plugin.calibrate.prompts import Answered, Prompts
+    from layerskip_plugin.calibrate.prompts import Answered
 
 ModelOption = Annotated[Path, typer.Option(help="Hugging Face folder of the model that will be served.")]
 OutOption = Annotated[Path, typer.Option(help="The file to write (JSON).")]
@@ -27,7 +27,14 @@ ShareOption = Annotated[
     typer.Option(help="Share of the 2L sublayers to skip; without it, what brings most tokens per time here."),
 ]
 SeedOption = Annotated[int, typer.Option(help="Of all randomness.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu or cuda; auto takes cuda where there is one.")]
+DeviceOption = Annotated[str, typer.Option(help="Of transformers: cpu or cuda; auto takes cuda where there is one.")]
+EngineOption = Annotated[
+    str | None,
+    typer.Option(help="vllm: in the engine that will serve, with its dtype and kernels; default: transformers."),
+]
+EngineArgsOption = Annotated[
+    str, typer.Option(help='What the engine will be served with, as JSON: {"dtype": "bfloat16"}.')
+]
 SurvivorsOption = Annotated[int, typer.Option(help="Partial sets kept per weight; 1 is the paper's.")]
 
 
@@ -39,6 +46,8 @@ def skip_set(
     tokens: TokensOption = 64,
     prompts: PromptsOption = 8,
     survivors: SurvivorsOption = 4,
+    engine: EngineOption = None,
+    engine_args: EngineArgsOption = "",
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
 ) -> None:
@@ -46,7 +55,7 @@ def skip_set(
     from layerskip_plugin.calibrate.run import Run
 
     with Run("skip-set", locals()) as run:
-        host, size = run.host, None if share is None else run.size(share)
+        calibrated, size = run.model, None if share is None else run.size(share)
         sample = run.sample(tokens, prompts)
         protected = run.protected(sample)
         found = run.search("searching", sample, max_weight=size, protected=protected, survivors=survivors)
@@ -59,7 +68,7 @@ def skip_set(
         about = run.about(agreement=round(best.agreement, 3), cosine=round(best.cosine, 4), protected=protected)
         best.skip.save(out, about if gain is None else about | {"expected_over_plain": round(gain, 3)})
         typer.echo(
-            f"wrote {out}: {len(best.skip)} of {host.sublayers} sublayers skipped, {best.agreement:.2f} agreement"
+            f"wrote {out}: {len(best.skip)} of {calibrated.sublayers} sublayers skipped, {best.agreement:.2f} agreement"
             + ("" if gain is None else f", {gain:.2f} of plain expected by times measured here")
         )
 
@@ -72,24 +81,25 @@ def bayesian(
     iterations: Annotated[int, typer.Option(help="Sets to evaluate.")] = 200,
     tokens: TokensOption = 64,
     prompts: PromptsOption = 8,
+    engine: EngineOption = None,
+    engine_args: EngineArgsOption = "",
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
 ) -> None:
     """Self-SD: offline Bayesian optimisation of measured seconds per token, or of acceptance at a given share."""
     from layerskip_plugin.calibrate.bayesian import search
-    from layerskip_plugin.calibrate.pass_times import measure
-    from layerskip_plugin.calibrate.run import Run
+    from layerskip_plugin.calibrate.run import TIMED_CONTEXT, Run
     from layerskip_plugin.selection.bit_search import BitSearch
 
     with Run("bayesian", locals()) as run:
-        host, size = run.host, None if share is None else run.size(share)
+        calibrated, size = run.model, None if share is None else run.size(share)
         sample = run.sample(tokens, prompts)
-        space = BitSearch(host.n_layers, host.fingerprint, size=size, seed=seed)
+        space = BitSearch(calibrated.n_layers, calibrated.fingerprint, size=size, seed=seed)
         space.restore(run.checkpoint.steps.get("evaluated", []))
-        times = measure(host, 512) if share is None else None
+        times = calibrated.pass_times(TIMED_CONTEXT) if share is None else None
 
         def evaluate(skips: Sequence[SkipSet]) -> Any:
-            return host.scores(skips, sample)[0]
+            return calibrated.scores(skips, sample)[0]
 
         def search_on(tick: Callable[[], object]) -> SkipSet:
             for _ in space.values:
@@ -106,7 +116,7 @@ def bayesian(
         run.checkpoint.put("evaluated", space.state())
         agreement = float(evaluate([best])[0])
         best.save(out, run.about(iterations=iterations, agreement=round(agreement, 3)))
-        typer.echo(f"wrote {out}: {len(best)} of {host.sublayers} sublayers skipped, {agreement:.2f} agreement")
+        typer.echo(f"wrote {out}: {len(best)} of {calibrated.sublayers} sublayers skipped, {agreement:.2f} agreement")
 
 
 def knapsack(
@@ -118,13 +128,14 @@ def knapsack(
     prompts: PromptsOption = 8,
     longest: Annotated[int, typer.Option(help="Largest draft length.")] = 10,
     survivors: SurvivorsOption = 1,
+    engine: EngineOption = None,
+    engine_args: EngineArgsOption = "",
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
 ) -> None:
     """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
     from freedraft.fingerprints import hardware_name
     from layerskip_plugin.calibrate.knapsack import best_choice, integer_weights
-    from layerskip_plugin.calibrate.pass_times import measure
     from layerskip_plugin.calibrate.run import Run
     from layerskip_plugin.selection.knapsack import Plan
 
@@ -132,12 +143,12 @@ def knapsack(
         lengths = sorted({int(c) for c in contexts.split(",")})
     except ValueError:
         raise ValueError(f"contexts: {contexts!r} is no list of numbers with commas") from None
-    with Run("knapsack", locals()) as run:
-        host, sample = run.host, run.sample(tokens, prompts)
+    with Run("knapsack", locals() | {"contexts": lengths}) as run:
+        calibrated, sample = run.model, run.sample(tokens, prompts)
         protected = run.protected(sample)
         choices, details = [], []
         for context in lengths:
-            times = measure(host, context)
+            times = calibrated.pass_times(context)
             weights = integer_weights(times.attention, times.mlp)
             options = {"weights": weights, "protected": protected, "survivors": survivors}
             candidates = run.search(f"context {context}", sample, **options)
@@ -148,7 +159,7 @@ def knapsack(
             details.append({"context": context, "weights": list(weights), "plain_tokens_per_second": rate})
             what = f"{len(choice.skip)} skipped, draft {choice.length}" if choice.length else "plain"
             typer.echo(f"context {context}: {what}, {choice.rate / baseline:.2f} of plain expected")
-        plan = Plan(tuple(lengths), tuple(choices), hardware_name(host.device))
+        plan = Plan(tuple(lengths), tuple(choices), hardware_name(calibrated.device))
         plan.save(out, run.about(times=details, protected=protected))
         typer.echo(f"wrote {out}")
 
@@ -160,56 +171,72 @@ def knn(
     share: ShareOption = None,
     tokens: TokensOption = 48,
     prompts: PromptsOption = 24,
+    clusters: Annotated[
+        int | None, typer.Option(help="The files are a log without labels: so many domains are found in it.")
+    ] = None,
     answered: Annotated[int, typer.Option(help="Prompts of each domain that the model answers for its set.")] = 8,
     survivors: SurvivorsOption = 2,
+    engine: EngineOption = None,
+    engine_args: EngineArgsOption = "",
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
 ) -> None:
-    """KNN-SSD: one file of prompts per domain; anchors of their last hidden states, and a skip set per domain."""
+    """KNN-SSD: anchors and a skip set per domain, from a file of prompts per domain, or from a log with --clusters."""
     import numpy as np
 
+    from layerskip_plugin.calibrate import knn as offline
     from layerskip_plugin.calibrate.knapsack import protected_sublayers
-    from layerskip_plugin.calibrate.knn import fit, require_prompts
-    from layerskip_plugin.calibrate.prompts import encode
+    from layerskip_plugin.calibrate.prompts import Prompts, encode
     from layerskip_plugin.calibrate.run import Run
     from layerskip_plugin.selection.knn import ALL_DOMAINS
 
     with Run("knn", locals()) as run:
-        counts = {p.name: min(prompts, len(p.texts)) for p in run.prompts}
-        require_prompts(counts)
-        if len(counts) < len(run.prompts):
-            raise ValueError("data: two files have the same name, and it names the domain; rename one")
-        host, size = run.host, None if share is None else run.size(share)
+        calibrated, size = run.model, None if share is None else run.size(share)
 
-        def last_states(domain: Prompts, tick: Callable[[], object]) -> Any:
-            rows = []
-            for text in domain.texts[: counts[domain.name]]:
-                rows.append(host.read(encode(run.tokenizer, text, 384)).final[-1].numpy(force=True))
-                tick()
-            return np.stack(rows)
+        def last_states(texts: Sequence[str]) -> Any:
+            def read(tick: Callable[[], object]) -> Any:
+                rows = []
+                for text in texts:
+                    rows.append(calibrated.read(encode(run.tokenizer, text)).final[-1].float().numpy(force=True))
+                    tick()
+                return np.stack(rows)
+
+            return run.progress("reading", len(texts), read)
+
+        if clusters is None:
+            parts = [Prompts(p.texts[:prompts], p.name, p.sha256) for p in run.prompts]
+            if len({p.name for p in parts}) < len(parts):
+                raise ValueError("data: two files have the same name, and it names the domain; rename one")
+            offline.require_prompts({p.name: len(p.texts) for p in parts})
+            hidden = [last_states(p.texts) for p in parts]
+        else:
+            log = [text for p in run.prompts for text in p.texts]
+            log = [log[i] for i in np.random.default_rng(seed).permutation(len(log))[: prompts * clusters]]
+            states = last_states(log)
+            members = offline.clusters(states, clusters, seed)
+            hidden = [states[m] for m in members]
+            parts = [Prompts([log[i] for i in m], f"cluster {n}", "") for n, m in enumerate(members, 1)]
 
         def best_set(name: str, answers: list[Answered]) -> list[int]:
             sample = run.sample_of(answers, tokens)
-            options = {"max_weight": size, "protected": protected_sublayers(host, sample), "survivors": survivors}
+            options = {"max_weight": size, "protected": protected_sublayers(calibrated, sample), "survivors": survivors}
             found = run.search(f"set of {name}", sample, **options)
             best = found[-1] if size is not None else run.fastest(found, len(sample))[0]
             return list(best.skip.sublayers)
 
-        hidden = run.progress(
-            "reading", sum(counts.values()), lambda tick: [last_states(domain, tick) for domain in run.prompts]
-        )
-        answers = [run.answers(domain, min(answered, counts[domain.name])) for domain in run.prompts]
+        answers = [run.answers(domain, min(answered, len(domain.texts))) for domain in parts]
         answers.append([a for part in answers for a in part])
-        names = [domain.name for domain in run.prompts]
+        names = [domain.name for domain in parts]
         sets = [
-            host.skip(run.checkpoint.step(f"set {name}", partial(best_set, name, part)))
+            calibrated.skip(run.checkpoint.step(f"set {name}", partial(best_set, name, part)))
             for name, part in zip([*names, ALL_DOMAINS], answers, strict=True)
         ]
-        domains = fit(hidden, names, sets, seed=seed)
+        domains = offline.fit(hidden, names, sets, seed=seed)
         domains.save(out, run.about())
         correct = [(domains.route(h) == i).mean() for i, h in enumerate(hidden)]
         typer.echo(
-            f"wrote {out}: {len(domains.anchors)} anchors; {np.mean(correct):.0%} of these prompts find their domain"
+            f"wrote {out}: {len(names)} domains, {len(domains.anchors)} anchors; "
+            f"{np.mean(correct):.0%} of these prompts find their domain"
         )
 
 

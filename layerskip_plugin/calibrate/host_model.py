@@ -1,8 +1,4 @@
-"""A model on the host, run sublayer by sublayer: it shows without an engine what a skip set would draft.
-
-Every token of a text is drafted as a serving engine's first draft pass would do it: its own hidden state goes through
-the kept sublayers, and it attends to the whole model's KV of everything before it and to its own draft KV.
-"""
+"""`HostModel`: a model in transformers, run sublayer by sublayer: what a skip set would draft, without an engine."""
 
 from __future__ import annotations
 
@@ -12,22 +8,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from layerskip_plugin.calibrate.sample import Sample, Text
-from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+from layerskip_plugin.calibrate.model import CalibrationModel
+from layerskip_plugin.calibrate.pass_times import PassTimes, measure
+from layerskip_plugin.calibrate.sample import HostText, Sample
+from layerskip_plugin.skip_set import model_fingerprint
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
-ROWS = 2048
-"""Rows (sets x tokens) in one pass: bounds memory at about 0.1 GB for a small model."""
 HEAD_ROWS = 256
 
 
-class HostModel:
-    """A transformers decoder (Llama, Qwen2, Qwen3, Mistral or built alike) in float32.
+class HostModel(CalibrationModel):
+    """A transformers decoder (Llama, Qwen2, Qwen3, Mistral or built alike) in float32, the reference of the engines.
 
     Args:
         model: a causal language model of transformers, on the CPU or any other device.
@@ -43,7 +38,8 @@ class HostModel:
         parts: list[Any] = [getattr(inner, name, None) for name in ("embed_tokens", "layers", "norm", "rotary_emb")]
         if any(part is None for part in parts) or getattr(model, "lm_head", None) is None:
             raise ValueError(f"{type(model).__name__}: not a decoder built like Llama; its layers cannot be skipped")
-        self.embed, self.layers, self.norm, self.rotary = parts
+        self.embed, self.layers, self.last_norm, self.rotary = parts
+        self.device = str(self.embed.weight.device)
         self.head = model.lm_head
         for layer in self.layers:
             wrong = {name for name, _ in layer.named_children()} ^ LAYER_PARTS
@@ -78,31 +74,28 @@ class HostModel:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
         return cls(model.to(device))
 
-    @property
-    def device(self) -> str:
-        """The device of the weights: "cpu", "cuda:0"."""
-        return str(self.embed.weight.device)
-
-    @property
-    def sublayers(self) -> int:
-        """Number of sublayers, 2L: attention 0, MLP 0, attention 1, ..."""
-        return 2 * self.n_layers
-
-    def empty(self) -> SkipSet:
-        """The set that skips nothing of this model."""
-        return SkipSet.empty(self.n_layers, self.fingerprint)
-
-    def skip(self, sublayers: Sequence[int]) -> SkipSet:
-        """The set that skips these sublayers of this model."""
-        return SkipSet.of_sublayers(sublayers, self.n_layers, self.fingerprint)
+    @torch.inference_mode()
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        width, pad = max(map(len, prompts)), 0
+        ids = torch.full((len(prompts), width), pad)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        out = self.model.generate(
+            ids.to(self.device),
+            attention_mask=mask.to(self.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=pad,
+        )
+        stops = self.model.generation_config.eos_token_id
+        stops = set(stops if isinstance(stops, list) else [stops])
+        answers = out[:, width:].tolist()
+        return [new[: next((k + 1 for k, token in enumerate(new) if token in stops), len(new))] for new in answers]
 
     @torch.inference_mode()
-    def read(self, tokens: Sequence[int], keep: Tensor | None = None) -> Text:
-        """Read a text with the whole model; `keep`: ascending positions whose hidden states a `Sample` needs.
-
-        Raises:
-            ValueError: an empty text, or one longer than a sliding window of the model.
-        """
+    def read(self, tokens: Sequence[int], keep: Tensor | None = None) -> HostText:
         window = getattr(self.config, "sliding_window", None)
         if not len(tokens) or (window and len(tokens) > window and getattr(self.config, "use_sliding_window", True)):
             raise ValueError(f"a text must have between 1 and {window or 'any number of'} tokens, not {len(tokens)}")
@@ -124,18 +117,16 @@ class HostModel:
             keys.append(k.contiguous())
             values.append(v.contiguous())
         final = self.norm(h)
-        return Text(ids, keys, values, cos, sin, self.best(final), final, keep, torch.stack(states))
+        return HostText(ids, self.best(final), final, keep, torch.stack(states), keys, values, cos, sin)
 
     @torch.inference_mode()
     def best(self, final: Tensor) -> Tensor:
-        """int64[...]: the top-1 token of float32[..., hidden] normed hidden states."""
         rows = final.reshape(-1, final.shape[-1])
         parts = [self.head(rows[i : i + HEAD_ROWS]).argmax(-1) for i in range(0, len(rows), HEAD_ROWS)]
         return torch.cat(parts).reshape(final.shape[:-1])
 
     @torch.inference_mode()
     def sublayer(self, index: int, h: Tensor, sample: Sample) -> Tensor:
-        """The hidden states behind sublayer `index`, for float32[J, N, hidden] before it; N tokens of `sample`."""
         layer = self.layers[index // 2]
         if index % 2:
             return h + layer.mlp(layer.post_attention_layernorm(h))
@@ -151,33 +142,12 @@ class HostModel:
             mixed[:, rows] = attended.unflatten(0, (len(h), -1))
         return h + layer.self_attn.o_proj(mixed.flatten(2))
 
-    @torch.inference_mode()
-    def scores(self, sets: Sequence[SkipSet], sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Per set: the share of tokens with the whole model's top-1 choice, and the mean cosine to its last state."""
-        best, final = sample.gather(lambda t: t.best), sample.gather(lambda t: t.final)
-        agreement, cosine = [], []
-        size = max(1, ROWS // len(sample))
-        for i in range(0, len(sets), size):
-            drafted = self.final_states(sets[i : i + size], sample)
-            agreement.append((self.best(drafted) == best).double().mean(1))
-            cosine.append(functional.cosine_similarity(drafted, final, dim=-1).double().mean(1))
-        return torch.cat(agreement).numpy(force=True), torch.cat(cosine).numpy(force=True)
+    def norm(self, h: Tensor) -> Tensor:
+        normed: Tensor = self.last_norm(h)
+        return normed
 
-    @torch.inference_mode()
-    def final_states(self, sets: Sequence[SkipSet], sample: Sample) -> Tensor:
-        """float32[J, N, hidden]: the normed last hidden states of `sample`'s tokens under each set, in one pass."""
-        bits = torch.tensor([skip.bits for skip in sets])
-        # Up to the first sublayer that one of them skips, all are the whole model.
-        skipped = bits.any(0).nonzero()
-        start = int(skipped[0]) if len(skipped) else self.sublayers
-        h = sample.states(start)[None].repeat(len(sets), 1, 1)
-        for index in range(start, self.sublayers):
-            keep = (~bits[:, index]).nonzero()[:, 0]
-            if len(keep) == len(sets):
-                h = self.sublayer(index, h, sample)
-            elif len(keep):
-                h[keep] = self.sublayer(index, h[keep], sample)
-        return self.norm(h)
+    def pass_times(self, context: int) -> PassTimes:
+        return measure(self, context)
 
     def project(self, layer: Any, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as [..., N, heads, head size] for h [..., N, hidden]; q and k rotated."""
@@ -190,7 +160,7 @@ class HostModel:
         cos, sin = cos[:, None], sin[:, None]
         return q * cos + _half_turn(q) * sin, k * cos + _half_turn(k) * sin, v
 
-    def attend(self, text: Text, layer: int, q: Tensor, past: Tensor, near_k: Tensor, near_v: Tensor) -> Tensor:
+    def attend(self, text: HostText, layer: int, q: Tensor, past: Tensor, near_k: Tensor, near_v: Tensor) -> Tensor:
         """Attention of each row over the whole model's KV before `past` and over its own `near` entries.
 
         Shapes: q [N, heads, D], past int64[N], near_k and near_v [N, c, kv heads, D]; gives [N, heads, D].

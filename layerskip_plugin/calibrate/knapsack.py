@@ -18,10 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional
 
-from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.model import CalibrationModel, cosine
 from layerskip_plugin.calibrate.pass_times import PassTimes, tokens_per_time
 from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.selection.knapsack import Choice
@@ -70,16 +68,16 @@ def require_tokens(count: int) -> None:
         )
 
 
-def protected_sublayers(host: HostModel, sample: Sample, min_agreement: float = PROTECT) -> frozenset[int]:
+def protected_sublayers(model: CalibrationModel, sample: Sample, min_agreement: float = PROTECT) -> frozenset[int]:
     """Sublayers that no set may skip: skipping that one alone leaves less than `min_agreement`."""
     require_tokens(len(sample))
-    agreement, _ = host.scores([host.skip([i]) for i in range(host.sublayers)], sample)
+    agreement, _ = model.scores([model.skip([i]) for i in range(model.sublayers)], sample)
     return frozenset(np.flatnonzero(agreement < min_agreement).tolist())
 
 
 @torch.inference_mode()
 def search(
-    host: HostModel,
+    model: CalibrationModel,
     sample: Sample,
     weights: tuple[int, int] = (1, 1),
     max_weight: int | None = None,
@@ -91,7 +89,6 @@ def search(
     """The best sets by skipped weight, 0 (the empty set) included.
 
     Args:
-        host: the model.
         sample: at least 24 tokens.
         weights: of an attention and of an MLP sublayer.
         max_weight: limit of the skipped weight; by default half of the whole.
@@ -107,33 +104,33 @@ def search(
         ValueError: too few tokens.
     """
     require_tokens(len(sample))
-    w = np.array([weights[i % 2] for i in range(host.sublayers)])
+    w = np.array([weights[i % 2] for i in range(model.sublayers)])
     max_weight = int(w.sum()) // 2 if max_weight is None else max_weight
     protected = frozenset(protected)
     states = sample.states(0)[None]
-    skipped = np.zeros((1, host.sublayers), np.bool_)
+    skipped = np.zeros((1, model.sublayers), np.bool_)
     weight = np.zeros(1, np.int64)
-    for i in range(host.sublayers):
-        executed = host.sublayer(i, states, sample)
+    for i in range(model.sublayers):
+        executed = model.sublayer(i, states, sample)
         fits = np.flatnonzero((weight + w[i] <= max_weight) & (i not in protected))
         without = skipped[fits].copy()
         without[:, i] = True
         states = torch.cat([executed, states[torch.from_numpy(fits)]])
         skipped, weight = np.concatenate([skipped, without]), np.concatenate([weight, weight[fits] + w[i]])
-        value = _cosine(states, sample.states(i + 1))
+        value = cosine(states, sample.states(i + 1))
         stay = best_per_weight(weight, value, survivors, prune)
         states, skipped, weight = states[torch.from_numpy(stay)], skipped[stay], weight[stay]
         progress()
     final, best = sample.gather(lambda t: t.final), sample.gather(lambda t: t.best)
-    drafted = host.norm(states)
-    agreement = torch.stack([(host.best(h) == best).double().mean() for h in drafted]).numpy(force=True)
-    cosine = _cosine(drafted, final)
+    drafted = model.norm(states)
+    agreement = torch.stack([(model.best(h) == best).double().mean() for h in drafted]).numpy(force=True)
+    similarity = cosine(drafted, final)
     candidates: dict[int, Candidate] = {}
-    for row in np.lexsort((-cosine, -agreement, weight)).tolist():
+    for row in np.lexsort((-similarity, -agreement, weight)).tolist():
         total = int(weight[row])
         if total not in candidates:
-            skip = SkipSet.of_bits(skipped[row].tolist(), host.fingerprint)
-            candidates[total] = Candidate(skip, total, float(cosine[row]), float(agreement[row]))
+            skip = SkipSet.of_bits(skipped[row].tolist(), model.fingerprint)
+            candidates[total] = Candidate(skip, total, float(similarity[row]), float(agreement[row]))
     return list(candidates.values())
 
 
@@ -158,10 +155,10 @@ def best_choice(
         max_length: limit of the draft length.
         trials: tokens that agreement was measured on; with it, acceptance is taken as (hits + 1/2) / (trials + 1).
     """
-    n_layers, model = candidates[0].skip.n_layers, candidates[0].skip.model
-    baseline = Choice(SkipSet.empty(n_layers, model), 0, 1 / times.verify(1))
-    drafting = best_drafting(candidates, times, max_length, trials)
-    return drafting if drafting is not None and drafting.rate > baseline.rate else baseline
+    drafting, plain = best_drafting(candidates, times, max_length, trials), 1 / times.verify(1)
+    if drafting is None:
+        return Choice(SkipSet.empty(candidates[0].skip.n_layers, candidates[0].skip.model), 0, plain)
+    return drafting if drafting.rate > plain else Choice(drafting.skip, 0, plain, trial_length=drafting.length)
 
 
 def best_drafting(
@@ -177,8 +174,3 @@ def best_drafting(
             rate = tokens_per_time(acceptance, times.draft(candidate.skip), times.verify, length)
             choices.append(Choice(candidate.skip, length, rate))
     return max(choices, key=lambda choice: choice.rate, default=None)
-
-
-def _cosine(states: Tensor, whole: Tensor) -> NDArray[np.float64]:
-    """Mean over tokens of the cosine between float32[J, N, hidden] and float32[N, hidden]."""
-    return functional.cosine_similarity(states, whole, dim=-1).double().mean(1).numpy(force=True)

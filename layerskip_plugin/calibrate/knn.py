@@ -58,6 +58,35 @@ def _centroids(states: NDArray[np.float32], max_anchors: int, seed: int) -> NDAr
     return unit(KMeans(count, n_init=4, random_state=seed).fit(states).cluster_centers_.astype(np.float32))
 
 
+def clusters(hidden: NDArray[np.float32], count: int, seed: int = 0) -> list[NDArray[np.intp]]:
+    """Domains of prompts without labels: k-means over their last hidden states (KNN-SSD's Alpaca, 5 clusters).
+
+    Args:
+        hidden: float32[n, hidden].
+        count: of clusters.
+        seed: of k-means.
+
+    Returns:
+        The prompts of each cluster, most frequent first; clusters of one prompt are left to the global set.
+
+    Raises:
+        ValueError: fewer than two clusters, or prompts that do not fall into so many.
+    """
+    from sklearn.cluster import KMeans
+
+    if count < 2 or len(hidden) < 2 * count:
+        raise ValueError(
+            f"clusters: {count} from {len(hidden)} prompts: ask for at least 2, and give at least {2 * max(count, 2)} "
+            "prompts, better 20 or more for each"
+        )
+    label = KMeans(count, n_init=4, random_state=seed).fit_predict(unit(hidden - hidden.mean(0)))
+    members = [np.flatnonzero(label == i) for i in range(count)]
+    large = sorted((m for m in members if len(m) > 1), key=len, reverse=True)
+    if len(large) < 2:
+        raise ValueError(f"clusters: these {len(hidden)} prompts are too much alike for {count}: use static")
+    return large
+
+
 def require_prompts(counts: Mapping[str, int]) -> None:
     """Refuse domains that cannot be told apart.
 

@@ -1,18 +1,22 @@
-"""Seconds of the parts of a pass, measured on the host, and the tokens per time that they allow."""
+"""Seconds of the parts of a pass, measured in transformers, and the tokens per time that they allow."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.sample import Sample, Text
+from layerskip_plugin.calibrate.sample import HostText, Sample
 from layerskip_plugin.skip_set import SkipSet
+
+if TYPE_CHECKING:
+    from layerskip_plugin.calibrate.host_model import HostModel
 
 VERIFIED = (1, 2, 4, 8, 12)
 
@@ -69,7 +73,7 @@ def measure(host: HostModel, context: int, repeats: int = 7) -> PassTimes:
     return PassTimes(float(attention[0]), float(mlp[0]), float(head[0]), lambda n: float(np.interp(n, VERIFIED, whole)))
 
 
-def blank(host: HostModel, context: int) -> Text:
+def blank(host: HostModel, context: int) -> HostText:
     """A text of `context` tokens with random KV and states."""
     weight = host.embed.weight
     heads = host.layers[0].self_attn.k_proj.out_features // host.head_size
@@ -80,16 +84,22 @@ def blank(host: HostModel, context: int) -> Text:
     final = torch.randn(context, weight.shape[1], device=weight.device)
     cos, sin = (x[0] for x in host.rotary(final[:1], torch.arange(context, device=weight.device)[None]))
     ids = torch.zeros(context, dtype=torch.int64, device=weight.device)
-    return Text(ids, random_cache(), random_cache(), cos, sin, ids, final, ids[:0], final[None, :0])
+    return HostText(ids, ids, final, ids[:0], final[None, :0], random_cache(), random_cache(), cos, sin)
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
     """Median seconds of `work`, after one call that does not count."""
-    times = []
-    for _ in range(repeats + 1):
+    return float(np.median(timed_in_turns([work], repeats)))
+
+
+def timed_in_turns(works: Sequence[Callable[[], object]], repeats: int) -> NDArray[np.float64]:
+    """float64[repeats, works]: seconds of each of `works`, in turns, so that a machine that is busy for a while
+    slows all of them; after one round that does not count."""
+    times = np.zeros((repeats + 1, len(works)))
+    for round_, work in np.ndindex(times.shape):
         start = time.perf_counter()
-        work()
+        works[work]()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times[1:]))
+        times[round_, work] = time.perf_counter() - start
+    return times[1:]

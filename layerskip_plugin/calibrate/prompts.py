@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.model import CalibrationModel
 
 PROMPT_KEYS = ("prompt", "question", "turns", "text")
+MAX_PROMPT_TOKENS = 384
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-def encode(tokenizer: Any, text: str, max_tokens: int) -> list[int]:
+def encode(tokenizer: Any, text: str, max_tokens: int = MAX_PROMPT_TOKENS) -> list[int]:
     """The tokens of a prompt as a chat server would send them, the last `max_tokens` of them."""
     templated = bool(getattr(tokenizer, "chat_template", None))
     if templated:
@@ -78,13 +77,12 @@ def encode(tokenizer: Any, text: str, max_tokens: int) -> list[int]:
     return list(tokenizer(text, add_special_tokens=not templated)["input_ids"])[-max_tokens:]
 
 
-@torch.inference_mode()
 def answer(
-    host: HostModel,
+    model: CalibrationModel,
     tokenizer: Any,
     prompts: Sequence[str],
     max_new_tokens: int,
-    max_prompt_tokens: int = 384,
+    max_prompt_tokens: int = MAX_PROMPT_TOKENS,
     batch: int = 8,
     progress: Callable[[], object] = lambda: None,
 ) -> list[Answered]:
@@ -97,27 +95,9 @@ def answer(
     # Prompts of similar length share a batch, so that little is padded.
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
     answers: dict[int, Answered] = {}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    stops = host.model.generation_config.eos_token_id
-    stops = set(stops if isinstance(stops, list) else [stops])
     for start in range(0, len(order), batch):
         group = order[start : start + batch]
-        width = max(len(encoded[i]) for i in group)
-        ids = torch.full((len(group), width), pad)
-        mask = torch.zeros_like(ids)
-        for row, i in enumerate(group):
-            ids[row, width - len(encoded[i]) :] = torch.tensor(encoded[i])
-            mask[row, width - len(encoded[i]) :] = 1
-        out = host.model.generate(
-            ids.to(host.device),
-            attention_mask=mask.to(host.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=pad,
-        )
-        for row, i in enumerate(group):
-            new = out[row, width:].tolist()
-            length = next((k + 1 for k, token in enumerate(new) if token in stops), len(new))
-            answers[i] = Answered(encoded[i] + new[:length], len(encoded[i]))
+        for i, new in zip(group, model.generate([encoded[i] for i in group], max_new_tokens), strict=True):
+            answers[i] = Answered(encoded[i] + new, len(encoded[i]))
             progress()
     return [answers[i] for i in range(len(encoded))]

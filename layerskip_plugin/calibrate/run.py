@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -11,10 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from freedraft.fingerprints import hardware_name
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
-from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knapsack import Candidate, best_drafting, protected_sublayers, require_tokens, search
-from layerskip_plugin.calibrate.pass_times import PassTimes, measure
-from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
+from layerskip_plugin.calibrate.model import CalibrationModel
+from layerskip_plugin.calibrate.pass_times import VERIFIED, PassTimes
+from layerskip_plugin.calibrate.prompts import MAX_PROMPT_TOKENS, Answered, Prompts, answer, load_tokenizer
 from layerskip_plugin.calibrate.sample import Sample
 
 INTERRUPTED = 130
@@ -30,12 +33,14 @@ Compute = Callable[[Callable[[], object]], Any]
 class Run:
     """One calibration command at work.
 
-    As a context it removes the checkpoint when all has ended well, and turns an interruption into exit code 130.
+    As a context it closes the model, removes the checkpoint when all has ended well, and turns an interruption into
+    exit code 130.
 
     Args:
         name: of the command.
-        settings: its arguments by name, "model", "data", "out", "tokens", "device" and "seed" among them; with the
-            data, those that are numbers or texts decide whether a checkpoint is of the same calibration.
+        settings: its arguments by name, "model", "data", "out", "tokens", "device", "engine", "engine_args" and "seed"
+            among them; with the data, those that are numbers or texts decide whether a checkpoint is of the same
+            calibration.
 
     Raises:
         ValueError: too few tokens, or data, a model, a device or a folder that there is not.
@@ -43,19 +48,21 @@ class Run:
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         require_tokens(settings["tokens"])
-        self.name, self.model, self.seed = name, settings["model"], settings["seed"]
+        self.name, self.folder, self.seed = name, settings["model"], settings["seed"]
         self.prompts = [Prompts.load(path) for path in settings["data"]]
         plain = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, type(None)))}
-        source = {"search": name, "data": [p.sha256 for p in self.prompts], "model": str(self.model.resolve())}
+        source = {"search": name, "data": [p.sha256 for p in self.prompts], "model": str(self.folder.resolve())}
         self.checkpoint = Checkpoint(settings["out"], plain | source)
-        self.host = HostModel.load(self.model, settings["device"])
-        self.tokenizer = load_tokenizer(self.model)
+        self.tokenizer = load_tokenizer(self.folder)
+        self.engine = settings["engine"] or "transformers"
+        self.model = load_model(self.folder, settings)
         self._times: PassTimes | None = None
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.model.close()
         if kind is None:
             self.checkpoint.remove()
         elif issubclass(kind, KeyboardInterrupt):
@@ -69,7 +76,7 @@ class Run:
         Raises:
             ValueError: none, or more than half of them.
         """
-        total = self.host.sublayers
+        total = self.model.sublayers
         size = round(share * total)
         if not 0 < size <= total // 2:
             raise ValueError(f"share: {share} of {total} sublayers is {size}; choose between 1 and half of them")
@@ -92,7 +99,7 @@ class Run:
         """The model's answers to the first `count` prompts of a file, saved group by group."""
 
         def compute(group: Sequence[str], tick: Callable[[], object]) -> list[Any]:
-            answers = answer(self.host, self.tokenizer, group, ANSWER_TOKENS, batch=GROUP, progress=tick)
+            answers = answer(self.model, self.tokenizer, group, ANSWER_TOKENS, batch=GROUP, progress=tick)
             return [[a.prompt, a.tokens] for a in answers]
 
         texts, rows = domain.texts[:count], []
@@ -104,7 +111,7 @@ class Run:
 
     def sample_of(self, answers: Sequence[Answered], tokens: int) -> Sample:
         """`tokens` tokens of these answers."""
-        return Sample.spread(self.host, [a.tokens for a in answers], tokens, [a.prompt for a in answers], self.seed)
+        return Sample.spread(self.model, [a.tokens for a in answers], tokens, [a.prompt for a in answers], self.seed)
 
     def sample(self, tokens: int, prompts: int) -> Sample:
         """`tokens` tokens of the model's answers to the first `prompts` prompts of each file."""
@@ -112,12 +119,12 @@ class Run:
 
     def protected(self, sample: Sample) -> list[int]:
         """The sublayers that no set may skip."""
-        return self.step("protected", "protecting", 1, lambda tick: sorted(protected_sublayers(self.host, sample)))
+        return self.step("protected", "protecting", 1, lambda tick: sorted(protected_sublayers(self.model, sample)))
 
     def search(self, label: str, sample: Sample, **options: Any) -> list[Candidate]:
         """Run the knapsack search with these options under a progress bar."""
-        run = partial(search, self.host, sample, **options)
-        return self.progress(label, self.host.sublayers, lambda tick: run(progress=tick))
+        run = partial(search, self.model, sample, **options)
+        return self.progress(label, self.model.sublayers, lambda tick: run(progress=tick))
 
     def fastest(self, candidates: Sequence[Candidate], trials: int) -> tuple[Candidate, float]:
         """Of sets that skip something the one of most tokens per time, by times measured here at 512 tokens of context,
@@ -130,7 +137,7 @@ class Run:
             ValueError: none skips anything.
         """
         if self._times is None:
-            self._times = measure(self.host, TIMED_CONTEXT)
+            self._times = self.model.pass_times(TIMED_CONTEXT)
         choice = best_drafting(candidates, self._times, trials=trials)
         if choice is None:
             raise ValueError("no sublayer can be skipped without ruining the draft: this model is too small for it")
@@ -138,7 +145,48 @@ class Run:
         return best, choice.rate * self._times.verify(1)
 
     def about(self, **more: Any) -> dict[str, Any]:
-        """Where a file comes from: search, model, hardware, data, and `more`."""
+        """Where a file comes from: search, model, engine, hardware, data, and `more`."""
         data = [{"file": p.name, "sha256": p.sha256} for p in self.prompts]
-        source = {"search": self.name, "model": self.model.resolve().name, "hardware": hardware_name(self.host.device)}
+        source = {
+            "search": self.name,
+            "model": self.folder.resolve().name,
+            "engine": self.engine,
+            "hardware": hardware_name(self.model.device),
+        }
         return source | {"data": data} | more
+
+
+def load_model(folder: Path, settings: Mapping[str, Any]) -> CalibrationModel:
+    """The model in transformers, or in the engine that "engine" names, which takes "engine_args" (JSON).
+
+    Raises:
+        ValueError: no such engine, or wrong arguments.
+    """
+    engine, device = settings["engine"], settings["device"]
+    if engine is None:
+        if settings["engine_args"]:
+            raise ValueError("engine-args: of which engine? add --engine vllm")
+        from layerskip_plugin.calibrate.host_model import HostModel
+
+        return HostModel.load(folder, device)
+    if engine == "sglang":
+        raise ValueError("engine: sglang cannot calibrate yet: use --engine vllm, or leave it out for transformers")
+    if engine != "vllm":
+        raise ValueError(
+            f"engine: {engine} is none: calibration starts one of its own (--engine vllm), it does not run in a server "
+            "that is already serving"
+        )
+    if device != "auto":
+        raise ValueError(f"device: {device} is for transformers: leave it out with --engine vllm")
+    try:
+        engine_args = json.loads(settings["engine_args"] or "{}")
+    except ValueError:
+        engine_args = None
+    if not isinstance(engine_args, dict):
+        raise ValueError('engine-args: give a JSON object, as --engine-args \'{"dtype": "bfloat16"}\'')
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("engine: vllm is not installed here: pip install vllm, or leave --engine out for transformers")
+    from layerskip_plugin.calibrate.vllm import VllmModel
+
+    longest = max([MAX_PROMPT_TOKENS + ANSWER_TOKENS, *settings.get("contexts", [TIMED_CONTEXT])])
+    return VllmModel(folder, longest + VERIFIED[-1], engine_args)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from layerskip_plugin.calibrate.host_model import HostModel
+    from layerskip_plugin.calibrate.model import CalibrationModel
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,13 @@ class Text:
 
     Attributes:
         tokens: int64[T].
-        keys, values: per layer float32[kv heads, T, head size]; keys are rotated.
-        cos, sin: float32[T, head size] of the rotary embedding.
         best: int64[T], the whole model's top-1 next token after each.
-        final: float32[T, hidden], the last hidden state, normed.
+        final: float[T, hidden], the last hidden state, normed.
         kept: int64[K], ascending positions whose states are kept.
-        states: float32[2L + 1, K, hidden], before each sublayer and behind the last.
+        states: float[2L + 1, K, hidden], before each sublayer and behind the last.
     """
 
     tokens: Tensor
-    keys: list[Tensor]
-    values: list[Tensor]
-    cos: Tensor
-    sin: Tensor
     best: Tensor
     final: Tensor
     kept: Tensor
@@ -43,21 +37,36 @@ class Text:
 
 
 @dataclass(frozen=True)
+class HostText(Text):
+    """A text that `HostModel` has read.
+
+    Attributes:
+        keys, values: per layer float32[kv heads, T, head size]; keys are rotated.
+        cos, sin: float32[T, head size] of the rotary embedding.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
 class Sample:
     """Tokens of some texts that skip sets are tried on.
 
     Attributes:
-        texts: texts that were read with the states of these positions kept.
+        texts: `Text`s of one model, read with the states of these positions kept.
         positions: per text, int64[r] ascending positions of the tokens.
     """
 
-    texts: list[Text]
+    texts: Sequence[Any]
     positions: list[Tensor]
 
     @classmethod
     def spread(
         cls,
-        host: HostModel,
+        model: CalibrationModel,
         texts: Sequence[Sequence[int]],
         tokens: int,
         first: Sequence[int] | None = None,
@@ -77,23 +86,23 @@ class Sample:
         for index in sorted(drawn.tolist()):
             by_text.setdefault(places[index][0], []).append(places[index][1])
         positions = [torch.tensor(p) for p in by_text.values()]
-        return cls([host.read(texts[i], p) for i, p in zip(by_text, positions, strict=True)], positions)
+        return cls([model.read(texts[i], p) for i, p in zip(by_text, positions, strict=True)], positions)
 
     @classmethod
-    def newest(cls, host: HostModel, text: Sequence[int], tokens: int) -> Sample:
+    def newest(cls, model: CalibrationModel, text: Sequence[int], tokens: int) -> Sample:
         """The last tokens of one text."""
         positions = torch.arange(max(0, len(text) - tokens), len(text))
-        return cls([host.read(text, positions)], [positions])
+        return cls([model.read(text, positions)], [positions])
 
     def __len__(self) -> int:
         return sum(len(p) for p in self.positions)
 
-    def gather(self, field: Callable[[Text], Tensor]) -> Tensor:
+    def gather(self, field: Callable[[Any], Tensor]) -> Tensor:
         """The rows of `field` at the sample's positions, all texts concatenated."""
         pairs = zip(self.texts, self.positions, strict=True)
         return torch.cat([field(text)[p.to(text.tokens.device)] for text, p in pairs])
 
     def states(self, index: int) -> Tensor:
-        """float32[N, hidden]: the whole model's hidden states before sublayer `index`."""
+        """float[N, hidden]: the whole model's hidden states before sublayer `index`."""
         pairs = [(text, p.to(text.kept.device)) for text, p in zip(self.texts, self.positions, strict=True)]
         return torch.cat([text.states[index, torch.searchsorted(text.kept, p)] for text, p in pairs])

@@ -18,11 +18,19 @@ FORMAT = "freedraft knapsack plan 1"
 
 @dataclass(frozen=True)
 class Choice:
-    """A set, a draft length, and the tokens per second expected of them; (empty set, 0) is the baseline."""
+    """What a context length was calibrated to.
+
+    Attributes:
+        skip: the set of most tokens per second among those that were drafted with; empty without any.
+        length: of its drafts; 0 where decoding without drafts was faster.
+        rate: tokens per second expected.
+        trial_length: where `length` is 0, what to draft when that is measured again.
+    """
 
     skip: SkipSet
     length: int
     rate: float
+    trial_length: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,13 @@ class Plan:
     def save(self, path: Path, about: Mapping[str, Any]) -> None:
         """Write a JSON file; `about` says where it comes from."""
         entries = [
-            {"context": c, "length": x.length, "tokens_per_second": round(x.rate, 3), "set": x.skip.to_dict()}
+            {
+                "context": c,
+                "length": x.length,
+                "trial_length": x.trial_length,
+                "tokens_per_second": round(x.rate, 3),
+                "set": x.skip.to_dict(),
+            }
             for c, x in zip(self.contexts, self.choices, strict=True)
         ]
         write_json(path, {"format": FORMAT, "hardware": self.hardware, "entries": entries, "about": dict(about)})
@@ -71,7 +85,12 @@ class Plan:
         try:
             entries = values["entries"]
             choices = tuple(
-                Choice(SkipSet.from_dict(e["set"], str(path)), int(e["length"]), float(e["tokens_per_second"]))
+                Choice(
+                    SkipSet.from_dict(e["set"], str(path)),
+                    int(e["length"]),
+                    float(e["tokens_per_second"]),
+                    int(e.get("trial_length", 0)),  # plans of before had none
+                )
                 for e in entries
             )
             plan = cls(tuple(int(e["context"]) for e in entries), choices, str(values["hardware"]))
@@ -88,20 +107,28 @@ class Plan:
 
 
 class Knapsack(Selection):
-    """Each request drafts with the set and draft length of its present context length."""
+    """Each request drafts with the set and draft length of its present context length.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+        plan: of this model and hardware.
+        measured: whether the lookahead policy measures what drafting brings. If so, context lengths at which decoding
+            without drafts was faster are left to it, which tries their sets now and then; else they draft nothing.
+    """
+
+    def __init__(self, plan: Plan, measured: bool = False) -> None:
         self.plan = plan
+        lengths = [choice.length or measured * choice.trial_length for choice in plan.choices]
         self._sets: dict[str, SkipSet] = {}
         # The set of an entry without drafts need not be built.
-        for context, choice in zip(plan.contexts, plan.choices, strict=True):
-            if choice.length and choice.skip not in self._sets.values():
+        for context, choice, length in zip(plan.contexts, plan.choices, lengths, strict=True):
+            if length and choice.skip not in self._sets.values():
                 self._sets[f"context {context}"] = choice.skip
         if not self._sets:
             self._sets["plain"] = plan.choices[0].skip
         built = list(self._sets.values())
-        self._index = np.array([built.index(x.skip) if x.length else 0 for x in plan.choices], np.intp)
-        self._length = np.array([choice.length for choice in plan.choices], np.int32)
+        pairs = zip(plan.choices, lengths, strict=True)
+        self._index = np.array([built.index(x.skip) if length else 0 for x, length in pairs], np.intp)
+        self._length = np.array(lengths, np.int32)
 
     def sets(self) -> dict[str, SkipSet]:
         return self._sets

@@ -82,7 +82,7 @@ def test_the_share_of_most_tokens_per_time(
     sizes = []
     for attention, mlp, head in ((1e-5, 1e-5, 1.0), (1.0, 1e-5, 1e-5), (1.0, 1.0, 1e-5)):
         times = PassTimes(attention, mlp, head, lambda n, a=attention, m=mlp, h=head: 3 * (a + m) + h)
-        monkeypatch.setattr(calibrate_run, "measure", lambda host, context, times=times: times)
+        monkeypatch.setattr(HostModel, "pass_times", lambda host, context, times=times: times)
         out = tmp_path / "s.json"
         code, said = run("skip-set", data("one"), "--out", out, "--tokens", 24)
         assert code == 0 and "of plain expected" in said, said
@@ -151,6 +151,12 @@ def test_knn(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None
     assert code == 0, said
     domains = Domains.load(out, 3, fingerprint(model))
     assert domains.names == ("chat", "code") and len(domains.sets) == 3
+    log = data("log", 12)
+    few = ("--tokens", 24, "--answered", 2, "--share", 0.17)
+    code, said = run("knn", log, "--out", tmp_path / "c.json", "--clusters", 3, *few)
+    assert code == 0, said
+    found = Domains.load(tmp_path / "c.json", 3, fingerprint(model))
+    assert found.names[0] == "cluster 1" and 2 <= len(found.names) <= 3
     code, said = run("inspect", out, calibrates=False)
     assert code == 0 and said.count("sublayers skipped") == 3 and "all domains" in said
 
@@ -191,7 +197,13 @@ def test_inspect_draws(run: Callable, tmp_path: Path) -> None:
         ("skip-set", ["--share", 0.9], "choose between 1 and half"),
         ("skip-set", ["--tokens", 100000], "give more text"),
         ("skip-set", ["--device", "abacus"], "there is no abacus here"),
+        ("skip-set", ["--engine", "sglang"], "sglang cannot calibrate yet: use --engine vllm"),
+        ("skip-set", ["--engine", "http://127.0.0.1:8000"], "it does not run in a server that is already serving"),
+        ("skip-set", ["--engine-args", "{}"], "add --engine vllm"),
+        ("skip-set", ["--engine", "vllm", "--engine-args", "dtype=float32"], "give a JSON object"),
+        ("skip-set", ["--engine", "vllm", "--device", "cpu"], "leave it out with --engine vllm"),
         ("knn", [], "at least two domains"),
+        ("knn", ["--clusters", 3], "3 from 4 prompts: ask for at least 2, and give at least 6 prompts"),
     ],
 )
 def test_bad_input_ends_in_one_line(

@@ -110,7 +110,7 @@ def test_batching_changes_nothing(host: HostModel, texts: list[list[int]], monke
     sample = Sample.spread(host, texts, 10, seed=1)
     sets = random_sets(host, 7, 6)
     whole = host.scores(sets, sample)
-    monkeypatch.setattr("layerskip_plugin.calibrate.host_model.ROWS", 20)
+    monkeypatch.setattr("layerskip_plugin.calibrate.model.ROWS", 20)
     split = host.scores(sets, sample)
     assert np.allclose(whole, split, atol=1e-5)
 

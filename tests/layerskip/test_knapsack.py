@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,13 +108,13 @@ def test_the_choice_is_that_of_most_tokens_per_time() -> None:
         candidates = [Candidate(s, len(s), 1.0, 1 - loss * len(s)) for s in sets]
         best = knapsack.best_choice(candidates, times, max_length=6)
         rates = {}
-        for c in candidates:
+        for c in candidates[1:]:
             draft = (10 - len(c.skip.attention)) * 1.0 + (10 - len(c.skip.mlp)) * 2.0 + 1.5
             for d in range(1, 7):
                 rates[c.skip, d] = sum(c.agreement**i for i in range(d + 1)) / (d * draft + 31.5 + d + 1)
         fastest, rate = max(rates.items(), key=lambda item: item[1])
         assert (rate > plain) == pays
-        assert (best.skip, best.length) == (fastest if pays else (SkipSet.empty(10), 0))
+        assert (best.skip, best.length or best.trial_length) == fastest and (best.length > 0) == pays
         assert best.rate == pytest.approx(max(rate, plain))
 
 
@@ -154,9 +155,22 @@ def test_plan_goes_by_context() -> None:
     assert [len(skip) for skip in Knapsack(plain).sets().values()] == [0]
 
 
+def test_plain_decoding_is_measured_again_where_that_is_measured() -> None:
+    slow = SkipSet.of_sublayers([5], 4, "m")
+    tried = Plan((100, 400), (Choice(slow, 0, 5.0, trial_length=3), plan().choices[1]), "one CPU")
+    contexts = np.array([100, 400], np.int32)
+    for measured, lengths, sets in ((True, [3, 2], [slow, plan().choices[1].skip]), (False, [0, 2], None)):
+        selection = Knapsack(tried, measured)
+        assert selection.max_lengths(contexts).tolist() == lengths
+        built = list(selection.sets().values())
+        assert built == (sets or [plan().choices[1].skip])
+        assert built[selection.choose(["a", "b"], contexts)[1]] == plan().choices[1].skip
+
+
 def test_plan_file(tmp_path: Path) -> None:
-    plan().save(tmp_path / "p.json", {})
-    assert Plan.load(tmp_path / "p.json", 4, "m", "one CPU") == plan()
+    tried = replace(plan(), choices=(replace(plan().choices[1], length=0, trial_length=4), *plan().choices[1:]))
+    tried.save(tmp_path / "p.json", {})
+    assert Plan.load(tmp_path / "p.json", 4, "m", "one CPU") == tried
     for wrong, says in (((5, "m", None), "4 layers"), ((4, "x", None), "another model"), ((4, "m", "two"), "one CPU")):
         with pytest.raises(ValueError, match=says):
             Plan.load(tmp_path / "p.json", *wrong)

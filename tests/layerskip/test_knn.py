@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from layerskip_plugin.calibrate.knn import fit
+from layerskip_plugin.calibrate.knn import clusters, fit
 from layerskip_plugin.selection.knn import Domains, Knn
 from layerskip_plugin.skip_set import SkipSet
 
@@ -137,3 +137,18 @@ def test_file_round_trip_and_another_model(tmp_path: Path) -> None:
     (tmp_path / "k.json").write_text(text)
     with pytest.raises(ValueError, match="is damaged"):
         Domains.load(tmp_path / "k.json")
+
+
+def test_clusters_of_a_log_are_its_domains() -> None:
+    """Three kinds of prompts in any order, and one that is like none of them."""
+    sizes = (12, 9, 6)
+    kinds = [states(center, n, i) for i, (center, n) in enumerate(zip(centers(3), sizes, strict=True))]
+    log = np.concatenate([*kinds, states(6 * np.eye(WIDTH)[10], 1, 9)])
+    order = np.random.default_rng(0).permutation(len(log))
+    kind = np.repeat(np.arange(4), (*sizes, 1))[order]
+    found = clusters(log[order], 4)
+    assert [len(members) for members in found] == list(sizes), "the largest first, the stranger in none"
+    assert [set(kind[members]) for members in found] == [{0}, {1}, {2}]
+    for wrong, says in ((1, "at least 2"), (20, "at least 40 prompts")):
+        with pytest.raises(ValueError, match=says):
+            clusters(log, wrong)

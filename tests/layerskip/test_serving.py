@@ -163,6 +163,10 @@ def test_options_of_each_selection(tmp_path: Path) -> None:
 
     assert selector(skip_set=one).sets == {"set": some}
     assert selector(selection="knapsack", selection_file=plan).sets == {"context 10": some}
+    Plan((10,), (Choice(some, 0, 1.0, trial_length=3),), "here").save(tmp_path / "plain.json", {})
+    for lookahead, length in (("cost", 3), ("fixed", 0)):
+        plain = selector(selection="knapsack", selection_file=tmp_path / "plain.json", lookahead=lookahead)
+        assert plain.selection.max_lengths(np.array([10], np.int32)).tolist() == [length]
     swift = selector(selection="swift", search_share=0.05)
     assert swift.budget.share == 0.05 and not {0, 1, 14, 15} & set(swift.sets["swift"].sublayers)
     for options, says in (
