@@ -4,9 +4,9 @@
 
 Model runner V2 with vLLM's Triton attention backend runs here in Triton's interpreter (tests/vllm/v2_interpreted), with
 async scheduling, and our kernels by their references. So that a step takes seconds and not minutes, what the stock
-attention kernels compute is computed by PyTorch (the tests run them themselves): few questions, short ones, and no
-times. Tokens per step depend on no clock. Each arm is an engine of its own, and keeps what it says in a file, so that a
-long run can be made in parts.
+kernels of attention and greedy verification compute is computed by PyTorch (the tests run the kernels): few questions,
+short ones, and no times. Tokens per step depend on no clock. Each arm is an engine of its own, and keeps what it says
+in a file, so that a long run can be made in parts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 from freedraft_kernels import dispatch
 
 from bench.lib import questions as spec_bench
@@ -52,10 +54,25 @@ def choose(model: Path, questions: Path, count: int) -> list[list[int]]:
     return turns[:count]
 
 
+def verify_greedily(
+    logits: torch.Tensor, _draft_logits: None, drafted: torch.Tensor, offsets: torch.Tensor, *rest: Any, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's `rejection_sample` at temperature 0: tokens int64 [B, K + 1], and int32 [B], how many of them."""
+    best, length = logits.argmax(-1), rest[6]
+    tokens = torch.zeros(len(offsets) - 1, length + 1, dtype=torch.int64)
+    for row, (first, end) in enumerate(pairwise(offsets.tolist())):
+        same = drafted[first + 1 : end] == best[first : end - 1]
+        count = 1 + int(same.long().cumprod(0).sum())
+        tokens[row, :count] = best[first : first + count]
+        tokens[row, count:] = -1
+    return tokens.clamp(min=0), (tokens >= 0).sum(1).int()
+
+
 def start(model: Path, **config: Any) -> Any:
     """An engine, in this process."""
     from vllm import LLM
     from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     from tests.vllm.v2_interpreted.gpu_attention import attend, write
     from tests.vllm.v2_interpreted.serve import schedule_asynchronously, take_any_mask
@@ -63,8 +80,10 @@ def start(model: Path, **config: Any) -> Any:
     take_any_mask()
     schedule_asynchronously()
     dispatch.interpreting = lambda: False
-    kernels: Any = triton_attn
-    kernels.unified_attention, kernels.triton_reshape_and_cache_flash = attend, write
+    attention: Any = triton_attn
+    attention.unified_attention, attention.triton_reshape_and_cache_flash = attend, write
+    sampling: Any = rejection_sampler
+    sampling.rejection_sample = verify_greedily
     return LLM(
         str(model),
         dtype="float32",
