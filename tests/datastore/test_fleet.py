@@ -249,6 +249,32 @@ def documents_at(url: str) -> list[tuple[list[int], bytes]]:
     return [(record.tokens.tolist(), record.tenant) for sub in subs for record in sub.records()]
 
 
+def test_no_batch_is_read_in_part(folder_url: str) -> None:
+    """Where a compaction looks while replicas publish into a folder, and one of them was killed at it."""
+    bucket = Bucket(folder_url)
+    with_documents(folder_url, [[1, 2, 3]])
+    part = Path(folder_url[7:]) / "batches" / ".r-00000000.17.new"
+    part.write_bytes(np.array(SECRET, "<i4").tobytes())
+    sealed = seal([Record(b"", 5, np.zeros(1 << 20, np.int32))], 6)
+    read: list[bytes] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            read.extend(Bucket(folder_url).read(name) for name in bucket.batches() if "large" in name)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(20):
+        bucket.write("batches/large-00000000", sealed)
+    until(lambda: len(read) > 5)
+    stop.set()
+    thread.join()
+    assert all(content == sealed for content in read)
+    assert compact(folder_url) is not None and not part.exists()
+    assert sorted(len(text) for text, _ in documents_at(folder_url)) == [3, 1 << 20]
+
+
 def test_merging_keeps_every_text_once(folder_url: str) -> None:
     """Over many compactions: small sub-indices are merged into larger ones."""
     rng = np.random.default_rng(0)
