@@ -85,8 +85,8 @@ class Fleet:
         for number in rng.integers(0, max(1, self.next), SEEN).tolist():
             query = np.array(text_of(number), np.int32)
             for tenant, name in enumerate([*NAMES, None]):
-                table = server.view(np.array([server.tenant(name)]))[0].table
-                places = [find_ngram(table, row, query, 0, len(query)) for row in range(len(table))]
+                view, _ = server.view(np.array([server.tenant(name)]))  # which keeps the addresses in its table valid
+                places = [find_ngram(view.table, row, query, 0, len(query)) for row in range(len(view.table))]
                 seen = sum(high - low for low, high in places)
                 wrong += seen != (tenant == number % 2 and number in self.expected[tenant])
         server.close()
