@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import re
@@ -26,7 +25,7 @@ from typing import NamedTuple
 
 from freedraft.files import FileLock, write_atomically
 from sssd_plugin.datastore.disk.checksum import check_contents, check_size
-from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, SubIndexEntry, read_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, read_manifest
 from sssd_plugin.datastore.errors import DatastoreError, first_line, reporting
 
 logger = logging.getLogger("freedraft.datastore")
@@ -208,7 +207,7 @@ class Bucket:
             manifest = read_manifest(temporary)
             for sub in manifest.sub_indices:
                 parts = manifest.model_copy(update={"sub_indices": (sub,)}).files(temporary)
-                address = self.folder / _address(sub)
+                address = self.folder / sub.address
                 with reporting("write", temporary):
                     (temporary / sub.name).mkdir(mode=0o700)
                 if not address.exists():
@@ -302,12 +301,6 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
 
 def _manifest_name(number: int) -> str:
     return f"manifest-{number:012d}.json" if number else MANIFEST
-
-
-def _address(sub: SubIndexEntry) -> str:
-    """Return what a sub-index is called in the cache: a digest of its contents."""
-    files = {role: sub.files[role].model_dump(mode="json") for role in sub.roles}
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager
