@@ -1,12 +1,17 @@
 """Two servers that learn from each other through a bucket, over HTTP.
 
     python bench/fleet.py --json OUT [--engines vllm vllm] [--pythons PYTHON PYTHON]
+    python bench/fleet.py --json OUT --kills 100
 
 Starts an S3-compatible server (moto), two servers of an engine with the demo model, a core each, and
 `freedraft datastore compact URL --every 1`. A client with a salt asks the first server, and `--wait` seconds later the
 second one, which then drafts from that answer: tokens per step before and after. Then `freedraft datastore forget URL`;
 as many seconds later both are asked again. Clients without a salt, and with another one, ask the same: nobody else's
 text may be drafted for them, so their tokens per step stay.
+
+With `--kills`: a process that publishes to a folder's URL, that forgets, or that compacts, is killed so often at random
+moments. What is compacted from the bucket afterwards must be what was published, in its order, without what was erased,
+and a server that starts then must see it, and show it to its tenant only.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib import servers
+from bench.lib import fleet_kills, servers
 from bench.lib.machine import cpu
 from bench.lib.results import write_json
 from bench.lib.servers import HOST, free_port
@@ -129,8 +134,14 @@ def main() -> None:
     parser.add_argument("--engines", nargs=2, default=["vllm", "vllm"])
     parser.add_argument("--pythons", nargs=2, default=[sys.executable, sys.executable])
     parser.add_argument("--wait", type=float, default=8.0)
+    parser.add_argument("--kills", type=int)
     args = parser.parse_args()
-    row = measure(args.engines, args.pythons, args.model, args.wait)
+    if args.kills:
+        row: dict[str, Any] = {"period_seconds": fleet_kills.PERIOD} | {
+            f"crashes_while_{name}": fleet_kills.kills_of(work, args.kills) for name, work in fleet_kills.WORKS.items()
+        }
+    else:
+        row = measure(args.engines, args.pythons, args.model, args.wait)
     write_json(args.json, {"machine": cpu(), **row})
     print(json.dumps(row, indent=1))
 

@@ -333,7 +333,7 @@ def windowed(result: Any) -> str:
     return table(["context", "window", "next token (by document)", "next 2", "next 4", "next 6"], rows)
 
 
-def fleet(result: Any) -> str:
+def fleet(result: Any, kills: Any) -> str:
     rows = []
     for name in ("vllm", "sglang"):
         r = result[name]
@@ -344,7 +344,21 @@ def fleet(result: Any) -> str:
         )  # fmt: skip
     head = ["engine", "first answer", "the other server's", "after", "other tenants, at most"]
     head += ["once it is forgotten", "after"]
-    return table(head, rows)
+    crashes = []
+    for name in ("publishing", "forgetting", "compacting"):
+        c = kills[f"crashes_while_{name}"]
+        lost = f"{c['oldest_lost_ms'] / 1e3:.2f} s" if "oldest_lost_ms" in c else "-"
+        back = c.get("erasures_that_came_back", 0) + c.get("erasures_that_left_copies", 0)
+        crashes.append(
+            [f"{name}, {c['kills']} times", c["restarts_with_wrong_data"], back if name != "publishing" else "-",
+             f"{c['documents_seen_wrongly']} of {c['documents_looked_for']:,}", lost]
+        )  # fmt: skip
+    crash_head = ["kill -9 while", "buckets with wrong data", "erasures that came back or left copies"]
+    crash_head += ["documents that a server shows wrongly", "oldest loss"]
+    return (
+        f"{table(head, rows)}\n\nKills, in a folder's URL, of a process that looks and publishes every "
+        f"{kills['period_seconds']} s (2 s by default):\n\n{table(crash_head, crashes)}"
+    )
 
 
 def fleet_traffic(result: Any) -> str:
@@ -508,7 +522,7 @@ SECTIONS = (
     ),
     Section(
         "A fleet that learns",
-        ("fleet.json",),
+        ("fleet.json", "fleet-kills.json"),
         "Two servers and a folder that both publish to, over HTTP: tokens per step of the same question. One server "
         "answers it, then the other one; then the tenant is forgotten, and both answer it again.",
         fleet,

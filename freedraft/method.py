@@ -161,6 +161,11 @@ class Method:
     the one that the method is called from; 0: the engine's own thread makes them, and waits."""
 
     @property
+    def learns(self) -> bool:
+        """Whether what `finish` is told of drafts for other requests, so that it must be what clients got."""
+        return False
+
+    @property
     def needs_logits(self) -> bool:
         """Whether `recycle` is to be called after the next step, where the engine can."""
         return False

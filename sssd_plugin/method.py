@@ -191,6 +191,10 @@ class SssdMethod(Method):
         self.source_metrics.update(drafter, request_ids, lambda: step.gained, self.recycling.on)
 
     @property
+    def learns(self) -> bool:
+        return self.live is not None
+
+    @property
     def needs_logits(self) -> bool:
         return self.recycling.on
 

@@ -38,7 +38,8 @@ class SssdOptions(PluginOptions):
         live_prompts: learn from their prompts, too.
         live_tokens: learnt tokens held at most, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond them, who
             holds most loses its oldest text first.
-        live_max_age: hours after which what was learnt is erased; None for never. At a URL `compact --max-age` does it.
+        live_max_age: hours after which what was learnt is erased; None for never. At a URL `compact
+            --max-age` does it, and servers for what it leaves, for the whole fleet.
         isolation: whose text a request is drafted from: "tenant": of requests with the same cache_salt (in SGLang
             also extra_key), while requests without one neither teach nor are taught; "shared": of all; "off": of all,
             and the files do not tell tenants apart either.

@@ -145,6 +145,10 @@ class HybridMethod(Method):
         self.model.set_prompt_state(request_id, state)
 
     @property
+    def learns(self) -> bool:
+        return self.host.learns
+
+    @property
     def needs_logits(self) -> bool:
         return self.host.needs_logits
 

@@ -22,9 +22,7 @@ from sssd_plugin.datastore.build.sorting import Sorter
 from sssd_plugin.datastore.disk.bucket import local_copy
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, TokenizerEntry, digest, read_manifest
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-
-SEARCHED_SUB_INDICES = 8
-"""papers/sssd.txt 3.1.3: more sub-indices leave too few samples for each."""
+from sssd_plugin.datastore.live.learnt_runs import MIN_RUNS, SEARCHED
 
 ABOUT = "Build, inspect and verify suffix-array datastores for SSSD."
 app = typer.Typer(name="datastore", help=ABOUT, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -149,12 +147,9 @@ def build(
         f"{out}: {_contents(manifest)}; built in {seconds:.1f} s "
         f"({seconds / manifest.n_tokens * 1e6:.2f} us/token), peak memory {format_size(peak_resident_bytes())}"
     )
-    if len(manifest.sub_indices) > SEARCHED_SUB_INDICES:
-        typer.echo(
-            f"warning: {len(manifest.sub_indices)} sub-indices; drafts are best with at most {SEARCHED_SUB_INDICES}: "
-            f"build with a larger --memory",
-            err=True,
-        )
+    if (n := len(manifest.sub_indices)) > SEARCHED:
+        best = f"drafts are best with at most {SEARCHED}: build with a larger --memory"
+        typer.echo(f"warning: {n} sub-indices; {best}", err=True)
 
 
 def _sorter(workers: int, ray: str | None, memory: str) -> Sorter:
@@ -283,15 +278,16 @@ def compact(
     ray: RayOption = None,
 ) -> None:  # fmt: skip
     """Make sub-indices of what servers have learnt and published at a URL; the servers then draft from them."""
-    from sssd_plugin.datastore.disk.bucket import Bucket, UnreachableError
+    from sssd_plugin.datastore.disk.bucket import Bucket
     from sssd_plugin.datastore.fleet.compaction import compact
 
     with _one_line(), _ended_by_sigterm(), closing(_sorter(workers, ray, memory)) as sorter:
         bucket, age = Bucket(url), None if max_age is None else 3600 * max_age
+        searched = most = SEARCHED - MIN_RUNS
         while True:
             try:
                 done = compact(bucket, sorter, memory=parse_size(memory), max_age=age, max_tokens=max_tokens)
-            except UnreachableError as error:
+            except DatastoreError as error:  # a bucket that is down, a full disk, a fleet that nobody has started
                 if every is None:
                     raise
                 typer.echo(f"{error}; it is tried again", err=True)
@@ -301,6 +297,10 @@ def compact(
                     f"{url}: {done.documents:,} new documents; {done.tokens:,} tokens in {done.sub_indices} "
                     f"sub-indices; {format_size(done.sent)} written"
                 )
+                if done.sub_indices > most:
+                    most = done.sub_indices
+                    remedy = "give a larger --memory, or --max-age or --max-tokens"
+                    typer.echo(f"warning: at most {searched} of {most} sub-indices are searched: {remedy}", err=True)
             if every is None:
                 return
             time.sleep(every)

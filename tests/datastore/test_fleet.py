@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import shutil
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -24,9 +26,10 @@ from sssd_plugin.datastore.build.sorting import Sorter
 from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.disk import bucket as buckets
 from sssd_plugin.datastore.disk.bucket import Bucket
+from sssd_plugin.datastore.disk.checksum import write_array
 from sssd_plugin.datastore.disk.sections import learnt_sub_indices
 from sssd_plugin.datastore.disk.store import Datastore
-from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.fleet import compaction, maintenance, replica
 from sssd_plugin.datastore.fleet.batch import seal, unseal
 from sssd_plugin.datastore.index.search import find_ngram
@@ -247,6 +250,32 @@ def documents_at(url: str) -> list[tuple[list[int], bytes]]:
     _, path, manifest, _ = compaction.newest(bucket)
     subs = learnt_sub_indices(path, manifest)
     return [(record.tokens.tolist(), record.tenant) for sub in subs for record in sub.records()]
+
+
+def test_no_batch_is_read_in_part(folder_url: str) -> None:
+    """Where a compaction looks while replicas publish into a folder, and one of them was killed at it."""
+    bucket = Bucket(folder_url)
+    with_documents(folder_url, [[1, 2, 3]])
+    part = Path(folder_url[7:]) / "batches" / ".r-00000000.17.new"
+    part.write_bytes(np.array(SECRET, "<i4").tobytes())
+    sealed = seal([Record(b"", 5, np.zeros(1 << 20, np.int32))], 6)
+    read: list[bytes] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            read.extend(Bucket(folder_url).read(name) for name in bucket.batches() if "large" in name)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(20):
+        bucket.write("batches/large-00000000", sealed)
+    until(lambda: len(read) > 5)
+    stop.set()
+    thread.join()
+    assert all(content == sealed for content in read)
+    assert compact(folder_url) is not None and not part.exists()
+    assert sorted(len(text) for text, _ in documents_at(folder_url)) == [3, 1 << 20]
 
 
 def test_merging_keeps_every_text_once(folder_url: str) -> None:
@@ -494,6 +523,42 @@ def test_what_was_learnt_becomes_a_store(folder_url: str, tmp_path: Path) -> Non
     assert missing.exit_code == 1 and "no fleet learns at" in missing.stderr and missing.stderr.count("\n") == 1
 
 
+def test_a_full_disk_keeps_what_is_learnt(
+    folder_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the host whose folder it is, and of the one that compacts, whose job goes on."""
+    server = open_live(folder_url, VOCAB)
+    until(lambda: reached(server))
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full_file(path: Path, *args: object) -> None:
+        with reporting("write", path):
+            full()
+
+    with monkeypatch.context() as disk:
+        disk.setattr(buckets, "write_atomically", full)
+        learn(server, A, [1, 2, 3])
+        until(lambda: f"no space left for {folder_url}" in caplog.text)
+        assert count(server, A, [1, 2, 3]) == 1 and pending(folder_url) == 0
+    until(lambda: pending(folder_url) == 1)
+    server.close()
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        monkeypatch.setattr(compaction, "write_array", write_array)
+        if len(waited) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(compaction, "write_array", full_file)
+    monkeypatch.setattr("sssd_plugin.datastore.cli.time", SimpleNamespace(sleep=sleep))
+    done = CliRunner().invoke(app, ["compact", folder_url, "--every", "7"])
+    assert "No space left on device" in done.stderr and "it is tried again" in done.stderr, done.output
+    assert "1 new documents" in done.stdout and waited == [7.0, 7.0]
+
+
 def test_a_compaction_that_was_killed_leaves_what_there_was(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each of its steps, in what others see."""
     with_documents(folder_url, [[1, 2, 3], [4, 5]], [A, B])
@@ -519,6 +584,80 @@ def test_erasures_end_with_the_age(folder_url: str) -> None:
     with_documents(folder_url, [[1, 2, 4]], [A], at=time.time_ns() // 1_000_000)
     compact(folder_url, max_age=3600)
     assert compaction.newest(Bucket(folder_url))[3].erasures == ()
+
+
+def test_a_servers_age_hides_and_erases_what_the_fleet_learnt(
+    folder_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = time.time_ns() // 1_000_000
+    with_documents(folder_url, [SECRET, [1, 2, 3]], [A, B], at=now - 3_900_000)  # an hour, a step of it and a bit
+    compact(folder_url)
+    young, other = open_live(folder_url, VOCAB, max_age=3600.0), open_live(folder_url, VOCAB)
+    until(lambda: count(other, A, SECRET) == 1)
+    until(lambda: young.runs._fetched is not None)
+    assert count(young, A, SECRET) == 0
+    with monkeypatch.context() as down:
+        down.setattr(Bucket, "publish", lambda *a: (_ for _ in ()).throw(buckets.UnreachableError("it is down")))
+        young._expire_at = 0
+        until(lambda: "it is down; what is too old is not drafted from, and erased later" in caplog.text)
+    assert count(young, A, SECRET) == 0 and count(other, A, SECRET) == 1
+    learn(other, A, [7, 8, 9])
+    until(lambda: pending(folder_url) == 1)
+    young._expire_at = 0
+    until(lambda: count(other, A, SECRET) == 0)
+    compact(folder_url)
+    assert [text for text, _ in documents_at(folder_url)] == [[7, 8, 9]]
+    assert np.array(SECRET, "<i4").tobytes() not in contents(folder_url)
+    for server in (young, other):
+        until(lambda server=server: count(server, A, [7, 8, 9]) == 1)
+        server.close()
+
+
+def test_a_host_whose_clock_is_ahead_erases_nothing_that_comes(folder_url: str) -> None:
+    now = time.time_ns() // 1_000_000
+    with_documents(folder_url, [[1, 2, 3]], [A], at=now)
+    compact(folder_url)
+    ahead = open_live(folder_url, VOCAB, max_age=3600.0)
+    until(lambda: ahead.runs._fetched is not None)
+    ahead._clock = SteadyClock(lambda: time.time() + 1e9)
+    ahead._expire_at = 0
+    until(lambda: bool(compaction.newest(Bucket(folder_url))[3].erasures))
+    assert [e.before for e in compaction.newest(Bucket(folder_url))[3].erasures] == [now + 1]
+    ahead.close()
+    with_documents(folder_url, [[4, 5, 6]], [A], at=now + 1)
+    compact(folder_url)
+    assert [text for text, _ in documents_at(folder_url)] == [[4, 5, 6]]
+
+
+def test_erasures_that_others_cover_are_not_kept(folder_url: str) -> None:
+    with_documents(folder_url, [])
+    bucket = Bucket(folder_url)
+    a, b = bytes(15) + b"a", bytes(15) + b"b"
+    compaction.announce(bucket, [Erasure(a, 5), Erasure(b, 50), Erasure(a, 20)])
+    compaction.announce(bucket, [Erasure(None, 20)])
+    compaction.announce(bucket, [Erasure(None, 10)])
+    erasures = compaction.newest(bucket)[3].erasures
+    assert {(e.tenant, e.before) for e in erasures} == {(None, 20), (b.hex(), 50)}
+
+
+def test_of_many_sub_indices_the_newest_and_the_largest_are_searched(
+    folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "FACTOR", 0)
+    monkeypatch.setattr(compaction, "MAX_LEARNT", 99)
+    lengths = [30, 90, 10, 80, 20, 70, 40, 6, 5, 4]
+    texts = [[100 + number] * length for number, length in enumerate(lengths)]
+    for number, text in enumerate(texts):
+        with_documents(folder_url, [text], [A], at=10_000 + number)
+        compact(folder_url)
+    with_documents(folder_url, [[99]], [A], at=1)
+    warned = CliRunner().invoke(app, ["compact", folder_url])
+    assert "at most 6 of 11 sub-indices are searched" in warned.stderr and warned.exit_code == 0
+    server = open_live(folder_url, VOCAB)
+    until(lambda: server.runs._fetched is not None)
+    seen = [number for number, text in enumerate(texts) if count(server, A, text)]
+    assert seen == [1, 3, 5, 7, 8, 9]
+    server.close()
 
 
 TAMPER = """

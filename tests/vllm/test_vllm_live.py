@@ -200,3 +200,22 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
         assert documents - {()} == set(known)
         assert not failures(proposer) and not proposer.guarded.running and not proposer.without_text
         proposer.guarded.close()
+
+
+def test_what_stands_behind_a_stop_string_is_not_learnt(demo_model: Path) -> None:
+    method = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "live": True, "isolation": "shared"}
+    with engine(demo_model, speculative_config=method, max_model_len=256, max_num_seqs=2) as llm:
+        live = runner_of(llm).drafter.guarded.method.live
+        text = "Once upon a time, in a village by the sea, there lived"
+
+        def ask(**settings: Any) -> Any:
+            output = llm.generate(text, parameters(60, ignore_eos=True, **settings), use_tqdm=False)
+            settle(llm)
+            return output[0].outputs[0]
+
+        whole = ask()
+        stop = whole.text[len(whole.text) // 2 :][:6]
+        ended = ask(stop=[stop])
+        assert ended.finish_reason == "stop" and len(ended.token_ids) < len(whole.token_ids) - 8
+        runs = [run.sub.tokens[: run.n] for run in live.runs.tenants[0].all_runs]
+        assert np.concatenate(runs).tolist() == [*whole.token_ids, -1, *ended.token_ids, -1]

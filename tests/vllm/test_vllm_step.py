@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,3 +107,35 @@ def test_the_output_of_a_request_ends_where_the_scheduler_ends_it(
 
 def test_a_request_without_sampling_parameters_keeps_its_output() -> None:
     assert output_of(None, [1, 2]).tolist() == [1, 2]
+
+
+def test_an_output_ends_with_the_token_that_completes_a_stop_string(demo_model: Path) -> None:
+    """As vLLM's own front end has it, which ends the request some steps later."""
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    rng = np.random.default_rng(0)
+    names = EngineCoreRequest.__struct_fields__
+    shortened = 0
+    for seed in range(40):
+        tokens = rng.integers(10, len(tokenizer), 700).tolist()
+        at = int(rng.integers(0, 690))
+        stop = tokenizer.decode(tokens[at : at + 3])[1:-1]
+        if not stop.strip() or "\ufffd" in stop:
+            continue
+        behind = int(rng.integers(0, 2) * rng.integers(0, 600))
+        sampling = SamplingParams(max_tokens=None, stop=["never there", stop], min_tokens=behind)
+        known = {"request_id": "r", "prompt_token_ids": [1], "sampling_params": sampling}
+        request = EngineCoreRequest(**dict.fromkeys(names) | known)
+        front_end = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        taken = 0
+        while taken < len(tokens) and front_end.update([tokens[taken]], False) is None:
+            taken += 1
+        found = output_of(sampling, tokens, tokenizer)
+        assert found.tolist() == tokens[: taken + 1], seed
+        shortened += len(found) < len(tokens)
+        assert output_of(sampling, tokens).tolist() == tokens
+    assert shortened > 20

@@ -79,17 +79,15 @@ def _hardware() -> str | None:
         return None
 
 
-def _tokenizer_fingerprint(model_config: Any) -> str | None:
-    """None when vLLM was told to load no tokenizer."""
+def tokenizer_of(model_config: Any) -> Any:
+    """The target's tokenizer, loaded once; None when vLLM was told to load none."""
     if model_config.skip_tokenizer_init:
         return None
-    from vllm.tokenizers import get_tokenizer
+    from vllm.tokenizers import cached_tokenizer_from_config
 
-    return tokenizer_fingerprint(
-        get_tokenizer(
-            model_config.tokenizer,
-            tokenizer_mode=model_config.tokenizer_mode,
-            revision=model_config.tokenizer_revision,
-            trust_remote_code=model_config.trust_remote_code,
-        )
-    )
+    return cached_tokenizer_from_config(model_config)
+
+
+def _tokenizer_fingerprint(model_config: Any) -> str | None:
+    tokenizer = tokenizer_of(model_config)
+    return None if tokenizer is None else tokenizer_fingerprint(tokenizer)

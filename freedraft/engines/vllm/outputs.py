@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+_BLOCK = 256  # tokens that are decoded at once
 
-def output_of(parameters: Any, tokens: Sequence[int]) -> NDArray[np.int32]:
+
+def output_of(parameters: Any, tokens: Sequence[int], tokenizer: Any = None) -> NDArray[np.int32]:
     """What a request wrote, without what its last step accepted beyond its end, which the scheduler drops later.
 
     Args:
         parameters: its SamplingParams, None for none.
+        tokenizer: the target's; None where it does not matter that a request goes on behind a stop string until the
+            front end, which alone decodes, has ended it.
     """
     tokens = tokens[: getattr(parameters, "max_tokens", None)]
     stops: frozenset[int] = getattr(parameters, "all_stop_token_ids", None) or frozenset()
     if not getattr(parameters, "ignore_eos", False) and not stops.isdisjoint(tokens):
         tokens = tokens[: next(i for i, token in enumerate(tokens) if token in stops) + 1]
+    if tokenizer is not None and getattr(parameters, "stop", None):
+        tokens = tokens[: _through_stop_string(parameters, tokens, tokenizer)]
     return np.array(tokens, np.int32)
+
+
+def _through_stop_string(parameters: Any, tokens: Sequence[int], tokenizer: Any) -> int:
+    """The number of tokens through the one that completes a stop string, behind the first `min_tokens`; all without."""
+    overlap = max(len(stop.encode()) for stop in parameters.stop)  # tokens that may hold its beginning
+
+    def text(begin: int, end: int) -> str:
+        return str(tokenizer.decode(tokens[begin:end], skip_special_tokens=parameters.skip_special_tokens))
+
+    for start in range(parameters.min_tokens, len(tokens), _BLOCK):
+        begin, end = max(0, start - overlap), min(start + _BLOCK, len(tokens))
+        before = len(text(begin, start))
+
+        def completed(end: int, begin: int = begin, before: int = before) -> bool:
+            part = text(begin, end)
+            return any(part.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in parameters.stop)
+
+        if completed(end):
+            return start + 1 + bisect_left(range(start + 1, end), True, key=completed)
+    return len(tokens)

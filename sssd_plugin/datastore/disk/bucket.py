@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import re
@@ -24,9 +23,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from freedraft.files import FileLock
+from freedraft.files import FileLock, write_atomically
 from sssd_plugin.datastore.disk.checksum import check_contents, check_size
-from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, SubIndexEntry, read_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, read_manifest
 from sssd_plugin.datastore.errors import DatastoreError, first_line, reporting
 
 logger = logging.getLogger("freedraft.datastore")
@@ -109,10 +108,19 @@ class Bucket:
             return bytes(self._files.cat_file(f"{self._root}/{name}"))
 
     def write(self, name: str, data: bytes) -> None:
+        """Put a file, which nobody sees in part."""
+        path = f"{self._root}/{name}"
         with _reaching(self.url):
-            if self._local:
-                self._files.makedirs(str(PurePosixPath(f"{self._root}/{name}").parent), exist_ok=True)
-            self._files.pipe_file(f"{self._root}/{name}", data)
+            if not self._local:
+                self._files.pipe_file(path, data)
+                return
+            self._files.makedirs(str(PurePosixPath(path).parent), exist_ok=True)
+            for last in (False, False, True):
+                try:
+                    return write_atomically(Path(path), data, mode=0o666)
+                except FileNotFoundError:  # somebody took the part for one that a killed process has left
+                    if last:
+                        raise
 
     def upload(self, folder: Path) -> None:
         """Put the files of a sub-index."""
@@ -134,10 +142,13 @@ class Bucket:
                 self._files.rm(f"{self._root}/{name}", recursive=True)
 
     def others(self, manifest: Manifest) -> list[str]:
-        """Return the sub-indices that a manifest does not name: of generations before it, or of nobody's."""
+        """Return the sub-indices that a manifest does not name, of generations before it or of nobody's, and parts of
+        batches that killed processes have left."""
         kept = {sub.name for sub in manifest.sub_indices}
         names = [PurePosixPath(path).name for path in self._list(self._root)]
-        return [name for name in names if _SUB_INDEX.fullmatch(name) and name not in kept]
+        subs = [name for name in names if _SUB_INDEX.fullmatch(name) and name not in kept]
+        batches = [PurePosixPath(path).name for path in self._list(f"{self._root}/{BATCHES}")]
+        return subs + [f"{BATCHES}/{name}" for name in batches if name.startswith(".")]
 
     def remove_others(self, number: int, manifest: Manifest) -> None:
         """Remove the generations before this one, and sub-indices that it does not name.
@@ -196,7 +207,7 @@ class Bucket:
             manifest = read_manifest(temporary)
             for sub in manifest.sub_indices:
                 parts = manifest.model_copy(update={"sub_indices": (sub,)}).files(temporary)
-                address = self.folder / _address(sub)
+                address = self.folder / sub.address
                 with reporting("write", temporary):
                     (temporary / sub.name).mkdir(mode=0o700)
                 if not address.exists():
@@ -290,12 +301,6 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
 
 def _manifest_name(number: int) -> str:
     return f"manifest-{number:012d}.json" if number else MANIFEST
-
-
-def _address(sub: SubIndexEntry) -> str:
-    """Return what a sub-index is called in the cache: a digest of its contents."""
-    files = {role: sub.files[role].model_dump(mode="json") for role in sub.roles}
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ arrays or these rules do.
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +35,7 @@ from sssd_plugin.datastore.disk.checksum import ANY, BLOCK_BYTES, Bounds, FileEn
 from sssd_plugin.datastore.disk.manifest import ChecksummedManifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, direct_buckets
+from sssd_plugin.datastore.records import Erasure
 
 MANIFEST = "manifest.json"
 LIVE = "live"
@@ -80,6 +82,12 @@ class SubIndexEntry(BaseModel, frozen=True):
         """Bytes on disk."""
         return sum(entry.size for entry in self.files.values())
 
+    @property
+    def address(self) -> str:
+        """A digest of the contents."""
+        files = {role: self.files[role].model_dump(mode="json") for role in self.roles}
+        return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:32]
+
 
 class TokenizerEntry(BaseModel, frozen=True):
     """The tokenizer whose ids the store holds; see `sssd_plugin.datastore.tokenizer.fingerprint`."""
@@ -117,6 +125,11 @@ class LearntEntry(BaseModel, frozen=True):
     key: Digest
     erasures: tuple[ErasureEntry, ...] = ()
     consumed: dict[str, ConsumedEntry] = {}
+
+    @property
+    def forgotten(self) -> list[Erasure]:
+        """What `erasures` stand for."""
+        return [Erasure(bytes.fromhex(e.tenant) if e.tenant else None, e.before) for e in self.erasures]
 
 
 class Manifest(ChecksummedManifest, frozen=True):

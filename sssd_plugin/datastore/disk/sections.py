@@ -23,6 +23,7 @@ from sssd_plugin.datastore.records import Erasure, Record
 SECTION = np.dtype([("tenant", "<i8", 2), ("documents", "<i4"), ("tokens", "<i4")])
 DOCUMENT = np.dtype([("tenant", "<i8", 2), ("milliseconds", "<i8"), ("length", "<i4")])
 NOBODY = bytes(16)
+_NEVER = 1 << 62
 
 
 class Section(NamedTuple):
@@ -31,11 +32,14 @@ class Section(NamedTuple):
     Attributes:
         row: int64 [TABLE_COLUMNS], of a `Snapshot.table`.
         n: tokens, separators included.
+        oldest, newest: when documents of it were learnt, in ms since 1970.
         keeps: what keeps the addresses valid.
     """
 
     row: NDArray[np.int64]
     n: int
+    oldest: int
+    newest: int
     keeps: object
 
 
@@ -72,12 +76,14 @@ class LearntSubIndex:
         addresses = (self._tokens.ctypes.data, self._order.ctypes.data + 4 * m0, self._starts.ctypes.data)
         sizes = len(self._tokens) - PAD, m1 - m0, len(self._starts) - 1
         row = np.array([*addresses, *sizes, self._sparse.ctypes.data + 4 * s0], np.int64)
-        return Section(row, m1 - m0 + d1 - d0, self)
+        times = self.documents["milliseconds"][d0:d1]
+        oldest, newest = (int(t) for t in (times.min(initial=_NEVER), times.max(initial=-_NEVER)))
+        return Section(row, m1 - m0 + d1 - d0, oldest, newest, self)
 
     def records(self) -> Iterator[Record]:
         """Yield all documents that are not erased."""
         at = 0
-        keep = ~covered(self.documents, self._erasures)
+        keep = ~self._erased()
         for document, kept in zip(self.documents, keep.tolist(), strict=True):
             length = int(document["length"])
             if kept:
@@ -86,9 +92,16 @@ class LearntSubIndex:
                 yield Record(b"" if tenant == NOBODY else tenant, int(document["milliseconds"]), tokens)
             at += length + 1
 
+    def times(self) -> NDArray[np.int64]:
+        """Return when the documents that are not erased were learnt, in ms since 1970."""
+        return self.documents["milliseconds"][~self._erased()]
+
     def must_be_rewritten(self, before: int) -> bool:
         """Return whether it holds something erased, or from before a time."""
         return bool(covered(self.documents, [*self._erasures, Erasure(None, before)]).any())
+
+    def _erased(self) -> NDArray[np.bool_]:
+        return covered(self.documents, self._erasures)
 
     def _find(self, digest: bytes) -> int | None:
         tenants = self.sections["tenant"]
@@ -102,9 +115,7 @@ class LearntSubIndex:
 
 def learnt_sub_indices(path: Path, manifest: Manifest) -> list[LearntSubIndex]:
     """Map the sub-indices of the store at `path` that were learnt."""
-    if manifest.learnt is None:
-        return []
-    erasures = [Erasure(bytes.fromhex(e.tenant) if e.tenant else None, e.before) for e in manifest.learnt.erasures]
+    erasures = manifest.learnt.forgotten if manifest.learnt else []
     return [LearntSubIndex(path, entry, erasures) for entry in manifest.sub_indices if entry.n_sections]
 
 

@@ -7,7 +7,6 @@ and sub-indices that hold such documents are written anew.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import secrets
 import tempfile
@@ -89,8 +88,8 @@ def announce(bucket: Bucket, erasures: Sequence[Erasure]) -> None:
     )
     for _ in range(_TRIES):
         generation, _, manifest, learnt = newest(bucket)
-        if bucket.publish(_next(manifest, learnt.model_copy(update={"erasures": learnt.erasures + entries})),
-                          generation.number + 1):  # fmt: skip
+        learnt = learnt.model_copy(update={"erasures": _joined(learnt.erasures + entries)})
+        if bucket.publish(_next(manifest, learnt), generation.number + 1):
             return
     raise DatastoreError(f"{bucket.url} changes all the time: try again later")
 
@@ -215,7 +214,7 @@ class _Compaction:
         replicas = {replica for replica, _ in batches.values()}
         for replica in [r for r, c in consumed.items() if r not in replicas and now - c.at > _CONSUMED_SECONDS * 1000]:
             del consumed[replica]
-        erasures = [Erasure(bytes.fromhex(e.tenant) if e.tenant else None, e.before) for e in self.learnt.erasures]
+        erasures = self.learnt.forgotten
         for name in sorted(fresh):
             replica, number = batches[name]
             try:
@@ -271,10 +270,8 @@ class _Compaction:
         def end_one() -> None:
             entry, path, files = pending.pop(0)
             entry = entry.model_copy(update={"files": entry.files | files.result()})
-            described = {role: entry.files[role].model_dump(mode="json") for role in entry.roles}
-            name = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
-            path.rename(folder / name)
-            entries.append(entry.model_copy(update={"name": name}))
+            path.rename(folder / entry.address)
+            entries.append(entry.model_copy(update={"name": entry.address}))
 
         for number, part in enumerate(_parts(records, self.limit, isolated)):
             if len(pending) > self.sorter.beside:
@@ -322,6 +319,19 @@ def _parts(records: list[Record], limit: int, isolated: bool) -> Iterator[list[R
         size, tenant_size = size + record.size, tenant_size + record.size
     if part:
         yield part
+
+
+def _joined(erasures: Sequence[ErasureEntry]) -> tuple[ErasureEntry, ...]:
+    """Return the erasures without those that others cover."""
+    latest: dict[str | None, int] = {}
+    for erasure in erasures:
+        latest[erasure.tenant] = max(erasure.before, latest.get(erasure.tenant, erasure.before))
+    of_all = latest.get(None)
+    return tuple(
+        ErasureEntry(tenant=tenant, before=before)
+        for tenant, before in latest.items()
+        if tenant is None or of_all is None or before > of_all
+    )
 
 
 def _next(manifest: Manifest, learnt: LearntEntry, subs: tuple[SubIndexEntry, ...] | None = None) -> Manifest:

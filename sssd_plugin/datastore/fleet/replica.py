@@ -13,13 +13,15 @@ import threading
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from sssd_plugin.datastore.disk.bucket import BATCHES, Bucket, Generation, UnreachableError
 from sssd_plugin.datastore.disk.format import Isolation, Manifest, TokenizerEntry, read_manifest
 from sssd_plugin.datastore.disk.sections import LearntSubIndex, Section, learnt_sub_indices
 from sssd_plugin.datastore.disk.store import Datastore, check_fits
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.fleet.batch import seal
-from sssd_plugin.datastore.fleet.compaction import start
+from sssd_plugin.datastore.fleet.compaction import announce, start
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.records import Changes, Erasure, PendingRecords, Record
 
@@ -45,10 +47,18 @@ class Fetched:
     learnt: list[LearntSubIndex]
     until: int
 
-    def sections(self, digest: bytes, max_sections: int) -> list[Section]:
-        """Return the largest sections of a tenant, or of everybody (no digest)."""
-        found = [section for sub in self.learnt if (section := sub.section(digest)) is not None]
-        return sorted(found, key=lambda section: -section.n)[:max_sections]
+    def sections(self, digest: bytes, max_sections: int, oldest: int) -> list[Section]:
+        """Return what a tenant, or everybody (no digest), is drafted from: of all sections half the newest, since what
+        was just learnt is in small ones, and of the others the largest.
+
+        Args:
+            oldest: sections with documents from before this time (ms) are left out.
+        """
+        found = [s for sub in self.learnt if (s := sub.section(digest)) is not None and s.oldest >= oldest]
+        found.sort(key=lambda section: -section.newest)
+        n_newest = (max_sections + 1) // 2
+        others = sorted(found[n_newest:], key=lambda section: -section.n)
+        return found[:n_newest] + others[: max_sections - n_newest]
 
 
 class FleetLog:
@@ -71,6 +81,7 @@ class FleetLog:
         self._replica, self._number = secrets.token_hex(8), 0
         self._generation: Generation | None = None
         self._erasures: set[Erasure] = set()
+        self._learnt: list[LearntSubIndex] = []
         self._publish_at = self._poll_at = 0.0
         self._refused = False
         self._last_copy()
@@ -106,7 +117,14 @@ class FleetLog:
         return changes
 
     def expire(self, before: int) -> None:
-        """Nothing: `compact` leaves out what is too old."""
+        """Erase what is older, in ms since 1970, from the bucket, if `compact` has not left it out already."""
+        times = np.concatenate([np.zeros(0, np.int64), *(sub.times() for sub in self._learnt)])
+        if not (times < before).any():
+            return
+        try:  # and nothing that is still to be learnt, where this host's clock is ahead
+            announce(self._bucket, [Erasure(None, min(before, int(times.max()) + 1))])
+        except DatastoreError as error:
+            logger.warning("freedraft: %s; what is too old is not drafted from, and erased later", error)
 
     def close(self) -> None:
         """Publish what is left."""
@@ -163,10 +181,11 @@ class FleetLog:
             self._bucket.publish(first, found[0].number + 1 if found else 1)  # or somebody else has
             return self._poll()
         generation, path = found
-        erasures = {Erasure(bytes.fromhex(e.tenant) if e.tenant else None, e.before) for e in manifest.learnt.erasures}
+        erasures = set(manifest.learnt.forgotten)
         consumed = manifest.learnt.consumed.get(self._replica)
         with Datastore.open(path, verify=False) as store:
-            fetched = Fetched(store.snapshot, learnt_sub_indices(path, manifest), consumed.until if consumed else 0)
+            self._learnt = learnt_sub_indices(path, manifest)
+            fetched = Fetched(store.snapshot, self._learnt, consumed.until if consumed else 0)
         new, self._erasures = erasures - self._erasures, erasures
         self._generation, self.key = generation, bytes.fromhex(manifest.learnt.key)
         return Changes(list(new), [], fetched)

@@ -182,19 +182,11 @@ class LearntDatabase:
             if sum(held.values()) <= max_tokens:
                 return sum(held.values())
             for tenant, share in keep_shares(held, max_tokens).items():
-                left = held[tenant]
-                if left <= share:
-                    continue
-                rows = self._db.execute(f"SELECT id, {size} FROM documents WHERE {whose} = ? ORDER BY id", (tenant,))
-                gone = []
-                for number, tokens in rows:
-                    if left <= share:
-                        break
-                    gone.append((number,))
-                    left -= tokens
-                self._db.executemany("DELETE FROM documents WHERE id = ?", gone)
-                held[tenant] = left
-            return sum(held.values())
+                if held[tenant] > share:
+                    own = f"SELECT id, sum({size}) OVER (ORDER BY id DESC) AS newer FROM documents WHERE {whose} = ?"
+                    old = f"SELECT id FROM ({own}) WHERE newer > ?"
+                    self._db.execute(f"DELETE FROM documents WHERE id IN ({old})", (tenant, share))
+            return int(self._db.execute(f"SELECT total({size}) FROM documents").fetchone()[0])
 
     def close(self) -> None:
         self._db.close()

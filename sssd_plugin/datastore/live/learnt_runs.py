@@ -65,6 +65,7 @@ class LearntRuns:
         self._documents = 0
         self._waiting: deque[Record] = deque()  # large documents
         self._fetched: Fetched | None = None
+        self._oldest = 0
         self._set_static(static)
         self.tenants = {0: Tenant(b"", self._static_view)}
         self._next_tenant = 1
@@ -141,6 +142,12 @@ class LearntRuns:
             self._set_static(self._given)
         self._refresh()
         self.erase(Erasure(None, fetched.until))
+
+    def hide_older(self, before: int) -> None:
+        """Draft from no section of a fleet that holds a document from before this time (ms)."""
+        self._oldest = before
+        if self._fetched is not None:
+            self._refresh()
 
     def _refresh(self) -> None:
         for number in list(self.tenants):
@@ -238,7 +245,7 @@ class LearntRuns:
         if self._fetched is not None and (tenant.digest or not self.isolated):
             digest = tenant.digest if self.isolated else b""
             max_sections = SEARCHED - MIN_RUNS - len(self._static.table)
-            tenant.sections = self._fetched.sections(digest, max_sections)
+            tenant.sections = self._fetched.sections(digest, max_sections, self._oldest)
         tenant.view = self._view_of(tenant)
 
     def _set_static(self, static: Snapshot) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from freedraft.draft import DraftBatch
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
-from freedraft.engines.vllm.context import context_of_engine
+from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, LOGITS_HOOKS
@@ -102,6 +102,7 @@ class MethodProposer:
         if self.drafts:
             options = self.spec.option_type.parse(ours.options)
             self.guarded = GuardedMethod(self.spec, options, context_of_engine(vllm_config))
+            self.tokenizer = tokenizer_of(vllm_config.model_config) if self.guarded.method.learns else None
 
     def load_model(self, target_model: Any) -> None:
         """vLLM has loaded the target. Raises UnsupportedModel, which stops the start."""
@@ -186,8 +187,8 @@ class MethodProposer:
                 self.without_text.remove(request_id)
                 continue
             state = states.get(request_id)
-            output = None if state is None else output_of(state.sampling_params, state.output_token_ids)
-            self.guarded.finish(request_id, output)
+            parameters, tokens = (state.sampling_params, state.output_token_ids) if state else (None, [])
+            self.guarded.finish(request_id, output_of(parameters, tokens, self.tokenizer) if state else None)
 
     def _set_prompt_states(self, step: Step) -> None:
         """Hand on the hidden states behind the prompts that this step has ended."""

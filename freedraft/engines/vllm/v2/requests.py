@@ -27,13 +27,14 @@ class Requests:
         slots: request ids and their slots, NO_SLOT while a request is preempted.
     """
 
-    def __init__(self, slots: int, max_model_len: int, length: int) -> None:
+    def __init__(self, slots: int, max_model_len: int, length: int, tokenizer: Any = None) -> None:
         self.tokens: NDArray[np.int32] = np.empty((slots, max_model_len), np.int32)  # pages are taken as they fill
         self.lengths: NDArray[np.int64] = np.full(slots, -1)
         self.drafted: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.nodes: NDArray[np.int32] = np.zeros((slots, length + 1), np.int32)
         self.parents: NDArray[np.int32] = np.zeros((slots, length + 1), np.int32)
         self.slots: dict[str, int] = {}
+        self._tokenizer = tokenizer  # see `output_of`
         self._prompts: NDArray[np.int64] = np.zeros(slots, np.int64)
         self._parameters: list[Any] = [None] * slots
         self._outputs: dict[str, NDArray[np.int32]] = {}  # of preempted requests
@@ -89,4 +90,4 @@ class Requests:
         """Free a slot; int32 [n], what its request wrote."""
         output = self.tokens[slot, self._prompts[slot] : self.lengths[slot]].tolist()
         self.lengths[slot] = -1
-        return output_of(self._parameters[slot], output)
+        return output_of(self._parameters[slot], output, self._tokenizer)

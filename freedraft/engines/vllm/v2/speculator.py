@@ -22,7 +22,7 @@ from freedraft.cost.batch_lengths import BatchLengths, Rows
 from freedraft.cost.yields import TreeYields
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
-from freedraft.engines.vllm.context import context_of_engine
+from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
@@ -116,7 +116,9 @@ class MethodSpeculator(BaseSpeculator):
             self.guarded = GuardedMethod(spec, spec.option_type.parse(ours.options), context)
             controller = self.guarded.method.controller
             self.lengths = controller if isinstance(controller, BatchLengths) else None
-        self.requests = Requests(slots, self.max_model_len, self.length)
+        learns = self.guarded is not None and self.guarded.method.learns
+        tokenizer = tokenizer_of(vllm_config.model_config) if learns else None
+        self.requests = Requests(slots, self.max_model_len, self.length, tokenizer)
         self.trees = trees_of(vllm_config, device, req_states)
         self._parts = 1 if self.trees is None else 2  # tokens, and masks of what they follow
         self._drafts = torch.zeros(self._parts * slots * self.length, dtype=torch.int64, device=device)
