@@ -2,6 +2,8 @@
 
     python bench/vllm_trees.py --model build/model --questions spec_bench.jsonl --json OUT
 
+and before it, with SGLang's Python and --sglang, for the same through SGLang's CPU platform beside them.
+
 Model runner V2 with vLLM's Triton attention backend runs here in Triton's interpreter (tests/vllm/v2_interpreted), with
 async scheduling, and our kernels by their references. So that a step takes seconds and not minutes, what the stock
 kernels of attention and greedy verification compute is computed by PyTorch (the tests run the kernels): few questions,
@@ -18,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -161,8 +164,31 @@ def run(model: Path, how: tuple[str, int, int], prompts: list[list[int]], tokens
     figures = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     accepted = int(figures["vllm:spec_decode_num_accepted_tokens"])
     made = len(prompts) * (tokens - 1)  # the first comes with the prompt
-    answered = [hashlib.sha256(str(answer).encode()).hexdigest()[:8] for answer in said]
-    return {"tokens": made, "steps": made - accepted, "tokens_per_step": made / (made - accepted), "answers": answered}
+    steps = made - accepted
+    return {"tokens": made, "steps": steps, "tokens_per_step": made / steps, "answers": hashes(said)}
+
+
+def run_through_sglang(model: Path, how: tuple[str, int, int], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """The same arm through SGLang, which counts the root among a tree's nodes."""
+    os.environ["SGLANG_PLATFORM"] = "freedraft_cpu"
+    from tests.sglang.conftest import read_counts, sglang_engine
+
+    shape, nodes, recycle = how
+    env = {"SHAPE": shape, "RECYCLE": "on" if recycle else "off", "POLICY": "fixed", "ISOLATION": "shared"}
+    with tempfile.TemporaryDirectory() as folder:
+        counts = Path(folder) / "counts.json"
+        options = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": nodes + 1}
+        env = {f"FREEDRAFT_{name}": value for name, value in env.items()}
+        with sglang_engine(model, counts, env=env, **options) as engine:
+            sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+            said = [output["output_ids"] for output in engine.generate(input_ids=prompts, sampling_params=sampling)]
+        done = read_counts(counts)
+    made, steps = done["tokens"], done["request_steps"]
+    return {"tokens": made, "steps": steps, "tokens_per_step": made / steps, "answers": hashes(said)}
+
+
+def hashes(answers: list[list[int]]) -> list[str]:
+    return [hashlib.sha256(str(list(answer)).encode()).hexdigest()[:8] for answer in answers]
 
 
 def in_a_process(number: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -196,14 +222,21 @@ def main() -> None:
         nargs="+",
         help="numbers of the arms, -1 for what a step without drafts costs the host; default: all",
     )
+    parser.add_argument("--sglang", action="store_true", help="run the arms through SGLang, into --parts")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     questions = args.questions or spec_bench.download(ROOT / "build")
     prompts = choose(args.model, questions, args.count)
+    args.parts.mkdir(parents=True, exist_ok=True)
+    if args.sglang:
+        for number in args.arms or range(len(ARMS)):
+            done = run_through_sglang(args.model, ARMS[number], prompts, args.tokens)
+            (args.parts / f"sglang-{number}.json").write_text(json.dumps(done))
+            print(f"SGLang, {name_of(*ARMS[number])}: {done['tokens_per_step']:.3f} tokens per step")
+        return
     if args.one is not None:
         done = plain_step(args.model) if args.one < 0 else run(args.model, ARMS[args.one], prompts, args.tokens)
-        args.parts.mkdir(parents=True, exist_ok=True)
         (args.parts / f"{args.one}.json").write_text(json.dumps(done))
         return
     said = {number: in_a_process(number, args) for number in args.arms or range(-1, len(ARMS))}
@@ -213,7 +246,11 @@ def main() -> None:
         answers = arm.pop("answers")
         first = first or answers
         arm["same_answers"] = sum(a == b for a, b in zip(answers, first, strict=True))
-        name = name_of(*ARMS[number])
+        part, name = args.parts / f"sglang-{number}.json", name_of(*ARMS[number])
+        if part.exists():
+            arm["sglang"] = json.loads(part.read_text())
+            same = zip(arm["sglang"].pop("answers"), first, strict=True)
+            arm["sglang"]["same_answers"] = sum(a == b for a, b in same)
         result["arms"][name] = arm
         print(f"{name}: {arm['tokens_per_step']:.3f} tokens per step; {arm['same_answers']} of {len(prompts)} answers "
               "are the first arm's")  # fmt: skip

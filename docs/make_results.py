@@ -67,13 +67,14 @@ def calibration(result: Any) -> str:
 
 def vllm_trees(result: Any) -> str:
     rows = [
-        [name, f"{arm['tokens_per_step']:.3f}", f"{arm['same_answers']} of {result['questions']}"]
+        [name, f"{arm['tokens_per_step']:.3f}", f"{arm['sglang']['tokens_per_step']:.3f}",
+         f"{arm['same_answers']} and {arm['sglang']['same_answers']} of {result['questions']}"]
         for name, arm in result["arms"].items()
-    ]
+    ]  # fmt: skip
     plain = result["plain_step"]
     low, high = (plain["us"]["forward"]["more_quarters"][i] for i in (0, 1))
     return (
-        table(["drafts", "tokens per step", "answers as with the first"], rows)
+        table(["drafts", "tokens per step, vLLM", "SGLang", "answers as with the first"], rows)
         + f"\n\nA step without drafts takes the host {plain['us_more_per_step']:.0f} us more than with the stock "
         f"attention backend, eager, {plain['layers']} layers ({low:.1f}-{high:.1f} us for each)."
     )
@@ -483,9 +484,10 @@ SECTIONS = (
     Section(
         "Trees through vLLM",
         ("vllm-trees.json",),
-        "Model runner V2 in Triton's interpreter with vLLM's Triton attention backend, our kernels by references, "
-        "fp32, greedy; 20 prompts from Spec-Bench of at most 120 tokens, four at a time, 48 tokens each; nothing "
-        "learnt from answers, policy `fixed`, `num_speculative_tokens` as said.",
+        "Model runner V2 in Triton's interpreter with vLLM's Triton attention backend, where PyTorch computes what the "
+        "kernels of attention and verification do, and the same through SGLang's CPU platform; fp32, greedy; 20 prompts "
+        "from Spec-Bench of at most 120 tokens, four at a time, 48 tokens each; nothing learnt from answers, policy "
+        "`fixed`, `num_speculative_tokens` as said.",
         vllm_trees,
     ),
     Section(

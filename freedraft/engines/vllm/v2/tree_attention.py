@@ -1,9 +1,9 @@
 """vLLM's Triton and FlashAttention backends, which in steps that verify trees give each draft node its ancestors.
 
 In all other steps they are the stock backends. Both have the same KV cache and metadata, so that one kernel serves
-both. Where a step has trees beside prompts, the stock kernel attends for all and
-ours then for the trees again; where all requests decode, ours attends for all of them. What nodes read stands in
-buffers that stay where they are, so that full CUDA graphs of such steps can be replayed with other trees.
+both. Where a step has trees beside prompts, the stock kernel attends for all and ours then for the trees again; where
+all requests decode, ours attends for all of them. What nodes read stands in buffers that stay where they are, so that
+full CUDA graphs of such steps can be replayed with other trees.
 """
 
 from __future__ import annotations
