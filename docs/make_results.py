@@ -485,9 +485,9 @@ SECTIONS = (
         "Trees through vLLM",
         ("vllm-trees.json",),
         "Model runner V2 in Triton's interpreter with vLLM's Triton attention backend, where PyTorch computes what the "
-        "kernels of attention and verification do, and the same through SGLang's CPU platform; fp32, greedy; 20 prompts "
-        "from Spec-Bench of at most 120 tokens, four at a time, 48 tokens each; nothing learnt from answers, policy "
-        "`fixed`, `num_speculative_tokens` as said.",
+        "kernels of attention and verification do, and the same through SGLang's CPU platform; fp32, greedy; 20 "
+        "prompts from Spec-Bench of at most 120 tokens, four at a time, 48 tokens each; nothing learnt from answers, "
+        "policy `fixed`, `num_speculative_tokens` as said.",
         vllm_trees,
     ),
     Section(
