@@ -175,6 +175,7 @@ def run_through_sglang(model: Path, how: tuple[str, int, int], prompts: list[lis
 
     shape, nodes, recycle = how
     env = {"SHAPE": shape, "RECYCLE": "on" if recycle else "off", "POLICY": "fixed", "ISOLATION": "shared"}
+    env["SCORING"] = "learned"
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder) / "counts.json"
         options = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": nodes + 1}
@@ -182,8 +183,8 @@ def run_through_sglang(model: Path, how: tuple[str, int, int], prompts: list[lis
         with sglang_engine(model, counts, env=env, **options) as engine:
             sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
             said = [output["output_ids"] for output in engine.generate(input_ids=prompts, sampling_params=sampling)]
-        done = read_counts(counts)
-    made, steps = done["tokens"], done["request_steps"]
+        steps = read_counts(counts)["request_steps"]
+    made = len(prompts) * (tokens - 1)
     return {"tokens": made, "steps": steps, "tokens_per_step": made / steps, "answers": hashes(said)}
 
 

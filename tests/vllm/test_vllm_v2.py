@@ -22,7 +22,7 @@ SAMPLES, TOKENS = 400, 30
 SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
 
 
-def serve(model: Path, timeout: float = 600, attention: str = "", **given: Any) -> dict[str, Any]:
+def serve(model: Path, timeout: float = 840, attention: str = "", **given: Any) -> dict[str, Any]:
     pytest.importorskip("triton")
     environment = os.environ | {
         "VLLM_USE_V2_MODEL_RUNNER": "1",
