@@ -113,11 +113,11 @@ def compact(
         DatastoreError: nothing was learnt there, it is out of reach, or the disk of this host refuses.
     """
     for _ in range(_TRIES):
-        attempt = _Compaction(bucket, sorter, memory, max_age, max_tokens)
+        generation = bucket.newest()
         try:
-            done = attempt.run()
+            done = _Compaction(bucket, sorter, memory, max_age, max_tokens).run()
         except DatastoreError:
-            if bucket.newest() == attempt.generation:
+            if bucket.newest() == generation:
                 raise
             continue  # somebody else has removed what it was reading
         if done is not False:
