@@ -175,7 +175,7 @@ def run_through_sglang(model: Path, how: tuple[str, int, int], prompts: list[lis
     shape, nodes, recycle = how
     env = {"SHAPE": shape, "RECYCLE": "on" if recycle else "off", "POLICY": "fixed", "ISOLATION": "shared"}
     env["SCORING"] = "learned"
-    options = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": nodes + 1}
+    options: dict[str, Any] = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": nodes + 1}
     with sglang_engine(model, env={f"FREEDRAFT_{name}": value for name, value in env.items()}, **options) as engine:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
