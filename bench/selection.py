@@ -45,6 +45,7 @@ from layerskip_plugin.calibrate.knapsack import Candidate
 from layerskip_plugin.calibrate.pass_times import VERIFIED, PassTimes, blank, measure, seconds, tokens_per_time
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
 from layerskip_plugin.calibrate.sample import Sample
+from layerskip_plugin.knapsack_search import integer_weights
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.swift import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
@@ -167,7 +168,7 @@ def context(
         if part == "times":
             continue
         kept = steps.step("kept", lambda: sorted(knapsack.protected_sublayers(host, sample)))
-        weights = knapsack.integer_weights(times.attention, times.mlp)
+        weights = integer_weights(times.attention, times.mlp)
         candidates = steps.step(
             f"sets of weights {weights}",
             partial(candidates_of, host, sample, weights, kept),

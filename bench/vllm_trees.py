@@ -100,7 +100,7 @@ def start(model: Path, **config: Any) -> Any:
     )
 
 
-def plain_step(model: Path, repeats: int = 40, calls: int = 500) -> dict[str, Any]:
+def plain_step(model: Path, repeats: int = 400, calls: int = 50) -> dict[str, Any]:
     """Microseconds that a step without drafts costs the host more than with the stock backend, part by part.
 
     Both are called in turns with the same arguments, of a step of the engine; kernels are not launched.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from freedraft.method import Step
+
+T = TypeVar("T")
+Visit: TypeAlias = "Callable[[Tensor, Callable[[int, Tensor], Tensor]], T]"
 
 
 class Window(NamedTuple):
@@ -152,3 +157,12 @@ class MatchnessScorer(ABC):
     @abstractmethod
     def __call__(self, recipes: Sequence[Recipe]) -> NDArray[np.float64]:
         """float64 [J]: matchness of each recipe on the tokens that `observe` took; one batched forward pass."""
+
+    @abstractmethod
+    def run_sublayers(self, visit: Visit[T]) -> T:
+        """Let `visit` run the model sublayer by sublayer over the tokens that `observe` took, or the newest of them.
+
+        Returns:
+            what `visit` returns. It is given float [W, H], the embedded tokens, and a function (index of a sublayer,
+            float [J, W, H]) -> the residual stream behind it, for J streams before it.
+        """

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,18 @@ from freedraft.draft_model import DraftModel, MatchnessScorer
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
 from freedraft.metrics import check_port, serve
+from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree
+from layerskip_plugin.knapsack_search import RunSublayer, Survivors, search
 from layerskip_plugin.lookahead import Cost, Costs, Recording
 from layerskip_plugin.lookahead.base import NONE
 from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.swift import WINDOW
 from layerskip_plugin.skip_set import SkipSet
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger("freedraft.layerskip")
 
@@ -47,10 +52,15 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
     Raises:
         ValueError: one clear line that names the option or file and the remedy.
     """
-    if context.tensor_parallel > 1 and options.selection == "swift":
+    if context.tensor_parallel > 1 and options.searches:
         raise ValueError(
-            f"selection 'swift' searches on one tensor-parallel rank only, not {context.tensor_parallel}: "
-            "calibrate a set, or use 'knn'"
+            f"selection '{options.selection}' searches on one tensor-parallel rank only, not "
+            f"{context.tensor_parallel}: calibrate a set, or use 'knn'"
+        )
+    if context.lengths is not None and options.searches and options.selection == "knapsack":
+        raise ValueError(
+            "selection 'knapsack' searches by the times of steps, which are not known here: set 'selection_file' "
+            "to what 'freedraft calibrate knapsack' makes"
         )
     selector = options.make_selector(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
     options.make_lookahead(context, list(selector.sets.values()), cast(Costs, None))  # asked of nothing yet
@@ -92,7 +102,9 @@ class LayerSkipMethod(ModelMethod):
         self.auto = controller if isinstance(controller, Auto) else None
         if self.auto is None and context.lengths is None:
             raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
-        self.selector = options.make_selector(context.hf_config, self._matchness, context.hardware)
+        self.selector = options.make_selector(
+            context.hf_config, self._matchness, context.hardware, self._propose, self._pass_times
+        )
         self.needs_prompt_states = self.selector.selection.needs_hidden
         self.windows = options.windows(context)
         self.recipes = [recipe for skip_set in self.selector.sets.values() for recipe in self._recipes(skip_set)]
@@ -332,6 +344,35 @@ class LayerSkipMethod(ModelMethod):
         request_ids = [last.request_ids[i] for i in before.tolist()]
         self.selector.selection.record_acceptance(request_ids, verified, accepted)
         self.lookahead.record_acceptance(request_ids, verified, accepted, step.accepted[now])
+
+    def _propose(self, weights: tuple[int, int], max_weight: int) -> list[SkipSet]:
+        """KnapSpec's sets on the newest tokens."""
+        assert self._scorer is not None
+        whole = SkipSet.empty(self.recipes[0].n_layers, self.recipes[0].model)
+
+        def visit(embedded: Tensor, sublayer: RunSublayer) -> Survivors:
+            return search(embedded, sublayer, 2 * whole.n_layers, weights, max_weight)
+
+        found = self._scorer.run_sublayers(visit)
+        return [SkipSet.of_bits(bits, whole.model) for bits in found.skipped.tolist()]
+
+    def _pass_times(self) -> PassTimes | None:
+        """What the parts of draft passes take at the batch and context of the newest step; None while steps without
+        drafts are not known there. Sublayers by the roofline, as far off as the present set's passes are from it."""
+        batch, present = max(1, len(self._places)), self.recipes[0]
+        if self.auto is None or not self.auto.baseline_known(batch):
+            return None
+        auto, layers = self.auto, present.n_layers
+        no_kind = [SkipSet.of_sublayers(range(kind, 2 * layers, 2), layers, present.model) for kind in (0, 1)]
+        sets = [SkipSet.empty(layers, present.model), *no_kind]
+        whole, *without = (float(auto.pass_seconds(replace(s, window=present.window), batch)) for s in sets)
+        attention, mlp = ((whole - each) / layers for each in without)
+        times = PassTimes(attention, mlp, whole - layers * (attention + mlp), lambda n: 0.0)
+        scale = float(auto.pass_seconds(present, batch)) / times.draft(present)
+        return PassTimes(
+            scale * times.attention, scale * times.mlp, scale * times.head,
+            lambda n: float(auto.step_seconds(batch, batch * n)),
+        )  # fmt: skip
 
     def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
         assert self._scorer is not None

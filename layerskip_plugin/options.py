@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from freedraft.config import PluginOptions, UserPath
 from freedraft.draft_model import Window
 from freedraft.method import EngineContext
+from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.lookahead import (
     Confidence,
     Cost,
@@ -27,6 +28,7 @@ from layerskip_plugin.lookahead import (
 from layerskip_plugin.lookahead.disco import Classifier
 from layerskip_plugin.selection.base import Evaluate, Selection, Static
 from layerskip_plugin.selection.knapsack import Knapsack, Plan
+from layerskip_plugin.selection.knapspec import KnapSpec, Propose
 from layerskip_plugin.selection.knn import Domains, Knn
 from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.selection.swift import Swift
@@ -69,9 +71,9 @@ class LayerSkipOptions(PluginOptions):
     Attributes:
         selection: which sublayers to skip. "static": those of `skip_set`; "swift": searched while serving, on the
             traffic; "knn": the set of the domain that a prompt is most like; "knapsack": the set and draft length of
-            the present context length.
+            the present context length, by the plan in `selection_file`; without one, KnapSpec's search while serving.
         selection_file: of "knn" and "knapsack", made by `freedraft calibrate knn` and `freedraft calibrate knapsack`.
-        search_share: of serving time that the search of "swift" may take.
+        search_share: of serving time that a search may take.
         skip_set: files with skip sets, at most 4; requests take the first unless they choose. None skips nothing, which
             drafts with the whole model: right for testing, never worth its time.
         window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
@@ -186,18 +188,34 @@ class LayerSkipOptions(PluginOptions):
             )
         return (Window(self.sinks, self.window - self.sinks),)
 
-    def make_selector(self, config: Any, evaluate: Evaluate, hardware: str | None = None) -> Selector:
+    @property
+    def searches(self) -> bool:
+        """Whether sets are searched while serving."""
+        return self.selection == "swift" or (self.selection == "knapsack" and self.selection_file is None)
+
+    def make_selector(
+        self,
+        config: Any,
+        evaluate: Evaluate,
+        hardware: str | None = None,
+        propose: Propose = lambda weights, most: (),
+        pass_times: Callable[[], PassTimes | None] = lambda: None,
+    ) -> Selector:
         """The selection that these options describe, for an engine to ask.
 
         Args:
             config: the model's Hugging Face config.
-            evaluate: scores sets on the engine's traffic; "swift" calls it.
+            evaluate: scores sets on the engine's traffic, for a search.
             hardware: in words; a plan with times of other hardware is refused.
+            propose, pass_times: for the search of "knapsack", see `KnapSpec`.
 
         Raises:
             ValueError: one line: a file is missing, damaged, or of another model or hardware, or options that do not go
                 together.
         """
+        if self.selection == "knapsack" and self.searches and not self.skip_set:
+            layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
+            return Selector(KnapSpec(layers, evaluate, propose, pass_times, model), self.search_share)
         return Selector(self._selection(config, evaluate, hardware), self.search_share)
 
     def _selection(self, config: Any, evaluate: Evaluate, hardware: str | None) -> Selection:

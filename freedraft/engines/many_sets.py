@@ -1,4 +1,4 @@
-"""One forward pass of a pre-norm decoder under several sets of skipped sublayers at once."""
+"""A pre-norm decoder under several sets of skipped sublayers at once: in one pass, or sublayer by sublayer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 
 class Sublayer(NamedTuple):
@@ -22,6 +23,24 @@ class Sublayer(NamedTuple):
     norm: Callable[[torch.Tensor], torch.Tensor]
     run: Callable[[torch.Tensor], torch.Tensor]
     is_attention: bool
+
+
+def run_sublayer(sublayers: Sequence[Sublayer], passes: int, index: int, states: torch.Tensor) -> torch.Tensor:
+    """The residual stream behind one sublayer.
+
+    Args:
+        sublayers: all 2L, in order, of passes over the same tokens under `passes` sets.
+        states: float [J, W, H], the stream before sublayer `index` under each of J sets.
+    """
+    norm, run, is_attention = sublayers[index]
+    width, size = states.shape[1:]
+    added = []
+    for part in states.split(passes):
+        rows = norm(part.reshape(-1, size))
+        if is_attention:  # always over all rows of a pass
+            rows = pad(rows, (0, 0, 0, (passes - len(part)) * width))
+        added.append(run(rows)[: len(part) * width])
+    return states + torch.cat(added).view_as(states)
 
 
 def forward(hidden: torch.Tensor, sublayers: Sequence[Sublayer], skipped: NDArray[np.bool_]) -> torch.Tensor:

@@ -135,8 +135,9 @@ def knapsack(
 ) -> None:
     """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
     from freedraft.fingerprints import hardware_name
-    from layerskip_plugin.calibrate.knapsack import best_choice, integer_weights
+    from layerskip_plugin.calibrate.knapsack import best_choice
     from layerskip_plugin.calibrate.run import Run
+    from layerskip_plugin.knapsack_search import integer_weights
     from layerskip_plugin.selection.knapsack import Plan
 
     try:

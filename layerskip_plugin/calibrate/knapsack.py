@@ -1,32 +1,22 @@
-"""KnapSpec: the choice of sublayers to skip as a 0/1 knapsack (arXiv 2602.20217).
-
-Items are the 2L attention and MLP sublayers in order, a sublayer's weight is the time that skipping it saves, and the
-value of a set is the cosine of its hidden states to the whole model's. g[i, j] holds the best states behind the first i
-sublayers with skipped weight j:
-
-    execute sublayer i: f_i(g[i - 1, j])        skip it: g[i - 1, j - w_i]
-
-All weights j are executed in one batch. The value is measured behind every sublayer and a state is chosen by it alone,
-so this is a beam search that keeps the best of each weight, not an exact optimum; `survivors` of them may be kept.
-"""
+"""KnapSpec's search on calibration texts, and what it brings by tokens per time (arXiv 2602.20217)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from layerskip_plugin.calibrate.model import CalibrationModel, cosine
+from layerskip_plugin import knapsack_search
+from layerskip_plugin.calibrate.model import CalibrationModel
 from layerskip_plugin.calibrate.pass_times import PassTimes, tokens_per_time
 from layerskip_plugin.calibrate.sample import Sample
+from layerskip_plugin.knapsack_search import PRUNE, cosine
 from layerskip_plugin.selection.knapsack import Choice
 from layerskip_plugin.skip_set import SkipSet
 
-PRUNE = 0.5
-MAX_WEIGHT = 5
 PROTECT = 0.85
 MIN_TOKENS = 24
 
@@ -46,14 +36,6 @@ class Candidate:
     weight: int
     cosine: float
     agreement: float
-
-
-def integer_weights(attention: float, mlp: float) -> tuple[int, int]:
-    """Weights of an attention and an MLP sublayer from their seconds: w = round(t / min(t)), at most 5."""
-    if not (attention > 0 and mlp > 0):
-        raise ValueError(f"latencies of sublayers must be positive, not {attention} and {mlp}")
-    unit = min(attention, mlp)
-    return tuple(min(MAX_WEIGHT, round(t / unit)) for t in (attention, mlp))  # type: ignore[return-value]
 
 
 def require_tokens(count: int) -> None:
@@ -104,44 +86,20 @@ def search(
         ValueError: too few tokens.
     """
     require_tokens(len(sample))
-    w = np.array([weights[i % 2] for i in range(model.sublayers)])
-    max_weight = int(w.sum()) // 2 if max_weight is None else max_weight
-    protected = frozenset(protected)
-    states = sample.states(0)[None]
-    skipped = np.zeros((1, model.sublayers), np.bool_)
-    weight = np.zeros(1, np.int64)
-    for i in range(model.sublayers):
-        executed = model.sublayer(i, states, sample)
-        fits = np.flatnonzero((weight + w[i] <= max_weight) & (i not in protected))
-        without = skipped[fits].copy()
-        without[:, i] = True
-        states = torch.cat([executed, states[torch.from_numpy(fits)]])
-        skipped, weight = np.concatenate([skipped, without]), np.concatenate([weight, weight[fits] + w[i]])
-        value = cosine(states, sample.states(i + 1))
-        stay = best_per_weight(weight, value, survivors, prune)
-        states, skipped, weight = states[torch.from_numpy(stay)], skipped[stay], weight[stay]
-        progress()
+    sublayer = partial(model.sublayer, sample=sample)
+    limits = max_weight, protected, prune, survivors
+    found = knapsack_search.search(sample.states(0), sublayer, model.sublayers, weights, *limits, progress)
     final, best = sample.gather(lambda t: t.final), sample.gather(lambda t: t.best)
-    drafted = model.norm(states)
+    drafted = model.norm(found.states)
     agreement = torch.stack([(model.best(h) == best).double().mean() for h in drafted]).numpy(force=True)
     similarity = cosine(drafted, final)
     candidates: dict[int, Candidate] = {}
-    for row in np.lexsort((-similarity, -agreement, weight)).tolist():
-        total = int(weight[row])
+    for row in np.lexsort((-similarity, -agreement, found.weight)).tolist():
+        total = int(found.weight[row])
         if total not in candidates:
-            skip = SkipSet.of_bits(skipped[row].tolist(), model.fingerprint)
+            skip = SkipSet.of_bits(found.skipped[row].tolist(), model.fingerprint)
             candidates[total] = Candidate(skip, total, float(similarity[row]), float(agreement[row]))
     return list(candidates.values())
-
-
-def best_per_weight(
-    weight: NDArray[np.int64], value: NDArray[np.float64], survivors: int, prune: float
-) -> NDArray[np.int64]:
-    """Indices of the partial sets that stay: for each weight the `survivors` of largest value, none below `prune`."""
-    order = np.lexsort((-value, weight))
-    weights = weight[order]
-    rank = np.arange(len(order)) - np.searchsorted(weights, weights)
-    return order[(rank < survivors) & ((value[order] >= prune) | (weights == 0))]
 
 
 def best_choice(

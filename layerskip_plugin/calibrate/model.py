@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.calibrate.sample import Sample, Text
+from layerskip_plugin.knapsack_search import cosine
 from layerskip_plugin.skip_set import SkipSet
 
 ROWS = 2048
@@ -111,8 +111,3 @@ class CalibrationModel(ABC):
             elif len(keep):
                 h[keep] = self.sublayer(index, h[keep], sample)
         return self.norm(h)
-
-
-def cosine(states: Tensor, whole: Tensor) -> NDArray[np.float64]:
-    """float64[J]: mean over tokens of the cosine between float[J, N, hidden] and float[N, hidden]."""
-    return functional.cosine_similarity(states.float(), whole.float(), dim=-1).double().mean(1).numpy(force=True)

@@ -61,6 +61,39 @@ class Selection(ABC):
         """Forget requests that have ended."""
 
 
+class SearchingSelection(Selection):
+    """One set for all requests, searched while serving, on the newest tokens of the traffic.
+
+    Attributes:
+        incumbent: the set of now.
+        matchness: of it, by what was seen.
+        candidates: sets tried.
+    """
+
+    searches = True
+    incumbent: SkipSet
+    matchness: float
+    candidates: int
+
+    @property
+    @abstractmethod
+    def searching(self) -> bool:
+        """Whether `step` has anything to do."""
+
+    @property
+    @abstractmethod
+    def batch_seconds(self) -> float:
+        """Expected seconds of the next batch of candidates; 0 before the first one."""
+
+    @abstractmethod
+    def step(self, seconds: float, max_batches: int = 10**9) -> bool:
+        """Search on the newest tokens, for about so long.
+
+        Returns:
+            whether the incumbent is another one now.
+        """
+
+
 class Static(Selection):
     """Serves fixed sets: each request drafts with the one that it asks for by name, else with the first."""
 

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.selection.base import Counts, Hidden, Requested, Selection, Static
-from layerskip_plugin.selection.swift import Swift
+from layerskip_plugin.selection.base import Counts, Hidden, Requested, SearchingSelection, Selection, Static
 from layerskip_plugin.skip_set import SkipSet
 
 logger = logging.getLogger("freedraft.layerskip")
@@ -80,18 +79,18 @@ class Selector:
         Args:
             ready: prepares what the selection's `evaluate` looks at; False when there is nothing to look at.
         """
-        swift = self.selection
-        if not isinstance(swift, Swift) or not swift.searching:
+        selection = self.selection
+        if not isinstance(selection, SearchingSelection) or not selection.searching:
             return None
-        if self.budget.seconds < min(swift.batch_seconds, 0.9 * self.budget.max_saved) or not ready():
+        if self.budget.seconds < min(selection.batch_seconds, 0.9 * self.budget.max_saved) or not ready():
             return None
         with self.budget.spending() as seconds:
-            if not swift.step(seconds, max_batches=1):
+            if not selection.step(seconds, max_batches=1):
                 return None
-        skip = swift.incumbent
+        skip = selection.incumbent
         logger.info(
             "freedraft: a better skip set after %d candidates: %d of %d sublayers, %.0f %% of tokens as the model's",
-            swift.candidates, len(skip), 2 * skip.n_layers, 100 * swift.matchness,
+            selection.candidates, len(skip), 2 * skip.n_layers, 100 * selection.matchness,
         )  # fmt: skip
         return skip
 

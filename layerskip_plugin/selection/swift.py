@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.selection.base import Counts, Evaluate, Selection
+from layerskip_plugin.selection.base import Counts, Evaluate, SearchingSelection
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.skip_set import SkipSet
 
@@ -24,7 +24,7 @@ LOW, HIGH, NOTCH = 0.6, 0.92, 0.05
 """Where the matchness of the best set lies outside of these, the next search skips a notch fewer or more sublayers."""
 
 
-class Swift(Selection):
+class Swift(SearchingSelection):
     """One set for all requests, searched by `step` in batches that fit the time it is given.
 
     Every batch scores the incumbent and new candidates on the same, newest window, so that they are compared on the
@@ -43,8 +43,6 @@ class Swift(Selection):
         seed: of all randomness.
         clock: gives seconds; tests pass their own.
     """
-
-    searches = True
 
     def __init__(
         self,
@@ -67,16 +65,15 @@ class Swift(Selection):
         self.acceptance, self.acceptance_at_end, self.trials = 0.0, 0.0, 0.0
         self.last_move = 0
         self.seconds_per_set, self.seconds_per_proposal = 0.0, 0.0
+        self.warm = False  # the first batch takes longer than any other
         self._restart()
 
     @property
     def searching(self) -> bool:
-        """Whether `step` has anything to do."""
         return self.idle < self.patience
 
     @property
     def batch_seconds(self) -> float:
-        """Expected seconds of a batch of `MAX_CANDIDATES`; 0 before the first one."""
         return (MAX_CANDIDATES + 1) * self.seconds_per_set + self.seconds_per_proposal
 
     def sets(self) -> dict[str, SkipSet]:
@@ -88,7 +85,7 @@ class Swift(Selection):
     def step(self, seconds: float, max_batches: int = 10**9) -> bool:
         """Score batches until the time is used up; a batch begins only if it is expected to fit.
 
-        The very first batch always runs: its time is not known yet. While the window stays the same, one batch is
+        The first two always run: before, it is not known what they take. While the window stays the same, one batch is
         enough: scored again on the same tokens, luck would look like merit.
         """
         before, end = self.incumbent, self.clock() + seconds
@@ -101,7 +98,9 @@ class Swift(Selection):
             start = self.clock()
             scored = self._score(count)
             per_set = (self.clock() - start) / scored
-            self.seconds_per_set += (per_set - self.seconds_per_set) * (0.3 if self.seconds_per_set else 1.0)
+            if self.warm:
+                self.seconds_per_set += (per_set - self.seconds_per_set) * (0.3 if self.seconds_per_set else 1.0)
+            self.warm = True
         if not self.searching and not self.settled:
             self._settle()
         return self.incumbent != before
@@ -142,7 +141,7 @@ class Swift(Selection):
     def _batch_size(self, seconds: float) -> int:
         """How many candidates, beside the incumbent, are expected to be scored within `seconds`."""
         if not self.seconds_per_set:
-            return 1
+            return int(not self.warm or seconds > 0)
         in_time = int((seconds - self.seconds_per_proposal) / self.seconds_per_set) - 1
         return min(MAX_CANDIDATES, self.patience, in_time)
 

@@ -16,6 +16,7 @@ from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knapsack import Candidate
 from layerskip_plugin.calibrate.pass_times import PassTimes, measure
 from layerskip_plugin.calibrate.sample import Sample
+from layerskip_plugin.knapsack_search import integer_weights
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.models import VOCAB_SIZE, rough_model
@@ -92,12 +93,12 @@ def test_too_few_tokens_are_refused(host: HostModel) -> None:
     ("times", "weights"), [((1.0, 1.0), (1, 1)), ((1.0, 2.6), (1, 3)), ((3.4, 1.0), (3, 1)), ((40.0, 1.0), (5, 1))]
 )
 def test_integer_weights(times: tuple[float, float], weights: tuple[int, int]) -> None:
-    assert knapsack.integer_weights(*times) == weights
+    assert integer_weights(*times) == weights
 
 
 def test_integer_weights_need_times() -> None:
     with pytest.raises(ValueError, match="must be positive"):
-        knapsack.integer_weights(0.0, 1.0)
+        integer_weights(0.0, 1.0)
 
 
 def test_the_choice_is_that_of_most_tokens_per_time() -> None:

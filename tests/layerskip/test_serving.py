@@ -167,12 +167,14 @@ def test_options_of_each_selection(tmp_path: Path) -> None:
     for lookahead, length in (("cost", 3), ("fixed", 0)):
         plain = selector(selection="knapsack", selection_file=tmp_path / "plain.json", lookahead=lookahead)
         assert plain.selection.max_lengths(np.array([10], np.int32)).tolist() == [length]
+    assert not selector(selection="knapsack").sets["knapspec"], "searched, where there is no plan"
     swift = selector(selection="swift", search_share=0.05)
     assert swift.budget.share == 0.05 and not {0, 1, 14, 15} & set(swift.sets["swift"].sublayers)
     for options, says in (
-        ({"selection": "knapsack"}, "needs the option 'selection_file'.*calibrate knapsack"),
+        ({"selection": "knn"}, "needs the option 'selection_file'.*calibrate knn"),
         ({"selection": "swift", "selection_file": plan}, "does not go with selection swift"),
         ({"selection": "knapsack", "selection_file": plan, "skip_set": one}, "does not go with selection knapsack"),
+        ({"selection": "knapsack", "skip_set": one}, "does not go with selection knapsack"),
         ({"selection": "knn", "selection_file": plan}, "format"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -62,6 +62,16 @@ def test_swift_searches_while_it_serves(selecting):
     assert log["kv changed"] == 0, "scoring sets wrote into the KV of requests"
 
 
+def test_knapspec_searches_while_it_serves(selecting):
+    for _ in range(12):
+        log, _ = ask(selecting, "knapspec")
+        if any(log["knapspec sets"]):
+            break
+    assert any(log["knapspec sets"]), "no set was found: the test does not test that"
+    assert log["as in one pass"] and all(log["as in one pass"])
+    assert log["kv changed"] == 0, "a search wrote into the KV of requests"
+
+
 def test_knn_routes_by_the_hidden_state_of_the_prompt(selecting):
     """Also of prompts that are read in chunks."""
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from freedraft.config import ConfigError
 from freedraft.fingerprints import hardware_name
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knn import fit
+from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.calibrate.sample import Sample
+from layerskip_plugin.knapsack_search import search
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
+from layerskip_plugin.selection.knapspec import KnapSpec
 from layerskip_plugin.selection.knn import Domains, Knn
 from layerskip_plugin.selection.serving import Selector
-from layerskip_plugin.selection.swift import Swift
+from layerskip_plugin.selection.swift import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
 
 LAYERS, HIDDEN, K = 30, 576, 4
@@ -155,6 +159,52 @@ def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prom
         expected = (drafted == np.array(text[-32:])).mean(1)
         assert measured == pytest.approx(expected, abs=1.01 / 32) and measured[0] == 1
     assert 0.1 < np.mean(found, 0)[1:].max() < 0.97
+
+
+def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: list, plain: list) -> None:
+    """Sublayer by sublayer over the engine's own modules: the sets that the model by itself comes to. Drafts that cost
+    next to nothing, so that some are found to pay, and are drafted with."""
+    proposer = runner_of(swift_engine).drafter
+    paged = proposer.guarded.method._model
+    scorer = paged.scorer(WINDOW)
+    text: list[int] = []
+    found: list[tuple[list[int], list[SkipSet]]] = []
+    attention = [layer.self_attn.attn for layer in proposer.backbone.layers]
+
+    def propose(weights: tuple[int, int], most: int) -> list[SkipSet]:
+        before = [layer.kv_cache.clone() for layer in attention]
+        survivors = scorer.run_sublayers(lambda embedded, run: search(embedded, run, 2 * LAYERS, weights, most))
+        assert all(bool((old == layer.kv_cache).all()) for old, layer in zip(before, attention, strict=True))
+        sets = [SkipSet.of_bits(bits) for bits in survivors.skipped.tolist()]
+        found.append((list(text), sets))
+        return sets
+
+    def observe(step: Any) -> bool:
+        able = type(scorer).observe(scorer, step)
+        if able:
+            histories = [step.history(b) for b in range(step.batch_size)]
+            text[:] = next(t for t in histories if np.array_equal(t[scorer.first :], scorer.tokens)).tolist()
+        return able
+
+    times = PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
+    policy = KnapSpec(LAYERS, scorer, propose, lambda: times)
+    with selecting(swift_engine, policy) as method:
+        method.selector.budget.share, method._scorer = 0.9, scorer
+        scorer.observe = observe
+        for _ in range(12):
+            assert generate(swift_engine, prompts) == plain
+            if policy.incumbent and len(found) >= 3:
+                break
+        assert policy.incumbent, "no set was found: the test does not test that"
+        assert method.recipes[0] == policy.incumbent
+        assert len(method.draft_passes[0].layers.sublayers) == 60 - len(policy.incumbent)
+    host = Reading.load(Path(swift_engine.llm_engine.model_config.model))
+    for text, sets in found[:3]:
+        most = max(len(skip) for skip in sets)
+        sample = Sample.newest(host, text[:-1], WINDOW)
+        expected = search(sample.states(0), partial(host.sublayer, sample=sample), 2 * LAYERS, (1, 1), most)
+        same = [skip.bits == tuple(bits) for skip, bits in zip(sets, expected.skipped.tolist(), strict=True)]
+        assert np.mean(same) > 0.8, "beyond what rounding turns"
 
 
 def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts: list, plain: list) -> None:

@@ -17,9 +17,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from torch.nn.functional import pad
 
-from freedraft.draft_model import Drafted, DraftModel, DraftRound, MatchnessScorer, Recipe, Window
+from freedraft.draft_model import Drafted, DraftModel, DraftRound, MatchnessScorer, Recipe, T, Visit, Window
 from freedraft.engines.draft_ranks import DraftRanks
-from freedraft.engines.many_sets import Sublayer, forward
+from freedraft.engines.many_sets import Sublayer, forward, run_sublayer
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.graphs import Captured, capture, swapped_in
 from freedraft.engines.sglang.layers import Stages, check_structure, run_stages, stages_of
@@ -29,6 +29,8 @@ from freedraft.method import Step
 
 logger = logging.getLogger(__name__)
 
+SETS = 16
+"""Most sets of one pass of `PagedScorer.run_sublayers`, which pads to it."""
 HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 """(token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed."""
 
@@ -369,32 +371,53 @@ class PagedScorer(MatchnessScorer):
         ]
         return np.concatenate(right).mean(1)
 
-    def _right(self, skipped: NDArray[np.bool_], start: int, end: int) -> NDArray[np.bool_]:
-        """bool [J, n]: after which tokens of the window from `start` on each recipe drafts what came."""
-        tokens = self._tokens[start:end]
-        recipes, count = len(skipped), len(tokens)
-        rows, device = recipes * count, self._batch.seq_lens.device
-        first = self._length - self.window + start
-        part = self.model.one_token_each(
-            self._batch,
-            torch.full((rows,), self._row),
-            torch.from_numpy(np.tile(tokens, recipes)).to(device),
-            torch.arange(first, first + count).repeat(recipes),
-            torch.full((rows,), SPARE_SLOT, device=device),
-        )
+    def run_sublayers(self, visit: Visit[T]) -> T:
+        """Over as many of the newest tokens as there may be running requests."""
+        sets, count = min(self._recipes, SETS), self._part
+        found: list[T] = []
 
         def hidden_of(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
             decoder = self.model.decoder
-            sublayers = []
-            for layer in decoder.layers:
-                attention = partial(_attend, layer.self_attn, positions, batch)
-                sublayers.append(Sublayer(layer.input_layernorm, attention, True))
-                sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
-            stream = forward(decoder.embed_tokens(ids).view(recipes, count, -1), sublayers, skipped)
-            return decoder.norm(stream.view(rows, -1))
+            embedded = decoder.embed_tokens(ids)
+            found.append(visit(embedded[:count], partial(run_sublayer, self._sublayers(positions, batch), sets)))
+            return decoder.norm(embedded)  # of no use
 
-        drafted = self.model.logits(hidden_of, part).argmax(-1).view(recipes, count).cpu().numpy()
-        return drafted == self._next[start:end]
+        self.model.logits(hidden_of, self._pass(sets, self.window - count, self.window))
+        return found[0]
+
+    def _right(self, skipped: NDArray[np.bool_], start: int, end: int) -> NDArray[np.bool_]:
+        """bool [J, n]: after which tokens of the window from `start` on each recipe drafts what came."""
+        recipes = len(skipped)
+
+        def hidden_of(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+            decoder = self.model.decoder
+            embedded = decoder.embed_tokens(ids).view(recipes, len(ids) // recipes, -1)
+            stream = forward(embedded, self._sublayers(positions, batch), skipped)
+            return decoder.norm(stream.view(len(ids), -1))
+
+        drafted = self.model.logits(hidden_of, self._pass(recipes, start, end)).argmax(-1)
+        return drafted.view(recipes, -1).cpu().numpy() == self._next[start:end]
+
+    def _pass(self, sets: int, start: int, end: int) -> ForwardBatch:
+        """The tokens of the window from `start` on under so many sets."""
+        tokens = self._tokens[start:end]
+        rows, device = sets * len(tokens), self._batch.seq_lens.device
+        first = self._length - self.window + start
+        return self.model.one_token_each(
+            self._batch,
+            torch.full((rows,), self._row),
+            torch.from_numpy(np.tile(tokens, sets)).to(device),
+            torch.arange(first, first + len(tokens)).repeat(sets),
+            torch.full((rows,), SPARE_SLOT, device=device),
+        )
+
+    def _sublayers(self, positions: torch.Tensor, batch: Any) -> list[Sublayer]:
+        sublayers = []
+        for layer in self.model.decoder.layers:
+            attention = partial(_attend, layer.self_attn, positions, batch)
+            sublayers.append(Sublayer(layer.input_layernorm, attention, True))
+            sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
+        return sublayers
 
 
 def _attend(attention: Any, positions: torch.Tensor, batch: Any, hidden: torch.Tensor) -> torch.Tensor:

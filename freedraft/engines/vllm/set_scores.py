@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.draft_model import MatchnessScorer, Recipe
-from freedraft.engines.many_sets import Sublayer, forward
+from freedraft.draft_model import MatchnessScorer, Recipe, T, Visit
+from freedraft.engines.many_sets import Sublayer, forward, run_sublayer
 from freedraft.method import Step
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NO_SLOT = -1
 """What the KV kernels take for "write nothing"."""
+SETS = 16
+"""Most sets of one pass of `run_sublayers`, which pads to it."""
 
 
 class SetScores(MatchnessScorer):
@@ -58,12 +60,28 @@ class SetScores(MatchnessScorer):
         parts = [self._scores(bits[i : i + self.max_recipes]) for i in range(0, len(bits), self.max_recipes)]
         return np.concatenate(parts)
 
+    @torch.inference_mode()
+    def run_sublayers(self, visit: Visit[T]) -> T:
+        sets = min(self.max_recipes, SETS)
+
+        def run(tokens: torch.Tensor, positions: torch.Tensor) -> T:
+            embedded = self.model.backbone.embedding(tokens[: self.window])
+            return visit(embedded, partial(run_sublayer, self._sublayers(positions), sets))
+
+        result: T = self._run(run, sets)
+        return result
+
     def _scores(self, skipped: NDArray[np.bool_]) -> NDArray[np.float64]:
-        model, window, sets = self.model, self.window, len(skipped)
+        drafted = self._run(partial(self._best, skipped), len(skipped))
+        return (drafted.view(len(skipped), -1).cpu().numpy() == self.tokens[1:]).mean(1)
+
+    def _run(self, module: Any, sets: int) -> Any:
+        """`module(tokens, positions)` of the window under so many sets."""
+        model, window = self.model, self.window
         end, n = self.first + window, sets * window
         starts = torch.arange(0, n + 1, window, dtype=torch.int32)
-        drafted = model.run(
-            partial(self._best, skipped),
+        return model.run(
+            module,
             model.tensor(np.tile(self.tokens[:-1], sets)),
             positions=model.tensor(np.tile(np.arange(self.first, end), sets)),
             slots=torch.full((n,), NO_SLOT, dtype=torch.int64, device=model.device),
@@ -71,19 +89,21 @@ class SetScores(MatchnessScorer):
             starts=(starts.to(model.device), starts),
             pages=self.page.expand(sets, -1).contiguous(),
         )
-        return (drafted.view(sets, window).cpu().numpy() == self.tokens[1:]).mean(1)
 
     def _best(self, skipped: NDArray[np.bool_], tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """int64 [J * window]: the most likely token after each."""
         backbone = self.model.backbone
+        hidden = backbone.embedding(tokens)
+        stream = forward(hidden.view(len(skipped), self.window, -1), self._sublayers(positions), skipped)
+        return backbone.logits(backbone.norm(stream.view(len(tokens), -1))).argmax(-1)
+
+    def _sublayers(self, positions: torch.Tensor) -> list[Sublayer]:
         sublayers = []
-        for layer in backbone.layers:
+        for layer in self.model.backbone.layers:
             attention = partial(_attend, layer.self_attn, positions)
             sublayers.append(Sublayer(layer.input_layernorm, attention, True))
             sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
-        hidden = backbone.embedding(tokens)
-        stream = forward(hidden.view(len(skipped), self.window, -1), sublayers, skipped)
-        return backbone.logits(backbone.norm(stream.view(len(tokens), -1))).argmax(-1)
+        return sublayers
 
 
 def _attend(attention: Any, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

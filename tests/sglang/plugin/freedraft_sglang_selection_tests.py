@@ -1,8 +1,8 @@
 """Loaded by the tests' engines through PYTHONPATH: layer skip whose selection depends on the requests' ids.
 
-Algorithm `layerskip_selecting` starts with selection swift. Requests whose id begins with `static`, `knn` or `plan` are
-served with that selection, whose file is then read from the folder in SELECTION_TEST_FOLDER; it must not be while
-others run.
+Algorithm `layerskip_selecting` starts with selection swift. Requests whose id begins with `static`, `knn`, `plan` or
+`knapspec` are served with that selection, whose file is then read from the folder in SELECTION_TEST_FOLDER; it must not
+be while others run.
 """
 
 import dataclasses
@@ -19,15 +19,19 @@ def register():
 
 
 def make_selecting(options, context, controller):
+    from layerskip_plugin.calibrate.pass_times import PassTimes
+    from layerskip_plugin.knapsack_search import search
     from layerskip_plugin.method import LayerSkipMethod
     from layerskip_plugin.selection.base import Static
     from layerskip_plugin.selection.knapsack import Knapsack, Plan
+    from layerskip_plugin.selection.knapspec import KnapSpec
     from layerskip_plugin.selection.knn import Domains, Knn
     from layerskip_plugin.selection.serving import Selector
     from layerskip_plugin.skip_set import SkipSet
 
     folder = Path(os.environ["SELECTION_TEST_FOLDER"])
     log = {"places": {}, "states": {}, "kv changed": 0, "mixed": 0, "swift sets": [], "searches": 0}
+    log |= {"knapspec sets": [], "as in one pass": []}
 
     def write():
         (folder / "log.json").write_text(json.dumps(log))
@@ -54,12 +58,33 @@ def make_selecting(options, context, controller):
                 "static": lambda: Static({"": SkipSet.empty(layers)}),
                 "knn": lambda: Knn(Domains.load(folder / "knn.json", layers)),
                 "plan": lambda: Knapsack(Plan.load(folder / "plan.json", layers)),
+                # Drafts that cost next to nothing, so that some sets pay.
+                "knapspec": lambda: KnapSpec(
+                    layers, self._matchness, self.propose, lambda: PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
+                ),
             }
+
+        def propose(self, weights, most):
+            """As the method does, and the same sets in one pass each: the same tokens."""
+            scorer, decoder = self._scorer, self.paged.decoder
+
+            def visit(embedded, run):
+                found = search(embedded, run, 2 * self.paged.n_layers, weights, most)
+                hidden = decoder.norm(found.states.flatten(0, 1))
+                logits = hidden @ self.paged._model.lm_head.weight.T
+                return found.skipped, logits.argmax(-1).view(len(found.skipped), -1).numpy()
+
+            skipped, best = scorer.run_sublayers(visit)
+            start = scorer.window - best.shape[1]
+            right = best == scorer._next[start:]
+            one_by_one = [scorer._right(bits[None], start, scorer.window)[0] for bits in skipped]
+            log["as in one pass"].append(bool((right == one_by_one).all()))
+            return [SkipSet.of_bits(bits) for bits in skipped.tolist()]
 
         def begin(self, request_id, tokens, tenant, extra):
             word = request_id.split("-")[0]
             if word not in self.selectors and word in self.makers:
-                self.selectors[word] = Selector(self.makers[word]())
+                self.selectors[word] = Selector(self.makers[word](), 0.9)
             if self.selector is not self.selectors.get(word, self.swift):
                 assert not len(self.selector)
                 self.selector = self.selectors.get(word, self.swift)
@@ -91,6 +116,8 @@ def make_selecting(options, context, controller):
             swift = self.swift.selection
             if swift.incumbent.sublayers not in [tuple(s) for s in log["swift sets"]]:
                 log["swift sets"].append(list(swift.incumbent.sublayers))
+            if isinstance(self.selector.selection, KnapSpec):
+                log["knapspec sets"].append(list(self.selector.selection.incumbent.sublayers))
             write()
             return tree
 

@@ -1,0 +1,110 @@
+"""KnapSpec: the choice of sublayers to skip as a 0/1 knapsack (arXiv 2602.20217).
+
+Items are the 2L attention and MLP sublayers in order, a sublayer's weight is the time that skipping it saves, and the
+value of a set is the cosine of its hidden states to the whole model's. g[i, j] holds the best states behind the first i
+sublayers with skipped weight j:
+
+    execute sublayer i: f_i(g[i - 1, j])        skip it: g[i - 1, j - w_i]
+
+All weights j are executed in one batch. The value is measured behind every sublayer and a state is chosen by it alone,
+so this is a beam search that keeps the best of each weight, not an exact optimum; `survivors` of them may be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+PRUNE = 0.5
+MAX_WEIGHT = 5
+
+RunSublayer = Callable[[int, Tensor], Tensor]
+"""The hidden states behind a sublayer, for float[J, N, hidden] before it."""
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The partial sets at the end of a search, J of them.
+
+    Attributes:
+        skipped: bool[J, 2L].
+        weight: int64[J], ascending.
+        states: float[J, N, hidden], not normed; the first are the whole model's.
+    """
+
+    skipped: NDArray[np.bool_]
+    weight: NDArray[np.int64]
+    states: Tensor
+
+
+def integer_weights(attention: float, mlp: float) -> tuple[int, int]:
+    """Weights of an attention and an MLP sublayer from their seconds: w = round(t / min(t)), at most 5."""
+    if not (attention > 0 and mlp > 0):
+        raise ValueError(f"latencies of sublayers must be positive, not {attention} and {mlp}")
+    unit = min(attention, mlp)
+    return tuple(min(MAX_WEIGHT, round(t / unit)) for t in (attention, mlp))  # type: ignore[return-value]
+
+
+@torch.inference_mode()
+def search(
+    embedded: Tensor,
+    sublayer: RunSublayer,
+    sublayers: int,
+    weights: tuple[int, int] = (1, 1),
+    max_weight: int | None = None,
+    protected: Iterable[int] = (),
+    prune: float = PRUNE,
+    survivors: int = 1,
+    progress: Callable[[], object] = lambda: None,
+) -> Survivors:
+    """The best sets by skipped weight, 0 (the empty set) included.
+
+    Args:
+        embedded: float[N, hidden], tokens before the first sublayer.
+        sublayers: how many there are, 2L.
+        weights: of an attention and of an MLP sublayer.
+        max_weight: limit of the skipped weight; by default half of the whole.
+        protected: sublayers that are never skipped.
+        prune: a partial set is dropped when its cosine falls below this.
+        survivors: partial sets kept per weight; 1 is the paper's.
+        progress: called after each sublayer.
+    """
+    w = np.array([weights[i % 2] for i in range(sublayers)])
+    max_weight = int(w.sum()) // 2 if max_weight is None else max_weight
+    protected = frozenset(protected)
+    states = embedded[None]
+    skipped = np.zeros((1, sublayers), np.bool_)
+    weight = np.zeros(1, np.int64)
+    for i in range(sublayers):
+        executed = sublayer(i, states)
+        fits = np.flatnonzero((weight + w[i] <= max_weight) & (i not in protected))
+        without = skipped[fits].copy()
+        without[:, i] = True
+        states = torch.cat([executed, states[torch.from_numpy(fits).to(states.device)]])
+        skipped, weight = np.concatenate([skipped, without]), np.concatenate([weight, weight[fits] + w[i]])
+        value = cosine(states, executed[0])  # what skips nothing comes first, and stays
+        stay = best_per_weight(weight, value, survivors, prune)
+        states, skipped, weight = states[torch.from_numpy(stay).to(states.device)], skipped[stay], weight[stay]
+        progress()
+    return Survivors(skipped, weight, states)
+
+
+def cosine(states: Tensor, whole: Tensor) -> NDArray[np.float64]:
+    """float64[J]: mean over tokens of the cosine between float[J, N, hidden] and float[N, hidden]."""
+    return functional.cosine_similarity(states.float(), whole.float(), dim=-1).double().mean(1).numpy(force=True)
+
+
+def best_per_weight(
+    weight: NDArray[np.int64], value: NDArray[np.float64], survivors: int, prune: float
+) -> NDArray[np.int64]:
+    """Indices of the partial sets that stay: for each weight the `survivors` of largest value, none below `prune`."""
+    order = np.lexsort((-value, weight))
+    weights = weight[order]
+    rank = np.arange(len(order)) - np.searchsorted(weights, weights)
+    return order[(rank < survivors) & ((value[order] >= prune) | (weights == 0))]
