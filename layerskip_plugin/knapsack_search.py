@@ -35,7 +35,7 @@ class Survivors:
     Attributes:
         skipped: bool[J, 2L].
         weight: int64[J], ascending.
-        states: float[J, N, hidden], not normed; the first are the whole model's.
+        states: float[J, N, hidden], not normed.
     """
 
     skipped: NDArray[np.bool_]
@@ -62,8 +62,9 @@ def search(
     prune: float = PRUNE,
     survivors: int = 1,
     progress: Callable[[], object] = lambda: None,
+    base: Iterable[int] = (),
 ) -> Survivors:
-    """The best sets by skipped weight, 0 (the empty set) included.
+    """The best sets by skipped weight, 0 included: the empty set, or `base`.
 
     Args:
         embedded: float[N, hidden], tokens before the first sublayer.
@@ -74,21 +75,30 @@ def search(
         prune: a partial set is dropped when its cosine falls below this.
         survivors: partial sets kept per weight; 1 is the paper's.
         progress: called after each sublayer.
+        base: sublayers that every set skips, and that weigh nothing.
     """
     w = np.array([weights[i % 2] for i in range(sublayers)])
     max_weight = int(w.sum()) // 2 if max_weight is None else max_weight
     protected = frozenset(protected)
-    states = embedded[None]
+    base = frozenset(base)
+    states = whole = embedded[None]
     skipped = np.zeros((1, sublayers), np.bool_)
     weight = np.zeros(1, np.int64)
     for i in range(sublayers):
-        executed = sublayer(i, states)
+        if i in base:
+            whole = sublayer(i, whole)
+            skipped[:, i] = True
+            progress()
+            continue
+        # What skips nothing comes first, and stays.
+        executed = sublayer(i, torch.cat([whole, states]) if base else states)
+        whole, executed = executed[:1], executed[1 if base else 0 :]
         fits = np.flatnonzero((weight + w[i] <= max_weight) & (i not in protected))
         without = skipped[fits].copy()
         without[:, i] = True
         states = torch.cat([executed, states[torch.from_numpy(fits).to(states.device)]])
         skipped, weight = np.concatenate([skipped, without]), np.concatenate([weight, weight[fits] + w[i]])
-        value = cosine(states, executed[0])  # what skips nothing comes first, and stays
+        value = cosine(states, whole[0])
         stay = best_per_weight(weight, value, survivors, prune)
         states, skipped, weight = states[torch.from_numpy(stay).to(states.device)], skipped[stay], weight[stay]
         progress()

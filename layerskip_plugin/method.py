@@ -345,16 +345,15 @@ class LayerSkipMethod(ModelMethod):
         self.selector.selection.record_acceptance(request_ids, verified, accepted)
         self.lookahead.record_acceptance(request_ids, verified, accepted, step.accepted[now])
 
-    def _propose(self, weights: tuple[int, int], max_weight: int) -> list[SkipSet]:
+    def _propose(self, weights: tuple[int, int], max_weight: int, base: SkipSet) -> list[SkipSet]:
         """KnapSpec's sets on the newest tokens."""
         assert self._scorer is not None
-        whole = SkipSet.empty(self.recipes[0].n_layers, self.recipes[0].model)
 
         def visit(embedded: Tensor, sublayer: RunSublayer) -> Survivors:
-            return search(embedded, sublayer, 2 * whole.n_layers, weights, max_weight)
+            return search(embedded, sublayer, 2 * base.n_layers, weights, max_weight, base=base.sublayers)
 
         found = self._scorer.run_sublayers(visit)
-        return [SkipSet.of_bits(bits, whole.model) for bits in found.skipped.tolist()]
+        return [SkipSet.of_bits(bits, base.model) for bits in found.skipped.tolist()]
 
     def _pass_times(self) -> PassTimes | None:
         """What the parts of draft passes take at the batch and context of the newest step; None while steps without

@@ -198,7 +198,7 @@ class LayerSkipOptions(PluginOptions):
         config: Any,
         evaluate: Evaluate,
         hardware: str | None = None,
-        propose: Propose = lambda weights, most: (),
+        propose: Propose = lambda weights, most, base: (),
         pass_times: Callable[[], PassTimes | None] = lambda: None,
     ) -> Selector:
         """The selection that these options describe, for an engine to ask.

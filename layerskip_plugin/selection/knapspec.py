@@ -15,9 +15,9 @@ from layerskip_plugin.selection.base import Counts, Evaluate, SearchingSelection
 from layerskip_plugin.selection.swift import WINDOW
 from layerskip_plugin.skip_set import SkipSet
 
-Propose = Callable[[tuple[int, int], int], Sequence[SkipSet]]
-"""Integer weights of an attention and an MLP sublayer, and the largest weight to skip -> the best set of each weight on
-the newest tokens of the traffic."""
+Propose = Callable[[tuple[int, int], int, SkipSet], Sequence[SkipSet]]
+"""Integer weights of an attention and an MLP sublayer, the largest weight to skip, and a set to skip besides -> the
+best set of each weight on the newest tokens of the traffic."""
 T = TypeVar("T")
 MAX_LENGTH = 10
 CONFIRM, LEAD = 6, 0.03
@@ -35,6 +35,9 @@ class KnapSpec(SearchingSelection):
     The sets of a search fit its window too well, and the best of many noisy scores is luck. So candidates are scored on
     the following windows, where ever fewer are left, by the tokens per time that their matchness allows; the last one
     replaces the incumbent if it leads over `CONFIRM` windows that had no part in its choice.
+
+    Where there is no time for a search up to half of the model, every other one goes on from the incumbent, and its
+    candidates are joined by parts of the incumbent.
 
     Args:
         n_layers, model: of the sets.
@@ -54,8 +57,10 @@ class KnapSpec(SearchingSelection):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.evaluate, self.propose, self.pass_times, self.clock = evaluate, propose, pass_times, clock
-        self.incumbent = SkipSet.empty(n_layers, model)
+        self.incumbent = self._empty = SkipSet.empty(n_layers, model)
         self.matchness, self.candidates = 1.0, 0
+        self._searches = 0
+        self._random = np.random.default_rng(0)
         self._trial: list[SkipSet] = []
         self._hits, self._windows = np.zeros(0), 0
         # Of a search per weight, and of scoring per set.
@@ -95,14 +100,24 @@ class KnapSpec(SearchingSelection):
             weights = integer_weights(times.attention, times.mlp)
             half = self.incumbent.n_layers * sum(weights) // 2
             most = max(1, min(half, self._most("search")))
-            found = self._timed("search", most, lambda: self.propose(weights, most))
-            found = [skip for skip in found if skip and skip != self.incumbent]
+            self._searches += 1
+            base = self.incumbent if most < half and self._searches % 2 == 0 else self._empty
+            found = self._timed("search", most, lambda: self.propose(weights, most, base))
+            found = [skip for skip in [*found, *self._parts(base)] if skip and skip != self.incumbent]
             scored = min(len(found), self._most("score"))
             self.candidates += scored
             # Of all sizes, where there is no time for all of them.
             self._trial = [found[i] for i in np.linspace(0, len(found) - 1, scored).round().astype(int)]
             self._start()
         return self.incumbent != before
+
+    def _parts(self, base: SkipSet) -> list[SkipSet]:
+        """Three quarters of a set, and half of it, at random."""
+        parts = []
+        for share in (0.75, 0.5) if base else ():
+            kept = self._random.choice(base.sublayers, int(share * len(base)), replace=False)
+            parts.append(SkipSet.of_sublayers(kept, base.n_layers, base.model))
+        return parts
 
     def _start(self) -> None:
         self._hits, self._windows = np.zeros(len(self._trial) + 1), 0

@@ -171,7 +171,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
     found: list[tuple[list[int], list[SkipSet]]] = []
     attention = [layer.self_attn.attn for layer in proposer.backbone.layers]
 
-    def propose(weights: tuple[int, int], most: int) -> list[SkipSet]:
+    def propose(weights: tuple[int, int], most: int, base: SkipSet) -> list[SkipSet]:
         before = [layer.kv_cache.clone() for layer in attention]
         survivors = scorer.run_sublayers(lambda embedded, run: search(embedded, run, 2 * LAYERS, weights, most))
         assert all(bool((old == layer.kv_cache).all()) for old, layer in zip(before, attention, strict=True))

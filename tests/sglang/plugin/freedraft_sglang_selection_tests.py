@@ -64,12 +64,12 @@ def make_selecting(options, context, controller):
                 ),
             }
 
-        def propose(self, weights, most):
+        def propose(self, weights, most, base):
             """As the method does, and the same sets in one pass each: the same tokens."""
             scorer, decoder = self._scorer, self.paged.decoder
 
             def visit(embedded, run):
-                found = search(embedded, run, 2 * self.paged.n_layers, weights, most)
+                found = search(embedded, run, 2 * self.paged.n_layers, weights, most, base=base.sublayers)
                 hidden = decoder.norm(found.states.flatten(0, 1))
                 logits = hidden @ self.paged._model.lm_head.weight.T
                 return found.skipped, logits.argmax(-1).view(len(found.skipped), -1).numpy()
