@@ -364,14 +364,11 @@ class LayerSkipMethod(ModelMethod):
         auto, layers = self.auto, present.n_layers
         no_kind = [SkipSet.of_sublayers(range(kind, 2 * layers, 2), layers, present.model) for kind in (0, 1)]
         sets = [SkipSet.empty(layers, present.model), *no_kind]
-        whole, *without = (float(auto.pass_seconds(replace(s, window=present.window), batch)) for s in sets)
-        attention, mlp = ((whole - each) / layers for each in without)
-        times = PassTimes(attention, mlp, whole - layers * (attention + mlp), lambda n: 0.0)
-        scale = float(auto.pass_seconds(present, batch)) / times.draft(present)
-        return PassTimes(
-            scale * times.attention, scale * times.mlp, scale * times.head,
-            lambda n: float(auto.step_seconds(batch, batch * n)),
-        )  # fmt: skip
+        whole, *without = (auto.predicted_pass_seconds(replace(s, window=present.window), batch) for s in sets)
+        scale = float(auto.pass_seconds(present, batch)) / auto.predicted_pass_seconds(present, batch)
+        attention, mlp = (scale * (whole - each) / layers for each in without)
+        head = scale * whole - layers * (attention + mlp)
+        return PassTimes(attention, mlp, head, lambda n: float(auto.step_seconds(batch, batch * n)))
 
     def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
         assert self._scorer is not None

@@ -180,6 +180,10 @@ class Auto(Controller):
         """Seconds of a draft pass, by number of requests."""
         return self.times.pass_seconds(recipe, batch, self._context)
 
+    def predicted_pass_seconds(self, recipe: Recipe, batch: int) -> float:
+        """What the roofline says of a draft pass at this machine's level, whatever such passes took."""
+        return self.times.uncorrected_pass(recipe, batch, self._context)
+
     def record_pass(self, recipe: Recipe, batch: int, seconds: float) -> None:
         """A draft pass over `batch` requests has taken so long."""
         self.times.update_pass(recipe, batch, self._context, seconds)

@@ -253,6 +253,10 @@ class StepTimes:
         logs = np.interp(np.asarray(query_tokens, np.float64), CENTRES, self._log_steps(batch, context))
         return np.exp(logs + self._level)
 
+    def uncorrected_pass(self, recipe: Recipe, batch: int, context: float) -> float:
+        """The same of one draft pass over `batch` requests."""
+        return math.exp(float(np.interp(batch, CENTRES, self._log_passes(recipe, context))) + self._level)
+
     def pass_seconds(self, recipe: Recipe, batch: ArrayLike, context: float) -> NDArray[np.float64]:
         """Seconds of one draft pass, by batch size."""
         corrections = self._corrections(recipe).row(context_bucket(context))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from layerskip_plugin.calibrate.pass_times import PassTimes, tokens_per_time
 from layerskip_plugin.knapsack_search import integer_weights
 from layerskip_plugin.selection.base import Counts, Evaluate, SearchingSelection
+from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.swift import WINDOW
 from layerskip_plugin.skip_set import SkipSet
 
@@ -36,8 +37,8 @@ class KnapSpec(SearchingSelection):
     the following windows, where ever fewer are left, by the tokens per time that their matchness allows; the last one
     replaces the incumbent if it leads over `CONFIRM` windows that had no part in its choice.
 
-    Where there is no time for a search up to half of the model, every other one goes on from the incumbent, and its
-    candidates are joined by parts of the incumbent.
+    Where there is no time for a search up to half of the model, it goes on from parts of the incumbent and from evenly
+    spread sets of random size in turns.
 
     Args:
         n_layers, model: of the sets.
@@ -60,6 +61,7 @@ class KnapSpec(SearchingSelection):
         self.incumbent = self._empty = SkipSet.empty(n_layers, model)
         self.matchness, self.candidates = 1.0, 0
         self._searches = 0
+        self._space = BitSearch(n_layers, model)
         self._random = np.random.default_rng(0)
         self._trial: list[SkipSet] = []
         self._hits, self._windows = np.zeros(0), 0
@@ -101,9 +103,10 @@ class KnapSpec(SearchingSelection):
             half = self.incumbent.n_layers * sum(weights) // 2
             most = max(1, min(half, self._most("search")))
             self._searches += 1
-            base = self.incumbent if most < half and self._searches % 2 == 0 else self._empty
+            base = self._empty if most == half else self._base()
+            most = max(1, min(most, half - len(base.attention) * weights[0] - len(base.mlp) * weights[1]))
             found = self._timed("search", most, lambda: self.propose(weights, most, base))
-            found = [skip for skip in [*found, *self._parts(base)] if skip and skip != self.incumbent]
+            found = [skip for skip in found if skip and skip != self.incumbent]
             scored = min(len(found), self._most("score"))
             self.candidates += scored
             # Of all sizes, where there is no time for all of them.
@@ -111,13 +114,15 @@ class KnapSpec(SearchingSelection):
             self._start()
         return self.incumbent != before
 
-    def _parts(self, base: SkipSet) -> list[SkipSet]:
-        """Three quarters of a set, and half of it, at random."""
-        parts = []
-        for share in (0.75, 0.5) if base else ():
-            kept = self._random.choice(base.sublayers, int(share * len(base)), replace=False)
-            parts.append(SkipSet.of_sublayers(kept, base.n_layers, base.model))
-        return parts
+    def _base(self) -> SkipSet:
+        """What a search that cannot reach everything skips besides."""
+        if self.incumbent and self._searches % 2 == 0:
+            kept = self._random.choice(
+                self.incumbent.sublayers, self._random.integers(1, len(self.incumbent) + 1), False
+            )
+            return SkipSet.of_sublayers(kept, self.incumbent.n_layers, self.incumbent.model)
+        self._space.resize(int(self._random.integers(1, self.incumbent.n_layers + 1)))
+        return self._space.uniform()
 
     def _start(self) -> None:
         self._hits, self._windows = np.zeros(len(self._trial) + 1), 0

@@ -91,7 +91,7 @@ def test_it_finds_a_set_of_about_the_most_tokens_per_time(seconds: float) -> Non
         made.seconds = seconds
         policy = made.policy()
         assert policy.max_lengths(np.array([7, 8], np.int32)).tolist() == [0, 0], "nothing is drafted at first"
-        for _ in range(300):
+        for _ in range(600):
             before = policy.incumbent
             assert policy.step(1.0) == (policy.incumbent != before)
         assert policy.sets() == {"knapspec": policy.incumbent} and policy.max_lengths(np.zeros(2, np.int32)) is None

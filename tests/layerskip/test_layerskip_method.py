@@ -14,10 +14,11 @@ from freedraft.hybrid.choice import RestOfBatch
 from freedraft.method import EngineContext
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Recording, Verifications
 from layerskip_plugin.lookahead.per_set import PerSet
-from layerskip_plugin.method import LayerSkipMethod
+from layerskip_plugin.method import SPEC, LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
+from layerskip_plugin.selection.knapspec import KnapSpec
 from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.steps import make_step
@@ -362,3 +363,39 @@ def test_a_model_whose_steps_cannot_be_priced_is_refused():
     unreadable = SimpleNamespace(**SHAPE, to_dict=dict)
     with pytest.raises(ConfigError, match="cannot price this model's steps"):
         LayerSkipMethod(LayerSkipOptions(), EngineContext(hf_config=unreadable, vocab_size=VOCAB))
+
+
+def test_sublayers_are_priced_by_what_steps_and_passes_take():
+    """For KnapSpec: none before steps without drafts are known; then their share of a pass as the roofline has it, at
+    this machine's speed."""
+    options = LayerSkipOptions(selection="knapsack")
+    method = LayerSkipMethod(options, EngineContext(hf_config=CONFIG, vocab_size=VOCAB, max_draft_tokens=5))
+    assert isinstance(method.selector.selection, KnapSpec) and method._pass_times() is None
+    for query_tokens in (1, 1, 1, 1, 2, 2, 2, 4, 4, 4):
+        method.auto.times.update(1, query_tokens, 1.0, 1e-2 * (1 + 0.1 * query_tokens))
+    times = method._pass_times()
+    assert times.verify(1) == pytest.approx(1.1e-2, rel=0.1) and times.verify(4) == pytest.approx(1.4e-2, rel=0.1)
+    whole, rest = SkipSet.empty(LAYERS), SkipSet.of_sublayers(range(1, 2 * LAYERS, 2), LAYERS)
+    for skip in (whole, rest):
+        assert times.draft(skip) == pytest.approx(float(method.auto.pass_seconds(skip, 1)), rel=0.01)
+    # Passes that take twice as long as was thought.
+    before = times.draft(whole)
+    for _ in range(40):
+        method.auto.record_pass(method.recipes[0], 1, 2 * before)
+    after = method._pass_times()
+    assert after.draft(whole) == pytest.approx(2 * before, rel=0.1)
+    assert after.attention / after.mlp == pytest.approx(times.attention / times.mlp)
+
+
+def test_searches_are_refused_where_they_cannot_work():
+    for changes, options, says in (
+        (
+            {"tensor_parallel": 2},
+            {"selection": "knapsack"},
+            "'knapsack' searches on one tensor-parallel rank only",
+        ),
+        ({"tensor_parallel": 2}, {"selection": "swift"}, "'swift' searches on one tensor-parallel rank only"),
+        ({"lengths": (0, 4)}, {"selection": "knapsack"}, "set 'selection_file'.*freedraft calibrate knapsack"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            SPEC.check(LayerSkipOptions(**options), EngineContext(hf_config=CONFIG, **changes))
