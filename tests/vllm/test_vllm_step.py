@@ -28,7 +28,12 @@ def request_of(request_id: str, prompt: list[int], output: list[int], **paramete
 
 
 def step_of(
-    sampled: list[list[int]], lengths: list[int], drafts: dict[str, list[int]], query_tokens: int, **output: Any
+    sampled: list[list[int]],
+    lengths: list[int],
+    drafts: dict[str, list[int]],
+    query_tokens: int,
+    longest_answers: dict[str, int] | None = None,
+    **output: Any,
 ) -> Step:
     """Requests "a", "b", ... whose tokens are 0, 1, ... in row 0, 100, 101, ... in row 1 and so on."""
     import torch
@@ -47,7 +52,9 @@ def step_of(
         setattr(scheduled, name, value)
     arguments = {"scheduler_output": scheduled, "sampled_token_ids": sampled}
     state = V1StepState(None, arguments, np.flatnonzero([len(tokens) for tokens in sampled]))
-    return make_step(batch, arguments, state, max_draft_tokens=4, max_model_len=MAX_MODEL_LEN)
+    return make_step(
+        batch, arguments, state, max_draft_tokens=4, max_model_len=MAX_MODEL_LEN, longest_answers=longest_answers or {}
+    )
 
 
 def lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[list[int]]:
@@ -64,6 +71,13 @@ def test_a_step_of_decoding() -> None:
     assert step.capacities.tolist() == [4, 4, 0]
     assert step.history(1).tolist() == list(range(100, 108))
     assert step.previous == (3, 7) and step.widths is None
+
+
+def test_nothing_is_drafted_beyond_the_last_token() -> None:
+    """Requests with one token of 1, 2, 4 and as many as there is room for: the last one follows the drafts."""
+    answers = {"a": 1, "b": 2, "c": 4}
+    step = step_of([[1], [1], [1], [1]], [5, 6, 7, 8], {}, 4, longest_answers=answers)
+    assert step.capacities.tolist() == [0, 0, 2, 4]
 
 
 def test_a_request_in_the_midst_of_its_prompt_is_left_out() -> None:

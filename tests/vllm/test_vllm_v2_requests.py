@@ -62,3 +62,12 @@ def test_any_traffic(random: Any) -> None:
             assert requests.tokens[slot, : requests.lengths[slot]].tolist() == tokens
         assert set(requests.slots) == running.keys() | preempted.keys()
     assert requests.finish("unknown") is None
+
+
+def test_a_request_ends_where_its_parameters_or_the_model_say() -> None:
+    from vllm import SamplingParams
+
+    requests = Requests(SLOTS, LENGTH, NEWEST)
+    for slot, (max_tokens, most) in enumerate(((3, 5), (LENGTH, LENGTH))):
+        requests.add(str(slot), slot, [1, 2, 3], 2, SamplingParams(max_tokens=max_tokens))  # one of them written before
+        assert requests.most[slot] == most

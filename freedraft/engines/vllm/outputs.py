@@ -10,6 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 256  # tokens that are decoded at once
+UNLIMITED = 1 << 31
+
+
+def longest_answer(parameters: Any) -> int:
+    """The tokens that a request may write by its SamplingParams, None for none."""
+    return getattr(parameters, "max_tokens", None) or UNLIMITED
 
 
 def output_of(parameters: Any, tokens: Sequence[int], tokenizer: Any = None) -> NDArray[np.int32]:

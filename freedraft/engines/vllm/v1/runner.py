@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, LOGITS_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.methods import configured
-from freedraft.engines.vllm.outputs import output_of
+from freedraft.engines.vllm.outputs import longest_answer, output_of
 from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import share_logging, with_kv_cache, wrap_once
 from freedraft.engines.vllm.start_line import start_line
@@ -97,6 +97,7 @@ class MethodProposer:
         # Requests whose prompt is not over, where the method wants the hidden states behind prompts.
         self.in_prompt: set[str] = set()
         self.without_text: set[str] = set()  # requests with embeddings for a prompt
+        self.longest_answers: dict[str, int] = {}  # tokens of output that each request may have
         self.proposed = Proposed([], np.zeros((0, 1), np.int32), np.zeros(0, np.int64))
         self.logits = LogitsCopy()
         if self.drafts:
@@ -130,6 +131,7 @@ class MethodProposer:
                 continue
             row = batch.req_id_to_index[request.req_id]
             tokens = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
+            self.longest_answers[request.req_id] = longest_answer(request.sampling_params)
             extra = getattr(request.sampling_params, "extra_args", None)
             self.guarded.begin(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
             if self.guarded.needs_prompt_states:
@@ -144,6 +146,7 @@ class MethodProposer:
             V1StepState(runner, arguments, self._rows_of_text(runner.input_batch, arguments["sampled_token_ids"])),
             max_draft_tokens=config.num_speculative_tokens,
             max_model_len=runner.max_model_len,
+            longest_answers=self.longest_answers,
         )
         if not self.in_prompt.isdisjoint(step.request_ids):
             self._set_prompt_states(step)
@@ -183,6 +186,7 @@ class MethodProposer:
         """These requests have ended; `states`: vLLM's CachedRequestState by id, where it has one."""
         for request_id in request_ids:
             self.in_prompt.discard(request_id)
+            self.longest_answers.pop(request_id, None)
             if request_id in self.without_text:
                 self.without_text.remove(request_id)
                 continue
@@ -208,9 +212,19 @@ class MethodProposer:
 
 
 def make_step(
-    batch: Any, arguments: dict[str, Any], state: V1StepState, *, max_draft_tokens: int, max_model_len: int
+    batch: Any,
+    arguments: dict[str, Any],
+    state: V1StepState,
+    *,
+    max_draft_tokens: int,
+    max_model_len: int,
+    longest_answers: Mapping[str, int],
 ) -> Step:
-    """The `Step` behind a call of `propose_draft_token_ids`, of the requests in `state.rows` of vLLM's InputBatch."""
+    """The `Step` behind a call of `propose_draft_token_ids`, of the requests in `state.rows` of vLLM's InputBatch.
+
+    Args:
+        longest_answers: tokens that each may write.
+    """
     rows, sampled, output = state.rows, arguments["sampled_token_ids"], arguments["scheduler_output"]
     gained = np.fromiter((len(sampled[row]) for row in rows.tolist()), np.int64, len(rows))
     request_ids: list[str] = [batch.req_ids[row] for row in rows.tolist()]
@@ -223,9 +237,11 @@ def make_step(
         # The scheduler pads some with -1.
         drafted[:] = [len(draft) - draft.count(-1) for draft in tokens]
     schedulable = getattr(output, "num_spec_tokens_to_schedule", None)
-    # The last token that may be sampled is at max_model_len - 1, one beyond the drafts.
+    # The last token of a request comes after all drafts.
+    ended = np.fromiter((longest_answers.get(i, max_model_len) for i in request_ids), np.int64, len(rows))
+    ended = np.minimum(ended + batch.num_prompt_tokens[rows], max_model_len)
     capacities = np.minimum(
-        max_draft_tokens if schedulable is None else min(max_draft_tokens, schedulable), max_model_len - 1 - contexts
+        max_draft_tokens if schedulable is None else min(max_draft_tokens, schedulable), ended - 1 - contexts
     )
     query_tokens = output.total_num_scheduled_tokens
     decoded_only = len(rows) == len(sampled) and query_tokens == len(rows) + drafted.sum()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.engines.vllm.outputs import output_of
+from freedraft.engines.vllm.outputs import longest_answer, output_of
 
 NO_SLOT = -1
 
@@ -21,6 +21,7 @@ class Requests:
     Attributes:
         tokens: int32 [slots, max_model_len].
         lengths: int64 [slots], tokens known of each request; -1 where the slot is free.
+        most: int64 [slots], the tokens that each request may have at its end.
         drafted: int32 [slots], draft tokens of ours that each request's next step verifies.
         nodes: int32 [slots, K + 1], the root that these follow, and they themselves.
         parents: int32 [slots, K + 1], as in `DraftBatch`.
@@ -30,6 +31,7 @@ class Requests:
     def __init__(self, slots: int, max_model_len: int, length: int, tokenizer: Any = None) -> None:
         self.tokens: NDArray[np.int32] = np.empty((slots, max_model_len), np.int32)  # pages are taken as they fill
         self.lengths: NDArray[np.int64] = np.full(slots, -1)
+        self.most: NDArray[np.int64] = np.zeros(slots, np.int64)
         self.drafted: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.nodes: NDArray[np.int32] = np.zeros((slots, length + 1), np.int32)
         self.parents: NDArray[np.int32] = np.zeros((slots, length + 1), np.int32)
@@ -53,6 +55,7 @@ class Requests:
         self.tokens[slot, : len(tokens)] = tokens
         self.lengths[slot], self.drafted[slot] = len(tokens), 0
         self._prompts[slot], self._parameters[slot] = prompt, parameters
+        self.most[slot] = min(self.tokens.shape[1], prompt + longest_answer(parameters))
         return self.tokens[slot, : len(tokens)]
 
     def append(

@@ -361,8 +361,8 @@ class MethodSpeculator(BaseSpeculator):
         known, slots = gained.wait(), gained.slots[rows]
         contexts = known[rows, 1].astype(np.int32)
         ends = slots.astype(np.int64) * self.max_model_len + contexts
-        # The last token that may be sampled is at max_model_len - 1, one beyond the drafts.
-        capacities = np.minimum(most, self.max_model_len - 1 - contexts).clip(0)
+        # The last token of a request comes after all drafts.
+        capacities = np.minimum(most, self.requests.most[slots] - 1 - contexts).clip(0)
         tokens = self.requests.tokens
         state = None
         if self.runner is not None:
