@@ -3,9 +3,10 @@
     python bench/v2_host_time.py --json OUT
 
 V2 runs here in Triton's interpreter (tests/vllm/v2_interpreted), with async scheduling, a tiny model and our kernels by
-their references: its own times say nothing, those of our functions on the host do. Tensors of the device lie on the
-host here, so that what launches kernels on a GPU is counted at the time of the kernels' work. Waits are counted on
-events that stand in for the device's: those for the step's own work, not those for steps that are long over.
+their references, and stock attention and greedy verification by PyTorch: its own times say nothing, those of our
+functions on the host do. All steps are drafted for, whatever is decided. Tensors of the device lie on the host here, so
+that what launches kernels on a GPU is counted at the time of the kernels' work. Waits are counted on events that stand
+in for the device's: those for the step's own work, not those for steps that are long over.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from freedraft_kernels import dispatch
 from bench.lib.host_time import TimedCalls
 from bench.lib.machine import machine, versions
 from bench.lib.results import write_json
+from bench.vllm_trees import stock_kernels_by_pytorch
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERPRETED = ROOT / "tests" / "vllm" / "v2_interpreted"
@@ -60,8 +62,9 @@ def measure(model: Path, batch: int, length: int, steps: int) -> dict[str, Any]:
     take_any_mask()
     schedule_asynchronously()
     dispatch.interpreting = lambda: False
+    stock_kernels_by_pytorch()
     config = {"method": "sssd", "num_speculative_tokens": length, "policy": "auto", "live": True, "recycle": "on"}
-    config |= {"hardware": "h100"}
+    config |= {"hardware": "h100", "shape": "chain"}
     most = max(2048, batch * (1 + length))
     settings: dict[str, Any] = {
         "dtype": "float32",
@@ -81,6 +84,14 @@ def measure(model: Path, batch: int, length: int, steps: int) -> dict[str, Any]:
         calls.time(speculator, name)
     calls.time(speculator.guarded, "draft")
     calls.time(speculator.lengths, "decide")
+    # Whatever is decided by the interpreter's times, all steps are drafted for.
+    decide = speculator.lengths.decide
+
+    def decide_all(*args: Any) -> Any:
+        decide(*args)
+        return [(1, batch, length)]
+
+    speculator.lengths.decide = decide_all
     parameters = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True, detokenize=False)
     for i in range(batch):
         tokens = [(7 * i + j % 23) % 20 + 1 for j in range(PROMPT)]
@@ -130,7 +141,8 @@ def main() -> int:
     result |= {"length": args.length}
     path = os.pathsep.join([str(INTERPRETED), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                                "VLLM_USE_AOT_COMPILE": "0", "PYTHONPATH": path}  # fmt: skip
+                                "VLLM_USE_AOT_COMPILE": "0", "INTERPRETED_ATTENTION": "triton",
+                                "PYTHONPATH": path}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         from tests.support.models import save, tiny_model
 

@@ -70,22 +70,29 @@ def verify_greedily(
     return tokens.clamp(min=0), (tokens >= 0).sum(1).int()
 
 
-def start(model: Path, **config: Any) -> Any:
-    """An engine, in this process."""
-    from vllm import LLM
+def stock_kernels_by_pytorch() -> None:
+    """In place of those of Triton's attention and of greedy verification."""
     from vllm.v1.attention.backends import triton_attn
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
     from tests.vllm.v2_interpreted.gpu_attention import attend, write
+
+    attention: Any = triton_attn
+    attention.unified_attention, attention.triton_reshape_and_cache_flash = attend, write
+    sampling: Any = rejection_sampler
+    sampling.rejection_sample = verify_greedily
+
+
+def start(model: Path, **config: Any) -> Any:
+    """An engine, in this process."""
+    from vllm import LLM
+
     from tests.vllm.v2_interpreted.serve import schedule_asynchronously, take_any_mask
 
     take_any_mask()
     schedule_asynchronously()
     dispatch.interpreting = lambda: False
-    attention: Any = triton_attn
-    attention.unified_attention, attention.triton_reshape_and_cache_flash = attend, write
-    sampling: Any = rejection_sampler
-    sampling.rejection_sample = verify_greedily
+    stock_kernels_by_pytorch()
     return LLM(
         str(model),
         dtype="float32",
