@@ -129,10 +129,10 @@ def test_passes_that_are_free_are_for_those_without_n_grams(
     offered: list[tuple[np.ndarray, np.ndarray]] = []
     choose = hybrid.choose
 
-    def noted(p: np.ndarray, kept: np.ndarray, *args: Any) -> Choice:
-        choice = choose(p, kept, *args)
+    def noted(p: np.ndarray, kept: np.ndarray, order: np.ndarray, *args: Any) -> Choice:
+        choice = choose(p, kept, order, *args)
         gains = np.where(np.arange(p.shape[1]) < kept[:, None], p, 0.0).sum(1)
-        offered.append((gains[choice.rows], np.delete(gains, choice.rows)))
+        offered.append((gains[choice.rows], gains[np.setdiff1d(order, choice.rows)]))
         return choice
 
     with chosen_by(monkeypatch, llm, noted):

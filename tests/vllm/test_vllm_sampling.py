@@ -75,7 +75,7 @@ def test_the_engine_drafts_from_the_store(sssd: Any) -> None:
     with spied(proposer, lambda step, drafts: seen.extend(drafts)):
         sssd.generate(
             [{"prompt_token_ids": [7, 2, 4]}],
-            SamplingParams(max_tokens=1, temperature=0, allowed_token_ids=[5], detokenize=False),
+            SamplingParams(max_tokens=K + 2, temperature=0, allowed_token_ids=[5], detokenize=False),
             use_tqdm=False,
         )
     assert seen and seen[0] == [6, 7, 8]
