@@ -164,24 +164,49 @@ def test_workers_and_ray_exclude_each_other(tmp_path: Path, ids: Path) -> None:
     assert "not both" in build(tmp_path / "store", ids, "--ray", "auto", "--workers", 2).stderr
 
 
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+given = {"num_cpus": 2, "memory": 1 << 30, "object_store_memory": 100 << 20, "include_dashboard": False}
+made = Cluster(initialize_head=True, head_node_args=given)
+print(made.address, flush=True)
+sys.stdin.read()
+made.shutdown()
+"""
+FAILING = """
+from sssd_plugin.datastore.build import ray_sorting
+def fails(*arguments):
+    raise ValueError("a node without freedraft")
+ray_sorting.sort_remotely = fails
+"""
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """A Ray cluster of one node on this machine, of processes of its own; its address."""
+    """A Ray cluster of one node on this machine; its address."""
     pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
+    child = subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    yield child.stdout.readline().strip()
+    child.communicate()
 
-    made = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 2, "memory": 1 << 30, "object_store_memory": 100 << 20, "include_dashboard": False},
-    )
-    yield made.address
-    made.shutdown()
+
+def run_apart(*args: object, before: str = "") -> subprocess.CompletedProcess[str]:
+    """In a process of its own: Ray's threads outlive its shutdown, and now and then crash then."""
+    code = f"{before}\nfrom sssd_plugin.datastore.cli import app\napp()"
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def build_on(cluster: str, out: Path, ids: Path, memory: str, before: str = "") -> subprocess.CompletedProcess[str]:
+    settings = ("--vocab-size", VOCAB, "--sub-index-tokens", 9000, "--quiet", "--ray", cluster, "--memory", memory)
+    return run_apart("build", out, ids, *settings, before=before)
 
 
 def test_a_ray_cluster_makes_the_same_store(tmp_path: Path, ids: Path, cluster: str) -> None:
     assert build(tmp_path / "one", ids).exit_code == 0
-    result = build(tmp_path / "store", ids, "--ray", cluster, "--memory", "700MiB")
-    assert result.exit_code == 0, result.output
+    result = build_on(cluster, tmp_path / "store", ids, "700MiB")
+    assert result.returncode == 0, result.stderr
     assert arrays(tmp_path / "store") == arrays(tmp_path / "one")
     assert run("verify", tmp_path / "store", "--full").exit_code == 0
 
@@ -196,23 +221,16 @@ def test_a_fleet_is_compacted_on_a_ray_cluster(tmp_path: Path, cluster: str, mon
         bucket.publish(compaction.start(VOCAB, None, "tenant", None), 1)
         records = [Record(bytes([i % 7] * 16), i, text) for i, text in enumerate(texts)]
         bucket.write("batches/r-0", seal(records, 40))
-        result = run("compact", bucket.url, *arguments)
-        assert result.exit_code == 0 and "40 new documents" in result.output, result.output
+        result = run_apart("compact", bucket.url, *arguments)
+        assert result.returncode == 0 and "40 new documents" in result.stdout, result.stderr
         contents.append(compaction.newest(bucket)[2].sub_indices)
     assert contents[0] == contents[1] and contents[0][0].n_sections == 7
 
 
-def test_what_goes_wrong_on_the_cluster_is_one_line(
-    tmp_path: Path, ids: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = build(tmp_path / "store", ids, "--ray", cluster, "--memory", "4GiB")
-    assert result.exit_code == 1 and "no node of the Ray cluster" in result.stderr
-
-    def fails(*arguments: object) -> None:
-        raise ValueError("a node without freedraft")
-
-    monkeypatch.setattr("sssd_plugin.datastore.build.ray_sorting.sort_remotely", fails)
-    result = build(tmp_path / "store", ids, "--ray", cluster, "--memory", "700MiB")
-    assert result.exit_code == 1 and "a Ray task failed" in result.stderr and result.stderr.count("\n") == 1
+def test_what_goes_wrong_on_the_cluster_is_one_line(tmp_path: Path, ids: Path, cluster: str) -> None:
+    result = build_on(cluster, tmp_path / "store", ids, "4GiB")
+    assert result.returncode == 1 and "no node of the Ray cluster" in result.stderr
+    result = build_on(cluster, tmp_path / "store", ids, "700MiB", before=FAILING)
+    assert result.returncode == 1 and "a Ray task failed" in result.stderr and result.stderr.count("\n") == 1
     assert "without freedraft" in result.stderr
     assert not (tmp_path / "store").exists() and leftovers(tmp_path) == []
