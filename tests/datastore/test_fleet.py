@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -12,8 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -187,12 +190,22 @@ def test_what_is_forgotten_is_gone_everywhere(
     compact(url)
     time.sleep(0.3)
     assert count(one, A, SECRET) == count(other, A, SECRET) == 0 and marker not in contents(url)
-    copies = [path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    copies = files_below(tmp_path / "cache")
     assert copies and not any(marker in content for content in copies)
     learn(one, A, [*SECRET, 5])  # later: this one was not erased
     until(lambda: pending(url) > 0)
     compact(url)
     until(lambda: count(other, A, [*SECRET, 5]) == 1)
+
+
+def files_below(folder: Path) -> list[bytes]:
+    """Their contents; replicas remove some meanwhile."""
+    contents = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                contents.append(Path(parent, name).read_bytes())
+    return contents
 
 
 def test_only_one_can_make_a_generation(url: str) -> None:
@@ -230,6 +243,42 @@ def test_two_compactions_at_once_lose_nothing(url: str) -> None:
     assert not failed
     compact(url)
     assert sorted(text for text, _ in documents_at(url)) == [[i, i + 1, i + 2] for i in range(40)]
+
+
+def test_who_compacts_next_keeps_what_it_has_sent(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the one before is still removing what its generation does not need."""
+    with_documents(url, [[i, i + 1, i + 2] for i in range(8)])
+    publish, further = Bucket.publish, [[i, i + 1, i + 2] for i in range(100, 104)]
+
+    def and_another(bucket: Bucket, *arguments: Any) -> bool:
+        made = publish(bucket, *arguments)
+        if made:
+            monkeypatch.setattr(Bucket, "publish", publish)
+            with_documents(url, further)
+            compact(url)
+        return made
+
+    monkeypatch.setattr(Bucket, "publish", and_another)
+    compact(url)
+    shutil.rmtree(buckets.cache_folder(), ignore_errors=True)  # what another host would read
+    assert sorted(text for text, _ in documents_at(url)) == [[i, i + 1, i + 2] for i in (*range(8), *range(100, 104))]
+
+
+def test_two_send_the_same_at_once(folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket, folder, copy = Bucket(folder_url), tmp_path / ("0" * 32), shutil.copyfile
+    folder.mkdir()
+    (folder / "tokens.npy").write_bytes(b"content")
+
+    def and_another(*arguments: Any) -> Any:
+        done = copy(*arguments)
+        monkeypatch.setattr(shutil, "copyfile", copy)
+        bucket.upload(folder)
+        return done
+
+    monkeypatch.setattr(shutil, "copyfile", and_another)
+    bucket.upload(folder)
+    there = Path(folder_url[7:]) / folder.name
+    assert {path.name: path.read_bytes() for path in there.iterdir()} == {"tokens.npy": b"content"}
 
 
 def with_documents(url: str, texts: list[list[int]], tenants: list[str] | None = None, at: int = 10_000) -> bytes:
@@ -563,7 +612,7 @@ def test_a_compaction_that_was_killed_leaves_what_there_was(folder_url: str, mon
     """At each of its steps, in what others see."""
     with_documents(folder_url, [[1, 2, 3], [4, 5]], [A, B])
     compact(folder_url)
-    for step in ("upload", "publish", "remove", "remove_others"):
+    for step in ("upload", "publish", "remove", "remove_generations"):
         with_documents(folder_url, [[len(step), 7, 8]], [A])
         with monkeypatch.context() as killed:
             killed.setattr(Bucket, step, lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -129,9 +129,10 @@ class Bucket:
                 self._files.makedirs(f"{self._root}/{folder.name}", exist_ok=True)
             for path in folder.iterdir():
                 target = f"{self._root}/{folder.name}/{path.name}"
-                if self._local:  # somebody may be reading the same there
-                    shutil.copyfile(path, f"{target}.new")
-                    os.replace(f"{target}.new", target)  # noqa: PTH105
+                if self._local:  # somebody may be reading, or sending, the same there
+                    part = f"{target}.{secrets.token_hex(4)}.new"
+                    shutil.copyfile(path, part)
+                    os.replace(part, target)  # noqa: PTH105
                 else:
                     self._files.put_file(str(path), target)
 
@@ -150,12 +151,8 @@ class Bucket:
         batches = [PurePosixPath(path).name for path in self._list(f"{self._root}/{BATCHES}")]
         return subs + [f"{BATCHES}/{name}" for name in batches if name.startswith(".")]
 
-    def remove_others(self, number: int, manifest: Manifest) -> None:
-        """Remove the generations before this one, and sub-indices that it does not name.
-
-        Only for who has just published it: nobody else can, so what they have uploaded for theirs is of no use.
-        """
-        self.remove(self.others(manifest))
+    def remove_generations(self, number: int) -> None:
+        """Remove the manifests of those before this one."""
         matches = [_MANIFEST.fullmatch(PurePosixPath(path).name) for path in self._list(self._root)]
         self.remove(match[0] for match in matches if match and match[1] and int(match[1]) < number)
 

@@ -183,7 +183,9 @@ class _Compaction:
         }
         chosen = self._choose(list(subs.values()), sum(record.size for record in records))
         gone = {entry.name for group in chosen for entry in group}
-        if not fresh and not gone and not self.bucket.others(self.manifest):
+        # What is sent from here on may be for the generation after ours, which somebody can make at once.
+        others = self.bucket.others(self.manifest)
+        if not fresh and not gone and not others:
             self.bucket.remove(batches)
             return None
         written: list[SubIndexEntry] = []
@@ -201,7 +203,8 @@ class _Compaction:
         if not self.bucket.publish(manifest, self.generation.number + 1):
             return False
         self.bucket.remove(batches)  # what came since has another name
-        self.bucket.remove_others(self.generation.number + 1, manifest)
+        self.bucket.remove({*others, *gone} - {entry.name for entry in manifest.sub_indices})
+        self.bucket.remove_generations(self.generation.number + 1)
         learnt_subs = [entry for entry in manifest.sub_indices if entry.n_sections]
         tokens = sum(entry.n_tokens for entry in learnt_subs)
         return Compacted(len(records), len(learnt_subs), tokens, sum(entry.size for entry in written))
