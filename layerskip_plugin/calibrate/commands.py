@@ -30,7 +30,7 @@ SeedOption = Annotated[int, typer.Option(help="Of all randomness.")]
 DeviceOption = Annotated[str, typer.Option(help="Of transformers: cpu or cuda; auto takes cuda where there is one.")]
 EngineOption = Annotated[
     str | None,
-    typer.Option(help="vllm: in the engine that will serve, with its dtype and kernels; default: transformers."),
+    typer.Option(help="vllm or sglang: in the engine that will serve, its dtype and kernels; default: transformers."),
 ]
 EngineArgsOption = Annotated[
     str, typer.Option(help='What the engine will be served with, as JSON: {"dtype": "bfloat16"}.')

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from layerskip_plugin.calibrate.host_model import HostModel
 
 VERIFIED = (1, 2, 4, 8, 12)
+ROUNDS = 15
+"""Times that an engine's passes are timed."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,22 @@ def blank(host: HostModel, context: int) -> HostText:
     cos, sin = (x[0] for x in host.rotary(final[:1], torch.arange(context, device=weight.device)[None]))
     ids = torch.zeros(context, dtype=torch.int64, device=weight.device)
     return HostText(ids, ids, final, ids[:0], final[None, :0], random_cache(), random_cache(), cos, sin)
+
+
+def sublayer_times(
+    whole: float, no_attention: float, no_mlp: float, n_layers: int, context: int
+) -> tuple[float, float, float]:
+    """Seconds of an attention and of an MLP sublayer, and of what is not in them, from those of a pass through all
+    sublayers, of one without every second attention, and of one without every second MLP.
+
+    Raises:
+        ValueError: leaving sublayers out has saved no time.
+    """
+    left_out = (n_layers + 1) // 2
+    attention, mlp = (whole - no_attention) / left_out, (whole - no_mlp) / left_out
+    if min(attention, mlp) <= 0:
+        raise ValueError(f"context {context}: what sublayers take cannot be told on a machine this busy: run it again")
+    return attention, mlp, max(0.0, whole - n_layers * (attention + mlp))
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:

@@ -169,24 +169,28 @@ def load_model(folder: Path, settings: Mapping[str, Any]) -> CalibrationModel:
         from layerskip_plugin.calibrate.host_model import HostModel
 
         return HostModel.load(folder, device)
-    if engine == "sglang":
-        raise ValueError("engine: sglang cannot calibrate yet: use --engine vllm, or leave it out for transformers")
-    if engine != "vllm":
+    if engine not in ("vllm", "sglang"):
         raise ValueError(
-            f"engine: {engine} is none: calibration starts one of its own (--engine vllm), it does not run in a server "
-            "that is already serving"
+            f"engine: {engine} is none: calibration starts one of its own (--engine vllm or sglang), it does not run "
+            "in a server that is already serving"
         )
     if device != "auto":
-        raise ValueError(f"device: {device} is for transformers: leave it out with --engine vllm")
+        raise ValueError(f"device: {device} is for transformers: leave it out with --engine {engine}")
     try:
         engine_args = json.loads(settings["engine_args"] or "{}")
     except ValueError:
         engine_args = None
     if not isinstance(engine_args, dict):
         raise ValueError('engine-args: give a JSON object, as --engine-args \'{"dtype": "bfloat16"}\'')
-    if importlib.util.find_spec("vllm") is None:
-        raise ValueError("engine: vllm is not installed here: pip install vllm, or leave --engine out for transformers")
-    from layerskip_plugin.calibrate.vllm import VllmModel
+    if importlib.util.find_spec(engine) is None:
+        raise ValueError(
+            f"engine: {engine} is not installed here: pip install {engine}, or leave --engine out for transformers"
+        )
+    longest = max([MAX_PROMPT_TOKENS + ANSWER_TOKENS, *settings.get("contexts", [TIMED_CONTEXT])]) + VERIFIED[-1]
+    if engine == "vllm":
+        from layerskip_plugin.calibrate.vllm import VllmModel
 
-    longest = max([MAX_PROMPT_TOKENS + ANSWER_TOKENS, *settings.get("contexts", [TIMED_CONTEXT])])
-    return VllmModel(folder, longest + VERIFIED[-1], engine_args)
+        return VllmModel(folder, longest, engine_args)
+    from layerskip_plugin.calibrate.sglang import SglangModel
+
+    return SglangModel(folder, longest, engine_args)

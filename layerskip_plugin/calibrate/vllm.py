@@ -24,13 +24,11 @@ from freedraft.engines.vllm.hooks import CALIBRATION_HOOKS, MODEL_DRAFT_HOOKS, v
 from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.pages import Pages
 from layerskip_plugin.calibrate.model import CalibrationModel
-from layerskip_plugin.calibrate.pass_times import VERIFIED, PassTimes, timed_in_turns
+from layerskip_plugin.calibrate.pass_times import ROUNDS, VERIFIED, PassTimes, sublayer_times, timed_in_turns
 from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 HEAD_ROWS = 256
-ROUNDS = 15
-"""Times that each pass is timed."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model must be in this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # both runners have the same modules and kernels
@@ -200,13 +198,7 @@ class VllmModel(CalibrationModel):
             whole, no_attention, no_mlp, *verified = timed_in_turns([*passes, *verify], ROUNDS).min(0).tolist()
         finally:
             self.pool.free_blocks(blocks)
-        left_out = (self.n_layers + 1) // 2
-        attention, mlp = (whole - no_attention) / left_out, (whole - no_mlp) / left_out
-        if min(attention, mlp) <= 0:
-            raise ValueError(
-                f"context {context}: what sublayers take cannot be told on a machine this busy: run it again"
-            )
-        head = max(0.0, whole - self.n_layers * (attention + mlp))
+        attention, mlp, head = sublayer_times(whole, no_attention, no_mlp, self.n_layers, context)
         # A plain step is served like the draft pass of all sublayers; of verification only the growth is taken, since
         # it runs without CUDA graphs here.
         return PassTimes(attention, mlp, head, lambda n: whole + float(np.interp(n, VERIFIED, verified)) - verified[0])

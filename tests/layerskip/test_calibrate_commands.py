@@ -197,7 +197,7 @@ def test_inspect_draws(run: Callable, tmp_path: Path) -> None:
         ("skip-set", ["--share", 0.9], "choose between 1 and half"),
         ("skip-set", ["--tokens", 100000], "give more text"),
         ("skip-set", ["--device", "abacus"], "there is no abacus here"),
-        ("skip-set", ["--engine", "sglang"], "sglang cannot calibrate yet: use --engine vllm"),
+        ("skip-set", ["--engine", "tensorrt"], "it does not run in a server that is already serving"),
         ("skip-set", ["--engine", "http://127.0.0.1:8000"], "it does not run in a server that is already serving"),
         ("skip-set", ["--engine-args", "{}"], "add --engine vllm"),
         ("skip-set", ["--engine", "vllm", "--engine-args", "dtype=float32"], "give a JSON object"),

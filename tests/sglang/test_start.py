@@ -201,9 +201,9 @@ import math, json  # the finder answers for torchvision only
 
 
 def test_all_hooks_are_there():
-    from freedraft.engines.sglang.hooks import HOOKS, MODEL_HOOKS
+    from freedraft.engines.sglang.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
 
-    assert check(HOOKS + MODEL_HOOKS) == []
+    assert check(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS) == []
 
 
 def test_the_source_tells_what_the_installed_engine_tells():

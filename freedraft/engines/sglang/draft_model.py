@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from torch.nn.functional import pad
@@ -33,6 +34,8 @@ SETS = 16
 """Most sets of one pass of `PagedScorer.run_sublayers`, which pads to it."""
 HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 """(token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed."""
+Forward = Callable[..., Any]
+"""As that of SGLang's models."""
 
 
 class DraftPass(NamedTuple):
@@ -92,7 +95,7 @@ class PagedDraftModel(DraftModel):
         able = False
         try:
             for stages in self._to_capture:
-                with self._in_place(self._runs(stages)):
+                with self._in_place(self._with_head(self._runs(stages))):
                     self._graphs[stages] = capture(self.runner, 1)
             able = True
         except Exception as error:
@@ -130,22 +133,39 @@ class PagedDraftModel(DraftModel):
     def logits(self, hidden_of: HiddenOf, batch: ForwardBatch, captured: Captured | None = None) -> torch.Tensor:
         """Logits behind what `hidden_of` computes in place of the model, float [R, V]; eager unless `captured`."""
         graphs = swapped_in(self.runner, captured or Captured(self.runner.attn_backend, None))
-        with self._in_place(hidden_of), graphs, torch.no_grad():
+        with self._in_place(self._with_head(hidden_of)), graphs, torch.no_grad():
             return self.runner.forward(batch).logits_output.next_token_logits
+
+    def compute(self, work: Callable[[torch.Tensor, torch.Tensor, Any], T], batch: ForwardBatch) -> T:
+        """What `work` computes of (token ids, positions, ForwardBatch) in place of the model and its LM head."""
+        found: list[T] = []
+
+        def forward(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
+            found.append(work(input_ids, positions, forward_batch))
+            return LogitsProcessorOutput(next_token_logits=None)
+
+        eagerly = swapped_in(self.runner, Captured(self.runner.attn_backend, None))
+        with self._in_place(forward), eagerly, torch.no_grad():
+            self.runner.forward(batch)
+        return found[0]
 
     def _runs(self, stages: Stages) -> HiddenOf:
         return partial(run_stages, self.decoder, stages)
 
-    @contextlib.contextmanager
-    def _in_place(self, hidden_of: HiddenOf) -> Iterator[None]:
-        """SGLang runs `hidden_of` where it runs the model: everything around the model is its own."""
+    def _with_head(self, hidden_of: HiddenOf) -> Forward:
         model = self._model
 
-        def forward_skipping(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
+        def forward(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
             hidden = hidden_of(input_ids, positions, forward_batch)
             return model.logits_processor(input_ids, hidden, model.lm_head, forward_batch)
 
-        model.forward = forward_skipping
+        return forward
+
+    @contextlib.contextmanager
+    def _in_place(self, forward: Forward) -> Iterator[None]:
+        """SGLang runs `forward` where it runs the model: everything around the model is its own."""
+        model = self._model
+        model.forward = forward
         try:
             yield
         finally:
@@ -374,16 +394,12 @@ class PagedScorer(MatchnessScorer):
     def run_sublayers(self, visit: Visit[T]) -> T:
         """Over as many of the newest tokens as there may be running requests."""
         sets, count = min(self._recipes, SETS), self._part
-        found: list[T] = []
 
-        def hidden_of(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
-            decoder = self.model.decoder
-            embedded = decoder.embed_tokens(ids)
-            found.append(visit(embedded[:count], partial(run_sublayer, self._sublayers(positions, batch), sets)))
-            return decoder.norm(embedded)  # of no use
+        def work(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> T:
+            embedded = self.model.decoder.embed_tokens(ids)[:count]
+            return visit(embedded, partial(run_sublayer, self._sublayers(positions, batch), sets))
 
-        self.model.logits(hidden_of, self._pass(sets, self.window - count, self.window))
-        return found[0]
+        return self.model.compute(work, self._pass(sets, self.window - count, self.window))
 
     def _right(self, skipped: NDArray[np.bool_], start: int, end: int) -> NDArray[np.bool_]:
         """bool [J, n]: after which tokens of the window from `start` on each recipe drafts what came."""
