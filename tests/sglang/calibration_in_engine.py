@@ -37,7 +37,7 @@ def check_texts(model: SglangModel) -> None:
     for tokens, words in (([3] * 521, "between 1 and 520 tokens, not 521"), ([], "not 0")):
         with pytest.raises(ValueError, match=words):
             model.read(tokens)
-    with pytest.raises(ValueError, match="context 512: .* between 1 and 520 tokens, not 524"):
+    with pytest.raises(ValueError, match=r"context 512: .* between 1 and 520 tokens, not 524"):
         model.pass_times(512)
     assert model.allocator.available_size() == free
 
@@ -55,12 +55,12 @@ def main(folder: Path, page_size: int) -> None:
     check_texts(model)
     if page_size > 1:
         return
-    calibration.check_search(model, host, samples)
+    calibration.check_search(model, host, samples, max_weight=3)
     free = model.allocator.available_size()
     calibration.check_times(model)
     assert model.allocator.available_size() == free
     with tempfile.TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
-        calibration.check_commands("sglang", model, folder, Path(made), patch)
+        calibration.check_commands("sglang", model, folder, Path(made), patch, ["bayesian"])
 
 
 if __name__ == "__main__":
