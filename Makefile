@@ -53,7 +53,7 @@ help:
 	@echo 'make demo         measure plain and SSSD on vLLM (CPU, embedded model), side by side'
 	@echo 'make demo-sglang  the same on SGLang'
 	@echo 'make check        lint, types, tests without an engine (3 minutes on two cores)'
-	@echo 'make test         lint, types, all tests, on both engines (about 20 minutes)'
+	@echo 'make test         lint, types, all tests, on both engines (40 minutes on two cores with nothing beside it)'
 	@echo 'make serve        start an OpenAI-compatible vLLM server with SSSD on 127.0.0.1:$(PORT); make stop ends it'
 	@echo 'make report       the page and plots of the measured results, build/report.html'
 	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'

@@ -84,6 +84,11 @@ class CalibrationModel(ABC):
         """The set that skips these sublayers of this model."""
         return SkipSet.of_sublayers(sublayers, self.n_layers, self.fingerprint)
 
+    def timed_sets(self) -> list[SkipSet]:
+        """Those whose passes `sublayer_times` compares: nothing, every second attention, every second MLP skipped."""
+        every_second = range(0, self.n_layers, 2)
+        return [self.empty(), *(self.skip([2 * i + kind for i in every_second]) for kind in (0, 1))]
+
     @torch.inference_mode()
     def scores(self, sets: Sequence[SkipSet], sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Per set: the share of tokens with the whole model's top-1 choice, and the mean cosine to its last state."""

@@ -31,7 +31,7 @@ from freedraft.engines.sglang.registration import sglang_version
 from layerskip_plugin.calibrate.model import CalibrationModel
 from layerskip_plugin.calibrate.pass_times import ROUNDS, VERIFIED, PassTimes, sublayer_times, timed_in_turns
 from layerskip_plugin.calibrate.sample import Sample, Text
-from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+from layerskip_plugin.skip_set import model_fingerprint
 
 ROWS = 64
 """Most rows of a pass."""
@@ -96,11 +96,11 @@ class SglangModel(CalibrationModel):
         size = len(self.rows)
         if len(prompts) > size:
             return self.generate(prompts[:size], max_new_tokens) + self.generate(prompts[size:], max_new_tokens)
-        lengths = [len(prompt) + max_new_tokens for prompt in prompts]
-        for length in lengths:
-            self._check_length(length)
-        taken = [self._take(length) for length in lengths]
+        taken: list[Tensor] = []
         try:
+            for prompt in prompts:
+                self._check_length(len(prompt) + max_new_tokens)
+                taken.append(self._take(len(prompt) + max_new_tokens))
             return self._answers(prompts, taken, max_new_tokens)
         finally:
             for slots in taken:
@@ -229,9 +229,9 @@ class SglangModel(CalibrationModel):
         return PassTimes(attention, mlp, head, lambda n: float(np.interp(n, VERIFIED, verified)))
 
     def _build_passes(self) -> list[Stages]:
-        every_second = range(0, self.n_layers, 2)
-        sets: list[SkipSet] = [self.empty(), *(self.skip([2 * i + kind for i in every_second]) for kind in (0, 1))]
-        made = [self.draft_model.build(skip, top_k=1, entropy=False, optimize=True).stages for skip in sets]
+        made = [
+            self.draft_model.build(skip, top_k=1, entropy=False, optimize=True).stages for skip in self.timed_sets()
+        ]
         self.draft_model.capture()
         self.widths.capture(VERIFIED, fixed_width=BACKENDS[verify_backend_of(self.runner)].fixed_width)
         return made

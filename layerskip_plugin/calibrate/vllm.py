@@ -26,7 +26,7 @@ from freedraft.engines.vllm.pages import Pages
 from layerskip_plugin.calibrate.model import CalibrationModel
 from layerskip_plugin.calibrate.pass_times import ROUNDS, VERIFIED, PassTimes, sublayer_times, timed_in_turns
 from layerskip_plugin.calibrate.sample import Sample, Text
-from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+from layerskip_plugin.skip_set import model_fingerprint
 
 HEAD_ROWS = 256
 ENVIRONMENT = {
@@ -204,9 +204,7 @@ class VllmModel(CalibrationModel):
         return PassTimes(attention, mlp, head, lambda n: whole + float(np.interp(n, VERIFIED, verified)) - verified[0])
 
     def _build_passes(self) -> list[DraftPass]:
-        every_second = range(0, self.n_layers, 2)
-        sets: list[SkipSet] = [self.empty(), *(self.skip([2 * i + kind for i in every_second]) for kind in (0, 1))]
-        passes = [self.draft_model.build(skip, top_k=1, entropy=False, optimize=True) for skip in sets]
+        passes = [self.draft_model.build(skip, top_k=1, entropy=False, optimize=True) for skip in self.timed_sets()]
         if self.device != "cpu":
             self.draft_model.capture(self.table_width)
         return passes

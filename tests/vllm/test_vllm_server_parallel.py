@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from vllm_server import clients_that_go_away, metrics, serving
+from vllm_server import clients_that_go_away, complete, metric, metrics, serving
 
 from tests.support.models import save, tiny_model
 from tests.support.prompts import SHORT
@@ -48,3 +48,6 @@ def test_two_data_parallel_replicas(model: Path, tmp_path: Path) -> None:
         assert min(metrics(server, "freedraft_draft_tokens_total")) > 0, "both draft"
     written = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.is_file())
     assert written > 0
+    with serving(model, tmp_path, speculative, *replicas, drafters=2, environment=ONE_CORE_EACH) as server:
+        before = metric(server, "freedraft_accepted_tokens_total")
+        assert complete(server.port, SHORT[0]) and metric(server, "freedraft_accepted_tokens_total") > before

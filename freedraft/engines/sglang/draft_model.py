@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,20 +18,17 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from torch.nn.functional import pad
 
-from freedraft.draft_model import Drafted, DraftModel, DraftRound, MatchnessScorer, Recipe, T, Visit, Window
+from freedraft.draft_model import Drafted, DraftModel, DraftRound, Recipe, T, Window
 from freedraft.engines.draft_ranks import DraftRanks
-from freedraft.engines.many_sets import Sublayer, forward, run_sublayer
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.graphs import Captured, capture, swapped_in
 from freedraft.engines.sglang.layers import Stages, check_structure, run_stages, stages_of
-from freedraft.engines.sglang.verify import SPARE_SLOT
+from freedraft.engines.sglang.set_scores import SetScores
 from freedraft.engines.sglang.window_rows import WindowRows
 from freedraft.method import Step
 
 logger = logging.getLogger(__name__)
 
-SETS = 16
-"""Most sets of one pass of `PagedScorer.run_sublayers`, which pads to it."""
 HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 """(token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed."""
 Forward = Callable[..., Any]
@@ -119,8 +116,8 @@ class PagedDraftModel(DraftModel):
         """
         self.ranks.follow(self.build, partial(PagedRound, self, batch))
 
-    def scorer(self, window: int) -> PagedScorer:
-        return PagedScorer(self, window)
+    def scorer(self, window: int) -> SetScores:
+        return SetScores(self, window)
 
     def has_graphs(self, stages: Stages) -> bool:
         """Whether these are captured, so that their passes are to be verifications of one node."""
@@ -345,96 +342,3 @@ def on_host(values: torch.Tensor, top_k: int, entropy: bool) -> Drafted:
     host = values.cpu().numpy()
     tokens, probabilities = host[..., :top_k].astype(np.int32), host[..., top_k : 2 * top_k].astype(np.float32)
     return Drafted(tokens, probabilities, host[..., -1].astype(np.float32) if entropy else None)
-
-
-class PagedScorer(MatchnessScorer):
-    """Matchness of recipes on the newest tokens that a request has generated.
-
-    Each token of the window is a row of an eager decoding pass, under each recipe: it reads the target's KV of what
-    comes before it and writes into SGLang's spare slot, so that no committed KV is touched. Where the attention backend
-    reads the token's own KV from the pool (the CPU platform's does) it is the target's; in a real draft it would be the
-    draft's. All else is as there.
-    """
-
-    def __init__(self, model: PagedDraftModel, window: int) -> None:
-        self.model = model
-        self.window = window
-        # SGLang keeps memory for as many rows as there may be requests: so many recipes, and so many tokens of each,
-        # in one pass.
-        rows = int(model.runner.max_running_requests)
-        self._recipes, self._part = max(1, rows // window), min(window, rows)
-        self._turn = 0
-        self._batch: Any = None
-        self._row = self._length = 0
-        self._tokens = self._next = np.zeros(0, np.int64)
-
-    def observe(self, step: Step) -> bool:
-        batch = step.engine
-        prompts = np.array([len(request.origin_input_ids_unpadded) for request in batch.reqs])
-        able = np.flatnonzero(step.contexts - prompts > self.window)
-        if not len(able):
-            return False
-        row = int(able[self._turn % len(able)])
-        self._turn += 1
-        text = step.history(row)[-self.window - 1 :].astype(np.int64)
-        # The newest token's KV is not computed yet.
-        self._batch, self._row, self._length = batch, row, int(batch.seq_lens_cpu[row])
-        self._tokens, self._next = text[:-1], text[1:]
-        return True
-
-    def __call__(self, recipes: Sequence[Recipe]) -> NDArray[np.float64]:
-        bits = np.array([recipe.bits for recipe in recipes], np.bool_)
-        parts = range(0, self.window, self._part)
-        right = [
-            np.concatenate([self._right(bits[i : i + self._recipes], j, j + self._part) for j in parts], 1)
-            for i in range(0, len(bits), self._recipes)
-        ]
-        return np.concatenate(right).mean(1)
-
-    def run_sublayers(self, visit: Visit[T]) -> T:
-        """Over as many of the newest tokens as there may be running requests."""
-        sets, count = min(self._recipes, SETS), self._part
-
-        def work(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> T:
-            embedded = self.model.decoder.embed_tokens(ids)[:count]
-            return visit(embedded, partial(run_sublayer, self._sublayers(positions, batch), sets))
-
-        return self.model.compute(work, self._pass(sets, self.window - count, self.window))
-
-    def _right(self, skipped: NDArray[np.bool_], start: int, end: int) -> NDArray[np.bool_]:
-        """bool [J, n]: after which tokens of the window from `start` on each recipe drafts what came."""
-        recipes = len(skipped)
-
-        def hidden_of(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
-            decoder = self.model.decoder
-            embedded = decoder.embed_tokens(ids).view(recipes, len(ids) // recipes, -1)
-            stream = forward(embedded, self._sublayers(positions, batch), skipped)
-            return decoder.norm(stream.view(len(ids), -1))
-
-        drafted = self.model.logits(hidden_of, self._pass(recipes, start, end)).argmax(-1)
-        return drafted.view(recipes, -1).cpu().numpy() == self._next[start:end]
-
-    def _pass(self, sets: int, start: int, end: int) -> ForwardBatch:
-        """The tokens of the window from `start` on under so many sets."""
-        tokens = self._tokens[start:end]
-        rows, device = sets * len(tokens), self._batch.seq_lens.device
-        first = self._length - self.window + start
-        return self.model.one_token_each(
-            self._batch,
-            torch.full((rows,), self._row),
-            torch.from_numpy(np.tile(tokens, sets)).to(device),
-            torch.arange(first, first + len(tokens)).repeat(sets),
-            torch.full((rows,), SPARE_SLOT, device=device),
-        )
-
-    def _sublayers(self, positions: torch.Tensor, batch: Any) -> list[Sublayer]:
-        sublayers = []
-        for layer in self.model.decoder.layers:
-            attention = partial(_attend, layer.self_attn, positions, batch)
-            sublayers.append(Sublayer(layer.input_layernorm, attention, True))
-            sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
-        return sublayers
-
-
-def _attend(attention: Any, positions: torch.Tensor, batch: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return attention(positions=positions, hidden_states=hidden, forward_batch=batch)

@@ -1,0 +1,116 @@
+"""How well recipes would have drafted the newest tokens of a request: many of them in one forward pass of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from freedraft.draft_model import MatchnessScorer, Recipe, T, Visit
+from freedraft.engines.many_sets import Sublayer, forward, run_sublayer
+from freedraft.engines.sglang.verify import SPARE_SLOT
+from freedraft.method import Step
+
+if TYPE_CHECKING:
+    from freedraft.engines.sglang.draft_model import PagedDraftModel
+
+SETS = 16
+"""Most sets of one pass of `run_sublayers`, which pads to it."""
+
+
+class SetScores(MatchnessScorer):
+    """Matchness of recipes on the newest tokens that a request has generated.
+
+    Each token of the window is a row of an eager decoding pass, under each recipe: it reads the target's KV of what
+    comes before it and writes into SGLang's spare slot, so that no committed KV is touched. Where the attention backend
+    reads the token's own KV from the pool (the CPU platform's does) it is the target's; in a real draft it would be the
+    draft's. All else is as there.
+    """
+
+    def __init__(self, model: PagedDraftModel, window: int) -> None:
+        self.model = model
+        self.window = window
+        # SGLang keeps memory for as many rows as there may be requests: so many recipes, and so many tokens of each,
+        # in one pass.
+        rows = int(model.runner.max_running_requests)
+        self._recipes, self._part = max(1, rows // window), min(window, rows)
+        self._turn = 0
+        self._batch: Any = None
+        self._row = self._length = 0
+        self._tokens = self._next = np.zeros(0, np.int64)
+
+    def observe(self, step: Step) -> bool:
+        batch = step.engine
+        prompts = np.array([len(request.origin_input_ids_unpadded) for request in batch.reqs])
+        able = np.flatnonzero(step.contexts - prompts > self.window)
+        if not len(able):
+            return False
+        row = int(able[self._turn % len(able)])
+        self._turn += 1
+        text = step.history(row)[-self.window - 1 :].astype(np.int64)
+        # The newest token's KV is not computed yet.
+        self._batch, self._row, self._length = batch, row, int(batch.seq_lens_cpu[row])
+        self._tokens, self._next = text[:-1], text[1:]
+        return True
+
+    def __call__(self, recipes: Sequence[Recipe]) -> NDArray[np.float64]:
+        bits = np.array([recipe.bits for recipe in recipes], np.bool_)
+        parts = range(0, self.window, self._part)
+        right = [
+            np.concatenate([self._right(bits[i : i + self._recipes], j, j + self._part) for j in parts], 1)
+            for i in range(0, len(bits), self._recipes)
+        ]
+        return np.concatenate(right).mean(1)
+
+    def run_sublayers(self, visit: Visit[T]) -> T:
+        """Over as many of the newest tokens as there may be running requests."""
+        sets, count = min(self._recipes, SETS), self._part
+
+        def work(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> T:
+            embedded = self.model.decoder.embed_tokens(ids)[:count]
+            return visit(embedded, partial(run_sublayer, self._sublayers(positions, batch), sets))
+
+        return self.model.compute(work, self._pass(sets, self.window - count, self.window))
+
+    def _right(self, skipped: NDArray[np.bool_], start: int, end: int) -> NDArray[np.bool_]:
+        """bool [J, n]: after which tokens of the window from `start` on each recipe drafts what came."""
+        recipes = len(skipped)
+
+        def hidden_of(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+            decoder = self.model.decoder
+            embedded = decoder.embed_tokens(ids).view(recipes, len(ids) // recipes, -1)
+            stream = forward(embedded, self._sublayers(positions, batch), skipped)
+            return decoder.norm(stream.view(len(ids), -1))
+
+        drafted = self.model.logits(hidden_of, self._pass(recipes, start, end)).argmax(-1)
+        return drafted.view(recipes, -1).cpu().numpy() == self._next[start:end]
+
+    def _pass(self, sets: int, start: int, end: int) -> ForwardBatch:
+        """The tokens of the window from `start` on under so many sets."""
+        tokens = self._tokens[start:end]
+        rows, device = sets * len(tokens), self._batch.seq_lens.device
+        first = self._length - self.window + start
+        return self.model.one_token_each(
+            self._batch,
+            torch.full((rows,), self._row),
+            torch.from_numpy(np.tile(tokens, sets)).to(device),
+            torch.arange(first, first + len(tokens)).repeat(sets),
+            torch.full((rows,), SPARE_SLOT, device=device),
+        )
+
+    def _sublayers(self, positions: torch.Tensor, batch: Any) -> list[Sublayer]:
+        sublayers = []
+        for layer in self.model.decoder.layers:
+            attention = partial(_attend, layer.self_attn, positions, batch)
+            sublayers.append(Sublayer(layer.input_layernorm, attention, True))
+            sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
+        return sublayers
+
+
+def _attend(attention: Any, positions: torch.Tensor, batch: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return attention(positions=positions, hidden_states=hidden, forward_batch=batch)
