@@ -109,7 +109,7 @@ def learn(acceptance: Acceptance, confidence: NDArray[np.float32], accepted: int
     draft.kinds[:] = kinds_of(np.zeros(1, np.intp))
     gained = np.append(np.ones(accepted, np.int32), np.int32(0))
     ends = np.array([len(gained)], np.int64)
-    acceptance.learn(draft, np.zeros(1, np.int32), gained, ends - len(gained), ends)
+    acceptance.learn(draft, draft.counts, np.zeros(1, np.int32), gained, ends - len(gained), ends)
 
 
 def walk(policy: Lookahead, recorded: list[Recorded], longest: int) -> dict[str, Any]:

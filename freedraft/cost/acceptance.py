@@ -12,7 +12,6 @@ outcomes. `kind` is what the drafter says of where a node comes from: source and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,7 +120,7 @@ class Acceptance:
         self.odds = np.ones(SIZE)
         self.outcomes = 0
         self._request_ids: list[str] = []
-        self._followed: list[DraftBatch] = []
+        self._followed: list[tuple[DraftBatch, NDArray[np.int32]]] = []
 
     def forget(self, kind: int) -> None:
         """Nodes of this kind are another drafter's from now on."""
@@ -135,7 +134,7 @@ class Acceptance:
     def follow(self, *drafts: DraftBatch) -> None:
         """Learn at the next `update` from what becomes of these drafts of its last step's requests, verified or not.
         Their arrays, counts apart, must stay as they are until then."""
-        self._followed = [replace(draft, counts=draft.counts.copy()) for draft in drafts]
+        self._followed = [(draft, draft.counts.copy()) for draft in drafts]
 
     def update(self, step: Step) -> None:
         """Learn from what requests gained of the drafts that were followed."""
@@ -145,8 +144,8 @@ class Acceptance:
             else:
                 at = {request_id: i for i, request_id in enumerate(step.request_ids)}
                 rows = np.array([at.get(request_id, -1) for request_id in self._request_ids], np.int32)
-            for draft in self._followed:
-                self.learn(draft, rows, step.tokens, step.starts, step.ends)
+            for draft, counts in self._followed:
+                self.learn(draft, counts, rows, step.tokens, step.starts, step.ends)
             self._followed = []
         self._request_ids = list(step.request_ids)
 
@@ -184,22 +183,23 @@ class Acceptance:
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         source = np.concatenate([np.asarray(tokens, np.int32) for tokens in continuations] or [np.zeros(0, np.int32)])
         rows = np.arange(len(continuations), dtype=np.int32)
-        return self.learn(draft, rows, source, starts, ends)
+        return self.learn(draft, draft.counts, rows, source, starts, ends)
 
     def learn(
         self,
         draft: DraftBatch,
+        counts: NDArray[np.int32],
         rows: NDArray[np.int32],
         source: NDArray[np.int32],
         starts: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> int:
-        """`observe` on flat arrays, as `learn` of this module takes them."""
+        """`observe` on flat arrays, as `learn` of this module takes them; `counts` stand for the draft's own."""
         if len(rows) != draft.batch_size:
             raise ValueError(f"{len(rows)} rows for a draft of {draft.batch_size} requests")
         seen = learn(
             self.bias, self.odds, BIN_OF,
-            draft.tokens, draft.parents, draft.depths, draft.scores, draft.kinds, draft.counts,
+            draft.tokens, draft.parents, draft.depths, draft.scores, draft.kinds, counts,
             rows, source, starts, ends,
         )  # fmt: skip
         self.outcomes += seen

@@ -92,7 +92,7 @@ class Auto(Controller):
         if step.previous is not None and self._ended is not None:
             self.times.update(*step.previous, self._context, now - self._ended)
         if step.batch_size:
-            self._context = float(step.contexts.mean())
+            self._context = float(np.add.reduce(step.contexts, dtype=np.float64)) / step.batch_size
         self.acceptance.update(step)
 
     def max_draft_len(self, step: Step) -> int:
@@ -226,7 +226,7 @@ class Auto(Controller):
         other = StepTimes(self.times.roofline)
         other.update(1, 1, 1.0, 1.0)
         none = np.zeros(1, np.int64)
-        Acceptance().learn(draft, np.full(1, -1, np.int32), np.zeros(1, np.int32), none, none)
+        Acceptance().learn(draft, draft.counts, np.full(1, -1, np.int32), np.zeros(1, np.int32), none, none)
         p = np.ones((1, 2))
         self.acceptance.calibrate(draft, p)
         self.acceptance.given_parent(draft.scores[0], draft.kinds[0], 1)
