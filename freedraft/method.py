@@ -279,6 +279,15 @@ class ModelMethod(Method, ABC):
             max_draft_len: M, the longest draft considered.
         """
 
+    @property
+    def wants_trial(self) -> bool:
+        """Whether draft passes are to be tried now, although they do not seem to pay: what the last ones brought, or
+        what they would run, is new."""
+        return False
+
+    def begin_round(self, step: Step, rows: NDArray[np.intp], *, pays: bool) -> None:
+        """`propose_for` follows for the requests at `rows`: because it is expected to pay, or as a trial."""
+
     @abstractmethod
     def propose_for(
         self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch

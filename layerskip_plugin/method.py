@@ -125,6 +125,9 @@ class LayerSkipMethod(ModelMethod):
     def prepare(self, model: DraftModel) -> None:
         """Build the draft passes of every skip set, before the first request."""
         self._model = model
+        self._whole_up_to = np.array([_whole_up_to(recipe) for recipe in self.recipes])
+        if self._cost is not None:
+            self._cost.reads_ahead = model.waits
         for place, (name, recipe) in enumerate(self.selector.sets.items()):
             started = time.perf_counter()
             recipe.require(model.n_layers)
@@ -210,13 +213,15 @@ class LayerSkipMethod(ModelMethod):
             hidden = None if state is None else state[None]
             self.selector.begin([request_id], [self._requested.get(request_id)], hidden)
         sets = self.selector.choose(step.request_ids, step.contexts)
-        self._places = self.lookahead.recipes_for(sets, step.contexts)
+        places = self.lookahead.recipes_for(sets, step.contexts)
+        self._places = np.where(step.contexts > self._whole_up_to[places], places, NONE)
         scorer = self._scorer
         if scorer is not None:
             recipe = self.selector.search(lambda: scorer.observe(step))
             for place, new in enumerate(self._recipes(recipe) if recipe is not None else ()):
                 # It drafts from the next step on, unoptimized: it may soon be replaced.
                 self.recipes[place], self.draft_passes[place] = new, self._build(new, optimize=False)
+                self._whole_up_to[place] = _whole_up_to(new)
                 self.lookahead.replace_recipe(place, new)
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
@@ -251,8 +256,18 @@ class LayerSkipMethod(ModelMethod):
         ):
             return rows[:0]
         self._places = self._places.copy()
-        self._places[rows] = self.lookahead.should_draft(self._places[rows], batch - len(rows))
+        contexts = step.contexts[rows]
+        self._places[rows] = self.lookahead.should_draft(self._places[rows], batch - len(rows), contexts)
         return rows[self._places[rows] != NONE]
+
+    @property
+    def wants_trial(self) -> bool:
+        return self._cost is not None and self._cost.wants_trial
+
+    def begin_round(self, step: Step, rows: NDArray[np.intp], *, pays: bool) -> None:
+        if self._cost is not None:
+            self._places = self._places.copy()
+            self._places[rows] = self._cost.recipes_of_round(self._places[rows], step.contexts[rows], pays=pays)
 
     def propose_for(
         self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
@@ -286,6 +301,8 @@ class LayerSkipMethod(ModelMethod):
                 if self._model.waits:  # as far as all of them have slots
                     count = min(max(lookahead.expected_len() - position, 1), int(allowed[active].min()) - position)
                 known += count
+                if self._cost is not None:
+                    self._cost.read = known
                 read = slice(position, known)
                 for number in np.unique(places[active]).tolist():
                     part = active[places[active] == number]
@@ -358,7 +375,8 @@ class LayerSkipMethod(ModelMethod):
     def _pass_times(self) -> PassTimes | None:
         """What the parts of draft passes take at the batch and context of the newest step; None while steps without
         drafts are not known there. Sublayers by the roofline, as far off as the present set's passes are from it."""
-        batch, present = max(1, len(self._places)), self.recipes[0]
+        batch, places = max(1, len(self._places)), self._places[self._places != NONE]
+        present = self.recipes[np.bincount(places).argmax() if len(places) else 0]
         if self.auto is None or not self.auto.baseline_known(batch):
             return None
         auto, layers = self.auto, present.n_layers
@@ -373,6 +391,11 @@ class LayerSkipMethod(ModelMethod):
     def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
         assert self._scorer is not None
         return self._scorer(recipes)
+
+
+def _whole_up_to(recipe: SkipSet) -> int:
+    """Tokens of a request up to which a pass over this window does what the whole model does."""
+    return recipe.window.tokens if recipe.window is not None and not len(recipe) else 0
 
 
 class _Round:

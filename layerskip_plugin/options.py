@@ -77,7 +77,8 @@ class LayerSkipOptions(PluginOptions):
         skip_set: files with skip sets, at most 4; requests take the first unless they choose. None skips nothing, which
             drafts with the whole model: right for testing, never worth its time.
         window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
-            "auto" chooses among 512, 2,048, 8,192 and all, by what passes take and by what is accepted; None reads all.
+            "auto" chooses among 512, 2,048, 8,192 and all, by what passes take and by what is accepted (not on vLLM's
+            model runner V2); None reads all.
         sinks: of `window`, tokens at the beginning.
         lookahead: which policy says how far to draft. "cost" goes on while one more token pays, and stops drafting
             altogether where none does.
@@ -174,8 +175,11 @@ class LayerSkipOptions(PluginOptions):
                 raise ValueError(
                     f"option 'window' is auto, which lookahead {self.lookahead} cannot weigh: give a number of tokens"
                 )
-            if context.lengths is not None:  # draft lengths are decided by others, and no pass is weighed
-                return (None,)
+            if context.lengths is not None:
+                raise ValueError(
+                    "option 'window' is auto, which nothing weighs where vLLM decides draft lengths before drafting "
+                    "(model runner V2): give a number of tokens, or set VLLM_USE_V2_MODEL_RUNNER=0"
+                )
             usable = [w for w in AUTO_WINDOWS if w >= page_size and (attended is None or w < attended)]
             return (*(Window(self.sinks, w - self.sinks) for w in usable), None)
         if self.window < page_size:
@@ -263,7 +267,9 @@ class LayerSkipOptions(PluginOptions):
         if self.lookahead == "cost" and context.lengths is not None:
             lookahead = Fixed(context.max_draft_tokens)
         elif self.lookahead == "cost":
-            lookahead = Cost(cast(Costs, costs), recipes, windows=windows)
+            lookahead = Cost(
+                cast(Costs, costs), recipes, windows=windows, widths=context.widths, longest=context.max_draft_tokens
+            )
         else:
             make = self._policy(context, model)
             lookahead = PerSet(make, len(recipes)) if len(recipes) > 1 else make()

@@ -67,7 +67,9 @@ class Model(ModelMethod):
     def __init__(self, options: Any, context: EngineContext, controller: Any = None) -> None:
         super().__init__(options, context, controller, "model")
         self.asked: list[list[str]] = []
+        self.trials = 0
         self.seconds = 0.1
+        self.wants = False
 
     def capacities(self, step: Step) -> np.ndarray:
         return np.minimum(step.capacities, 2)
@@ -77,6 +79,13 @@ class Model(ModelMethod):
         gain = sizes[:, None] * np.cumsum(0.9**m)
         unit = float(self.controller.step_seconds(1, 1))
         return DraftPassEstimate(sizes, gain, sizes[:, None] * m, np.ones((len(sizes), 1)) * m * self.seconds * unit)
+
+    @property
+    def wants_trial(self) -> bool:
+        return self.wants
+
+    def begin_round(self, step: Step, rows: Any, *, pays: bool) -> None:
+        self.trials += not pays
 
     def propose_for(self, step: Step, rows: Any, limits: Any, rest: Any) -> DraftBatch:
         self.asked.append([step.request_ids[i] for i in rows.tolist()])
@@ -132,6 +141,16 @@ def test_passes_that_cannot_pay_are_tried_ever_more_rarely(registered: None) -> 
     hybrid.model.seconds = 5.0
     drive(hybrid, ["copy-1", "new-1"], 4 * FIRST_PROBE)
     assert [len(asked) for asked in hybrid.model.asked] == [2, 2], "after 128 steps, and 256 more"
+
+
+def test_what_is_new_is_tried_at_once(registered: None) -> None:
+    hybrid = method()
+    hybrid.model.seconds = 5.0
+    drive(hybrid, ["new"], 40)
+    assert not hybrid.model.asked
+    hybrid.model.wants = True
+    drive(hybrid, ["new"], 3)
+    assert len(hybrid.model.asked) == hybrid.model.trials == 3
 
 
 def test_a_draft_is_counted_for_the_part_that_made_it(registered: None) -> None:

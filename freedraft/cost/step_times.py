@@ -89,48 +89,46 @@ def _correct(delta, count, row, i, error):
 
 
 @njit(cache=True)
-def _fill(delta, count, row, out):
+def _fill(delta, count, out):
     """Write the corrections of a row for every bucket into `out`: a bucket that was seen rarely is drawn towards its
-    neighbours, an unseen one takes theirs. False where the row has none."""
-    n = delta.shape[1]
+    neighbours, an unseen one takes theirs. 0 everywhere where the row has none."""
+    n = len(delta)
+    out[:] = 0.0
     last = -1
     for i in range(n):
-        if count[row, i] > 0.0:
+        if count[i] > 0.0:
             if last < 0:
-                for k in range(i):
-                    out[k] = delta[row, i]
+                out[:i] = delta[i]
             else:
                 for k in range(last + 1, i):
                     share = (k - last) / (i - last)
-                    out[k] = (1.0 - share) * delta[row, last] + share * delta[row, i]
-            out[i] = delta[row, i]
+                    out[k] = (1.0 - share) * delta[last] + share * delta[i]
+            out[i] = delta[i]
             last = i
     if last < 0:
-        return False
-    for k in range(last + 1, n):
-        out[k] = delta[row, last]
+        return
+    out[last + 1 :] = delta[last]
     before = -1
     for i in range(n):
-        if count[row, i] <= 0.0:
+        if count[i] <= 0.0:
             continue
-        if count[row, i] < 8.0:
+        if count[i] < 8.0:
             after = -1
             for k in range(i + 1, n):
-                if count[row, k] > 0.0:
+                if count[k] > 0.0:
                     after = k
                     break
             if before >= 0 or after >= 0:
                 if before < 0:
-                    near = delta[row, after]
+                    near = delta[after]
                 elif after < 0:
-                    near = delta[row, before]
+                    near = delta[before]
                 else:
                     share = (i - before) / (after - before)
-                    near = (1.0 - share) * delta[row, before] + share * delta[row, after]
-                trust = count[row, i] / (count[row, i] + 1.0)
-                out[i] = trust * delta[row, i] + (1.0 - trust) * near
+                    near = (1.0 - share) * delta[before] + share * delta[after]
+                trust = count[i] / (count[i] + 1.0)
+                out[i] = trust * delta[i] + (1.0 - trust) * near
         before = i
-    return True
 
 
 def _eighth_octaves(context: float) -> int:
@@ -146,22 +144,41 @@ class _Corrections:
         self.count = np.zeros((rows, BUCKETS))
         self.stale = np.ones(rows, np.bool_)
         self._filled = np.zeros((rows, BUCKETS))
+        self._alike: dict[int, int] = {}
 
     def learn(self, row: int, bucket: int, error: float) -> None:
+        if not self.count[row, bucket]:
+            self._alike.clear()
         _correct(self.delta, self.count, row, bucket, error)
         self.stale[:] = True
 
     def row(self, row: int) -> NDArray[np.float64]:
-        """float64 [BUCKETS]: the corrections of a row; of the nearest one that has any where it has none."""
+        """float64 [BUCKETS]: the corrections of a row. Where it has none they grow with query tokens as those of the
+        row most like it do, so that what verification costs is not found out anew at every context."""
         out = self._filled[row]
         if self.stale[row]:
             self.stale[row] = False
-            if not _fill(self.delta, self.count, row, out):
-                known = np.flatnonzero(self.count.any(axis=1))
-                if len(known):
-                    distance = abs(known // CONTEXTS - row // CONTEXTS) + 0.3 * abs(known % CONTEXTS - row % CONTEXTS)
-                    _fill(self.delta, self.count, known[distance.argmin()], out)
+            alike = self._alike.get(row)
+            if alike is None:
+                alike = self._alike[row] = self._most_alike(row)
+            if alike < 0:
+                _fill(self.delta[row], self.count[row], out)
+            else:
+                growth = np.empty(BUCKETS)
+                _fill(self.delta[alike], self.count[alike], growth)
+                _fill(self.delta[row] - growth, self.count[row], out)
+                out += growth
         return out
+
+    def _most_alike(self, row: int) -> int:
+        """The nearest other row that says something of growth, or anything at all; -1 for none."""
+        seen = (self.count > 0).sum(1)
+        seen[row] = 0
+        known = np.flatnonzero(seen > (seen.max() > 1))
+        if not len(known):
+            return -1
+        distance = abs(known // CONTEXTS - row // CONTEXTS) + 0.3 * abs(known % CONTEXTS - row % CONTEXTS)
+        return int(known[distance.argmin()])
 
 
 class StepTimes:

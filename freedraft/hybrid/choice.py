@@ -49,11 +49,13 @@ class RestOfBatch(NamedTuple):
         requests: how many.
         query_tokens: theirs in the verifying step.
         rate: expected tokens per second of the whole step; None where nobody has estimated it.
+        most_nodes: of any one of their drafts, root included.
     """
 
     requests: int
     query_tokens: int
     rate: float | None
+    most_nodes: int = 1
 
 
 class Choice(NamedTuple):

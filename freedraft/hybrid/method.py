@@ -21,7 +21,7 @@ from freedraft.hybrid.options import NAME, part_options
 from freedraft.hybrid.throughput import Throughput
 from freedraft.method import EngineContext, Method, ModelMethod, NodeLogits, Step, spec_of_role
 
-FIRST_PROBE, RAREST_PROBE = 128, 512
+FIRST_PROBE, RAREST_PROBE = 128, 256
 """Steps without draft passes after which they are tried again, at first and at most."""
 MAY_PAY_STEPS = 16
 """Steps after which it is estimated again whether passes could pay at all."""
@@ -107,11 +107,14 @@ class HybridMethod(Method):
             estimate = self.model.estimate(step, order, sizes_up_to(len(order)), max_len)
             rate = self.throughput.of(step.request_ids)
             choice = choose(p, kept, order, estimate, self.auto.table(batch), self.auto.widths, rate)
-        if len(choice.rows):
+        pays = len(choice.rows) > 0
+        if pays:
             self._probes.reset()
-        elif self._probes.due():
+        elif self.model.wants_trial or self._probes.due():
             rate = max(choice.rate, self.throughput.of(step.request_ids))
             choice = Choice(np.flatnonzero(capacities > 0), max_len, rate)
+        if len(choice.rows):
+            self.model.begin_round(step, choice.rows, pays=pays)
         return choice, kept
 
     def _passes_may_pay(self, step: Step, max_len: int) -> bool:
@@ -185,7 +188,8 @@ def _rest(kept: NDArray[np.int32], choice: Choice) -> RestOfBatch:
     """The requests without passes, whose drafts will have `kept` nodes."""
     mask = np.ones(len(kept), np.bool_)
     mask[choice.rows] = False
-    return RestOfBatch(int(mask.sum()), int(np.maximum(kept[mask], 1).sum()), choice.rate)
+    nodes = np.maximum(kept[mask], 1)
+    return RestOfBatch(len(nodes), int(nodes.sum()), choice.rate, int(nodes.max(initial=1)))
 
 
 def replaced(draft: DraftBatch, other: DraftBatch, rows: NDArray[np.intp]) -> DraftBatch:

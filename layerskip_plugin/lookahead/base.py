@@ -45,12 +45,13 @@ class Lookahead(ABC):
         each. To be asked once per step."""
         return sets
 
-    def should_draft(self, places: Places, others: int = 0) -> Places:
+    def should_draft(self, places: Places, others: int = 0, contexts: Ints | None = None) -> Places:
         """intp [B]: the place of the recipe that each request drafts with, NONE where it is not worth it. To be asked
         once per step.
 
         Args:
             places: intp [B], what `recipes_for` said; others: further requests of the step, which cannot draft.
+            contexts: int32 [B], tokens of each; None: more than any window.
         """
         return places
 

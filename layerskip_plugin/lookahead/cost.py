@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,6 +26,10 @@ FIRST_PROBE, RAREST_PROBE = 128, 256
 SURPRISE, DOUBTED_WEIGHT = 0.5, 3.0
 """Tokens that such a trial must bring beyond what was expected of it for another one to follow at once, and the rounds
 that what is known of the recipe then counts for: the text has changed."""
+MORE_TRIALS, GOOD, DOUBTFUL = 8, 0.9, 0.7
+"""Trials that follow after such a surprise at most; half of them are forfeited by one in which less than this share of
+the tokens is accepted. As much is a surprise, too, where less than the last share was expected: one token cannot exceed
+that by much."""
 FIRST_OTHER, RAREST_OTHER = 16, 256
 """Rounds after which another window than the best is tried, at first and at most."""
 DECISION_STEPS = 4
@@ -88,7 +92,9 @@ class Cost(Lookahead):
     the chance of the next one is P(next accepted | confidence); both are learnt. For the k requests with the best
     chances and m more tokens each, the gain is the sum over them of s * next * (1 + a + ... + a^(m-1)), with a the mean
     chance of their recipe; the price is m draft passes of each recipe among them and k * m more query tokens in the
-    step. The k with the best surplus over all (k, m) go on, if it is positive.
+    step. The k with the best surplus over all (k, m) go on, if it is positive. Passes that have run already cost
+    nothing any more (`read`), and where several run before the first is looked at (`reads_ahead`), all of them are
+    paid, whoever stops.
 
     Args:
         costs: of this model on this machine.
@@ -96,18 +102,37 @@ class Cost(Lookahead):
         windows: how many of them each skip set has.
         prior: rate of acceptance believed at first.
         horizon: the largest m.
+        widths: int32, ascending: numbers of nodes per request that can be verified, where they are the same for all;
+            None where every request may have its own.
+        longest: most tokens that a draft can have.
+
+    Attributes:
+        reads_ahead: whether a round's passes run as far as `expected_len` before `should_continue` is asked.
+        read: positions of the present round that were run so far.
+        wants_trial: whether another trial is to follow the last one at once.
     """
 
     needs_top = 1
 
     def __init__(
-        self, costs: Costs, recipes: Sequence[Recipe], prior: float = 0.8, horizon: int = 8, windows: int = 1
+        self,
+        costs: Costs,
+        recipes: Sequence[Recipe],
+        prior: float = 0.8,
+        horizon: int = 8,
+        windows: int = 1,
+        widths: Sequence[int] | None = None,
+        longest: int = MAX_DRAFT_LEN,
     ) -> None:
         if not 0 < prior < 1:
             raise ValueError(f"lookahead: prior must lie between 0 and 1, not {prior}")
         self.costs, self.recipes, self.prior, self.horizon = costs, list(recipes), prior, horizon
         self.records = [_Record(prior) for _ in self.recipes]
         self.log = RoundLog(1)
+        self.widths = None if widths is None else np.array(widths, np.int32)
+        self.longest = min(longest, MAX_DRAFT_LEN)
+        self.reads_ahead = False
+        self.read = 0
         self.on = True
         self.rate = 0.0
         self._best_len = 1
@@ -118,7 +143,7 @@ class Cost(Lookahead):
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
         self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
         self._probed = self._turn = -1
-        self._again = False  # whether another trial follows the last one at once
+        self.wants_trial, self._trials = False, 0
         self._decision: tuple[bytes, Flags, int] = b"", np.zeros(0, np.bool_), 0
         self._chosen: tuple[bytes, Places, int] = b"", np.zeros(0, np.intp), 0
 
@@ -127,7 +152,7 @@ class Cost(Lookahead):
         self.recipes[place], self.records[place] = recipe, _Record(self.prior)
         self._skips[place] = len(recipe.attention) + len(recipe.mlp) > 0
         self.costs.acceptance.forget(int(kinds_of(np.array([place]))[0]))
-        self._decision, self._chosen, self._again = (b"", self._decision[1], 0), (b"", self._chosen[1], 0), True
+        self._decision, self._chosen, self.wants_trial = (b"", self._decision[1], 0), (b"", self._chosen[1], 0), True
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
@@ -140,28 +165,52 @@ class Cost(Lookahead):
         numbers = np.arange(len(self.recipes))[:, None]
         return self._expected(sizes, (places == numbers).cumsum(1)[:, sizes - 1], max_draft_len)
 
-    def rates(self, counts: NDArray[np.int64], batch: int, max_draft_len: int = MAX_DRAFT_LEN) -> NDArray[np.float64]:
+    def rates(self, counts: NDArray[np.int64], batch: int) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step, by the most tokens a draft may have; first without
         drafts.
 
         Args:
             counts: int64 [S], requests that draft, by recipe; batch: all requests of the step.
         """
-        expected = self._expected(np.array([counts.sum()]), counts[:, None], max_draft_len)
-        seconds = expected.seconds[0] + self.costs.step_seconds(batch, batch + expected.tokens[0])
+        expected = self._expected(np.array([counts.sum()]), counts[:, None], self.longest)
+        seconds = expected.seconds[0] + self._verification(counts, batch, expected.tokens[0])
         baseline = batch / float(self.costs.step_seconds(batch, batch))
         return np.concatenate([[baseline], (batch + expected.gain[0]) / seconds])
 
+    def _verification(self, counts: NDArray[np.int64], batch: int, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64 [M]: expected seconds of the verifying step, by the most tokens a draft may have."""
+        if self.widths is None:
+            return self.costs.step_seconds(batch, batch + tokens)
+        # The longest draft of the batch makes all requests as wide: what each place costs if anyone drafts there.
+        seconds = self.costs.step_seconds(batch, batch * self._fitting(np.arange(2, len(tokens) + 2)))
+        nobody = np.prod(
+            [
+                (1 - np.minimum(record.reached[: len(tokens)], 1)) ** n
+                for record, n in zip(self.records, counts.tolist(), strict=True)
+            ],
+            0,
+        )
+        return seconds[0] + np.concatenate([[0.0], np.cumsum((1 - nobody[1:]) * np.diff(seconds))])
+
+    def _fitting(self, nodes: Ints) -> Ints:
+        """The numbers of nodes per request that are verified where drafts have so many."""
+        assert self.widths is not None
+        return self.widths[np.minimum(np.searchsorted(self.widths, nodes), len(self.widths) - 1)]
+
     def _expected(self, sizes: NDArray[np.int64], counts: NDArray[np.int64], max_len: int) -> DraftPassEstimate:
         """counts: int64 [S, K], requests of each recipe that take part."""
-        max_len = min(max_len, MAX_DRAFT_LEN)
+        max_len = min(max_len, self.longest)
         gain, tokens, seconds = np.zeros((3, len(sizes), max_len))
         for recipe, record, n in zip(self.recipes, self.records, counts[:, :, None], strict=True):
             if n.any():
                 reached = record.reached[:max_len]
                 any_left = 1 - (1 - np.minimum(reached, 1)) ** n
-                rows = n * reached / np.maximum(any_left, 1e-9)
-                seconds += np.cumsum(any_left * self.costs.pass_seconds(recipe, np.maximum(rows, 1)), 1)
+                if self.reads_ahead:
+                    whole = (n > 0) * self.costs.pass_seconds(recipe, np.maximum(n, 1))
+                    seconds += whole * np.arange(1, max_len + 1)
+                else:
+                    rows = n * reached / np.maximum(any_left, 1e-9)
+                    seconds += np.cumsum(any_left * self.costs.pass_seconds(recipe, np.maximum(rows, 1)), 1)
                 gain += n * np.cumsum(record.accepted[:max_len])
                 tokens += n * np.cumsum(reached)
         return DraftPassEstimate(sizes, gain, tokens, seconds)
@@ -171,9 +220,7 @@ class Cost(Lookahead):
         nothing is skipped, and no window is shorter than the request."""
         if not np.isfinite(self._reads).any():
             return sets
-        numbers = sets[:, None] * self._windows + np.arange(self._windows)
-        useful = self._reads[numbers] < contexts[:, None]
-        useful[:, -1] |= self._skips[numbers[:, -1]]
+        useful = self._useful(sets * self._windows, contexts)
         kinds, kind_of, counts = np.unique(
             np.column_stack((sets, useful)), axis=0, return_inverse=True, return_counts=True
         )
@@ -192,7 +239,7 @@ class Cost(Lookahead):
         """Expected tokens per second if so many requests draft with this recipe, and no others."""
         return float(self.rates(np.where(np.arange(len(self.recipes)) == place, count, 0), batch)[1:].max())
 
-    def should_draft(self, places: Places, others: int = 0) -> Places:
+    def should_draft(self, places: Places, others: int = 0, contexts: Ints | None = None) -> Places:
         """The requests of the recipes that together beat no drafting by most, now and then with another window; where
         none do, those of one recipe now and then, each in its turn, to look again at the least price."""
         counts = np.bincount(places[places != NONE], minlength=len(self.recipes))
@@ -204,24 +251,43 @@ class Cost(Lookahead):
         self._decision = counts.tobytes(), chosen, left - 1
         self.on = bool(chosen.any())
         if self.on:
-            self._probes.reset()
             drafting = (places != NONE) & chosen[places]
-            other = self._windows > 1 and self._others.due()
-        elif self._again or self._probes.due():
-            present, other = np.flatnonzero(counts), self._windows > 1 and not self._again
-            self._probed += not self._again
+        elif self.wants_trial or self._probes.due():
+            present = np.flatnonzero(counts)
+            self._probed += not self.wants_trial
             drafting = places == present[self._probed % len(present)]
         else:
             return np.full(len(places), NONE)
-        self._again = False
-        return np.where(drafting, self._other_windows(places) if other else places, NONE)
+        return np.where(drafting, self.recipes_of_round(places, contexts, pays=self.on), NONE)
 
-    def _other_windows(self, places: Places) -> Places:
-        """The same skip sets with another window, each in its turn."""
+    def recipes_of_round(self, places: Places, contexts: Ints | None = None, *, pays: bool) -> Places:
+        """intp [R]: what the requests of a round draft with: their recipes, now and then with another window.
+
+        Args:
+            places: intp [R], their recipes; contexts: int32 [R], their tokens; None: more than any window.
+            pays: whether the round is expected to pay; else it is a trial.
+        """
+        self.on = pays
+        if pays:
+            self._probes.reset()
+        other = self._windows > 1 and (self._others.due() if pays else not self.wants_trial)
+        self.wants_trial = False
+        return self._other_windows(places, contexts) if other else places
+
+    def _other_windows(self, places: Places, contexts: Ints | None) -> Places:
+        """The same skip sets with another window, each in its turn of those that are shorter than the request."""
         self._turn += 1
-        numbers = places // self._windows * self._windows + self._turn % self._windows
-        whole = ~self._skips & np.isinf(self._reads)
-        return np.where(whole[numbers], places, numbers)
+        first = places // self._windows * self._windows
+        useful = self._useful(first, np.full(len(places), np.inf) if contexts is None else contexts)
+        turn = self._turn % np.maximum(useful.sum(1), 1)
+        window = (useful.cumsum(1) > turn[:, None]).argmax(1)
+        return np.where(useful.any(1), first + window, places)
+
+    def _useful(self, first: Places, contexts: NDArray[Any]) -> Flags:
+        """bool [R, W]: for which windows of the skip set whose recipes begin at `first` a pass does less than the whole
+        model does: sublayers are skipped, or the window is shorter than the request."""
+        numbers = first[:, None] + np.arange(self._windows)
+        return (self._reads[numbers] < contexts[:, None]) | (self._skips[numbers] & np.isinf(self._reads[numbers]))
 
     def _recipes_that_pay(self, counts: NDArray[np.int64], batch: int) -> Flags:
         """bool [S]: which recipes are to draft, for so many requests of each."""
@@ -240,7 +306,7 @@ class Cost(Lookahead):
     # -- a round -------------------------------------------------------------------------------------------------------
 
     def begin(self, request_ids: Sequence[str], places: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        super().begin(request_ids, places, min(max_draft_len, MAX_DRAFT_LEN), rest)
+        super().begin(request_ids, places, min(max_draft_len, self.longest), rest)
         self.log.begin(request_ids, self.max_draft_len)
         batch = len(request_ids)
         if not batch:
@@ -252,11 +318,17 @@ class Cost(Lookahead):
         self.places, self.kinds = np.asarray(places), kinds_of(places)
         self.survival = np.ones(batch)
         self.tokens = batch
+        self.read = 0
         # What the decisions of this round look up: prices by number of requests and by number of query tokens.
         self.pass_price = {s: np.concatenate([[0.0], self.costs.pass_seconds(self.recipes[s], np.arange(1, n + 1))])
                            for s, n in enumerate(counts.tolist()) if n}  # fmt: skip
-        query_tokens = np.maximum(np.arange(batch * (self.max_draft_len + 1) + 1), batch)
-        self.step_price = self.costs.step_seconds(batch + rest.requests, rest.query_tokens + query_tokens)
+        whole_batch = batch + rest.requests
+        if self.widths is None:
+            query_tokens = rest.query_tokens + np.maximum(np.arange(batch * (self.max_draft_len + 1) + 1), batch)
+        else:  # by nodes of the largest draft
+            nodes = np.maximum(np.arange(self.max_draft_len + 2), rest.most_nodes)
+            query_tokens = whole_batch * self._fitting(nodes.astype(np.int32))
+        self.step_price = self.costs.step_seconds(whole_batch, query_tokens)
         self.next = np.stack([record.next_given.rates for record in self.records])
         chances = np.array([record.next_given.mean for record in self.records])
         self.series = np.cumsum(chances[:, None] ** np.arange(self.horizon), 1)
@@ -280,7 +352,9 @@ class Cost(Lookahead):
         k = np.arange(1, len(rows) + 1)[:, None]
         m = np.arange(1, min(left, self.horizon) + 1)
         gain = np.cumsum(chance[order, None] * self.series[places[order]][:, m - 1], 0)
-        price = m * np.asarray(passes)[:, None] + self.step_price[self.tokens + k * m] - self.step_price[self.tokens]
+        now, more_nodes = (self.tokens, k * m) if self.widths is None else (position + 2, m)
+        to_run = np.maximum(m - max(self.read - position - 1, 0), 0)
+        price = to_run * np.asarray(passes)[:, None] + self.step_price[now + more_nodes] - self.step_price[now]
         surplus = (gain - self.rate * price).max(1)
         best = int(np.argmax(surplus))
         if surplus[best] > 0:
@@ -298,9 +372,13 @@ class Cost(Lookahead):
             record.next_given.add(bins[mine], good[mine + 1])
             rounds = (places == number) & (drafted > 0)
             if rounds.any():
-                expected = record.accepted[: max(1, int(drafted[rounds].mean()))].sum()
-                if not self.on and path[rounds].mean() > expected + SURPRISE:
-                    self._again, record.weight = True, min(record.weight, DOUBTED_WEIGHT)
+                length, brought = drafted[rounds].mean(), path[rounds].mean()
+                expected, well = record.accepted[: max(1, int(length))].sum(), brought >= GOOD * length
+                if not self.on and (brought > expected + SURPRISE or (well and expected < DOUBTFUL * length)):
+                    self._trials, record.weight = MORE_TRIALS, min(record.weight, DOUBTED_WEIGHT)
+                elif self.on or not well:
+                    self._trials = 0 if self.on else self._trials - MORE_TRIALS // 2
+                self.wants_trial, self._trials = self._trials > 0, max(self._trials - 1, 0)
                 record.update(drafted[rounds], path[rounds])
 
 

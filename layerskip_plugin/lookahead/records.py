@@ -111,8 +111,8 @@ class Recording(Lookahead):
     def recipes_for(self, sets: Places, contexts: Ints) -> Places:
         return self.inner.recipes_for(sets, contexts)
 
-    def should_draft(self, places: Places, others: int = 0) -> Places:
-        return self.inner.should_draft(places, others)
+    def should_draft(self, places: Places, others: int = 0, contexts: Ints | None = None) -> Places:
+        return self.inner.should_draft(places, others, contexts)
 
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         self.inner.replace_recipe(place, recipe)

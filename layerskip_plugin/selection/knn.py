@@ -129,6 +129,7 @@ class Knn(Selection):
         # requests of no domain.
         self.requests: dict[str, tuple[int, int]] = {}
         self.acceptance = BinnedRate(np.full(2 * len(domains.anchors) + 1, 0.5), weight=1.0, memory=2000.0)
+        self._moved: set[str] = set()  # requests that drafted with the global set last, which is not their own
         self._begun = np.zeros(len(domains.anchors), np.int64)
 
     def sets(self) -> dict[str, SkipSet]:
@@ -152,16 +153,22 @@ class Knn(Selection):
         self.requests.update(zip(request_ids, zip(domains.tolist(), bins.tolist(), strict=True), strict=True))
 
     def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
+        self._moved = set()
         chosen = self._index[[self.requests.get(r, self._nowhere)[0] for r in request_ids]]
         counts = np.bincount(chosen, minlength=len(self._sets))
         if np.count_nonzero(counts) > MAX_SETS:
             counts[0] = 0
             rare = np.argsort(-counts, kind="stable")[MAX_SETS - 1 :]
-            chosen[np.isin(chosen, rare)] = 0
+            moved = np.isin(chosen, rare)
+            chosen[moved] = 0
+            self._moved = {request_ids[i] for i in np.flatnonzero(moved).tolist()}
         return chosen
 
     def record_acceptance(self, request_ids: Sequence[str], drafted: Counts, accepted: Counts) -> None:
+        no_anchor = self._nowhere[1]
         bins = np.array([self.requests.get(r, self._nowhere)[1] for r in request_ids], np.intp)
+        moved = np.array([r in self._moved for r in request_ids], np.bool_)
+        bins = np.where(moved & (bins < no_anchor), bins | 1, bins)
         accepted = np.asarray(accepted)
         rejected = np.minimum(np.asarray(drafted), accepted + 1) - accepted
         trials = np.concatenate([np.repeat(bins, accepted), np.repeat(bins, rejected)])

@@ -202,3 +202,23 @@ def test_a_busy_moment_does_not_change_what_is_compared() -> None:
         learnt.update(1, 1, 300.0, 0.030)
     ratio = float(learnt.pass_seconds(RECIPE, 1, 300.0)) / float(learnt.seconds(1, 1, 300.0))
     assert ratio == pytest.approx(0.9, rel=0.15)
+
+
+def test_growth_by_query_tokens_is_known_at_a_context_of_which_only_plain_steps_were_timed() -> None:
+    """Verification of 12 tokens takes three times a plain step where it was measured: so it does further on."""
+    learnt = times()
+    predicted = learnt.roofline.seconds
+    for _ in range(20):
+        learnt.update(4, 4, 3000.0, predicted(4, 4, 3000.0))
+        learnt.update(4, 12, 3000.0, 3 * predicted(4, 12, 3000.0))
+    for _ in range(3):
+        learnt.update(4, 4, 20000.0, 1.3 * predicted(4, 4, 20000.0))
+    by_roofline = predicted(4, 12, 20000.0) / predicted(4, 4, 20000.0)
+    growth = learnt.seconds(4, 12, 20000.0) / learnt.seconds(4, 4, 20000.0)
+    assert growth == pytest.approx(3 * by_roofline, rel=0.05)
+    for _ in range(40):  # what is measured there counts, and only there
+        for q in (4, 12):
+            learnt.update(4, q, 20000.0, 1.3 * predicted(4, q, 20000.0))
+    growth = learnt.seconds(4, 12, 20000.0) / learnt.seconds(4, 4, 20000.0)
+    assert growth == pytest.approx(by_roofline, rel=0.05)
+    assert learnt.seconds(4, 12, 3000.0) / learnt.seconds(4, 4, 3000.0) > 2.5

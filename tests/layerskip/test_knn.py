@@ -108,6 +108,27 @@ def test_live_acceptance_is_counted_per_anchor() -> None:
     assert policy.acceptance.trials.sum() == pytest.approx(7)
 
 
+def test_a_request_that_drafts_with_the_global_set_says_nothing_of_its_anchors_own() -> None:
+    """Five domains in a batch, of which the rarest share the global set."""
+    policy = Knn(fitted(5))
+    ids = [f"{d}.{i}" for d in range(5) for i in range(5 - d)]
+    hidden = np.concatenate([states(c, 5 - d, 70 + d) for d, c in enumerate(centers(5))])
+    policy.begin(ids, hidden=hidden)
+    contexts = np.zeros(len(ids), np.int32)
+    chosen = dict(zip(ids, policy.choose(ids, contexts).tolist(), strict=True))
+    assert chosen["4.0"] == 0 and chosen["0.0"] == 1
+    once = np.array([1], np.int32)
+    for name, expected in (("4.0", [0, 1]), ("0.0", [1, 0])):
+        bins = policy.requests[name][1] // 2 * 2 + np.arange(2)
+        before = policy.acceptance.trials[bins]
+        policy.record_acceptance([name], once, once)
+        assert (policy.acceptance.trials[bins] - before).round(2).tolist() == expected
+    assert policy.choose(["4.0"], contexts[:1]).tolist() == [5], "alone it has its own"
+    before = policy.acceptance.trials[policy.requests["4.0"][1]]
+    policy.record_acceptance(["4.0"], once, once)
+    assert policy.acceptance.trials[policy.requests["4.0"][1]] > before
+
+
 @pytest.mark.parametrize(
     ("counts", "says"),
     [((5, 1), "domain d1 has 1 prompt"), ((5,), "at least two domains"), ((0, 5), "domain d0 has 0")],

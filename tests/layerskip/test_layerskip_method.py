@@ -223,6 +223,21 @@ def test_a_round_is_read_as_far_as_it_is_expected_to_go():
     assert max(engine.model.reads) == 5 and np.mean(engine.model.reads[-20:]) > 4
 
 
+@pytest.mark.parametrize("seconds", [0.3, 0.5, 0.8])
+def test_passes_that_run_before_the_first_is_looked_at_are_paid(seconds):
+    """Half a step a pass, one token in three wrong: five passes at a time bring .8 of plain, one of them 1.1."""
+    engine = Engine(costs=(seconds, STEP), tree=False, sets={"half": SETS["half"]}, waits=True)
+    engine.add("a", 1)
+    for _ in range(200):
+        engine.step(["a"])
+    tokens, passes = len(engine.text["a"]), len(engine.model.passes)
+    steps = 0.0
+    for _ in range(400):
+        steps += float(KnownCosts({1: seconds}, STEP).step(int(engine.step(["a"]).counts[0])))
+    time = seconds * (len(engine.model.passes) - passes) + steps
+    assert (len(engine.text["a"]) - tokens) / time > (1.05 if seconds < 0.8 else 0.99)
+
+
 def test_what_was_cut_off_is_not_judged():
     """An engine that verifies two of three drafted tokens says nothing of the third."""
     policy, seen = Fixed(3), []

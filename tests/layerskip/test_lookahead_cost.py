@@ -173,13 +173,43 @@ def test_expected_rates_are_those_of_the_enumeration() -> None:
     for record, a in zip(policy.records, (0.9, 0.5, 0.7, 0.8), strict=True):
         record.reached, record.accepted = a ** np.arange(64), a ** np.arange(1, 65)
     counts = np.array([1, 1, 0, 1])
-    rates = policy.rates(counts, 4, 3)
+    rates = policy.rates(counts, 4)
     for m in (1, 2, 3):
         gain = sum(a**d for a in (0.9, 0.5, 0.8) for d in range(1, m + 1))
         tokens = sum(a**d for a in (0.9, 0.5, 0.8) for d in range(m))
         passes = sum(0.1 * a**d for a in (0.9, 0.5, 0.8) for d in range(m))
         step = float(policy.costs.step(4 + tokens))
         assert rates[m] == pytest.approx((4 + gain) / (passes + step))
+
+
+def test_the_longest_draft_makes_all_requests_as_wide() -> None:
+    """Eight requests, one of which drafts: five tokens of it are 40 of the step's."""
+    step, chance, c = {8: 1.0, 13: 1.0, 14: 1.3, 48: 2.0}, 0.9, 0.02
+    alone = cost({1: c}, step, prior=chance, longest=5)
+    assert alone.rates(np.array([1]), 8)[1:].max() > 1.1 * 8, "where every request has its own length it pays"
+    for widths in (range(1, 7), (1, 2, 4, 8)):
+        policy = cost({1: c}, step, prior=chance, widths=widths, longest=5)
+        rates = policy.rates(np.array([1]), 8)
+        for m in range(1, 6):
+            # Tokens are drafted as long as those before were accepted with certainty enough: to length d.
+            lengths = [(chance ** (d - 1) * (1 - chance * (d < m)), d) for d in range(1, m + 1)]
+            assert sum(p for p, _ in lengths) == pytest.approx(1.0)
+            seconds = 0.0
+            for p, d in lengths:
+                width = min(w for w in widths if w >= d + 1)
+                seconds += p * (c * d + float(policy.costs.step(8 * width)))
+            gain = sum(chance**d for d in range(1, m + 1))
+            assert rates[m] == pytest.approx((8 + gain) / seconds)
+        assert not drafts(policy, np.array([0] + [NONE] * 7)).any()
+
+
+def test_room_that_a_width_leaves_is_free() -> None:
+    """Four nodes are verified whether a draft has three or four; the fifth costs four more."""
+    policy = cost({1: 0.001}, {1: 1.0, 8: 8.0}, widths=(1, 2, 4, 8))
+    policy.begin(["r"], np.zeros(1, np.intp), 7)
+    going = [bool(policy.should_continue(p, np.zeros(1, np.int32), np.full((1, 1), 0.5, np.float32), None)[0])
+             for p in range(3)]  # fmt: skip
+    assert going == [False, True, False]
 
 
 def test_sets_that_pay_draft_beside_one_that_does_not() -> None:
@@ -236,6 +266,34 @@ def test_acceptance_that_rises_is_noticed(seed: int) -> None:
     assert run(policy, 0.35, 1, 3000, 5, seed)[0] < 0.2
     assert not policy.on
     assert steps_until_on(policy, driver, rng, 0.97, 600) < 300
+
+
+def test_acceptance_that_rises_is_noticed_where_rounds_are_decided_by_others() -> None:
+    """As a part of method freedraft: a trial every 256 steps, and others at once after a surprise. Now and then the
+    first trial is bad luck."""
+
+    def noticed(seed: int) -> bool:
+        policy, rng = cost({1: 0.5}, {1: 1.0, 8: 1.1}), np.random.default_rng(seed)
+        driver, one, counts = Driver(policy), np.zeros(1, np.intp), np.ones(1, np.int64)
+
+        def steps(alpha: float, count: int) -> list[bool]:
+            """Whether passes seem to pay, by step."""
+            paying = []
+            for step in range(count):
+                rates = policy.rates(counts, 1)
+                pays = bool(rates[1:].max() > 1.1 * rates[0])
+                paying.append(pays)
+                if pays or policy.wants_trial or step % 256 == 255:
+                    assert policy.recipes_of_round(one, pays=pays).tolist() == [0]
+                    drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
+                    accepted = np.minimum(np.cumprod(rng.random(5) < alpha).sum(), drafted).astype(np.int32)
+                    driver.judge(["r"], drafted, accepted)
+            return paying
+
+        assert np.mean(steps(0.35, 4000)[-2000:]) < 0.01
+        return all(steps(0.97, 400)[300:])
+
+    assert sum(map(noticed, range(12))) >= 10
 
 
 def test_a_new_set_is_not_judged_by_the_old_ones_record() -> None:

@@ -36,7 +36,6 @@ def test_windows_that_may_be() -> None:
     assert windows({"window": "auto"}, mistral) == (Window(16, 496), Window(16, 2032), None)
     assert windows({"window": 8192}, Qwen2Config(use_sliding_window=False, sliding_window=4096))
     # Where a step's draft length is decided by the engine, nothing weighs windows.
-    assert windows({"window": "auto"}, lengths=(0, 3)) == (None,)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +45,7 @@ def test_windows_that_may_be() -> None:
         ({"window": 64, "sinks": 64}, {}, "'sinks' is 64 and leaves nothing of a window of 64 tokens"),
         ({"window": "auto", "sinks": 512}, {}, "'sinks' is 512 and leaves nothing of a window of 512 tokens"),
         ({"window": "auto", "lookahead": "fixed"}, {}, "'window' is auto, which lookahead fixed cannot weigh"),
+        ({"window": "auto"}, {"lengths": (0, 3)}, "'window' is auto.*(model runner V2)*.*give a number of tokens"),
         ({"window": 4096}, {"config": MistralConfig(sliding_window=4096)}, "looks back 4096 at most"),
         ({"window": 512}, {"config": LlamaConfig(dual_chunk_attention_config={})}, "dual chunk"),
     ],
@@ -82,7 +82,7 @@ def serve(policy: Cost, alpha: dict[int, float], steps: int, context: int = 8000
     rng, driver, used = np.random.default_rng(seed), Driver(policy), []
     for _ in range(steps):
         places = policy.recipes_for(np.zeros(2, np.intp), np.full(2, context, np.int32))
-        places = policy.should_draft(places)
+        places = policy.should_draft(places, contexts=np.full(2, context, np.int32))
         used.append(int(places[0]))
         if places[0] == NONE:
             continue
@@ -111,6 +111,12 @@ def test_another_window_is_tried_now_and_then() -> None:
     one = policy(0.2, 0.3)
     assert serve(one, {0: 0.97, 1: 0.5}, 600)[-50:].count(0) > 40
     assert serve(one, {0: 0.5, 1: 0.97}, 1500, seed=1)[-50:].count(1) > 40
+
+
+@pytest.mark.parametrize("prices", [(0.2, 0.3), (0.95, 0.97)])
+def test_no_window_is_tried_that_holds_the_whole_request(prices: tuple[float, float]) -> None:
+    used = serve(policy(*prices), {0: 0.9, 1: 0.9}, 3000, context=700)
+    assert set(used) <= {0, NONE} and 0 in used
 
 
 def test_nothing_is_drafted_where_no_window_pays() -> None:
@@ -143,14 +149,17 @@ def test_windows_of_several_skip_sets() -> None:
     assert policy.recipes_for(np.array([0, 1, 1]), np.array([9000, 9000, 100], np.int32)).tolist() == [0, 2, 3]
 
 
-def test_the_method_drafts_through_its_window() -> None:
-    """Of two requests the one that is longer than the window is drafted for, in passes that read it."""
-    context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, max_draft_tokens=5)
+@pytest.mark.parametrize("lengths", [None, (0, 5)])
+def test_the_method_drafts_through_its_window(lengths: tuple[int, ...] | None) -> None:
+    """Of two requests the one that is longer than the window is drafted for, in passes that read it; also where the
+    engine decides how much."""
+    context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, max_draft_tokens=5, lengths=lengths)
     method = LayerSkipMethod(LayerSkipOptions(window=8, sinks=2), context)
     (recipe,) = method.recipes
     assert recipe.window == Window(2, 6) and not recipe
     known = KnownCosts({recipe: {1: 0.2}}, STEP)
-    method.auto.step_seconds, method.auto.pass_seconds = known.step_seconds, known.pass_seconds
+    if lengths is None:
+        method.auto.step_seconds, method.auto.pass_seconds = known.step_seconds, known.pass_seconds
     built = []
 
     class Windowed(Model):

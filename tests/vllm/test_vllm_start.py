@@ -341,3 +341,15 @@ def test_registering_twice_wraps_once() -> None:
     wrapped = EngineArgs.create_speculative_config
     sssd_plugin.vllm.register()
     assert EngineArgs.create_speculative_config is wrapped
+
+
+def test_doctor_says_which_runner_serves_which_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import triton_utils
+
+    from freedraft.engines.vllm import hooks
+
+    assert "no Triton" in hooks.setting()
+    monkeypatch.setattr(triton_utils, "HAS_TRITON", True)
+    assert "'sssd' and 'layerskip' are served by model runner V2" in hooks.setting()
+    monkeypatch.setattr(hooks, "V2_HOOKS", (Hook("vllm.v1.worker.gpu.no_such_module", "x", purpose="tests"),))
+    assert "all methods are served by V1" in hooks.setting()

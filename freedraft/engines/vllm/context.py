@@ -11,14 +11,21 @@ from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.method import EngineContext
 
 
-def context_of_arguments(engine_args: Any, model_config: Any, max_draft_tokens: int) -> EngineContext:
-    """What is known before the engine starts."""
+def context_of_arguments(
+    engine_args: Any, model_config: Any, max_draft_tokens: int, lengths: tuple[int, ...] | None
+) -> EngineContext:
+    """What is known before the engine starts.
+
+    Args:
+        lengths: in model runner V2, the draft lengths that may be scheduled.
+    """
     return _context(
         model_config,
         max_draft_tokens,
         kv_dtype=str(engine_args.kv_cache_dtype),
         page_size=engine_args.block_size,
         tensor_parallel=engine_args.tensor_parallel_size,
+        lengths=lengths,
     )
 
 

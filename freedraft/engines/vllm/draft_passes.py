@@ -148,6 +148,6 @@ class PagedDraftRound(DraftRound):
         size, longest = self.pages.block_size, self.max_draft_len
         sinks, dropped = window.pages(first, size, attended=self.model.attended, max_draft_len=longest)
         used = (first + longest - 1) // size + 1 - dropped
-        places = np.arange(used.max())
+        places = np.arange(min(used.max(), whole.shape[1]))  # others may draft further than these have slots
         places = np.minimum(np.where(places < sinks[:, None], places, places + dropped[:, None]), whole.shape[1] - 1)
         return whole.gather(1, self.model.tensor(places)), dropped * size

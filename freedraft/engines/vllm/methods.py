@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
+from freedraft.cost.batch_lengths import candidate_lengths
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm.context import context_of_arguments
 from freedraft.engines.vllm.fixes import apply_fixes
@@ -33,7 +34,7 @@ from freedraft.engines.vllm.hooks import (
 from freedraft.engines.vllm.lookahead_slots import reserve_slots
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.v2.lengths import receive_lengths
-from freedraft.method import METHODS, MethodSpec
+from freedraft.method import METHODS, EngineContext, MethodSpec
 
 logger = logging.getLogger(__name__)
 
@@ -144,11 +145,12 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             config, options = _split(self, spec, given, v2)
             model_config = kwargs.get("target_model_config", args[0] if args else None)
-            _check(self, spec, options, model_config, config[K])
+            context = context_of_arguments(self, model_config, config[K], candidate_lengths(config[K]) if v2 else None)
+            _check(self, spec, options, model_config, context)
             learnt: tuple[int, ...] = ()
             if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
                 # vLLM decides by the batch's size how much a step verifies, before it is drafted.
-                schedule = spec.schedule(options, context_of_arguments(self, model_config, config[K]))
+                schedule = spec.schedule(options, context)
                 if schedule is not None:
                     config[SCHEDULE], learnt = schedule
         except ConfigError as error:
@@ -256,7 +258,9 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any], v2: bool) 
     return config, option_type.read(flags)
 
 
-def _check(engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, max_tokens: int) -> None:
+def _check(
+    engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, context: EngineContext
+) -> None:
     """Raises ConfigError for what would fail when the engine has started."""
     try:
         check_ranks(engine_args)
@@ -264,7 +268,7 @@ def _check(engine_args: Any, spec: MethodSpec, options: PluginOptions, model_con
             check_engine(engine_args)
             check_model(model_config)
         if spec.check is not None:
-            spec.check(options, context_of_arguments(engine_args, model_config, max_tokens))
+            spec.check(options, context)
     except ConfigError:
         raise
     except ValueError as error:
