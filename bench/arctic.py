@@ -39,8 +39,7 @@ def build(target: Path) -> None:
         with tarfile.open(next(work.glob("*.tar.gz"))) as archive:
             archive.extractall(work, filter="data")
         source = next(path for path in work.glob("arctic_inference-*") if path.is_dir())
-        package = target / "arctic_inference"
-        shutil.rmtree(package, ignore_errors=True)
+        package = work / "built" / "arctic_inference"
         shutil.copytree(source / "arctic_inference" / PART, package / PART)
         (package / "__init__.py").write_text("")
         environment = os.environ | {"PYTHONPATH": str(work / "tools")}
@@ -49,6 +48,8 @@ def build(target: Path) -> None:
         configure += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={(package / PART).resolve()}"]
         subprocess.run(configure, check=True, env=environment)
         subprocess.run(["cmake", "--build", str(work / "build")], check=True, env=environment)
+        shutil.rmtree(target / package.name, ignore_errors=True)  # only now, so that what is there is whole
+        shutil.copytree(package, target / package.name)
     check = f"from arctic_inference.{PART} import SuffixDecodingCache; SuffixDecodingCache(8).start_request(0, [1, 2])"
     subprocess.run([sys.executable, "-c", check], check=True, env=os.environ | {"PYTHONPATH": str(target.resolve())})
 

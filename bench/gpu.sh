@@ -56,12 +56,12 @@ install() { # folder, requirement: an environment with an engine and freedraft
     [ -e "$1/done" ] && return
     "$PYTHON" -m venv "$1"
     "$1/bin/pip" install -q "$2"
-    "$1/bin/pip" install -q '.[bench]'
+    "$1/bin/pip" install -q '.[bench,calibrate]'
     touch "$1/done"
 }
 install "$VLLM" vllm==0.32.0
 install "$SGLANG" sglang==0.5.23
-[ -d build/arctic ] || "$VLLM/bin/python" bench/arctic.py build/arctic \
+[ -d build/arctic/arctic_inference ] || "$VLLM/bin/python" bench/arctic.py build/arctic \
     || echo 'arm suffix will be named as failed: arctic-inference was not built' >&2
 
 failed=0
@@ -86,14 +86,14 @@ fixed() { # engine, draft tokens: sssd that always drafts so many
     echo "{\"engine\": \"$1\", \"method\": \"sssd\", \"num_speculative_tokens\": $2, \"policy\": \"fixed\"," \
         '"live": true, "isolation": "shared"}'
 }
-layers() { # method: by the skip set that was given, or by a search while serving; windows by what they bring
+layers() { # method, window: by the skip set that was given, or by a search while serving
     local how='"selection": "swift"'
     [ -z "$SKIP_SET" ] || how="\"skip_set\": \"$SKIP_SET\""
-    echo "{\"method\": \"$1\", \"num_speculative_tokens\": 5, \"window\": \"auto\", $how}"
+    echo "{\"method\": \"$1\", \"num_speculative_tokens\": 5, \"window\": \"$2\", $how}"
 }
 on_gpu='{"method": "ngram_gpu", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}'
 run serve-vllm plain ngram "ngram_gpu=$on_gpu" suffix sssd "fixed1=$(fixed vllm 1)" "fixed2=$(fixed vllm 2)" "fixed4=$(fixed vllm 4)" \
-    "fixed8=$(fixed vllm 8)" "layerskip=$(layers layerskip)" "freedraft=$(layers freedraft)"
+    "fixed8=$(fixed vllm 8)" "layerskip=$(layers layerskip 2048)" "freedraft=$(layers freedraft auto)"
 run serve-sglang sglang sglang-ngram sglang-sssd "sglang-fixed4=$(fixed sglang 4)" "sglang-fixed8=$(fixed sglang 8)" \
     "sglang-fixed16=$(fixed sglang 16)"
 "$VLLM/bin/python" bench/report.py "$OUT"

@@ -7,6 +7,7 @@ or NAME=URL (a server that is already up). Questions are put in blocks of one gr
 in turns, in an order that changes from block to block, while the other servers idle. Every answer has the same length.
 A block has `--block` questions for every request at a time: when few are left, the batch is no longer full, and arms
 whose answers end at different times wait longer for the last one than an arm that decodes in lockstep.
+Groups that have too few to keep that many requests running for two rounds are put together.
 `--questions spec-bench` downloads them. `quotes` (of prompts of 4,000 to 7,500 tokens), `long` (about modules of 16,000
 to 100,000 characters) and `agent` (a coding agent's turn that writes a file again) are made of Python's library.
 Arms that learn from traffic (a live datastore, suffix decoding) start empty at each concurrency and repeat, because
@@ -69,7 +70,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, asked: Sequence[questions.Question], report: Report):
         self.args, self.report = args, report
-        self.blocks = {c: questions.blocks(asked, args.block * c, args.limit) for c in args.concurrency}
+        self.blocks = {c: questions.blocks(asked, c, args.block, args.limit) for c in args.concurrency}
         self.arms = [Running(arm) for arm in args.arms]
         self.deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
 
@@ -314,7 +315,7 @@ def main() -> int:
     asked = load_questions(args, problems)
     if not asked:
         raise ValueError("; ".join(problems) or "no questions")
-    counted = [q for block in questions.blocks(asked, args.block, args.limit) for q in block]
+    counted = [q for members in questions.groups(asked).values() for q in members[: args.limit]]
     settings = {
         "model": args.name or args.model.name,
         "device": args.device,

@@ -633,7 +633,13 @@ def page() -> str:
             continue  # of a benchmark that has not been run yet
         sources = [source(name) for name in section.files]
         figures = [json.loads((FOLDER / name).read_text(encoding="utf-8")) for name in section.files]
-        blocks = [f"## {section.title}", section.text, section.body(*figures), "\n".join(sources)]
+        try:
+            body = section.body(*figures)
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(
+                f"{', '.join(section.files)}: not as their benchmark writes them now ({error!r})"
+            ) from None
+        blocks = [f"## {section.title}", section.text, body, "\n".join(sources)]
         parts.append("\n\n".join(block for block in blocks if block) + "\n")
     return "\n".join(parts)
 

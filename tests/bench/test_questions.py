@@ -31,17 +31,40 @@ def test_first_turns_and_groups_of_spec_bench(tmp_path: Path) -> None:
 
 def test_blocks_hold_one_group_each_and_groups_take_turns(tmp_path: Path) -> None:
     rows = [row(i, "qa") for i in range(5)] + [row(10 + i, "rag") for i in range(3)]
-    blocks = questions.blocks(questions.load(write(tmp_path / "q.jsonl", *rows)), 2)
+    blocks = questions.blocks(questions.load(write(tmp_path / "q.jsonl", *rows)), 1, 2)
     assert [(b[0].group, len(b)) for b in blocks] == [("qa", 2), ("rag", 2), ("qa", 2), ("rag", 1), ("qa", 1)]
     assert sorted(q.name for b in blocks for q in b) == sorted(f"q:{i}" for i in [*range(5), 10, 11, 12])
-    assert [len(b) for b in questions.blocks([q for b in blocks for q in b], 2, limit=1)] == [1, 1]
+    assert [len(b) for b in questions.blocks([q for b in blocks for q in b], 1, 2, limit=2)] == [2, 2]
+
+
+@pytest.mark.parametrize("concurrency", [1, 13, 16, 32, 64, 128, 256])
+def test_every_block_keeps_so_many_requests_running(tmp_path: Path, concurrency: int) -> None:
+    """Six groups of 40, as of Spec-Bench, and two of 24."""
+    large = ("mt_bench", "qa", "rag", "math_reasoning", "summarization", "translation")
+    sizes = dict.fromkeys(large, 40) | {"long": 24, "agent": 24}
+    rows = [row(100 * g + i, group) for g, (group, size) in enumerate(sizes.items()) for i in range(size)]
+    asked = questions.load(write(tmp_path / "q.jsonl", *rows))
+    blocks = questions.blocks(asked, concurrency, 8)
+    assert all(len(block) >= concurrency and len({q.group for q in block}) == 1 for block in blocks)
+    assert sorted(q.name for block in blocks for q in block) == sorted(q.name for q in asked)
+    groups = {q.group for block in blocks for q in block}
+    by_themselves = {name for name, size in sizes.items() if size >= 2 * concurrency}
+    assert groups == by_themselves | ({"mixed"} if len(by_themselves) < len(sizes) else set())
+
+
+def test_more_requests_at_a_time_than_questions(tmp_path: Path) -> None:
+    asked = questions.load(write(tmp_path / "q.jsonl", *[row(i, "qa") for i in range(5)]))
+    with pytest.raises(questions.QuestionError, match="8 requests at a time, but 5 questions"):
+        questions.blocks(asked, 8)
+    asked += questions.load(write(tmp_path / "more.jsonl", *[row(i, "rag") for i in range(16)]))
+    assert [(b[0].group, len(b)) for b in questions.blocks(asked, 8)] == [("mixed", 11), ("mixed", 10)]
 
 
 @pytest.mark.parametrize(("members", "sizes"), [(8, [4, 4]), (9, [5, 4]), (5, [5]), (6, [3, 3]), (3, [3])])
 def test_no_block_is_a_small_rest(tmp_path: Path, members: int, sizes: list[int]) -> None:
     """With few questions left a batch is no longer full, which costs most where answers end at different times."""
     asked = questions.load(write(tmp_path / "q.jsonl", *[row(i, "qa") for i in range(members)]))
-    assert [len(b) for b in questions.blocks(asked, 4)] == sizes
+    assert [len(b) for b in questions.blocks(asked, 1, 4)] == sizes
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_benchmark_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert manifest["versions"]["python"] and manifest["machine"]["cores"] and manifest["commit"]
 
 
-@pytest.mark.parametrize("wrong", ["a row by hand", "no manifest", "damaged", "left over"])
+@pytest.mark.parametrize("wrong", ["a row by hand", "no manifest", "damaged", "left over", "another format"])
 def test_what_is_not_as_it_was_written(tmp_path: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.json"
     results.write_json(path, {"rows": [1.0]})
@@ -45,6 +45,9 @@ def test_what_is_not_as_it_was_written(tmp_path: Path, wrong: str, capsys: pytes
         results.manifest_of(path).unlink()
     elif wrong == "damaged":
         results.manifest_of(path).write_text("{}")
+    elif wrong == "another format":
+        manifest = results.manifest_of(path)
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
     else:
         path.unlink()
     assert results.check(tmp_path) == 1

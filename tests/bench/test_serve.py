@@ -13,7 +13,7 @@ import pytest
 from results import block
 
 from bench import serve
-from bench.lib import serving
+from bench.lib import results, serving
 
 SCRIPT = Path(serve.__file__)
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["What is a lighthouse for?"]}\n'
@@ -55,7 +55,7 @@ def test_plain_is_that_of_the_same_engine() -> None:
     }
 
 
-def test_results_go_on_only_with_the_same_settings(tmp_path: Path) -> None:
+def test_results_go_on_only_with_the_same_settings_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"max_tokens": 8, "device": "cpu", "arms": {"plain": serving.asdict(serving.PRESETS["plain"])}}
     report = serving.Report(tmp_path / "serve.json", settings, [block("plain", "qa", 0)])
     report.write()
@@ -69,6 +69,9 @@ def test_results_go_on_only_with_the_same_settings(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="another arm 'plain'"):
         serving.Report.open(tmp_path / "serve.json", other, fresh=False)
     assert serving.Report.open(tmp_path / "serve.json", other, fresh=True).blocks == []
+    monkeypatch.setattr(results, "commit", lambda: "another")
+    with pytest.raises(ValueError, match=r"measured with another commit, .*--fresh"):
+        serving.Report.open(tmp_path / "serve.json", settings, fresh=False)
     (tmp_path / "serve.json").write_text("{}")
     with pytest.raises(ValueError, match="no results of this benchmark"):
         serving.Report.open(tmp_path / "serve.json", settings, fresh=False)
@@ -84,7 +87,10 @@ def test_a_failed_block_is_asked_again(tmp_path: Path) -> None:
 def test_an_unreachable_server_and_a_bad_file_are_named(tmp_path: Path) -> None:
     (tmp_path / "good.jsonl").write_text(GOOD)
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
-    done = run(tmp_path, "--questions", "bad.jsonl", "good.jsonl", "--arms", "gone=http://127.0.0.1:1")
+    arguments = "--questions bad.jsonl good.jsonl --arms gone=http://127.0.0.1:1 --concurrency"
+    done = run(tmp_path, *arguments.split(), "1", "8")
+    assert done.returncode == 2 and "8 requests at a time, but 1 questions" in done.stderr
+    done = run(tmp_path, *arguments.split(), "1")
     assert done.returncode == 1, done.stderr
     problems = json.loads((tmp_path / "serve.json").read_text())["problems"]
     assert len(problems) == 2
