@@ -36,12 +36,18 @@ def manifest_of(result: Path) -> Path:
 
 
 def commit() -> str:
-    """What git calls the checkout, with "-dirty" where files were changed; "unknown" outside of one."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """What git calls the checkout, with "-dirty" where other files than results were changed; "unknown" outside of
+    one."""
+    describe = ("describe", "--always", "--abbrev=12", "--exclude=*")
+    changes = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        name, changed = (
+            subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True).stdout.strip()
+            for command in (describe, changes)
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{name}-dirty" if changed else name
 
 
 def command_line(arguments: Sequence[str]) -> str:
