@@ -40,9 +40,10 @@ def commit() -> str:
     one."""
     describe = ("describe", "--always", "--abbrev=12", "--exclude=*")
     changes = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+    git = ["git", "-C", str(ROOT)]
     try:
         name, changed = (
-            subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True).stdout.strip()
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
             for command in (describe, changes)
         )
     except (OSError, subprocess.CalledProcessError):
