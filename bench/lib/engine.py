@@ -60,6 +60,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             enable_prefix_caching=prefix_caching,
+            gpu_memory_utilization=0.5,
             seed=0,
             speculative_config=speculative,
         )
