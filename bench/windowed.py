@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import sysconfig
 import tempfile
@@ -137,7 +138,9 @@ def sglang(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> dict[s
 
 def vllm(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> dict[str, Any]:
     from bench.lib.engine import Engine
+    from bench.lib.servers import in_process_environment
 
+    os.environ.update(in_process_environment())
     most, longest = max(batch for batch, _ in cells), max(context for _, context in cells)
     speculative = {"method": "layerskip", "num_speculative_tokens": args.length, "window": args.window}
     engine = Engine(
