@@ -24,7 +24,7 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
 # -- engines ---------------------------------------------------------------------------------------------------------
 
 
-def sglang(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def sglang(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
     longest, most = max(context for _, context in cells), max(batch for batch, _ in cells)
     settings = {"FREEDRAFT_WINDOW": args.window, "FREEDRAFT_TREE": "0"}
     options = {
@@ -132,14 +132,14 @@ def sglang(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> dict[s
                 ids = [f"{label}-{i}" for i in range(len(prompts))]
                 return [o["output_ids"] for o in engine.generate(input_ids=prompts, sampling_params=sampling, rid=ids)]
 
-            same = in_turns(args, cells, generate)
-        return rows_of(calls_in(log), cells, same)
+            yield from in_turns(args, cells, generate, lambda: calls_in(log))
 
 
-def vllm(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> dict[str, Any]:
+def vllm(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
     from bench.lib.engine import Engine
     from bench.lib.servers import in_process_environment
 
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB: prompts stay in the prefix cache
     os.environ.update(in_process_environment())
     most, longest = max(batch for batch, _ in cells), max(context for _, context in cells)
     speculative = {"method": "layerskip", "num_speculative_tokens": args.length, "window": args.window}
@@ -154,13 +154,13 @@ def vllm(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> dict[str
         calls.extend(replace(call, ids=[f"{label}-{i}" for i in range(call.batch)]) for call in run.calls)
         return run.tokens
 
-    same = in_turns(args, cells, generate)
-    return rows_of(calls, cells, same)
+    yield from in_turns(args, cells, generate, lambda: calls)
 
 
-def in_turns(args: argparse.Namespace, cells: Iterable[tuple[int, int]], generate: Generate) -> list[bool]:
-    """Plain and windowed decoding of each cell by turns; whether they said the same in each."""
-    same = []
+def in_turns(
+    args: argparse.Namespace, cells: Iterable[tuple[int, int]], generate: Generate, calls: Callable[[], Sequence[Call]]
+) -> Iterator[dict[str, Any]]:
+    """Plain and windowed decoding of each cell by turns; a row for each."""
     for batch, context in cells:
         prompts = long_prompts(args.model, context, batch, args.documents)
         for turn in range(args.settle):  # the controller learns what steps and passes take, and what is accepted
@@ -170,22 +170,13 @@ def in_turns(args: argparse.Namespace, cells: Iterable[tuple[int, int]], generat
         for turn in range(args.rounds):
             for kind in KINDS if turn % 2 == 0 else KINDS[::-1]:
                 answers[kind].append(generate(prompts, f"{kind}-{batch}-{context}-{turn}", args.tokens))
-        same.append(answers[BASELINE] == answers[DRAFTING])
-        print(f"batch {batch}, context {context}: same tokens: {same[-1]}", flush=True)
-    return same
-
-
-def rows_of(calls: Sequence[Call], cells: Iterable[tuple[int, int]], same: Iterable[bool]) -> dict[str, Any]:
-    rows = []
-    for (batch, context), identical in zip(cells, same, strict=True):
-        mine = [call for call in calls if call.ids and f"-{batch}-{context}-" in call.ids[0]]
-        row = {"context": context} | figures(mine, batch) | {"same": identical}
+        mine = [call for call in calls() if call.ids and f"-{batch}-{context}-" in call.ids[0]]
+        row = {"context": context} | figures(mine, batch) | {"same": answers[BASELINE] == answers[DRAFTING]}
         row["allowed"] = allowed(row)
         row["share_of_allowed"] = row["ratio"] / row["allowed"]
         del row["formula"], row["share"]
-        rows.append(row)
         print(json.dumps(rounded(row)), flush=True)
-    return {"rows": rows}
+        yield row
 
 
 def allowed(row: dict[str, Any], longest: int = 16) -> float:
@@ -215,15 +206,17 @@ def main() -> None:
     args = parser.parse_args()
     about = {"machine": f"{cpu()}, {cores()} cores", "model": args.model.name}
     if args.part == "acceptance":
-        result = about | acceptance(args)
+        write_json(args.json, rounded(about | acceptance(args)))
     else:
         cells = [(int(batch), int(context)) for batch, context in (cell.split(":") for cell in args.cells)]
         settings = {
             name: getattr(args, name) for name in ("window", "dtype", "length", "tokens", "rounds", "documents")
         }
         run = sglang if args.part == "sglang" else vllm
-        result = about | versions(args.part) | settings | run(args, cells)
-    write_json(args.json, rounded(result))
+        result: dict[str, Any] = about | versions(args.part) | settings | {"rows": []}
+        for row in run(args, cells):
+            result["rows"].append(row)
+            write_json(args.json, rounded(result))
 
 
 if __name__ == "__main__":
