@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.cost.probes import ProbeSchedule
+from freedraft.cost.step_times import context_bucket
 from freedraft.draft_model import Recipe
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, NONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
@@ -30,6 +31,9 @@ MORE_TRIALS, GOOD, DOUBTFUL = 8, 0.9, 0.7
 """Trials that follow after such a surprise at most; half of them are forfeited by one in which less than this share of
 the tokens is accepted. As much is a surprise, too, where less than the last share was expected: one token cannot exceed
 that by much."""
+FIRST_TRIALS = 3
+"""Rounds of each window that are tried at once at contexts at which none was: until then, what a pass takes there is
+the roofline's guess, and the first one of its kind, which warms up, is not timed."""
 FIRST_OTHER, RAREST_OTHER = 16, 256
 """Rounds after which another window than the best is tried, at first and at most."""
 DECISION_STEPS = 4
@@ -143,6 +147,7 @@ class Cost(Lookahead):
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
         self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
         self._probed = self._turn = -1
+        self._tried: dict[tuple[bytes, int], int] = {}  # trials by skip sets and context
         self.wants_trial, self._trials = False, 0
         self._decision: tuple[bytes, Flags, int] = b"", np.zeros(0, np.bool_), 0
         self._chosen: tuple[bytes, Places, int] = b"", np.zeros(0, np.intp), 0
@@ -252,13 +257,23 @@ class Cost(Lookahead):
         self.on = bool(chosen.any())
         if self.on:
             drafting = (places != NONE) & chosen[places]
-        elif self.wants_trial or self._probes.due():
+        elif self.wants_trial or self._is_new(counts, contexts) or self._probes.due():
             present = np.flatnonzero(counts)
             self._probed += not self.wants_trial
             drafting = places == present[self._probed % len(present)]
         else:
             return np.full(len(places), NONE)
         return np.where(drafting, self.recipes_of_round(places, contexts, pays=self.on), NONE)
+
+    def _is_new(self, counts: NDArray[np.int64], contexts: Ints | None) -> bool:
+        """Whether these recipes are to be tried now because they hardly were at such contexts."""
+        sets = np.flatnonzero(counts.reshape(-1, self._windows).any(1))
+        kind = sets.tobytes(), 0 if contexts is None else context_bucket(float(contexts.mean()))
+        tried = self._tried.get(kind, 0)
+        if tried >= FIRST_TRIALS * self._windows:
+            return False
+        self._tried[kind] = tried + 1
+        return True
 
     def recipes_of_round(self, places: Places, contexts: Ints | None = None, *, pays: bool) -> Places:
         """intp [R]: what the requests of a round draft with: their recipes, now and then with another window.

@@ -333,7 +333,9 @@ def test_mixed_sets_draft_only_where_their_passes_pay_together():
             engine.add(request, i + 1, name or f"s{i}")
         for _ in range(8):
             engine.step(list("abcd"))
-        assert bool(engine.model.passes) == drafts, name
+        # Trials are of one set at a time.
+        sizes = {len(rows) for _, position, rows, _ in engine.model.passes if position == 0}
+        assert (max(sizes, default=0) == 4) == drafts and (drafts or len(engine.model.passes) <= 3 * 5), name
 
 
 def test_the_parts_of_a_batch():

@@ -10,7 +10,7 @@ from lookahead_tools import RECIPE, Driver, KnownCosts, cost
 
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import NONE
-from layerskip_plugin.lookahead.cost import BINS, kinds_of, to_bins
+from layerskip_plugin.lookahead.cost import BINS, FIRST_TRIALS, kinds_of, to_bins
 from layerskip_plugin.lookahead.rates import BinnedRate
 from layerskip_plugin.skip_set import SkipSet
 
@@ -163,6 +163,8 @@ def test_sets_are_priced_together() -> None:
     for policy in (mixed(0.5, step), mixed(0.5, step)):
         policy.records = [type(record)(0.97) for record in policy.records]
     assert drafts(policy, one).all(), "one pass a position for all four"
+    for _ in range(FIRST_TRIALS):
+        assert drafts(policy, four).sum() == 1, "one set at a time is tried"
     assert not drafts(policy, four).any(), "four of them take two steps of the model"
     alone = policy.rates(np.array([1, 0, 0, 0]), 1)
     assert alone[1:].max() > alone[0]
@@ -200,7 +202,8 @@ def test_the_longest_draft_makes_all_requests_as_wide() -> None:
                 seconds += p * (c * d + float(policy.costs.step(8 * width)))
             gain = sum(chance**d for d in range(1, m + 1))
             assert rates[m] == pytest.approx((8 + gain) / seconds)
-        assert not drafts(policy, np.array([0] + [NONE] * 7)).any()
+        tried = [drafts(policy, np.array([0] + [NONE] * 7)).any() for _ in range(20)]
+        assert tried == [True] * FIRST_TRIALS + [False] * (20 - FIRST_TRIALS)
 
 
 def test_room_that_a_width_leaves_is_free() -> None:

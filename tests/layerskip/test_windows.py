@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lookahead_tools import Driver, KnownCosts
+from lookahead_tools import Driver, KnownCosts, Line
 from test_layerskip_method import CONFIG, VOCAB, Model
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
@@ -184,3 +184,19 @@ def test_the_method_drafts_through_its_window(lengths: tuple[int, ...] | None) -
         draft = method.draft(step)
     assert draft.counts[0] == 1 and draft.counts[1] > 1
     assert {row for _, _, rows, _ in model.passes for row in rows} == {1}
+
+
+def test_windows_are_tried_at_once_at_a_context_that_is_new() -> None:
+    """The roofline promises nothing, the passes are fast: that is found out in a few steps, not by a rare probe."""
+    costs = KnownCosts({SMALL: {1: 0.9}, LARGE: {1: 0.95}, WHOLE: {1: 1.0}}, STEP)
+    one = Cost(costs, RECIPES, windows=3)
+    driver, place, used = Driver(one), np.zeros(1, np.intp), []
+    for _ in range(40):
+        context = np.full(1, 6000, np.int32)
+        drafting = int(one.should_draft(one.recipes_for(place, context), contexts=context)[0])
+        used.append(drafting)
+        if drafting != NONE:
+            costs.draft[RECIPES[drafting]] = Line({1: 0.3})  # now it was timed
+            drafted = driver.draft(["r"], 4, lambda position, rows: np.full(len(rows), 0.8, np.float32), [drafting])
+            driver.judge(["r"], drafted, drafted)
+    assert used[:4].count(NONE) <= 1 and NONE not in used[-20:]
