@@ -98,6 +98,11 @@ def check_port(port: int | None) -> None:
             raise _taken(port, error) from None
 
 
+def where_to_look(port: int | None) -> str:
+    """In a few words, for the log: how to see what drafting brings, where metrics are served at this port."""
+    return f"'freedraft top {port}' shows what it brings" if port else "set metrics_port to see what it brings"
+
+
 def serve(port: int | None, rank: int = 0) -> int | None:
     """Serve this process's metrics at http://127.0.0.1:port/metrics, once per port and process.
 

@@ -20,7 +20,7 @@ from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel, MatchnessScorer
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
-from freedraft.metrics import check_port, serve
+from freedraft.metrics import check_port, serve, where_to_look
 from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree
 from layerskip_plugin.knapsack_search import RunSublayer, Survivors, search
@@ -96,6 +96,7 @@ class LayerSkipMethod(ModelMethod):
     """
 
     def __init__(self, options: LayerSkipOptions, context: EngineContext, controller: Controller | None = None) -> None:
+        alone = controller is None
         controller = controller or make_controller(context)
         super().__init__(options, context, controller, NAME)
         # What steps and passes take; None where the engine decides how much a step drafts.
@@ -120,7 +121,11 @@ class LayerSkipMethod(ModelMethod):
         self._places = np.zeros(0, np.intp)  # of each request's recipe in this step
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
         self._saved = 0.0
-        serve(options.metrics_port, context.rank)
+        port = serve(options.metrics_port, context.rank)
+        if alone:
+            measured = options.lookahead == "cost"
+            pays = "whether it pays is measured while serving" if measured else "it drafts whether it pays or not"
+            logger.info("freedraft: layerskip: %s; %s", pays, where_to_look(port))
 
     def prepare(self, model: DraftModel) -> None:
         """Build the draft passes of every skip set, before the first request."""

@@ -17,7 +17,7 @@ from freedraft.cost.policies import Controller
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.method import EngineContext, Method, MethodSpec, NodeLogits, Step
-from freedraft.metrics import check_port, serve
+from freedraft.metrics import check_port, serve, where_to_look
 from sssd_plugin.options import SssdOptions
 from sssd_plugin.recycle_choice import RecycleChoice
 from sssd_plugin.recycled_logits import owner_of
@@ -126,7 +126,7 @@ class SssdMethod(Method):
             "freedraft: sssd drafts up to %d tokens per request; %s; %s",
             context.max_draft_tokens,
             outlook(context, self.controller.profile),
-            f"'freedraft top {port}' shows what it brings" if port else "set metrics_port to see what it brings",
+            where_to_look(port),
         )
 
     def _open_live(self) -> LiveDatastore:
@@ -262,4 +262,4 @@ class SssdMethod(Method):
         from sssd_plugin.datastore.index.sub_index import Snapshot
 
         stored = self.store.snapshot.sub_indices if self.store is not None else ()
-        return Snapshot.of([*stored, *self._corpora.values()])
+        return Snapshot([*stored, *self._corpora.values()])

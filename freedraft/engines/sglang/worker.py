@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -29,9 +30,12 @@ from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
 from freedraft.engines.sglang.ranks import Ranks
+from freedraft.engines.sglang.start_line import start_line
 from freedraft.engines.sglang.verify import TreeVerifier
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import MethodSpec
+
+logger = logging.getLogger(__name__)
 
 
 class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
@@ -88,7 +92,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self.widths = widths_for(self._backend, self.max_nodes)
         runner = self.model_runner
         shape = shape_for(self._spec.name, self._backend, runner.model_config, runner.sliding_window_size)
-        chains = shape == "chain"
+        self._chains = chains = shape == "chain"
         if self._spec.runs_model:
             from freedraft.engines.sglang.draft_model import PagedDraftModel
 
@@ -118,6 +122,8 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self._graphs.capture(self.widths, fixed_width=BACKENDS[self._backend].fixed_width)
         if self._draft_model is not None:
             self._draft_model.capture()
+        if self._ranks.first:
+            logger.info(start_line(runner, self._spec.name, self._backend, self.widths, chains=self._chains))
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -246,6 +252,3 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         if self._drafting is not None:
             self._drafting.finish(rid)
-
-    def clear_cache_pool(self) -> None:
-        """SGLang flushes its prefix cache: nothing of ours lies there."""
