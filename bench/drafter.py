@@ -189,12 +189,12 @@ def main() -> int:
         store_bytes[str(size)] = round(
             (sub.tokens.nbytes + sub.suffix_array.nbytes + sub.bucket_starts.nbytes) / sub.n, 2
         )
-        snapshot = Snapshot.of([sub])
+        snapshot = Snapshot([sub])
         label = f"{size / 1e6:g} M"
         arms += [Arm(f"{label}, {s}, {n} nodes, batch 1", snapshot, vocab, s, n, 1) for s, n in shapes]
         arms += [Arm(f"{label}, {s}, {n} nodes, batch {BATCH}", snapshot, vocab, s, n, BATCH) for s, n in shapes]
         arms += [Arm(f"{label}, learned, 16 nodes, batch {LARGE}", snapshot, vocab, "learned", 16, LARGE)]
-        parts = Snapshot.of([SubIndex.build(part, vocab) for part in split(flatten(stored, size), 8)])
+        parts = Snapshot([SubIndex.build(part, vocab) for part in split(flatten(stored, size), 8)])
         arms += [Arm(f"{label} in 8, {s}, {n} nodes, batch 1", parts, vocab, s, n, 1) for s, n in shapes]
     for round_ in range(arguments.rounds + 1):
         for arm in arms:

@@ -69,7 +69,7 @@ def build_store(trace: Trace) -> Snapshot:
     documents = [np.append(output, SEPARATOR) for output in store_documents(trace)]
     if not documents:
         return Snapshot.empty()
-    return Snapshot.of([SubIndex.build(np.concatenate(documents).astype(np.int32), trace.vocab_size)])
+    return Snapshot([SubIndex.build(np.concatenate(documents).astype(np.int32), trace.vocab_size)])
 
 
 def test_rows(trace: Trace) -> list[Row]:

@@ -54,7 +54,7 @@ def serving_table(rows: Rows) -> str:
                 f"{r['tokens_per_second']:.1f}",
                 " ".join(f"{rate:.1f}" for rate in r.get("tokens_per_second_by_pass", ())),
                 f"{r['ratio']:.2f}" if "ratio" in r else "",
-                f"{interval[0]:.2f}-{interval[1]:.2f}" if interval else "",
+                bounds(*interval) if interval else "",
                 f"{r['ms_per_token']:.1f}",
                 *(decimals(r.get(name), 1) for name in ("decode_ms_per_token", "decode_ms_per_token_p99")),
                 *(decimals(r.get(name), 0) for name in ("ttft_ms", "ttft_ms_p99")),
@@ -64,6 +64,11 @@ def serving_table(rows: Rows) -> str:
             ]
         )
     return table(head, lines)
+
+
+def bounds(low: float, high: float) -> str:
+    """An interval behind its value; nothing where it comes from one block alone, which has no spread."""
+    return f" ({low:.2f}-{high:.2f})" if high > low else ""
 
 
 def decimals(value: float | None, places: int) -> str:
@@ -110,8 +115,7 @@ def markdown(result: dict[str, Any]) -> str:
                     cells.append("")
                     continue
                 bold = "**" if r["ratio"] == best else ""
-                low, high = r["ratio_interval"]
-                cells.append(f"{bold}{r['ratio']:.2f}{bold} ({low:.2f}-{high:.2f})")
+                cells.append(f"{bold}{r['ratio']:.2f}{bold}{bounds(*r['ratio_interval'])}")
             lines.append(f"| {concurrency} | {nice(group)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -130,7 +134,7 @@ def rivals(result: dict[str, Any]) -> str:
         for group in names(rows, "group"):
             here = {r["arm"]: r for r in rows if (r["concurrency"], r["group"]) == (concurrency, group)}
             found = [here.get(a, {}).get("over", {}).get(b) for a, b in pairs]
-            cells = [f"{f[0]:.2f} ({f[1]:.2f}-{f[2]:.2f})" if f else "" for f in found]
+            cells = [f"{f[0]:.2f}{bounds(*f[1:])}" if f else "" for f in found]
             lines.append([nice(group), str(concurrency), *cells])
     if not pairs:
         return ""

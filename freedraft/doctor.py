@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.console import Console
 from freedraft import __version__
 from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile, device_name
-from freedraft.engines.hooks import Hook, check, is_tested
+from freedraft.engines.hooks import Hook, check, installed_version, is_tested
 
 ENGINES = ("vllm", "sglang")
 
@@ -52,7 +52,7 @@ def examine(engine: str) -> Report:
         problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")
     optional: Sequence[Hook] = getattr(table, "OPTIONAL_HOOKS", ())
     notes = [f"{problem}: no {hook.purpose}" for hook in optional if (problem := hook.problem())]
-    found, tested = _version(table.DISTRIBUTIONS), getattr(table, "TESTED_VERSIONS", ())
+    found, tested = installed_version(table.DISTRIBUTIONS), getattr(table, "TESTED_VERSIONS", ())
     if tested and not is_tested(found, tested):
         notes.append(f"not a version that we test: {', '.join(tested)}")
     if not problems and hasattr(table, "setting"):
@@ -95,12 +95,3 @@ def run(console: Console | None = None) -> int:
     if not installed:
         console.print("Install an engine: pip install 'freedraft[vllm]' or pip install 'freedraft[sglang]'")
     return 0 if installed and all(report.usable for report in installed) and profile_found else 1
-
-
-def _version(distributions: Sequence[str]) -> str:
-    for name in distributions:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "of unknown version"

@@ -27,21 +27,6 @@ def fsync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def create_file(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
-    """Create or overwrite `path`, in place.
-
-    Raises:
-        OSError: the disk refuses.
-    """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-    try:
-        write_all(fd, data)
-        if durable:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
     """Create or replace `path`: whoever reads it, at whatever moment, sees all of the old contents or all of the new.
 
@@ -54,7 +39,13 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durable: boo
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        create_file(temporary, data, mode=mode, durable=durable)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        try:
+            write_all(fd, data)
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
         temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -18,7 +18,12 @@ Samples = Mapping[tuple[str, str], float]
 """Values by name of the metric, without its prefix, and value of its one label, "" for none."""
 
 PREFIX, START = "freedraft_", "process_start_time_seconds"
-SOURCES = {"input": "prompt and output", "static": "datastore", "live": "what was learnt", "other": "elsewhere"}
+SOURCES = {
+    "input": "prompt and output",
+    "static": "datastore",
+    "live": "what was learnt",
+    "other": "recycled logits and other",
+}
 
 
 def read(url: str) -> dict[tuple[str, str], float]:

@@ -46,7 +46,7 @@ _PRESETS = (
     Arm("ngram", "vllm", _NGRAM),
     Arm("suffix", "vllm", {"method": "suffix", "num_speculative_tokens": 32}, learns=True),
     Arm("sglang", "sglang"),
-    Arm("sglang-sssd", "sglang", _SSSD, learns=True),
+    Arm("sglang-sssd", "sglang", _SSSD | {"num_speculative_tokens": 16}, learns=True),
     Arm("sglang-ngram", "sglang", {"method": "NGRAM", "num_speculative_tokens": 12}, learns=True),
 )
 PRESETS = {arm.name: arm for arm in _PRESETS}

@@ -55,11 +55,11 @@ class DraftRanks:
             self._group.broadcast_object((self._calls, name, arguments), src=0)
         return self._calls
 
-    def follow(self, build: Callable[..., Any], start: Callable[..., DraftRound] | None = None) -> None:
+    def follow(self, build: Callable[..., Any], start: Callable[..., DraftRound]) -> None:
         """In the others: do what the first rank tells. A failure ends drafting in this step on all of them.
 
         Args:
-            build, start: called with what the first rank tells; without `start` nothing is run yet.
+            build, start: called with what the first rank tells.
         """
         round_: DraftRound | None = None
         while (told := self._group.broadcast_object(None, src=0)) is not None:
@@ -70,7 +70,6 @@ class DraftRanks:
                     self._built[call] = build(recipe, **options)
                 elif name == "start":
                     round_ = None
-                    assert start is not None
                     round_ = start(*arguments)
                 else:
                     number, *rest = arguments

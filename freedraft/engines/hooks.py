@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
@@ -124,3 +125,13 @@ def _is_assigned(owner: type, name: str) -> bool:
 def is_tested(version: str, tested: Sequence[str]) -> bool:
     """Whether a version is one of `tested`, local parts and what follows their last component left out."""
     return any(version.split("+")[0] == each or version.startswith(f"{each}.") for each in tested)
+
+
+def installed_version(distributions: Iterable[str]) -> str:
+    """The version of the first of these distributions that is installed; "?" where none is."""
+    for name in distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "?"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,25 @@ class Sublayer(NamedTuple):
     norm: Callable[[torch.Tensor], torch.Tensor]
     run: Callable[[torch.Tensor], torch.Tensor]
     is_attention: bool
+
+
+SETS = 16
+"""Most sets of one pass over sublayers one by one, which is padded to it."""
+
+
+def sublayers_of(layers: Iterable[Any], **given: Any) -> list[Sublayer]:
+    """The sublayers of decoder layers, whose attention takes `hidden_states` and what is given."""
+    sublayers = []
+    for layer in layers:
+        attention = partial(_attend, layer.self_attn, given)
+        sublayers.append(Sublayer(layer.input_layernorm, attention, True))
+        sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
+    return sublayers
+
+
+def _attend(attention: Any, given: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
+    added: torch.Tensor = attention(hidden_states=hidden, **given)
+    return added
 
 
 def run_sublayer(sublayers: Sequence[Sublayer], passes: int, index: int, states: torch.Tensor) -> torch.Tensor:

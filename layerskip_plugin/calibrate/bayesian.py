@@ -14,12 +14,14 @@ from layerskip_plugin.skip_set import SkipSet
 
 RANDOM = 10
 """Random points before the Gaussian process is asked."""
+MAX_LENGTH = 10
+"""Tokens of a draft, at most."""
 
 
-def seconds_per_token(skip: SkipSet, acceptance: float, times: PassTimes, max_length: int = 10) -> float:
+def seconds_per_token(skip: SkipSet, acceptance: float, times: PassTimes) -> float:
     """Time per verified token at the best draft length: equation 1 of KNN-SSD with measured pass times."""
     draft = times.draft(skip)
-    return 1 / max(tokens_per_time(acceptance, draft, times.verify, d) for d in range(1, max_length + 1))
+    return 1 / max(tokens_per_time(acceptance, draft, times.verify, d) for d in range(1, MAX_LENGTH + 1))
 
 
 def search(

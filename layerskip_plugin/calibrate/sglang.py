@@ -20,14 +20,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from freedraft.config import ConfigError
 from freedraft.engines.draft_ranks import DraftRanks
-from freedraft.engines.hooks import check
+from freedraft.engines.hooks import check, installed_version
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.draft_model import PagedDraftModel, most_likely, on_host
 from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, verify_backend_of
-from freedraft.engines.sglang.hooks import CALIBRATION_HOOKS, MODEL_HOOKS
+from freedraft.engines.sglang.hooks import CALIBRATION_HOOKS, DISTRIBUTIONS, MODEL_HOOKS
 from freedraft.engines.sglang.layers import Stages, run_stages, stages_of
-from freedraft.engines.sglang.registration import sglang_version
 from layerskip_plugin.calibrate.model import CalibrationModel
 from layerskip_plugin.calibrate.pass_times import ROUNDS, VERIFIED, PassTimes, sublayer_times, timed_in_turns
 from layerskip_plugin.calibrate.sample import Sample, Text
@@ -338,7 +337,9 @@ class SglangModel(CalibrationModel):
 def _start(folder: Path, engine_args: dict[str, Any]) -> Any:
     """SGLang's ModelRunner, in this process."""
     if missing := check(MODEL_HOOKS + CALIBRATION_HOOKS):
-        raise ValueError(f"SGLang {sglang_version()} lacks what calibration needs ({'; '.join(missing)})")
+        raise ValueError(
+            f"SGLang {installed_version(DISTRIBUTIONS)} lacks what calibration needs ({'; '.join(missing)})"
+        )
     for key, value in engine_args.items():
         if key in ("tp_size", "dp_size", "pp_size") and value != 1:
             raise ValueError(f"engine-args: {key} {value}: calibration runs on one rank: leave it out")

@@ -75,6 +75,9 @@ class SearchingSelection(Selection):
     matchness: float
     candidates: int
 
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
+        return np.zeros(len(request_ids), np.intp)
+
     @property
     @abstractmethod
     def searching(self) -> bool:

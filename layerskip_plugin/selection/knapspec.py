@@ -82,9 +82,6 @@ class KnapSpec(SearchingSelection):
     def sets(self) -> dict[str, SkipSet]:
         return {"knapspec": self.incumbent}
 
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
-        return np.zeros(len(request_ids), np.intp)
-
     def max_lengths(self, contexts: Counts) -> Counts | None:
         """Before a set was found, nothing is drafted."""
         return None if self.incumbent else np.zeros(len(contexts), np.int32)

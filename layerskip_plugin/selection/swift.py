@@ -79,9 +79,6 @@ class Swift(SearchingSelection):
     def sets(self) -> dict[str, SkipSet]:
         return {"swift": self.incumbent}
 
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
-        return np.zeros(len(request_ids), np.intp)
-
     def step(self, seconds: float, max_batches: int = 10**9) -> bool:
         """Score batches until the time is used up; a batch begins only if it is expected to fit.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -119,3 +120,30 @@ class PendingRecords:
     def _set(self, records: Iterable[Record]) -> None:
         self._records = deque(records)
         self._tokens = sum(record.size for record in self._records)
+
+
+def in_parts(records: Iterable[Record], limit: int, isolated: bool = False) -> Iterator[list[Record]]:
+    """Yield consecutive documents of at most `limit` tokens together, separators included, unless one alone is larger.
+
+    Args:
+        isolated: cut between tenants where that is possible.
+    """
+    part: list[Record] = []
+    size = begin = tenant_size = 0  # of the part; where its last tenant begins, and that one's size
+    for record in records:
+        if not part or (isolated and record.tenant != part[-1].tenant):
+            begin, tenant_size = len(part), 0
+        if part and size + record.size > limit:
+            cut = begin or len(part)
+            yield part[:cut]
+            part, size = part[cut:], tenant_size if begin else 0
+            tenant_size, begin = size, 0
+        part.append(record)
+        size, tenant_size = size + record.size, tenant_size + record.size
+    if part:
+        yield part
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970."""
+    return time.time_ns() // 1_000_000

@@ -195,7 +195,7 @@ def lessons(
     taught = []
     for fold in range(folds):
         documents = [np.append(output, SEPARATOR) for i, (_, output) in enumerate(rows) if i % folds != fold]
-        snapshot = Snapshot.of([SubIndex.build(np.concatenate(documents).astype(np.int32), vocab_size)])
+        snapshot = Snapshot([SubIndex.build(np.concatenate(documents).astype(np.int32), vocab_size)])
         own = rows[fold::folds]
         for many in (own, long_rows(own, len(own) // LONG_ROWS + 1, seed=fold)):
             # Rows of all folds, recorded and made, take turns.
@@ -258,7 +258,7 @@ def train_recycled(
         for i, recording in enumerate(recordings):
             if i % STORE_EVERY == 0 and i > 0:
                 documents = [np.append(r.output, SEPARATOR) for r in recordings[:i]]
-                snapshot = Snapshot.of([SubIndex.build(np.concatenate(documents).astype(np.int32), vocab_size)])
+                snapshot = Snapshot([SubIndex.build(np.concatenate(documents).astype(np.int32), vocab_size)])
             replay(model, snapshot, recording, max_nodes, rate, recycled)
             progress((turn + (i + 1) / len(recordings)) / len(RECYCLED_SCHEDULE))
     return model.recycled

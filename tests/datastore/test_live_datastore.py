@@ -76,7 +76,7 @@ def test_drafts_equal_those_of_a_static_store_with_the_same_text(store: LiveData
     one = LiveDatastore(VOCAB, isolation="shared", max_tokens=1 << 16)
     one.runs.tenants[0].runs = [sorted_run(texts, VOCAB, np.zeros((40, 3), np.int64))]
     one.runs.tenants[0].view = one.runs._view_of(one.runs.tenants[0])
-    static = Drafter(vocab_size=VOCAB, max_nodes=16, snapshot=Snapshot.of([SubIndex.build(joined, VOCAB)]))
+    static = Drafter(vocab_size=VOCAB, max_nodes=16, snapshot=Snapshot([SubIndex.build(joined, VOCAB)]))
     single, several = (Drafter(vocab_size=VOCAB, max_nodes=16, live=s) for s in (one, store))
     found = 0
     for seed in range(30):
@@ -91,7 +91,7 @@ def test_drafts_equal_those_of_a_static_store_with_the_same_text(store: LiveData
 def test_at_most_eight_sub_indices_whatever_the_background_does(static_parts: int) -> None:
     """With the background thread held up, the newest run grows instead."""
     part = SubIndex.build(np.append(document(1, 300), SEPARATOR).astype(np.int32), VOCAB)
-    store = LiveDatastore(VOCAB, isolation="shared", max_tokens=1 << 18, static=Snapshot.of([part] * static_parts))
+    store = LiveDatastore(VOCAB, isolation="shared", max_tokens=1 << 18, static=Snapshot([part] * static_parts))
     gate = threading.Event()
     original = store.runs.merger.merge
     store.runs.merger.merge = lambda job: (gate.wait(), original(job))[1]  # type: ignore[method-assign]
@@ -234,7 +234,7 @@ def test_large_documents_are_sorted_in_the_background(monkeypatch: pytest.Monkey
     """131,072 tokens hold the caller for less than a millisecond, also where no further run may be searched."""
     monkeypatch.setattr(learnt_runs, "MEMTABLE_TOKENS", 1 << 12)
     part = SubIndex.build(np.append(document(1, 300), SEPARATOR).astype(np.int32), VOCAB)
-    store = LiveDatastore(VOCAB, isolation="shared", max_tokens=1 << 22, static=Snapshot.of([part] * 6))
+    store = LiveDatastore(VOCAB, isolation="shared", max_tokens=1 << 22, static=Snapshot([part] * 6))
     texts = [document(seed, 131_072) for seed in range(4)]
     seconds = []
     for text in texts:
@@ -275,7 +275,7 @@ def test_what_is_no_document_is_left_out(store: LiveDatastore) -> None:
 
 def test_the_static_store_stays_visible_and_may_change() -> None:
     def static(text: list[int]) -> Snapshot:
-        return Snapshot.of([SubIndex.build(np.array([*text, -1], np.int32), VOCAB)])
+        return Snapshot([SubIndex.build(np.array([*text, -1], np.int32), VOCAB)])
 
     store = LiveDatastore(VOCAB, isolation="shared", static=static([1, 2, 3, 50, 51]))
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
@@ -292,9 +292,9 @@ def test_too_many_static_sub_indices_are_said_and_the_smallest_left_out(caplog: 
     def part(i: int) -> SubIndex:
         return SubIndex.build(np.array([100 + i, 200 + i, 300 + i, *[1] * (i % 5), -1], np.int32), VOCAB)
 
-    open_live(None, VOCAB, static=Snapshot.of([part(i) for i in range(6)])).close()
+    open_live(None, VOCAB, static=Snapshot([part(i) for i in range(6)])).close()
     assert not caplog.records
-    store = open_live(None, VOCAB, static=Snapshot.of([part(i) for i in range(9)]))
+    store = open_live(None, VOCAB, static=Snapshot([part(i) for i in range(9)]))
     assert "9 sub-indices" in caplog.text and "smallest 3 are left out" in caplog.text
     assert "datastore merge" in caplog.text
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)

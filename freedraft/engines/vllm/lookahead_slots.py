@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_MARK = "_freedraft_original"
+from freedraft.engines.vllm.patching import MARK
 
 
 def reserve_slots(runs_model: Callable[[Any], bool]) -> None:
@@ -20,7 +20,7 @@ def reserve_slots(runs_model: Callable[[Any], bool]) -> None:
     from vllm.config import VllmConfig
 
     original = VllmConfig.__dict__["num_lookahead_tokens"]
-    if hasattr(original.fget, _MARK):
+    if hasattr(original.fget, MARK):
         return
 
     def num_lookahead_tokens(self: Any) -> int:
@@ -31,5 +31,5 @@ def reserve_slots(runs_model: Callable[[Any], bool]) -> None:
             return config.num_speculative_tokens
         return original.fget(self)
 
-    setattr(num_lookahead_tokens, _MARK, original.fget)
+    setattr(num_lookahead_tokens, MARK, original.fget)
     setattr(VllmConfig, "num_lookahead_tokens", property(num_lookahead_tokens, doc=original.__doc__))  # noqa: B010

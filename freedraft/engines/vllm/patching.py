@@ -8,16 +8,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-_MARK = "_freedraft_original"
+MARK = "_freedraft_original"
 
 
 def wrap_once(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace `owner.name` by `make(original)`, unless that has been done already in this process."""
     original = getattr(owner, name)
-    if hasattr(original, _MARK):
+    if hasattr(original, MARK):
         return
     replacement = functools.wraps(original)(make(original))
-    setattr(replacement, _MARK, original)
+    setattr(replacement, MARK, original)
     setattr(owner, name, replacement)
 
 
@@ -41,7 +41,7 @@ def with_kv_cache(prepare: Callable[[Any], None]) -> Callable[[Callable[..., Any
 
 def unwrap(owner: Any, name: str) -> None:
     """Put the original of `wrap_once` back, if there is one."""
-    original = getattr(getattr(owner, name), _MARK, None)
+    original = getattr(getattr(owner, name), MARK, None)
     if original is not None:
         setattr(owner, name, original)
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft_model import MatchnessScorer, Recipe, T, Visit
-from freedraft.engines.many_sets import Sublayer, forward, run_sublayer
+from freedraft.engines.many_sets import SETS, forward, run_sublayer, sublayers_of
 from freedraft.method import Step
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 NO_SLOT = -1
 """What the KV kernels take for "write nothing"."""
-SETS = 16
-"""Most sets of one pass of `run_sublayers`, which pads to it."""
 
 
 class SetScores(MatchnessScorer):
@@ -65,8 +63,9 @@ class SetScores(MatchnessScorer):
         sets = min(self.max_recipes, SETS)
 
         def run(tokens: torch.Tensor, positions: torch.Tensor) -> T:
-            embedded = self.model.backbone.embedding(tokens[: self.window])
-            return visit(embedded, partial(run_sublayer, self._sublayers(positions), sets))
+            backbone = self.model.backbone
+            sublayers = sublayers_of(backbone.layers, positions=positions)
+            return visit(backbone.embedding(tokens[: self.window]), partial(run_sublayer, sublayers, sets))
 
         result: T = self._run(run, sets)
         return result
@@ -93,18 +92,6 @@ class SetScores(MatchnessScorer):
     def _best(self, skipped: NDArray[np.bool_], tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """int64 [J * window]: the most likely token after each."""
         backbone = self.model.backbone
-        hidden = backbone.embedding(tokens)
-        stream = forward(hidden.view(len(skipped), self.window, -1), self._sublayers(positions), skipped)
+        hidden = backbone.embedding(tokens).view(len(skipped), self.window, -1)
+        stream = forward(hidden, sublayers_of(backbone.layers, positions=positions), skipped)
         return backbone.logits(backbone.norm(stream.view(len(tokens), -1))).argmax(-1)
-
-    def _sublayers(self, positions: torch.Tensor) -> list[Sublayer]:
-        sublayers = []
-        for layer in self.model.backbone.layers:
-            attention = partial(_attend, layer.self_attn, positions)
-            sublayers.append(Sublayer(layer.input_layernorm, attention, True))
-            sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
-        return sublayers
-
-
-def _attend(attention: Any, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    return attention(positions=positions, hidden_states=hidden)

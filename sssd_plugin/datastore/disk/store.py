@@ -61,7 +61,7 @@ class Datastore:
             check_size(file, entry)
         if verify:
             check_contents(files, pinned=sha256 is not None)
-        return cls(path, manifest, Snapshot.of([_map(path, sub) for sub in manifest.sub_indices if not sub.n_sections]))
+        return cls(path, manifest, Snapshot([_map(path, sub) for sub in manifest.sub_indices if not sub.n_sections]))
 
     @property
     def snapshot(self) -> Snapshot:

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import secrets
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -40,7 +39,7 @@ from sssd_plugin.datastore.disk.sections import LearntSubIndex, learnt_sub_indic
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.fleet.batch import unseal
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, direct_buckets
-from sssd_plugin.datastore.records import Erasure, Record, keep_shares
+from sssd_plugin.datastore.records import Erasure, Record, in_parts, keep_shares, now_ms
 
 logger = logging.getLogger("freedraft.datastore")
 
@@ -167,7 +166,7 @@ class _Compaction:
         room = max(1 << 16, (memory - resident_bytes()) // 32)  # documents, their copies and their order
         self.limit = min(limit, room)
         age = 0 if max_age is None else max_age * 1000
-        self.before = _now() - int(age) if max_age else 0
+        self.before = now_ms() - int(age) if max_age else 0
         self.slack = int(age / _AGE_STEPS)
 
     def run(self) -> Compacted | Literal[False] | None:
@@ -213,7 +212,7 @@ class _Compaction:
         self, fresh: list[str], batches: dict[str, tuple[str, int]], consumed: dict[str, ConsumedEntry]
     ) -> Iterator[Record]:
         """Read batches, and note them as consumed."""
-        now = _now()
+        now = now_ms()
         replicas = {replica for replica, _ in batches.values()}
         for replica in [r for r, c in consumed.items() if r not in replicas and now - c.at > _CONSUMED_SECONDS * 1000]:
             del consumed[replica]
@@ -276,7 +275,7 @@ class _Compaction:
             path.rename(folder / entry.address)
             entries.append(entry.model_copy(update={"name": entry.address}))
 
-        for number, part in enumerate(_parts(records, self.limit, isolated)):
+        for number, part in enumerate(in_parts(records, self.limit, isolated)):
             if len(pending) > self.sorter.beside:
                 end_one()
             pending.append(self._write_one(folder / f"part-{group}-{number}", part, isolated))
@@ -306,24 +305,6 @@ class _Compaction:
         return entry, path, sorting
 
 
-def _parts(records: list[Record], limit: int, isolated: bool) -> Iterator[list[Record]]:
-    """Yield records of at most `limit` tokens together, separators included, cut between tenants where possible."""
-    part: list[Record] = []
-    size = begin = tenant_size = 0  # of the part; where its last tenant begins, and that one's size
-    for record in records:
-        if not part or (isolated and record.tenant != part[-1].tenant):
-            begin, tenant_size = len(part), 0
-        if part and size + record.size > limit:
-            cut = begin or len(part)
-            yield part[:cut]
-            part, size = part[cut:], tenant_size if begin else 0
-            tenant_size, begin = size, 0
-        part.append(record)
-        size, tenant_size = size + record.size, tenant_size + record.size
-    if part:
-        yield part
-
-
 def _joined(erasures: Sequence[ErasureEntry]) -> tuple[ErasureEntry, ...]:
     """Return the erasures without those that others cover."""
     latest: dict[str | None, int] = {}
@@ -348,7 +329,3 @@ def _next(manifest: Manifest, learnt: LearntEntry, subs: tuple[SubIndexEntry, ..
 
 def _time(record: Record) -> int:
     return record.milliseconds
-
-
-def _now() -> int:
-    return time.time_ns() // 1_000_000

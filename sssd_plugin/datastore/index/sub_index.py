@@ -109,10 +109,6 @@ class Snapshot:
         self.table = np.array([sub.row for sub in self.sub_indices], np.int64).reshape(-1, TABLE_COLUMNS)
 
     @classmethod
-    def of(cls, sub_indices: Iterable[SubIndex]) -> Snapshot:
-        return cls(sub_indices)
-
-    @classmethod
     def empty(cls) -> Snapshot:
         return cls(())
 

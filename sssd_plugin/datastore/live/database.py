@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import sqlite3
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.live.free_space import free_bytes
-from sssd_plugin.datastore.records import Erasure, Record, keep_shares
+from sssd_plugin.datastore.records import Erasure, Record, keep_shares, now_ms
 
 logger = logging.getLogger("freedraft.datastore")
 
@@ -141,7 +140,7 @@ class LearntDatabase:
                         gone.append((row[0],))
                         tokens += len(record.tokens) if record else 0
                 self._db.executemany("DELETE FROM documents WHERE id = ?", gone)
-                self._db.execute(_ANNOUNCE, (None, erasure.tenant, erasure.before, _now()))
+                self._db.execute(_ANNOUNCE, (None, erasure.tenant, erasure.before, now_ms()))
                 self._db.execute(_DUE)
             return len(gone), tokens
 
@@ -162,7 +161,7 @@ class LearntDatabase:
 
         Whoever erased may have been killed before it called `compact`.
         """
-        now = _now()
+        now = now_ms()
         until = now if alone else now - int(ANNOUNCED_SECONDS * 1000)
         with self._transaction():
             # The clock may have been set back.
@@ -340,7 +339,3 @@ def _corrupt() -> sqlite3.DatabaseError:
     error = sqlite3.DatabaseError("the file is damaged")
     error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
     return error
-
-
-def _now() -> int:
-    return time.time_ns() // 1_000_000

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +21,7 @@ from sssd_plugin.datastore.index.runs import Run, Searched, View, sorted_run, wi
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.merging import Merge, MergeThread
 from sssd_plugin.datastore.live.tenants import Tenant, kept, writer_of
-from sssd_plugin.datastore.records import Erasure, Record, keep_shares
+from sssd_plugin.datastore.records import Erasure, Record, in_parts, keep_shares
 
 if TYPE_CHECKING:
     from sssd_plugin.datastore.fleet.replica import Fetched
@@ -179,7 +179,7 @@ class LearntRuns:
         with self.lock:
             for digest, documents in owned.items():
                 tenant = self.tenants[self.number(digest)]
-                for part in _in_parts(documents, self.max_tokens // 2):
+                for part in in_parts(documents, self.max_tokens // 2):
                     texts = [record.tokens for record in part]
                     tenant.runs.append(sorted_run(texts, self.vocab_size, self._about(part)))
                 tenant.view = self._view_of(tenant)
@@ -251,7 +251,7 @@ class LearntRuns:
     def _set_static(self, static: Snapshot) -> None:
         self._given = static
         subs = static.sub_indices + (self._fetched.built.sub_indices if self._fetched else ())
-        static = Snapshot.of(subs)
+        static = Snapshot(subs)
         max_static = SEARCHED - MIN_RUNS - (self._fetched is not None)
         if len(subs) > max_static:
             logger.warning(
@@ -262,7 +262,7 @@ class LearntRuns:
                 len(subs) - max_static,
             )
             largest = sorted(sorted(range(len(subs)), key=lambda i: -subs[i].n)[:max_static])
-            static = Snapshot.of([subs[i] for i in largest])
+            static = Snapshot([subs[i] for i in largest])
         self._static = static
         self._static_view = View.of(static)
 
@@ -363,17 +363,3 @@ class LearntRuns:
             self._drop()
             tenant.view = self._view_of(tenant)
         self.merger.release(merge.inputs)
-
-
-def _in_parts(records: Iterable[Record], max_tokens: int) -> Iterator[list[Record]]:
-    """Yield consecutive documents, at most `max_tokens` together, separators included, unless one alone is larger."""
-    part: list[Record] = []
-    total = 0
-    for record in records:
-        if part and total + record.size > max_tokens:
-            yield part
-            part, total = [], 0
-        part.append(record)
-        total += record.size
-    if part:
-        yield part

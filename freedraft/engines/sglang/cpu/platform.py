@@ -59,6 +59,3 @@ class CpuTreePlatform(CpuDeviceMixin, SRTPlatform):
         from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
 
         return CpuKVPool
-
-    def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return False  # of the built-in ones; ours does not ask
