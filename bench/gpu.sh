@@ -70,6 +70,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv > "$OUT/gpu
 "$VLLM/bin/freedraft" doctor || true
 "$VLLM/bin/python" bench/kernels.py --json "$OUT/kernels.json" || failed=1
 "$VLLM/bin/freedraft" profile --out "$OUT/profile.yaml" --force || true
+"$VLLM/bin/python" bench/forward_times.py --json "$OUT/forward-times.json" || failed=1
 
 # One server at a time: an engine takes most of the device's memory. bf16 and CUDA graphs, as people serve. Each arm runs
 # on the model runner that its users get; plain is stock plain.

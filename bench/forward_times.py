@@ -1,0 +1,179 @@
+"""Forward times of a decoder with random weights against the roofline: how far `auto` is off before it has measured.
+
+    python bench/forward_times.py --json bench/results/forward-times.json       # the shape of Llama-3.1-8B, on a GPU
+    python bench/forward_times.py --shape 576 4 9 3 64 1536 49152 --batches 1 4 --contexts 512 --query-tokens 1 4 16
+
+Needs no engine: norms, projections, attention over a cache (PyTorch's own kernels) and the head, in CUDA graphs on a
+GPU, so that no launch is counted. By cell the median of `--seconds`, and what `freedraft.cost.roofline` says with the
+profile of this device (`freedraft profile --out FILE` makes one). What matters to `auto` is not a time but what a step
+takes over one without drafts: `growth`, measured and predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.lib.machine import cores, cpu, rounded, versions
+from bench.lib.results import write_json
+from freedraft.cost.hardware import HardwareProfile, choose_profile, device_name
+from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.roofline import Roofline
+
+LLAMA_8B = (4096, 32, 32, 8, 128, 14336, 128256)
+FREE_SHARE = 0.9  # of the memory that is left, at most, for caches
+
+
+class Decoder:
+    """A pre-norm decoder without positions, with random weights of its own in every layer."""
+
+    def __init__(self, shape: ModelShape, device: str) -> None:
+        self.shape, self.device, self.dtype = shape, device, getattr(torch, shape.dtype)
+        h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        sizes = {
+            "qkv": (q + 2 * kv, h),
+            "out": (h, q),
+            "up": (2 * shape.intermediate, h),
+            "down": (h, shape.intermediate),
+        }
+        self.layers = [{name: self._random(*size) for name, size in sizes.items()} for _ in range(shape.layers)]
+        self.head = self._random(shape.vocab, h)
+        self.norm = torch.ones(h, device=device, dtype=self.dtype)
+
+    def _random(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device, dtype=self.dtype) * size[-1] ** -0.5
+
+    def caches(self, batch: int, tokens: int) -> list[Tensor]:
+        """[2, batch, kv heads, tokens, head_dim] for each layer: keys and values, whose last places a step writes."""
+        size = (2, batch, self.shape.kv_heads, tokens, self.shape.head_dim)
+        return [torch.randn(size, device=self.device, dtype=self.dtype) for _ in range(self.shape.layers)]
+
+    @torch.inference_mode()
+    def forward(self, x: Tensor, caches: list[Tensor]) -> Tensor:
+        """Logits [b, n, vocab] of the embedded newest n tokens of b requests, x [b, n, h], behind what is cached."""
+        batch, n, h = x.shape
+        shape, tokens = self.shape, caches[0].shape[3]
+        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+        mask = None if n == 1 else causal_lower_right(n, tokens)
+        for weights, cache in zip(self.layers, caches, strict=True):
+            qkv = F.linear(F.rms_norm(x, (h,), self.norm), weights["qkv"]).view(batch, n, sum(heads), shape.head_dim)
+            q, k, v = qkv.transpose(1, 2).split(heads, 1)
+            cache[0, :, :, tokens - n :], cache[1, :, :, tokens - n :] = k, v
+            attended = F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=mask, enable_gqa=True)
+            x = x + F.linear(attended.transpose(1, 2).reshape(batch, n, -1), weights["out"])
+            gate, up = F.linear(F.rms_norm(x, (h,), self.norm), weights["up"]).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, weights["down"])
+        return F.linear(F.rms_norm(x, (h,), self.norm), self.head)
+
+
+def measure(decoder: Decoder, roofline: Roofline, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each batch, context and number of query tokens that fits."""
+    for batch in args.batches:
+        for context in args.contexts:
+            plain: tuple[float, float] | None = None
+            for query_tokens in sorted(args.query_tokens):
+                n = query_tokens // batch
+                if n < 1 or n * batch != query_tokens:
+                    continue
+                needed = 2 * batch * decoder.shape.kv_heads * (context + n) * decoder.shape.head_dim
+                if needed * decoder.shape.layers * decoder.dtype.itemsize > FREE_SHARE * free_bytes(decoder.device):
+                    continue
+                caches = decoder.caches(batch, context + n)
+                x = torch.randn(batch, n, decoder.shape.hidden, device=decoder.device, dtype=decoder.dtype)
+                seconds = timed(lambda x=x, caches=caches: decoder.forward(x, caches), decoder.device, args.seconds)
+                predicted = float(roofline.seconds(batch, query_tokens, context))
+                del caches
+                plain = plain or (seconds, predicted)
+                yield {
+                    "batch": batch, "context": context, "query_tokens": query_tokens, "ms": 1e3 * seconds,
+                    "predicted_ms": 1e3 * predicted, "measured_over_predicted": seconds / predicted,
+                    "growth": seconds / plain[0], "predicted_growth": predicted / plain[1],
+                }  # fmt: skip
+
+
+def free_bytes(device: str) -> float:
+    return float(torch.cuda.mem_get_info()[0]) if device == "cuda" else 4e9
+
+
+def timed(work: Callable[[], object], device: str, seconds: float) -> float:
+    """Median seconds of a call; on a GPU of a CUDA graph of it."""
+    work()
+    if device == "cpu":
+        run = work
+    else:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        run = graph.replay
+    run()
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 3:
+        if device != "cpu":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and extremes over the cells: of times, and of growth where there were drafts."""
+    level = [row["measured_over_predicted"] for row in rows]
+    growth = [row["growth"] / row["predicted_growth"] for row in rows if row["query_tokens"] > row["batch"]]
+    return {
+        name: [min(values), statistics.median(values), max(values)]
+        for name, values in (("measured_over_predicted", level), ("growth_over_predicted", growth))
+        if values
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ("HIDDEN", "LAYERS", "HEADS", "KV_HEADS", "HEAD_DIM", "INTERMEDIATE", "VOCAB")
+    parser.add_argument("--shape", type=int, nargs=7, metavar=names, default=LLAMA_8B)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 16384])
+    parser.add_argument(
+        "--query-tokens", type=int, nargs="+", default=[2**i for i in range(10)], help="of all requests"
+    )
+    parser.add_argument("--hardware", default="auto", help="name or file of a profile")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of each cell")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    width = torch.empty(0, dtype=getattr(torch, args.dtype)).element_size()
+    shape = ModelShape(*args.shape, weight_bytes=width, activation_bytes=width, kv_bytes=width, dtype=args.dtype)
+    profile: HardwareProfile = choose_profile(args.hardware)
+    result: dict[str, Any] = {"machine": device_name() or f"{cpu()}, {cores()} cores"} | versions("torch")
+    result |= {"shape": list(args.shape), "dtype": args.dtype, "profile": profile.name, "rows": []}
+    decoder = Decoder(shape, device)
+    for row in measure(decoder, Roofline(shape, profile), args):
+        result["rows"].append(row)
+        print(" ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
+        result["summary"] = summary(result["rows"])
+        write_json(args.json, rounded(result))
+    print({name: [round(value, 2) for value in values] for name, values in result.get("summary", {}).items()})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
