@@ -35,6 +35,10 @@ from freedraft_kernels import (
     verify_sampled,
 )
 from freedraft_kernels.dispatch import Backend, has_triton, use_triton
+from freedraft_kernels.newest_tokens import newest_tokens
+from freedraft_kernels.probs import keep_likeliest
+from freedraft_kernels.top_tokens import top_tokens
+from freedraft_kernels.tree_queries import NodeMasks, write_tree_queries
 
 from bench.lib.results import write_json
 
@@ -154,6 +158,58 @@ def attention(shape: Shape, device: torch.device) -> tuple[Callable[[Backend], l
     return run, (2 * batch * length * shape.heads * dim + 2 * query.numel()) * query.element_size()
 
 
+Operation = tuple[str, Callable[[Backend], object], int]
+"""Name, what runs it, and the bytes that it must move at least."""
+
+
+def rows_of_slots(shape: Shape, device: torch.device) -> list[Operation]:
+    """What vLLM's model runner V2 does with requests that live in slots: newest tokens, and queries of their trees."""
+    batch, nodes, slots_in_all = shape.batch, shape.nodes, 2 * shape.batch
+    generator = torch.Generator(device).manual_seed(3)
+    texts = torch.randint(shape.vocab, (slots_in_all, shape.seq_len + nodes), generator=generator, device=device).int()
+    lengths = torch.full((slots_in_all,), shape.seq_len, dtype=torch.int32, device=device)
+    slots = torch.randperm(slots_in_all, generator=generator, device=device)[:batch]
+    gained = torch.ones(batch, dtype=torch.int32, device=device)
+    own = 1 << torch.arange(nodes - 1, device=device)
+    trees = NodeMasks((own | 1).repeat(slots_in_all, 1), torch.zeros_like(lengths))  # all hang from the first
+    offsets = torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=device)
+    seq_lens = torch.full((batch,), shape.seq_len + nodes, dtype=torch.int32, device=device)
+
+    def newest(backend: Backend) -> list[torch.Tensor]:
+        out = torch.empty(batch, nodes + 3, dtype=torch.int32, device=device)
+        drafts = torch.empty(batch, nodes, dtype=torch.int64, device=device)
+        newest_tokens(texts, lengths, slots, gained, out, drafts, backend=backend)
+        return [out, drafts]
+
+    def queries(backend: Backend) -> list[torch.Tensor]:
+        ints = [torch.empty(size, dtype=torch.int32, device=device) for size in (batch * nodes,) * 2 + (batch,) * 2]
+        masks = torch.empty(batch * nodes, dtype=torch.int64, device=device)
+        positions = (shape.seq_len + torch.arange(nodes, device=device)).repeat(batch)
+        written = TreeQueries(offsets, seq_lens, ints[0], masks, ints[2])
+        write_tree_queries(trees, slots, offsets, written, positions, ints[1], ints[3], backend=backend)
+        return [*ints, masks, positions]
+
+    return [
+        ("newest tokens", newest, batch * (4 * (nodes + 1) + 4 * (nodes + 3) + 8 * nodes)),
+        ("tree queries", queries, batch * nodes * (8 + 4 + 8 + 16 + 4)),
+    ]
+
+
+def over_the_vocabulary(probs: torch.Tensor, counts: torch.Tensor) -> list[Operation]:
+    """The likeliest tokens of every node; and top-k and top-p of the first request's, whose reference is slow."""
+    logits, few = probs.flatten(0, 1), probs[:1]
+    ranks, masses = (torch.full((1,), value, device=probs.device) for value in (50, 0.9))
+
+    def filtered(backend: Backend) -> list[torch.Tensor]:
+        kept = few.clone()
+        return [keep_likeliest(kept, counts[:1], ranks, masses, None, backend=backend), kept]
+
+    return [
+        ("top tokens", lambda b: top_tokens(logits, 8, backend=b), 4 * logits.numel() + 64 * len(logits)),
+        ("top-k and top-p, one request", filtered, 4 * 4 * few.numel()),  # and a copy before
+    ]
+
+
 def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) -> list[Row]:
     batch, nodes, vocab = shape.batch, shape.nodes, shape.vocab
     tree = random_trees(shape, device)
@@ -196,13 +252,15 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
     full_bytes = trees + batch * nodes * 16 + nodes * (capacity + batch * nodes)
     greedy_bytes, sampled_bytes = trees + outcome + 8 * batch * nodes, trees + outcome + 4 * batch * vocab
     attend, attended_bytes = attention(shape, device)
-    operations: list[tuple[str, Callable[[Backend], object], int]] = [
+    operations: list[Operation] = [
         ("tree inputs, query mask", inputs("query"), query_bytes),
         ("tree inputs, full mask", inputs("full"), full_bytes),
         ("verify greedy", lambda b: verify_greedy(tree, targets, backend=b), greedy_bytes),
         ("verify sampled", lambda b: verify_sampled(tree, probs, seeds, seq_lens, backend=b), sampled_bytes),
         ("compact KV", compact, moved),
         ("tree attention", attend, attended_bytes),
+        *rows_of_slots(shape, device),
+        *over_the_vocabulary(probs, tree.counts),
     ]
     with_triton = use_triton(device)
     rows = []
