@@ -149,6 +149,7 @@ class Cost(Lookahead):
         self._probed = self._turn = -1
         self._tried: dict[tuple[bytes, int], int] = {}  # trials by skip sets and context
         self.wants_trial, self._trials = False, 0
+        self._round = np.zeros(len(self.recipes), np.int64), 1  # its requests by recipe, and all of the step
         self._decision: tuple[bytes, Flags, int] = b"", np.zeros(0, np.bool_), 0
         self._chosen: tuple[bytes, Places, int] = b"", np.zeros(0, np.intp), 0
 
@@ -196,6 +197,15 @@ class Cost(Lookahead):
             0,
         )
         return seconds[0] + np.concatenate([[0.0], np.cumsum((1 - nobody[1:]) * np.diff(seconds))])
+
+    def _could_pay(self) -> bool:
+        """Whether the last round's requests would gain if all that is drafted for them were accepted."""
+        counts, batch = self._round
+        lengths, n = np.arange(1, self.longest + 1), counts.sum()
+        passes = sum(float(self.costs.pass_seconds(self.recipes[i], counts[i])) for i in np.flatnonzero(counts))
+        tokens = batch + n * lengths if self.widths is None else batch * self._fitting((1 + lengths).astype(np.int32))
+        rates = (batch + n * lengths) / (lengths * passes + self.costs.step_seconds(batch, tokens))
+        return bool(rates.max() > batch / float(self.costs.step_seconds(batch, batch)))
 
     def _fitting(self, nodes: Ints) -> Ints:
         """The numbers of nodes per request that are verified where drafts have so many."""
@@ -327,7 +337,8 @@ class Cost(Lookahead):
         if not batch:
             return
         counts = np.bincount(places, minlength=len(self.recipes))
-        rates = self.rates(counts, batch + rest.requests)
+        self._round = counts, batch + rest.requests
+        rates = self.rates(*self._round)
         self._best_len = min(max(int(rates.argmax()), 1), self.max_draft_len)
         self.rate = float(rates.max()) if rest.rate is None else rest.rate
         self.places, self.kinds = np.asarray(places), kinds_of(places)
@@ -389,7 +400,8 @@ class Cost(Lookahead):
             if rounds.any():
                 length, brought = drafted[rounds].mean(), path[rounds].mean()
                 expected, well = record.accepted[: max(1, int(length))].sum(), brought >= GOOD * length
-                if not self.on and (brought > expected + SURPRISE or (well and expected < DOUBTFUL * length)):
+                surprise = brought > expected + SURPRISE or (well and expected < DOUBTFUL * length)
+                if surprise and not self.on and self._could_pay():
                     self._trials, record.weight = MORE_TRIALS, min(record.weight, DOUBTED_WEIGHT)
                 elif self.on or not well:
                     self._trials = 0 if self.on else self._trials - MORE_TRIALS // 2

@@ -299,6 +299,20 @@ def test_acceptance_that_rises_is_noticed_where_rounds_are_decided_by_others() -
     assert sum(map(noticed, range(12))) >= 10
 
 
+def test_a_surprise_is_of_no_use_where_passes_are_too_dear() -> None:
+    """A pass takes two steps: nothing that is accepted could pay for it, and no trial follows a good one."""
+    policy = cost({1: 2.0}, {1: 1.0, 8: 1.1})
+    driver, trials = Driver(policy), []
+    for step in range(1000):
+        if drafts(policy, np.zeros(1, np.intp))[0]:
+            trials.append(step)
+            drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
+            # Refused at first, so that the rest surprises.
+            driver.judge(["r"], drafted, drafted if len(trials) > FIRST_TRIALS else np.zeros(1, np.int32))
+    assert trials[:FIRST_TRIALS] == list(range(FIRST_TRIALS)) and len(trials) < 12
+    assert min(b - a for a, b in zip(trials[FIRST_TRIALS:], trials[FIRST_TRIALS + 1 :], strict=False)) > 100
+
+
 def test_a_new_set_is_not_judged_by_the_old_ones_record() -> None:
     policy, rng = cost({1: 0.5}, {1: 1.0, 8: 1.1}), np.random.default_rng(0)
     driver = Driver(policy)

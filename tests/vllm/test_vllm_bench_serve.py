@@ -19,7 +19,7 @@ BROKEN = 'broken={"method": "sssd", "num_speculative_tokens": 8, "polcy": "auto"
 
 def run(folder: Path, model: Path, *arms: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     command = [sys.executable, str(SCRIPT), "--questions", "q.jsonl", "--model", str(model), "--json", "serve.json"]
-    command += ["--concurrency", "2", "--max-tokens", "12", "--warm-up", "2", "--arms", *arms]
+    command += ["--concurrency", "1", "--max-tokens", "12", "--warm-up", "2", "--arms", *arms]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done, json.loads((folder / "serve.json").read_text())
