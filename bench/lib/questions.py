@@ -117,7 +117,8 @@ def blocks(
         QuestionError: there are not as many questions as requests at a time.
     """
     size, limited = concurrency * rounds, {name: members[:limit] for name, members in groups(questions).items()}
-    small = [name for name, members in limited.items() if len(members) < 2 * concurrency]
+    enough = 2 * concurrency if concurrency > 1 else 1
+    small = [name for name, members in limited.items() if len(members) < enough]
     if sum(len(limited[name]) for name in small) < concurrency and small:
         small = list(limited)
     if len(small) > 1:
