@@ -130,7 +130,6 @@ class LayerSkipMethod(ModelMethod):
     def prepare(self, model: DraftModel) -> None:
         """Build the draft passes of every skip set, before the first request."""
         self._model = model
-        self._whole_up_to = np.array([_whole_up_to(recipe) for recipe in self.recipes])
         if self._cost is not None:
             self._cost.reads_ahead = model.waits
         for place, (name, recipe) in enumerate(self.selector.sets.items()):
@@ -218,15 +217,16 @@ class LayerSkipMethod(ModelMethod):
             hidden = None if state is None else state[None]
             self.selector.begin([request_id], [self._requested.get(request_id)], hidden)
         sets = self.selector.choose(step.request_ids, step.contexts)
-        places = self.lookahead.recipes_for(sets, step.contexts)
-        self._places = np.where(step.contexts > self._whole_up_to[places], places, NONE)
+        self._places = places = self.lookahead.recipes_for(sets, step.contexts)
+        if self.windows[0] is not None:
+            whole_up_to = np.array([_whole_up_to(recipe) for recipe in self.recipes])
+            self._places = np.where(step.contexts > whole_up_to[places], places, NONE)
         scorer = self._scorer
         if scorer is not None:
             recipe = self.selector.search(lambda: scorer.observe(step))
             for place, new in enumerate(self._recipes(recipe) if recipe is not None else ()):
                 # It drafts from the next step on, unoptimized: it may soon be replaced.
                 self.recipes[place], self.draft_passes[place] = new, self._build(new, optimize=False)
-                self._whole_up_to[place] = _whole_up_to(new)
                 self.lookahead.replace_recipe(place, new)
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
