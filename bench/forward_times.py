@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from freedraft.cost.hardware import HardwareProfile, choose_profile, device_name
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
 
+NAMES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
 LLAMA_8B = (4096, 32, 32, 8, 128, 14336, 128256)
 FREE_SHARE = 0.9  # of the memory that is left, at most, for caches
 
@@ -92,7 +94,7 @@ def measure(decoder: Decoder, roofline: Roofline, args: argparse.Namespace) -> I
                     continue
                 caches = decoder.caches(batch, context + n)
                 x = torch.randn(batch, n, decoder.shape.hidden, device=decoder.device, dtype=decoder.dtype)
-                seconds = timed(lambda x=x, caches=caches: decoder.forward(x, caches), decoder.device, args.seconds)
+                seconds = timed(partial(decoder.forward, x, caches), decoder.device, args.seconds)
                 predicted = float(roofline.seconds(batch, query_tokens, context))
                 del caches
                 plain = plain or (seconds, predicted)
@@ -147,8 +149,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("HIDDEN", "LAYERS", "HEADS", "KV_HEADS", "HEAD_DIM", "INTERMEDIATE", "VOCAB")
-    parser.add_argument("--shape", type=int, nargs=7, metavar=names, default=LLAMA_8B)
+    parser.add_argument("--shape", type=int, nargs=7, metavar=tuple(map(str.upper, NAMES)), default=LLAMA_8B)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 16384])
@@ -161,7 +162,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     width = torch.empty(0, dtype=getattr(torch, args.dtype)).element_size()
-    shape = ModelShape(*args.shape, weight_bytes=width, activation_bytes=width, kv_bytes=width, dtype=args.dtype)
+    sizes: dict[str, Any] = dict(zip(NAMES, args.shape, strict=True))
+    sizes |= {"weight_bytes": width, "activation_bytes": width, "kv_bytes": width}
+    shape = ModelShape(**sizes, dtype=args.dtype)
     profile: HardwareProfile = choose_profile(args.hardware)
     result: dict[str, Any] = {"machine": device_name() or f"{cpu()}, {cores()} cores"} | versions("torch")
     result |= {"shape": list(args.shape), "dtype": args.dtype, "profile": profile.name, "rows": []}
