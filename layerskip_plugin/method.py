@@ -218,7 +218,7 @@ class LayerSkipMethod(ModelMethod):
             self.selector.begin([request_id], [self._requested.get(request_id)], hidden)
         sets = self.selector.choose(step.request_ids, step.contexts)
         self._places = places = self.lookahead.recipes_for(sets, step.contexts)
-        if self.windows[0] is not None:
+        if self.windows[0] is not None and self._cost is None:  # which leaves them out itself
             whole_up_to = np.array([_whole_up_to(recipe) for recipe in self.recipes])
             self._places = np.where(step.contexts > whole_up_to[places], places, NONE)
         scorer = self._scorer

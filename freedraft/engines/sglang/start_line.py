@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from freedraft.engines.hooks import installed_version, is_tested
+from freedraft.engines.hooks import installed_version
 from freedraft.engines.sglang.hooks import DISTRIBUTIONS, TESTED_VERSIONS
+from freedraft.engines.start_line import start_line as put_together
 
 
 def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *, chains: bool) -> str:
@@ -18,13 +19,11 @@ def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *,
         chains: whether drafts are chains.
     """
     args, version = runner.server_args, installed_version(DISTRIBUTIONS)
-    ranks = {"tensor": args.tp_size, "pipeline": args.pp_size, "data": args.dp_size}
     parts = [
-        f"SGLang {version}" + ("" if is_tested(version, TESTED_VERSIONS) else ", which we do not test"),
         f"overlap scheduling {'off' if args.disable_overlap_schedule else 'on'}",
         f"CUDA graphs {'off' if runner.decode_cuda_graph_runner is None else 'on'}",
         f"attention {backend}",
-        *(f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1),
-        f"{'chains' if chains else 'trees'} of up to {widths[-1] - 1} draft tokens, {len(widths)} sizes",
     ]
-    return f"freedraft: method '{method}': " + "; ".join(parts)
+    ranks = {"tensor": args.tp_size, "pipeline": args.pp_size, "data": args.dp_size}
+    lengths = f"{'chains' if chains else 'trees'} of up to {widths[-1] - 1} draft tokens, {len(widths)} sizes"
+    return put_together(method, "SGLang", version, TESTED_VERSIONS, parts, ranks, [lengths])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from freedraft.engines.hooks import is_tested
+from freedraft.engines.start_line import start_line as put_together
 from freedraft.engines.vllm.hooks import TESTED_VERSIONS, vllm_version
 from freedraft.engines.vllm.methods import configured
 
@@ -37,13 +37,10 @@ def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
         "data": parallel.data_parallel_size,
     }
     parts = [
-        f"vLLM {version}" + ("" if is_tested(version, TESTED_VERSIONS) else ", which we do not test"),
         f"model runner {'V2' if v2 else 'V1'}",
         f"async scheduling {'on' if vllm_config.scheduler_config.async_scheduling else 'off'}",
         f"CUDA graphs {'NONE' if graphs is None else graphs.name}",
         f"attention {' and '.join(sorted(backends)) or 'unknown'}",
-        *(f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1),
-        lengths,
-        *(["drafts are chains: trees need model runner V2"] if asked and not v2 else []),
     ]
-    return f"freedraft: method '{method}': " + "; ".join(parts)
+    chains = ["drafts are chains: trees need model runner V2"] if asked and not v2 else []
+    return put_together(method, "vLLM", version, TESTED_VERSIONS, parts, ranks, [lengths, *chains])
