@@ -15,6 +15,7 @@ from vllm_cases import TINY, metric, parameters, token_prompts, tokens_of
 from vllm_engines import batch_rows, engine, failures, runner_of, settle, spied
 
 from freedraft.draft_model import Window
+from freedraft.engines.vllm.pages import Pages
 from tests.support.models import save, tiny_model
 from tests.support.prompts import random_ids
 
@@ -187,3 +188,19 @@ def test_attention_reads_no_more_than_the_window(windowed: Any) -> None:
 )
 def test_windows_that_are_refused(tiny_model: Path, change: dict[str, Any], words: str) -> None:
     assert words in refusal(tiny_model, GOOD | change, block_size=BLOCK)
+
+
+@pytest.mark.parametrize("window", [Window(16, 48), Window(16, 8176)])
+def test_a_table_that_is_full_stays_as_wide(windowed: Any, window: Window) -> None:
+    """One request nearly at the end of its context, beside one that may still draft five tokens."""
+    runner, longest = runner_of(windowed), 5
+    model, table = runner.drafter.draft_model, runner.input_batch.block_table[0]
+    size, width = table.block_size, table.max_num_blocks_per_req
+    whole = torch.arange(2 * width, dtype=torch.int32, device=model.device).view(2, width)
+    first, rows = np.array([width * size - 3, 100], np.int64), np.arange(2)
+    pages = Pages(whole, rows, np.full(2, width), size)
+    tables = model.round(pages, first, longest)._tables(rows, window)
+    assert tables.read.shape[1] <= width
+    for row, (position, left_out) in enumerate(zip(first.tolist(), tables.dropped.tolist(), strict=True)):
+        newest = min((position + longest - 1) // size, width - 1)
+        assert tables.read[row, newest - left_out // size] == whole[row, newest], "where the newest token's KV goes"
