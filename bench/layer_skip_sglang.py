@@ -30,12 +30,15 @@ from bench.lib.deep_model import mixed_sets
 from bench.lib.prompts import MIXED, chats
 from bench.lib.results import write_json
 from bench.lib.sglang_plugin import engine_with
-from bench.lib.switch import Call, Switch, calls_in
+from bench.lib.switch import Call, Switch, Turns, calls_in
+from freedraft.method import Step
 
 LOG = "LAYER_SKIP_BENCH_LOG"
 ALGORITHM = "layerskip_in_turns"
 BASELINE, DRAFTING = "plain", "draft"
 KINDS = (BASELINE, DRAFTING)
+TURNS, TURN = "turns", 8
+"""Requests that are drafted for in every other turn of so many steps."""
 
 
 def register() -> None:
@@ -49,8 +52,15 @@ def register() -> None:
 def make_method(options: Any, context: Any, controller: Any = None) -> Any:
     from layerskip_plugin.method import SPEC
 
-    method = SPEC.make(options, context, controller)
-    Switch(method, lambda step: not step.request_ids[0].startswith(BASELINE), Path(os.environ[LOG]))
+    method, turns = SPEC.make(options, context, controller), dict[str, Turns]()
+
+    def wants(step: Step) -> bool:
+        label = step.request_ids[0].rsplit("-", 1)[0]
+        if label.startswith(TURNS):
+            return turns.setdefault(label, Turns(TURN))(step)
+        return not label.startswith(BASELINE)
+
+    Switch(method, wants, Path(os.environ[LOG]))
     return method
 
 
@@ -128,7 +138,7 @@ def measure(
 
 
 def engine_in_turns(model: Path, log: Path, settings: dict[str, str], **options: Any) -> AbstractContextManager[Any]:
-    """An engine whose requests "plain-..." are not drafted for.
+    """An engine whose requests "plain-..." are not drafted for, and "turns-..." in turns.
 
     Args:
         log: gets the calls of the drafter; settings: FREEDRAFT_* variables; options: of `sglang.Engine`.

@@ -9,18 +9,21 @@ Prompts are documents and modules of Python's own library, cut to the context, w
 - acceptance: without an engine, fp32. The share of tokens of the model's own answers that a pass over 16 sinks and the
   newest tokens says too, and of places from which it says the next 2, 4 and 6 (with the whole model's KV in between,
   where a real draft finds its own).
-- sglang (freedraft's CPU platform), vllm (its CPU build): plain and windowed decoding take turns in one engine, group
-  by group, prompts read before. By cell of batch and context: ms of a plain step and of a draft pass, verification in
-  plain steps, M, alpha over all draft tokens, the ratio of speeds and its spread, whether all tokens are the same; and
-  what the measured times allow: the best (1 + a + ... + a^d) / (d c + v(d)) over lengths d, verification v growing
-  linearly with d as measured; 1 where nothing is drafted.
+- sglang (freedraft's CPU platform), vllm (its CPU build): drafting is off and on in turns of 8 steps within the same
+  requests. By cell of batch and context: ms of a plain step and of a draft pass, verification in plain steps, M and
+  alpha over all draft tokens of the turns that draft; the ratio of speeds of each turn to those beside it, their median
+  and quartiles; whether all tokens are those of plain decoding; and what the measured times allow: the best
+  (1 + a + ... + a^d) / (d c + 1 + d v) over lengths d and windows, of all drafts of the cell, those included that were
+  made to learn what passes and windows bring; 1 where nothing beats plain.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import statistics
 import sys
 import sysconfig
 import tempfile
@@ -31,10 +34,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.layer_skip_sglang import BASELINE, DRAFTING, KINDS, engine_in_turns, figures
+from bench.layer_skip_sglang import BASELINE, DRAFTING, TURN, TURNS, engine_in_turns
 from bench.lib.machine import cores, cpu, rounded, versions
 from bench.lib.results import write_json
-from bench.lib.switch import Call, calls_in
+from bench.lib.switch import Call, Turns, calls_in
 
 SOURCES = (
     ("pydoc_data/topics.py", "Which statements of Python does this text describe? Explain the first one."),
@@ -47,6 +50,8 @@ SOURCES = (
 WINDOWS = (128, 256, 512, 1024, 2048)
 SINKS = 16
 LENGTHS = (1, 2, 4, 6)
+FEWEST_ROUNDS = 3
+"""Rounds of a window from which it is judged."""
 Generate = Callable[[list[list[int]], str, int], list[list[int]]]
 
 
@@ -150,8 +155,10 @@ def vllm(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> Iterator
     calls: list[Call] = []
 
     def generate(prompts: list[list[int]], label: str, tokens: int) -> list[list[int]]:
-        run = engine.generate(prompts, tokens, drafting=label.startswith(DRAFTING))
-        calls.extend(replace(call, ids=[f"{label}-{i}" for i in range(call.batch)]) for call in run.calls)
+        drafting = Turns(TURN) if label.startswith(TURNS) else label.startswith(DRAFTING)
+        run = engine.generate(prompts, tokens, drafting=drafting)
+        ids = [f"{label}-{i}" for i in range(len(prompts))]
+        calls.extend(replace(call, ids=ids) for call in run.calls if call.batch == len(prompts))
         return run.tokens
 
     yield from in_turns(args, cells, generate, lambda: calls)
@@ -160,33 +167,69 @@ def vllm(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> Iterator
 def in_turns(
     args: argparse.Namespace, cells: Iterable[tuple[int, int]], generate: Generate, calls: Callable[[], Sequence[Call]]
 ) -> Iterator[dict[str, Any]]:
-    """Plain and windowed decoding of each cell by turns; a row for each."""
+    """A row for each cell."""
     for batch, context in cells:
-        prompts = long_prompts(args.model, context, batch, args.documents)
-        for turn in range(args.settle):  # the controller learns what steps and passes take, and what is accepted
-            for kind in KINDS:
-                generate(prompts, f"{kind}-warm{turn}-{batch}-{context}", args.tokens)
-        answers: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-        for turn in range(args.rounds):
-            for kind in KINDS if turn % 2 == 0 else KINDS[::-1]:
-                answers[kind].append(generate(prompts, f"{kind}-{batch}-{context}-{turn}", args.tokens))
-        mine = [call for call in calls() if call.ids and f"-{batch}-{context}-" in call.ids[0]]
-        row = {"context": context} | figures(mine, batch) | {"same": answers[BASELINE] == answers[DRAFTING]}
-        row["allowed"] = allowed(row)
-        row["share_of_allowed"] = row["ratio"] / row["allowed"]
-        del row["formula"], row["share"]
+        prompts, known = long_prompts(args.model, context, batch, args.documents), len(calls())
+        plain = generate(prompts, f"{BASELINE}-{batch}-{context}", args.tokens)
+        # The controller learns what steps and passes take, and what is accepted.
+        answers = [generate(prompts, f"{DRAFTING}-{batch}-{context}-{i}", args.tokens) for i in range(args.settle)]
+        answers += [generate(prompts, f"{TURNS}-{batch}-{context}-{i}", args.tokens) for i in range(args.rounds)]
+        steps = [(a, b) for a, b in itertools.pairwise(calls()[known:]) if a.ids == b.ids and a.batch == batch]
+        row = {"context": context, "batch": batch} | figures(steps) | {"same": all(a == plain for a in answers)}
         print(json.dumps(rounded(row)), flush=True)
         yield row
 
 
-def allowed(row: dict[str, Any], longest: int = 16) -> float:
-    """What the measured times allow; see above. alpha is of each token if those before were accepted."""
-    if not row["drafted_per_step"]:
-        return 1.0
-    lengths = row["drafted_per_step"] / max(row["drafting_share"], 1e-9)
-    a, c, more = row["alpha_given"], row["c"], (row["verify"] - 1) / lengths
-    rates = [sum(a**i for i in range(d + 1)) / (d * c + 1 + more * d) for d in range(longest)]
-    return max(rates)
+def figures(steps: Sequence[tuple[Call, Call]]) -> dict[str, Any]:
+    """Of full batches. A step runs from the beginning of its draft to that of the next one."""
+    measured = [(call, after) for call, after in steps if call.ids[0].startswith(TURNS)]
+    runs = [list(run) for _, run in itertools.groupby(measured, lambda step: (step[0].on, step[0].ids))]
+    speeds = [sum(sum(b.gained) for _, b in run) / sum(b.began - a.began for a, b in run) for run in runs]
+    ratios = []
+    for i, run in enumerate(runs):
+        beside = [speeds[j] for j in (i - 1, i + 1) if 0 <= j < len(runs) and runs[j][0][0].ids == run[0][0].ids]
+        if run[0][0].on and beside and len(run) >= TURN:
+            ratios.append(speeds[i] / statistics.mean(beside))
+    low, ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
+    plain = statistics.median(b.began - a.began for a, b in measured if not a.on)
+    drafting = [(a, b) for a, b in measured if a.on]
+    share = sum(any(a.drafted) for a, _ in drafting) / len(drafting)
+    request_steps = sum(a.batch for a, _ in drafting)
+    return {
+        "steps": len(drafting),
+        "M": sum(sum(b.gained) for _, b in drafting) / request_steps,
+        "drafted_per_step": sum(sum(a.drafted) for a, _ in drafting) / request_steps,
+        "drafting_share": share,
+        "plain_ms": 1e3 * plain,
+        "turns": len(ratios),
+        "ratio": ratio,
+        "ratio_quartiles": [low, high],
+    } | allowed(steps, plain)
+
+
+def allowed(steps: Sequence[tuple[Call, Call]], plain: float, longest: int = 16) -> dict[str, Any]:
+    """What the times of all rounds of drafts allow; see above.
+
+    Args:
+        plain: seconds of a plain step.
+    """
+    rounds = [(a, b) for a, b in steps if any(a.drafted)]
+    # A further draft token of each request makes verification longer by as much, in plain steps.
+    more = [((b.began - a.ended) / plain - 1) / statistics.mean(d for d in a.drafted if d) for a, b in rounds]
+    v = max(statistics.median(more), 0.0) if more else 0.0
+    best: dict[str, Any] = {"rounds": len(rounds), "verify": 1 + v, "pass_ms": 0.0, "alpha": 0.0, "allowed": 1.0}
+    for kind in sorted({k for a, _ in rounds for k in a.kinds if k}):
+        mine = [(a, b) for a, b in rounds if set(a.kinds) <= {0, kind}]
+        drafts = [(d, g) for a, b in mine for d, g in zip(a.drafted, b.gained, strict=True) if d]
+        if len(mine) < FEWEST_ROUNDS:
+            continue
+        c = statistics.median(a.pass_seconds or 0.0 for a, _ in mine) / plain
+        # Tokens behind a rejected one have no verdict of their own.
+        alpha = sum(g - 1 for _, g in drafts) / sum(min(d, g) for d, g in drafts)
+        rates = [sum(alpha**i for i in range(d + 1)) / (d * (c + v) + 1) for d in range(longest)]
+        if max(rates) > best["allowed"] or not best["alpha"]:
+            best |= {"pass_ms": 1e3 * c * plain, "alpha": alpha, "allowed": max(rates), "rounds_of_window": len(mine)}
+    return best
 
 
 def main() -> None:
@@ -200,8 +243,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--length", type=int, default=5, help="most draft tokens")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--settle", type=int, default=2, help="turns before the clock starts")
-    parser.add_argument("--rounds", type=int, default=3, help="turns that are measured")
+    parser.add_argument("--settle", type=int, default=2, help="answers before the clock starts")
+    parser.add_argument("--rounds", type=int, default=3, help="answers that are measured")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     about = {"machine": f"{cpu()}, {cores()} cores", "model": args.model.name}

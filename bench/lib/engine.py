@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.lib.servers import in_process_environment
 from bench.lib.switch import Call, Switch
+from freedraft.method import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIP_SET_OF_DEMO = ROOT / "configs" / "skip_sets" / "smollm2-135m-instruct-12.json"
@@ -68,14 +69,23 @@ class Engine:
         self.switch = Switch(self.method)
 
     def generate(
-        self, prompts: Sequence[list[int]], tokens: int, *, drafting: bool, extras: Sequence[dict[str, Any]] = ()
+        self,
+        prompts: Sequence[list[int]],
+        tokens: int,
+        *,
+        drafting: bool | Callable[[Step], bool],
+        extras: Sequence[dict[str, Any]] = (),
     ) -> Run:
-        """Greedy answers of exactly `tokens` tokens; `extras` are what each request sends for the drafter."""
+        """Greedy answers of exactly `tokens` tokens; `extras` are what each request sends for the drafter.
+
+        Args:
+            drafting: whether the drafter is asked, or in which steps.
+        """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
         switch = self.switch
-        switch.wants = lambda step: drafting
+        switch.wants = drafting if callable(drafting) else lambda step: drafting
         switch.calls.clear()
         parameters = [
             SamplingParams(

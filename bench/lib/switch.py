@@ -26,6 +26,7 @@ class Call:
         ids: the requests of the step. contexts: their tokens, in all.
         gained: tokens that each of them gained by the step that has just ended.
         drafted: depth of each request's draft. nodes: of all drafts, roots included.
+        kinds: of each draft's first token (`DraftBatch.kinds`); 0 where there is none.
     """
 
     began: float
@@ -36,6 +37,7 @@ class Call:
     gained: list[int]
     drafted: list[int]
     nodes: int
+    kinds: list[int]
 
     @property
     def batch(self) -> int:
@@ -48,10 +50,27 @@ class Call:
         return (self.ended - self.began) / depth if depth else None
 
 
+class Turns:
+    """For `Switch`: off and on in turns within the same requests, so that both meet the same machine and contexts.
+
+    Args:
+        length: steps of a turn.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._step = -1
+
+    def __call__(self, step: Step) -> bool:
+        self._step += 1
+        return self._step // self.length % 4 in (1, 2)  # off, on, on, off, ...: neither is always the first
+
+
 class Switch:
     """Stands in for `method.draft` from now on.
 
-    Where `wants(step)` is false the method is not asked, and the drafts are nothing but roots.
+    Where `wants(step)` is false the method is not asked, and the drafts are nothing but roots; it only hears what
+    became of the drafts that it made the step before.
 
     Args:
         log: a file that gets every call as a line of JSON; `calls_in` reads it.
@@ -66,17 +85,21 @@ class Switch:
         self.calls: list[Call] = []
         self.error: Exception | None = None
         self._draft: Callable[[Step], DraftBatch] = method.draft
-        self._controller = method.controller
+        self._method = method
+        self._drafted: list[str] = []  # for which requests it has just made drafts
         method.draft = self._watched
 
     def _watched(self, step: Step) -> DraftBatch:
         began, on = time.perf_counter(), self.wants(step)
         try:
             if on:
-                draft = self._draft(step)
+                draft, self._drafted = self._draft(step), list(step.request_ids)
             else:
-                self._controller.interrupt()
-                draft = DraftBatch.roots(step.roots)
+                if self._drafted == step.request_ids:
+                    self._method.controller.update(step)
+                    self._method.update(step)
+                self._method.controller.interrupt()
+                draft, self._drafted = DraftBatch.roots(step.roots), []
         except Exception as error:
             self.error = error
             raise
@@ -84,7 +107,8 @@ class Switch:
         nodes = np.arange(draft.max_nodes) < draft.counts[:, None]
         ids, gained, depths = list(step.request_ids), step.gained.tolist(), np.where(nodes, draft.depths, 0)
         drafted, total = depths.max(1, initial=0).tolist(), int(nodes.sum())
-        self.calls.append(Call(began, ended, on, ids, int(step.contexts.sum()), gained, drafted, total))
+        kinds = np.where(nodes, draft.kinds, 0)[:, 1:2].max(1, initial=0).tolist()
+        self.calls.append(Call(began, ended, on, ids, int(step.contexts.sum()), gained, drafted, total, kinds))
         if self.log is not None:
             with self.log.open("a") as file:
                 file.write(json.dumps(asdict(self.calls[-1])) + "\n")

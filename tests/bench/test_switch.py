@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.lib.switch import Switch, baseline_seconds, calls_in, verdicts
+from bench.lib.switch import Switch, Turns, baseline_seconds, calls_in, verdicts
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
@@ -96,3 +96,16 @@ def test_calls_are_read_from_their_file(tmp_path: Path) -> None:
     drafter.draft(step(["a"], 2, 0))
     drafter.draft(step(["b"], 1, 0))
     assert calls_in(tmp_path / "calls.jsonl") == switch.calls and [call.on for call in switch.calls] == [True, False]
+
+
+def test_turns_within_a_request_tell_the_method_what_became_of_its_last_drafts() -> None:
+    drafter = method()
+    heard: list[int] = []
+    drafter.update = lambda step: heard.append(int(step.accepted.sum()))  # type: ignore[method-assign]
+    switch = Switch(drafter, Turns(2))
+    for i in range(10):
+        drafter.draft(step(["a"], 1 + i % 3, LENGTH if i and switch.calls[-1].on else 0))
+    assert [call.on for call in switch.calls] == [False] * 2 + [True] * 4 + [False] * 4
+    assert len(heard) == 1 and switch.calls[2].kinds == [0]  # the fake drafter's own `draft` does not update
+    drafter.draft(step(["b"], 1, 0))
+    assert len(heard) == 1  # nothing was drafted for it

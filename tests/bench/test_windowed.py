@@ -1,0 +1,46 @@
+"""What bench/windowed.py reads off the calls of a drafter."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from bench.layer_skip_sglang import DRAFTING, TURNS
+from bench.lib.switch import Call, Turns
+from bench.windowed import figures
+
+PLAIN, PASS, LENGTH = 0.1, 0.05, 2
+
+
+def steps(label: str, count: int, *, drafts: bool, accepted: int, drift: float = 0.0) -> list[tuple[Call, Call]]:
+    """Steps of two requests in turns of 8: a draft token makes verification a tenth longer."""
+    turns, calls, now = Turns(8), [], 0.0
+    before = [1, 1]
+    for i in range(count + 1):
+        on = turns(None) if label == TURNS else True  # type: ignore[arg-type]
+        length = LENGTH if on and drafts else 0
+        slow = 1 + drift * i
+        began, ended = now, now + length * PASS * slow
+        calls.append(Call(began, ended, on, [f"{label}-0", f"{label}-1"], 100, before, [length] * 2, 2, [112] * 2))
+        now = ended + PLAIN * (1 + 0.1 * length) * slow
+        before = [1 + min(accepted, length)] * 2
+    return list(itertools.pairwise(calls))
+
+
+def test_the_ratio_is_that_of_turns_beside_each_other_on_a_machine_that_slows_down() -> None:
+    row = figures(steps(TURNS, 64, drafts=True, accepted=LENGTH, drift=0.01))
+    expected = 3 * PLAIN / (LENGTH * PASS + 1.2 * PLAIN)
+    assert row["ratio"] == pytest.approx(expected, rel=0.02) and row["turns"] == 2
+    assert row["M"] == 3 and row["drafting_share"] == 1
+
+
+def test_what_the_times_allow_counts_drafts_of_all_answers_and_no_drafts() -> None:
+    row = figures(steps(TURNS, 32, drafts=False, accepted=0))
+    assert row["ratio"] == pytest.approx(1) and row["allowed"] == 1 and row["rounds"] == 0
+    learnt = steps(DRAFTING, 12, drafts=True, accepted=LENGTH)
+    row = figures([*learnt, *steps(TURNS, 32, drafts=False, accepted=0)])
+    # Every token is accepted: with d of them d + 1 tokens come in d passes of half a step and 1 + d / 10 steps.
+    assert row["allowed"] == pytest.approx(max((d + 1) / (1 + 0.6 * d) for d in range(16))) and row["rounds"] == 12
+    poor = steps(DRAFTING, 12, drafts=True, accepted=0)
+    assert figures([*poor, *steps(TURNS, 32, drafts=False, accepted=0)])["allowed"] == 1
