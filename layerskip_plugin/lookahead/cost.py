@@ -236,19 +236,18 @@ class Cost(Lookahead):
         if not np.isfinite(self._reads).any():
             return sets
         useful = self._useful(sets * self._windows, contexts)
-        kinds, kind_of, counts = np.unique(
-            np.column_stack((sets, useful)), axis=0, return_inverse=True, return_counts=True
-        )
+        kind_of = (sets << self._windows) | useful @ (1 << np.arange(self._windows))
         key, chosen, left = self._chosen
-        new_key = kinds.tobytes() + counts.tobytes()
-        if left == 0 or key != new_key:
-            chosen, left = np.full(len(kinds), NONE, np.intp), DECISION_STEPS
-            for i, (kind, count) in enumerate(zip(kinds, counts.tolist(), strict=True)):
-                places = kind[0] * self._windows + np.flatnonzero(kind[1:])
+        if left == 0 or key != kind_of.tobytes():
+            chosen, left = np.full(len(sets), NONE, np.intp), DECISION_STEPS
+            kinds, first, counts = np.unique(kind_of, return_index=True, return_counts=True)
+            for kind, i, count in zip(kinds.tolist(), first.tolist(), counts.tolist(), strict=True):
+                places = sets[i] * self._windows + np.flatnonzero(useful[i])
                 if len(places):
-                    chosen[i] = max(places, key=lambda place: self._rate_alone(place, count, len(sets)))
-        self._chosen = new_key, chosen, left - 1
-        return chosen[kind_of.ravel()]
+                    best = max(places, key=lambda place: self._rate_alone(place, count, len(sets)))
+                    chosen[kind_of == kind] = best
+        self._chosen = kind_of.tobytes(), chosen, left - 1
+        return chosen
 
     def _rate_alone(self, place: int, count: int, batch: int) -> float:
         """Expected tokens per second if so many requests draft with this recipe, and no others."""
