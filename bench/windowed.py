@@ -10,11 +10,11 @@ Prompts are documents and modules of Python's own library, cut to the context, w
   newest tokens says too, and of places from which it says the next 2, 4 and 6 (with the whole model's KV in between,
   where a real draft finds its own).
 - sglang (freedraft's CPU platform), vllm (its CPU build): drafting is off and on in turns of 8 steps within the same
-  requests. By cell of batch and context: ms of a plain step and of a draft pass, verification in plain steps, M and
-  alpha over all draft tokens of the turns that draft; the ratio of speeds of each turn to those beside it, their median
-  and quartiles; whether all tokens are those of plain decoding; and what the measured times allow: the best
-  (1 + a + ... + a^d) / (d c + 1 + d v) over lengths d and windows, of all drafts of the cell, those included that were
-  made to learn what passes and windows bring; 1 where nothing beats plain.
+  requests. By cell of batch and context: ms of a plain step; a draft pass (c) and a verification in plain steps of the
+  same answers; M of the turns that draft, alpha of a token behind accepted ones; the ratio of speeds of each turn to
+  those beside it, their median and quartiles; whether all tokens are those of plain decoding; and what the measured
+  times allow: the best (1 + a + ... + a^d) / (d c + 1 + d v) over lengths d and windows, of all drafts of the cell,
+  those included that were made to learn what passes and windows bring; 1 where nothing beats plain.
 """
 
 from __future__ import annotations
@@ -204,31 +204,32 @@ def figures(steps: Sequence[tuple[Call, Call]]) -> dict[str, Any]:
         "turns": len(ratios),
         "ratio": ratio,
         "ratio_quartiles": [low, high],
-    } | allowed(steps, plain)
+    } | allowed(steps)
 
 
-def allowed(steps: Sequence[tuple[Call, Call]], plain: float, longest: int = 16) -> dict[str, Any]:
-    """What the times of all rounds of drafts allow; see above.
-
-    Args:
-        plain: seconds of a plain step.
-    """
-    rounds = [(a, b) for a, b in steps if any(a.drafted)]
-    # A further draft token of each request makes verification longer by as much, in plain steps.
-    more = [((b.began - a.ended) / plain - 1) / statistics.mean(d for d in a.drafted if d) for a, b in rounds]
+def allowed(steps: Sequence[tuple[Call, Call]], longest: int = 16) -> dict[str, Any]:
+    """What the times of all rounds of drafts allow, in plain steps of the same answers; see above."""
+    rounds = []
+    for _, answer in itertools.groupby(steps, lambda step: step[0].ids):
+        of_answer = list(answer)
+        plain = [b.began - a.began for a, b in of_answer if not any(a.drafted)]
+        if plain:
+            rounds += [(a, b, statistics.median(plain)) for a, b in of_answer if any(a.drafted)]
+    # A further draft token of each request makes verification longer by as much.
+    more = [((b.began - a.ended) / plain - 1) / statistics.mean(d for d in a.drafted if d) for a, b, plain in rounds]
     v = max(statistics.median(more), 0.0) if more else 0.0
-    best: dict[str, Any] = {"rounds": len(rounds), "verify": 1 + v, "pass_ms": 0.0, "alpha": 0.0, "allowed": 1.0}
-    for kind in sorted({k for a, _ in rounds for k in a.kinds if k}):
-        mine = [(a, b) for a, b in rounds if set(a.kinds) <= {0, kind}]
-        drafts = [(d, g) for a, b in mine for d, g in zip(a.drafted, b.gained, strict=True) if d]
+    best: dict[str, Any] = {"rounds": len(rounds), "verify": 1 + v, "c": 0.0, "alpha": 0.0, "allowed": 1.0}
+    for kind in sorted({k for a, _, _ in rounds for k in a.kinds if k}):
+        mine = [(a, b, plain) for a, b, plain in rounds if set(a.kinds) <= {0, kind}]
+        drafts = [(d, g) for a, b, _ in mine for d, g in zip(a.drafted, b.gained, strict=True) if d]
         if len(mine) < FEWEST_ROUNDS:
             continue
-        c = statistics.median(a.pass_seconds or 0.0 for a, _ in mine) / plain
+        c = statistics.median((a.pass_seconds or 0.0) / plain for a, _, plain in mine)
         # Tokens behind a rejected one have no verdict of their own.
         alpha = sum(g - 1 for _, g in drafts) / sum(min(d, g) for d, g in drafts)
         rates = [sum(alpha**i for i in range(d + 1)) / (d * (c + v) + 1) for d in range(longest)]
         if max(rates) > best["allowed"] or not best["alpha"]:
-            best |= {"pass_ms": 1e3 * c * plain, "alpha": alpha, "allowed": max(rates), "rounds_of_window": len(mine)}
+            best |= {"c": c, "alpha": alpha, "allowed": max(rates), "rounds_of_window": len(mine)}
     return best
 
 
