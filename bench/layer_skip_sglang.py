@@ -37,7 +37,7 @@ LOG = "LAYER_SKIP_BENCH_LOG"
 ALGORITHM = "layerskip_in_turns"
 BASELINE, DRAFTING = "plain", "draft"
 KINDS = (BASELINE, DRAFTING)
-TURNS, TURN = "turns", 8
+TURNS, TURN = "turns", 4
 """Requests that are drafted for in every other turn of so many steps."""
 
 

@@ -9,7 +9,7 @@ Prompts are documents and modules of Python's own library, cut to the context, w
 - acceptance: without an engine, fp32. The share of tokens of the model's own answers that a pass over 16 sinks and the
   newest tokens says too, and of places from which it says the next 2, 4 and 6 (with the whole model's KV in between,
   where a real draft finds its own).
-- sglang (freedraft's CPU platform), vllm (its CPU build): drafting is off and on in turns of 8 steps within the same
+- sglang (freedraft's CPU platform), vllm (its CPU build): drafting is off and on in turns of 4 steps within the same
   requests. By cell of batch and context: ms of a plain step; a draft pass (c) and a verification in plain steps of the
   same answers; M of the turns that draft, alpha of a token behind accepted ones; the ratio of speeds of each turn to
   those beside it, their median and quartiles; whether all tokens are those of plain decoding; and what the measured

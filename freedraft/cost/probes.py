@@ -19,20 +19,22 @@ class ProbeSchedule:
         self._intervals: dict[Hashable, float] = {}
         self._waited: dict[Hashable, int] = {}
 
-    def due(self, key: Hashable = None, *, eager: bool = True) -> bool:
+    def due(self, key: Hashable = None, *, eager: bool = True, longest: float | None = None) -> bool:
         """Whether the present step is to be a probe. To be asked once for each step that could be one.
 
         Args:
             key: the kind of step.
             eager: whether early probes are worth their time; otherwise only the longest interval counts.
+            longest: steps between probes at most, at present; None: as always.
         """
+        longest = self.longest if longest is None else longest
         waited = self._waited.get(key, 0) + 1
-        interval = self._intervals.get(key, float(self.first))
-        if waited < (interval if eager else self.longest):
+        interval = min(self._intervals.get(key, float(self.first)), longest)
+        if waited < (interval if eager else longest):
             self._waited[key] = waited
             return False
         self._waited[key] = 0
-        self._intervals[key] = min(self.growth * interval, float(self.longest))
+        self._intervals[key] = min(self.growth * interval, float(longest))
         return True
 
     def reset(self, key: Hashable = None) -> None:

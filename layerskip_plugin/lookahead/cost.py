@@ -114,6 +114,7 @@ class Cost(Lookahead):
         reads_ahead: whether a round's passes run as far as `expected_len` before `should_continue` is asked.
         read: positions of the present round that were run so far.
         wants_trial: whether another trial is to follow the last one at once.
+        margin: by how much the last round was expected to beat a step without drafts, as a share.
     """
 
     needs_top = 1
@@ -138,7 +139,7 @@ class Cost(Lookahead):
         self.reads_ahead = False
         self.read = 0
         self.on = True
-        self.rate = 0.0
+        self.rate = self.margin = 0.0
         self._best_len = 1
         self._windows = windows
         # Tokens that each recipe reads at most, and whether it skips anything.
@@ -340,6 +341,7 @@ class Cost(Lookahead):
         rates = self.rates(*self._round)
         self._best_len = min(max(int(rates.argmax()), 1), self.max_draft_len)
         self.rate = float(rates.max()) if rest.rate is None else rest.rate
+        self.margin = float(rates.max() / rates[0]) - 1
         self.places, self.kinds = np.asarray(places), kinds_of(places)
         self.survival = np.ones(batch)
         self.tokens = batch

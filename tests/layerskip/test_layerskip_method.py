@@ -338,6 +338,18 @@ def test_mixed_sets_draft_only_where_their_passes_pay_together():
         assert (max(sizes, default=0) == 4) == drafts and (drafts or len(engine.model.passes) <= 3 * 5), name
 
 
+def test_what_drafting_has_to_beat_is_looked_at_more_often_where_it_beats_it_by_little():
+    without = {}
+    for price in (0.1, 0.85):
+        engine = Engine(costs=(price, STEP), sets={"empty": SETS["empty"]}, chains=True)
+        for record in engine.method.lookahead.records:
+            record.accepted[:], record.reached[:] = 1.0, 1.0
+        engine.add("a", 1)
+        counts = [int(engine.step(["a"]).counts[0]) for _ in range(600)]
+        without[price] = counts[300:].count(1)
+    assert without[0.1] <= 300 / 75 and 300 / 60 <= without[0.85] <= 300 / 8, without
+
+
 def test_the_parts_of_a_batch():
     """As a part of the hybrid method: passes for some requests, the others get their roots."""
     engine = Engine(costs=(0.2, STEP))
