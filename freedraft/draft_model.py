@@ -99,15 +99,24 @@ class DraftRound(ABC):
 
     @abstractmethod
     def run(
-        self, draft_pass: Any, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1
+        self,
+        draft_pass: Any,
+        rows: NDArray[np.intp],
+        tokens: NDArray[np.int32],
+        position: int | NDArray[np.int64],
+        count: int = 1,
     ) -> Drafted:
         """Run so many passes, each behind the most likely token of the one before, and read back once.
 
+        A request may stand in `rows` several times in a row, with one position behind the other: a layer writes the KV
+        of all tokens of a pass before its attention reads, so that every one sees those before it.
+
         Args:
             draft_pass: from `DraftModel.build`.
-            rows: intp [R], places in the step, ascending; all smaller positions have been run for them.
-            tokens: int32 [R], the token at `position` of each: its root at 0, then what the pass before drafted.
-            position: of the first pass, from 0.
+            rows: intp [R], places in the step, never descending; all smaller positions have been run for them, or are
+                run by this pass. R is at most `DraftModel.max_rows`, if that is more than there are requests.
+            tokens: int32 [R], the token at `position` of each: its root at 0, then what was drafted, or is guessed.
+            position: of the first pass, from 0; int64 [R] where they differ.
         """
 
 
@@ -116,10 +125,12 @@ class DraftModel(ABC):
 
     Attributes:
         n_layers: of the target.
+        max_rows: most tokens of one pass.
         waits: whether reading a pass back keeps the device waiting for the host, so that several are read at once.
     """
 
     n_layers: int
+    max_rows: int
     waits: bool
 
     @abstractmethod

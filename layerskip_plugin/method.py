@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,8 @@ from freedraft.cost.policies import Controller
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
-from freedraft.draft_model import DraftModel, MatchnessScorer
+from freedraft.draft_model import DraftModel, DraftRound, MatchnessScorer
+from freedraft.hybrid.chains import Chains
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
 from freedraft.metrics import check_port, serve, where_to_look
@@ -237,10 +238,16 @@ class LayerSkipMethod(ModelMethod):
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
     def estimate(
-        self, step: Step, rows: NDArray[np.intp], sizes: NDArray[np.int64], max_draft_len: int
+        self,
+        step: Step,
+        rows: NDArray[np.intp],
+        sizes: NDArray[np.int64],
+        max_draft_len: int,
+        chains: Chains | None = None,
     ) -> DraftPassEstimate:
-        assert self._cost is not None
-        return self._cost.estimate(self._places[rows], sizes, max_draft_len)
+        assert self._cost is not None and self._model is not None
+        chances = None if chains is None else chains.chances[rows]
+        return self._cost.estimate(self._places[rows], sizes, max_draft_len, chances, self._model.max_rows)
 
     @property
     def _cost(self) -> Cost | None:
@@ -274,9 +281,14 @@ class LayerSkipMethod(ModelMethod):
             self._places[rows] = self._cost.recipes_of_round(self._places[rows], step.contexts[rows], pays=pays)
 
     def propose_for(
-        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
+        self,
+        step: Step,
+        rows: NDArray[np.intp],
+        limits: NDArray[np.int32],
+        rest: RestOfBatch,
+        chains: Chains | None = None,
     ) -> DraftBatch:
-        round_ = self._last = self._run(step, rows, limits, rest)
+        round_ = self._last = self._run(step, rows, limits, rest, chains)
         max_nodes = int(limits.max(initial=0)) + 1
         tree = candidate_tree(
             step.roots, round_.tokens, round_.probabilities, round_.drafted, max_nodes, self._min_sibling_score(round_)
@@ -284,46 +296,45 @@ class LayerSkipMethod(ModelMethod):
         tree.kinds[:, 1:] = kinds_of(self._places)[:, None]
         return tree
 
-    def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch) -> _Round:
+    def _run(
+        self,
+        step: Step,
+        rows: NDArray[np.intp],
+        limits: NDArray[np.int32],
+        rest: RestOfBatch,
+        chains: Chains | None = None,
+    ) -> _Round:
         """Passes for the requests at `rows` until none of them goes on."""
         assert self._model is not None
-        started = time.perf_counter()
         batch, depth, places, lookahead = step.batch_size, int(limits.max(initial=0)), self._places, self.lookahead
         result = _Round(step.request_ids, batch, depth, self.top_k)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
         allowed[rows], place[rows] = limits, np.arange(len(rows))
-        entropy = np.zeros((batch, depth), np.float32)
         lookahead.begin([step.request_ids[i] for i in rows.tolist()], places[rows], depth, rest)
-        draft_round = self._model.start(step, rows, depth)
+        passes = _Passes(self, self._model.start(step, rows, depth), result)
         active = rows[limits > 0]
-        known = 0  # positions that were read back
+        if chains is not None and self._cost is not None and len(active):
+            chances = np.where(
+                np.arange(chains.chances.shape[1]) < limits[limits > 0, None] - 1, chains.chances[active], 0
+            )
+            lengths = self._cost.to_check(places[active], chances, self._model.max_rows)
+            if lengths.any():
+                passes.check(active, latest, chains.tokens[active], lengths)
         for position in range(depth):
             if not len(active):
                 break
-            if position == known:
+            unread = active[passes.read[active] == position]
+            if len(unread):
                 count = 1
                 if self._model.waits:  # as far as all of them have slots
-                    count = min(max(lookahead.expected_len() - position, 1), int(allowed[active].min()) - position)
-                known += count
-                if self._cost is not None:
-                    self._cost.read = known
-                read = slice(position, known)
-                for number in np.unique(places[active]).tolist():
-                    part = active[places[active] == number]
-                    drafted = draft_round.run(self.draft_passes[number], part, latest[part], position, count)
-                    result.tokens[part, read] = drafted.tokens.swapaxes(0, 1)
-                    result.probabilities[part, read] = drafted.probabilities.swapaxes(0, 1)
-                    if drafted.entropy is not None:
-                        entropy[part, read] = drafted.entropy.T
-                    # With what a round costs besides: setting up, deciding.
-                    now = time.perf_counter()
-                    if self.auto is not None:
-                        self.auto.record_pass(self.recipes[number], len(part), (now - started) / count)
-                    started = now
+                    count = min(max(lookahead.expected_len() - position, 1), int(allowed[unread].min()) - position)
+                passes.run(unread, latest, position, count)
+            if self._cost is not None:
+                self._cost.read = passes.read[rows]
             result.drafted[active] += 1
             latest[active] = result.tokens[active, position, 0]
             top = result.probabilities[active, position, : lookahead.needs_top]
-            needed = entropy[active, position] if lookahead.needs_entropy else None
+            needed = result.entropy[active, position] if lookahead.needs_entropy else None
             more = lookahead.should_continue(position, place[active], top, needed)
             active = active[more & (allowed[active] > position + 1)]
         return result
@@ -407,7 +418,7 @@ class _Round:
 
     Attributes:
         tokens: int32 [B, D, K], the draft's best tokens at each position, best first.
-        probabilities: float32 [B, D, K].
+        probabilities: float32 [B, D, K]; entropy: float32 [B, D].
         drafted: int32 [B], positions drafted.
     """
 
@@ -415,4 +426,68 @@ class _Round:
         self.request_ids = request_ids
         self.tokens = np.zeros((batch, depth, top_k), np.int32)
         self.probabilities = np.zeros((batch, depth, top_k), np.float32)
+        self.entropy = np.zeros((batch, depth), np.float32)
         self.drafted = np.zeros(batch, np.int32)
+
+
+class _Passes:
+    """The draft passes of a round, each recipe's in turn, timed with what they cost besides: setting up, deciding.
+
+    Attributes:
+        read: intp [B], positions of each request whose tokens are known.
+    """
+
+    def __init__(self, method: LayerSkipMethod, draft_round: DraftRound, result: _Round) -> None:
+        self._method, self._draft_round, self._result = method, draft_round, result
+        self.read = np.zeros(len(result.drafted), np.intp)
+        self._since = time.perf_counter()
+
+    def run(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int) -> None:
+        """So many passes from `position` on; tokens: int32 [B], the newest of each request."""
+        for number, part in self._by_recipe(rows):
+            self._run(number, rows[part], tokens[rows[part]], position, count)
+        self.read[rows] = position + count
+
+    def check(
+        self, rows: NDArray[np.intp], roots: NDArray[np.int32], chains: NDArray[np.int32], lengths: NDArray[np.int32]
+    ) -> None:
+        """One pass over roots and the first tokens of chains. What is drafted behind a token that the draft would have
+        chosen itself is what so many passes would have drafted; what is behind another one is not read.
+
+        Args:
+            rows: intp [R]; roots: int32 [B]; chains: int32 [R, K], lengths: int32 [R], tokens of them to check.
+        """
+        nodes = np.concatenate((roots[rows, None], chains), 1)
+        for number, part in self._by_recipe(rows):
+            inside = np.arange(nodes.shape[1]) <= lengths[part, None]
+            row, position = np.nonzero(inside)
+            self._run(number, rows[part][row], nodes[part][inside], position, 1)
+        places = np.arange(min(chains.shape[1], self._result.tokens.shape[1]))
+        drafted = self._result.tokens[rows, : len(places), 0]
+        same = (drafted == chains[:, : len(places)]) & (places < lengths[:, None])
+        self.read[rows] = 1 + np.cumprod(same, 1).sum(1)
+
+    def _by_recipe(self, rows: NDArray[np.intp]) -> Iterator[tuple[int, NDArray[np.intp]]]:
+        places = self._method._places[rows]
+        for number in np.unique(places).tolist():
+            yield number, np.flatnonzero(places == number)
+
+    def _run(
+        self,
+        number: int,
+        rows: NDArray[np.intp],
+        tokens: NDArray[np.int32],
+        position: int | NDArray[np.int64],
+        count: int,
+    ) -> None:
+        method, result = self._method, self._result
+        drafted = self._draft_round.run(method.draft_passes[number], rows, tokens, position, count)
+        for i in range(count):
+            result.tokens[rows, position + i] = drafted.tokens[i]
+            result.probabilities[rows, position + i] = drafted.probabilities[i]
+            if drafted.entropy is not None:
+                result.entropy[rows, position + i] = drafted.entropy[i]
+        now = time.perf_counter()
+        if method.auto is not None:
+            method.auto.record_pass(method.recipes[number], len(rows), (now - self._since) / count)
+        self._since = now

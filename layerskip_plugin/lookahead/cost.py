@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.cost.probes import ProbeSchedule
-from freedraft.cost.step_times import context_bucket
+from freedraft.cost.step_times import row_of
 from freedraft.draft_model import Recipe
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, NONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
@@ -32,8 +32,8 @@ MORE_TRIALS, GOOD, DOUBTFUL = 8, 0.9, 0.7
 the tokens is accepted. As much is a surprise, too, where less than the last share was expected: one token cannot exceed
 that by much."""
 FIRST_TRIALS = 3
-"""Rounds of each window that are tried at once at contexts at which none was: until then, what a pass takes there is
-the roofline's guess, and the first one of its kind, which warms up, is not timed."""
+"""Rounds of each window that are tried at once at batches and contexts at which none was: until then, what a pass takes
+there is a guess, and the first one of its kind, which warms up, is not timed."""
 FIRST_OTHER, RAREST_OTHER = 16, 256
 """Rounds after which another window than the best is tried, at first and at most."""
 DECISION_STEPS = 4
@@ -112,7 +112,7 @@ class Cost(Lookahead):
 
     Attributes:
         reads_ahead: whether a round's passes run as far as `expected_len` before `should_continue` is asked.
-        read: positions of the present round that were run so far.
+        read: int [R], positions of each request of the present round that were run so far.
         wants_trial: whether another trial is to follow the last one at once.
         margin: by how much the last round was expected to beat a step without drafts, as a share.
     """
@@ -137,7 +137,7 @@ class Cost(Lookahead):
         self.widths = None if widths is None else np.array(widths, np.int32)
         self.longest = min(longest, MAX_DRAFT_LEN)
         self.reads_ahead = False
-        self.read = 0
+        self.read = np.zeros(0, np.intp)
         self.on = True
         self.rate = self.margin = 0.0
         self._best_len = 1
@@ -148,7 +148,7 @@ class Cost(Lookahead):
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
         self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
         self._probed = self._turn = -1
-        self._tried: dict[tuple[bytes, int], int] = {}  # trials by skip sets and context
+        self._tried: dict[tuple[bytes, int], int] = {}  # trials by skip sets, batch and context
         self.wants_trial, self._trials = False, 0
         self._round = np.zeros(len(self.recipes), np.int64), 1  # its requests by recipe, and all of the step
         self._decision: tuple[bytes, Flags, int] = b"", np.zeros(0, np.bool_), 0
@@ -163,14 +163,63 @@ class Cost(Lookahead):
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
-    def estimate(self, places: Places, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
+    def estimate(
+        self,
+        places: Places,
+        sizes: NDArray[np.int64],
+        max_draft_len: int,
+        chances: NDArray[np.float64] | None = None,
+        room: int = 0,
+    ) -> DraftPassEstimate:
         """What a round is expected to bring and to take; see `DraftPassEstimate`.
 
         Args:
             places: intp [R], of each request's recipe; sizes: int64 [K], numbers of first requests.
+            chances, room: see `to_check`; None: nothing is checked.
         """
         numbers = np.arange(len(self.recipes))[:, None]
-        return self._expected(sizes, (places == numbers).cumsum(1)[:, sizes - 1], max_draft_len)
+        counts = (places == numbers).cumsum(1)[:, sizes - 1]
+        expected = self._expected(sizes, counts, max_draft_len)
+        if chances is None or not chances.size:
+            return expected
+        lengths = self.to_check(places, chances[:, : max_draft_len - 1], room)
+        if lengths.any():
+            checked = np.where(np.arange(chances.shape[1]) < lengths[:, None], chances, 0.0)
+            saved = checked.sum(1).cumsum()[sizes - 1] / sizes  # passes of the average draft
+            first = np.zeros(len(sizes))  # how much longer the first pass takes
+            tokens = (lengths * (places == numbers)).cumsum(1)[:, sizes - 1]
+            for recipe, n, more in zip(self.recipes, counts, tokens, strict=True):
+                one, checking = self.costs.pass_seconds(recipe, np.maximum([n, n + more], 1))
+                first += checking - one
+            passes = np.arange(1, expected.seconds.shape[1] + 1)
+            for seconds, fewer, longer in zip(expected.seconds, saved, first, strict=True):
+                np.minimum(seconds, longer + np.interp(passes - fewer, passes, seconds), out=seconds)
+        return expected
+
+    def to_check(self, places: Places, chances: NDArray[np.float64], room: int) -> Ints:
+        """int32 [R]: how many tokens of each request's chain the first pass takes on trust and reads with the root. As
+        far as the draft says the same, it is as many passes further: those tokens are taken that save most.
+
+        Args:
+            places: intp [R], recipes.
+            chances: float64 [R, K], that a chain is accepted so far, never rising.
+            room: most tokens of a pass, roots included.
+        """
+        lengths = np.zeros(len(places), np.int32)
+        for number in np.unique(places).tolist():
+            mine = np.flatnonzero(places == number)
+            n, p = len(mine), chances[mine].ravel()
+            order = np.argsort(-p, kind="stable")[: max(min(room - n, np.count_nonzero(p)), 0)]
+            if not len(order):
+                continue
+            # Drafts that would end anyway save nothing.
+            most = max(float(np.minimum(self.records[number].reached[: self.longest], 1).sum()) - 1, 0)
+            passes = self.costs.pass_seconds(self.recipes[number], n + np.arange(len(order) + 1))
+            gain = passes[0] * np.minimum(p[order].cumsum() / n, most) - (passes[1:] - passes[0])
+            best = int(gain.argmax())
+            if gain[best] > 0:
+                lengths[mine] = np.bincount(order[: best + 1] // chances.shape[1], minlength=n)
+        return lengths
 
     def rates(self, counts: NDArray[np.int64], batch: int) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step, by the most tokens a draft may have; first without
@@ -276,9 +325,9 @@ class Cost(Lookahead):
         return np.where(drafting, self.recipes_of_round(places, contexts, pays=self.on), NONE)
 
     def _is_new(self, counts: NDArray[np.int64], contexts: Ints | None) -> bool:
-        """Whether these recipes are to be tried now because they hardly were at such contexts."""
+        """Whether these recipes are to be tried now because they hardly were at such batches and contexts."""
         sets = np.flatnonzero(counts.reshape(-1, self._windows).any(1))
-        kind = sets.tobytes(), 0 if contexts is None else context_bucket(float(contexts.mean()))
+        kind = sets.tobytes(), row_of(int(counts.sum()), 1.0 if contexts is None else float(contexts.mean()))
         tried = self._tried.get(kind, 0)
         if tried >= FIRST_TRIALS * self._windows:
             return False
@@ -345,7 +394,7 @@ class Cost(Lookahead):
         self.places, self.kinds = np.asarray(places), kinds_of(places)
         self.survival = np.ones(batch)
         self.tokens = batch
-        self.read = 0
+        self.read = np.zeros(batch, np.intp)
         # What the decisions of this round look up: prices by number of requests and by number of query tokens.
         self.pass_price = {s: np.concatenate([[0.0], self.costs.pass_seconds(self.recipes[s], np.arange(1, n + 1))])
                            for s, n in enumerate(counts.tolist()) if n}  # fmt: skip
@@ -375,13 +424,13 @@ class Cost(Lookahead):
         self.survival[rows] *= self.costs.acceptance.given_parent(confidence, self.kinds[rows], position + 1)
         chance = self.survival[rows] * self.next[places, to_bins(confidence)]
         order = np.argsort(-chance, kind="stable")
-        passes = sum(price[np.cumsum(places[order] == s)] for s, price in self.pass_price.items())
         k = np.arange(1, len(rows) + 1)[:, None]
         m = np.arange(1, min(left, self.horizon) + 1)
+        to_run = (self.read[rows[order], None] - position) <= m  # the m-th one from here, for each request
+        passes = sum(price[(to_run & (places[order, None] == s)).cumsum(0)] for s, price in self.pass_price.items())
         gain = np.cumsum(chance[order, None] * self.series[places[order]][:, m - 1], 0)
         now, more_nodes = (self.tokens, k * m) if self.widths is None else (position + 2, m)
-        to_run = np.maximum(m - max(self.read - position - 1, 0), 0)
-        price = to_run * np.asarray(passes)[:, None] + self.step_price[now + more_nodes] - self.step_price[now]
+        price = np.cumsum(passes, 1) + self.step_price[now + more_nodes] - self.step_price[now]
         surplus = (gain - self.rate * price).max(1)
         best = int(np.argmax(surplus))
         if surplus[best] > 0:

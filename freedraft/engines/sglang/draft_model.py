@@ -67,6 +67,7 @@ class PagedDraftModel(DraftModel):
         check_structure(self._model)
         self.decoder = self._model.model
         self.n_layers = len(self.decoder.layers)
+        self.max_rows = len(window_rows.rows) if window_rows is not None else runner.req_to_token_pool.size
         windows = [layer.self_attn.attn.sliding_window_size for layer in self.decoder.layers]
         # What the model itself looks back to: the least of its layers.
         self.attended: int | None = min((size for size in windows if size is not None and size > 0), default=None)
@@ -267,20 +268,29 @@ class PagedRound(DraftRound):
         ).view(-1, max_draft_len)
 
     def run(
-        self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1
+        self,
+        draft_pass: DraftPass,
+        rows: NDArray[np.intp],
+        tokens: NDArray[np.int32],
+        position: int | NDArray[np.int64],
+        count: int = 1,
     ) -> Drafted:
         model, top_k, entropy = self._model, draft_pass.top_k, draft_pass.entropy
         model.ranks.tell("run", draft_pass.number, rows, tokens, position, count)
         there, part = model.ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
         outputs: list[torch.Tensor] = []
-        for i in range(position, position + count):
+        for i in range(count):
             if outputs:
-                part = self._pass(draft_pass, rows, there, outputs[-1][:, 0].long(), i)
+                part = self._pass(draft_pass, rows, there, outputs[-1][:, 0].long(), position + i)
             outputs.append(most_likely(self._as_sampled(model.run(draft_pass.stages, part), there), top_k, entropy))
         return on_host(torch.stack(outputs), top_k, entropy)
 
     def _ready(
-        self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int
+        self,
+        draft_pass: DraftPass,
+        rows: NDArray[np.intp],
+        tokens: NDArray[np.int32],
+        position: int | NDArray[np.int64],
     ) -> tuple[torch.Tensor, ForwardBatch]:
         """The rows on the device, and the pass over their tokens."""
         there, ids = (
@@ -289,15 +299,21 @@ class PagedRound(DraftRound):
         return there, self._pass(draft_pass, rows, there, ids, position)
 
     def _pass(
-        self, draft_pass: DraftPass, rows: NDArray[np.intp], there: torch.Tensor, ids: torch.Tensor, position: int
+        self,
+        draft_pass: DraftPass,
+        rows: NDArray[np.intp],
+        there: torch.Tensor,
+        ids: torch.Tensor,
+        position: int | NDArray[np.int64],
     ) -> ForwardBatch:
         here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))
+        places = torch.from_numpy(np.broadcast_to(np.asarray(position, np.int64), len(rows)).copy())
         return self._model.one_token_each(
             self._batch,
             here,
             ids,
-            self._batch.seq_lens_cpu[here] + position,
-            self.slots[there, position],
+            self._batch.seq_lens_cpu[here] + places,
+            self.slots[there, places.to(there.device, non_blocking=True)],
             left_out=self._windowed(rows, there, draft_pass.window),
             as_nodes=self._model.has_graphs(draft_pass.stages),
         )

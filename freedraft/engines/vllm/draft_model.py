@@ -41,7 +41,7 @@ class PagedDraftModel(DraftModel):
         groups = [group for groups in runner.attn_groups for group in groups]
         if len(runner.kv_cache_config.kv_cache_groups) != 1 or len(groups) != 1:
             raise UnsupportedModel("layer skipping needs one KV cache group and one kind of attention in all layers")
-        self.n_layers = len(backbone.layers)
+        self.n_layers, self.max_rows = len(backbone.layers), runner.max_num_reqs
         self.runner, self.backbone, self.vllm_config = runner, backbone, vllm_config
         self.group = groups[0]
         # What the model itself looks back to, the same in all layers.

@@ -71,21 +71,33 @@ class PagedDraftRound(DraftRound):
 
     @torch.inference_mode()
     def run(
-        self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1
+        self,
+        draft_pass: DraftPass,
+        rows: NDArray[np.intp],
+        tokens: NDArray[np.int32],
+        position: int | NDArray[np.int64],
+        count: int = 1,
     ) -> Drafted:
         ranks, layers, k = self.model.ranks, draft_pass.layers, draft_pass.layers.top_k
         ranks.tell("run", draft_pass.number, rows, tokens, position, count)
         ready = ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
-        outputs = [self._output(draft_pass, ready, position)]
+        number = int(np.max(position))
+        outputs = [self._output(draft_pass, ready, number)]
         for i in range(1, count):
             ready = self._next(ready, outputs[-1][:, 0])
-            outputs.append(self._output(draft_pass, ready, position + i))
+            outputs.append(self._output(draft_pass, ready, number + i))
         values = torch.stack(outputs).cpu().numpy()
         return Drafted(
             values[..., :k].astype(np.int32), values[..., k : 2 * k], values[..., 2 * k] if layers.entropy else None
         )
 
-    def _ready(self, draft_pass: DraftPass, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> _Ready:
+    def _ready(
+        self,
+        draft_pass: DraftPass,
+        rows: NDArray[np.intp],
+        tokens: NDArray[np.int32],
+        position: int | NDArray[np.int64],
+    ) -> _Ready:
         """What a pass reads and writes."""
         positions, tables = self.first[rows] + position, self._tables(rows, draft_pass.window)
         lengths = (positions + 1 - tables.dropped).astype(np.int32)

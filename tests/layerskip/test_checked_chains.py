@@ -1,0 +1,170 @@
+"""Chains of n-grams that a first draft pass checks: what is drafted is the draft's own, in fewer passes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lookahead_tools import RECIPE, KnownCosts, cost
+from test_layerskip_method import SETS, STEP, VOCAB, Engine, Model
+
+from freedraft.draft import DraftBatch
+from freedraft.hybrid.chains import Chains, likeliest
+from freedraft.hybrid.choice import RestOfBatch
+from layerskip_plugin.lookahead import Cost
+from layerskip_plugin.skip_set import SkipSet
+
+DEPTH = 5
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> DraftBatch:
+    batch, nodes = draw(st.integers(1, 3)), draw(st.integers(1, 7))
+    draft = DraftBatch.empty(batch, nodes)
+    draft.parents[:, 0], draft.scores[:, 0] = -1, 1
+    for b in range(batch):
+        draft.counts[b] = draw(st.integers(1, nodes))
+        for i in range(1, nodes):
+            parent = draft.parents[b, i] = draw(st.integers(0, i - 1))
+            draft.tokens[b, i], draft.depths[b, i] = draw(st.integers(0, 99)), draft.depths[b, parent] + 1
+            draft.scores[b, i] = draft.scores[b, parent] * draw(st.integers(1, 9)) / 10
+    return draft
+
+
+@given(trees())
+def test_the_likeliest_chain_goes_to_the_best_child_each_time(draft: DraftBatch) -> None:
+    nodes = np.arange(draft.max_nodes)
+    p = np.where((nodes > 0) & (nodes < draft.counts[:, None]), draft.scores.astype(np.float64), 0.0)
+    chains = likeliest(draft, p)
+    for b in range(draft.batch_size):
+        at, path = 0, []
+        while below := [i for i in range(1, draft.counts[b]) if draft.parents[b, i] == at]:
+            at = max(below, key=lambda i: p[b, i])
+            path.append(at)
+        assert chains.tokens[b, : len(path)].tolist() == draft.tokens[b, path].tolist()
+        assert (
+            chains.chances[b, : len(path)].tolist() == p[b, path].tolist() and not chains.chances[b, len(path) :].any()
+        )
+        assert (np.diff(chains.chances[b]) <= 0).all()
+
+
+def drafted(engine: Engine, names: list[str], chains: Chains | None, limits: list[int]) -> DraftBatch:
+    step = engine.as_step(names)
+    engine.method.update(step)
+    engine.model.passes.clear()
+    rows = np.arange(len(names))
+    return engine.method.propose_for(step, rows, np.array(limits, np.int32), RestOfBatch(0, 0, None), chains)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_drafts_are_those_of_passes_one_after_the_other(waits: bool, data: st.DataObject) -> None:
+    """Whatever a chain says: of a skip set that drafts rightly, often, or never."""
+    names = list("abc")[: data.draw(st.integers(1, 3))]
+    chosen = [data.draw(st.sampled_from(sorted(SETS))) for _ in names]
+    limits = [data.draw(st.integers(1, DEPTH)) for _ in names]
+    own, checking, serial = [], Engine(costs=(0.3, STEP), waits=waits), Engine(costs=(0.3, STEP), waits=waits)
+    for engine in (checking, serial):
+        for i, (name, skip_set) in enumerate(zip(names, chosen, strict=True)):
+            engine.add(name, 5 + i, skip_set)
+    for i, skip_set in enumerate(chosen):  # what the draft says, token by token
+        model, token = Model(), np.array([5 + i], np.int32)
+        draft_pass = model.build(SETS[skip_set], top_k=1, entropy=False, optimize=False)
+        chain = []
+        for position in range(DEPTH):
+            token = model.run(draft_pass, np.zeros(1, np.intp), token, position).tokens[0, :, 0]
+            chain.append(int(token[0]))
+        own.append(chain)
+    length = data.draw(st.integers(1, DEPTH + 2))
+    tokens = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=length, max_size=length),
+                                min_size=len(names), max_size=len(names)))  # fmt: skip
+    right = [data.draw(st.integers(0, length)) for _ in names]
+    for row, n, chain in zip(tokens, right, own, strict=True):
+        n = min(n, len(chain))
+        row[:n] = chain[:n]
+    chances = np.cumprod(data.draw(st.lists(st.sampled_from([0.2, 0.7, 0.99]), min_size=length, max_size=length)))
+    chains = Chains(np.array(tokens, np.int32), np.tile(chances, (len(names), 1)))
+    draft = drafted(checking, names, chains, limits)
+    draft.check()
+    passes = checking.model.passes
+    for b, limit in enumerate(limits):
+        line = [i for i in range(1, draft.counts[b]) if draft.depths[b, i] > draft.depths[b, :i].max()]
+        assert 1 <= len(line) <= limit
+        assert draft.tokens[b, line].tolist() == own[b][: len(line)]
+    assert all(len(rows) <= Model.max_rows for _, _, rows, _ in passes)
+    written: dict[int, set[int]] = {}  # every position is run behind all before it, and none beyond the slots
+    for _, position, rows, _ in passes:
+        for row, p in zip(rows, np.broadcast_to(position, len(rows)).tolist(), strict=True):
+            assert p < limits[row] and set(range(p)) <= written.setdefault(row, set())
+            written[row].add(p)
+    without = drafted(serial, names, None, limits)
+    assert (draft.counts >= np.minimum(without.counts, 2)).all()
+
+
+def test_a_chain_that_the_draft_agrees_with_takes_one_pass() -> None:
+    own = [8, 11, 26, 5]  # 5 t + 3 mod 32
+    for chains in (Chains(np.array([own], np.int32), np.full((1, 4), 0.9)), None):
+        engine = Engine(costs=(0.05, STEP), sets={"empty": SETS["empty"]})
+        for record in engine.method.lookahead.records:
+            record.accepted[:] = record.reached[:] = np.arange(64) < DEPTH
+        engine.add("a", 1)
+        draft, passes = drafted(engine, ["a"], chains, [DEPTH]), engine.model.passes
+        assert draft.depths.max() == DEPTH and len(passes) == (DEPTH if chains is None else 1)
+        if chains is not None:
+            assert passes[0][1].tolist() == [0, 1, 2, 3, 4] and passes[0][3] == [1, *own]
+
+
+CHANCES = st.lists(st.sampled_from([1.0, 0.9, 0.5, 0.1, 0.0]), min_size=3, max_size=3)
+
+
+@given(
+    chances=st.lists(CHANCES, min_size=1, max_size=2),
+    row=st.sampled_from([0.0, 0.02, 0.2, 0.5]),
+    length=st.integers(1, 6),
+    room=st.integers(1, 9),
+)
+def test_as_much_is_checked_as_saves_most(chances: list[list[float]], row: float, length: int, room: int) -> None:
+    policy = cost({1: 1.0, 2: 1.0 + row}, {1: 1.0})
+    policy.records[0].reached[:] = np.arange(64) < length
+    p, n = np.cumprod(chances, 1), len(chances)
+    lengths = policy.to_check(np.zeros(n, np.intp), p, room)
+
+    def gain(taken: tuple[int, ...]) -> float:
+        saved = sum(p[i, :k].sum() for i, k in enumerate(taken)) / n
+        (one, more) = policy.costs.pass_seconds(RECIPE, np.array([n, n + sum(taken)]))
+        return float(one * min(saved, length - 1) - (more - one))
+
+    possible = [taken for taken in itertools.product(range(4), repeat=n) if n + sum(taken) <= max(room, n)]
+    assert tuple(lengths.tolist()) in possible
+    assert gain(tuple(lengths.tolist())) == pytest.approx(max(map(gain, possible)))
+
+
+def test_a_round_is_priced_with_the_passes_that_chains_save() -> None:
+    policy = cost({1: 1.0, 2: 1.1}, {1: 1.0})
+    policy.records[0].reached[:] = policy.records[0].accepted[:] = 1.0
+    places, sizes = np.zeros(2, np.intp), np.array([1, 2])
+    serial = policy.estimate(places, sizes, 4)
+    assert serial.seconds.tolist() == [[1.0, 2.0, 3.0, 4.0], [1.1, 2.2, pytest.approx(3.3), 4.4]]
+    sure = np.ones((2, 3))
+    checked = policy.estimate(places, sizes, 4, sure, 64)
+    # One pass over all of it, at a tenth more for each token after the first; drafts of one token need no chain.
+    assert checked.seconds[0].tolist() == pytest.approx([1.0, 1.3, 1.3, 1.3])
+    assert checked.seconds[1].tolist() == pytest.approx([1.1, 1.7, 1.7, 1.7])
+    assert (checked.gain == serial.gain).all() and (checked.tokens == serial.tokens).all()
+    doubtful = policy.estimate(places, sizes, 4, np.tile([0.5, 0.25, 0.0], (2, 1)), 64)
+    assert (doubtful.seconds <= serial.seconds + 1e-9).all() and (doubtful.seconds >= checked.seconds - 1e-9).all()
+    assert (policy.estimate(places, sizes, 4, sure, 2).seconds == serial.seconds).all(), "there is no room"
+
+
+def test_tokens_that_were_read_already_are_free_for_those_who_have_them() -> None:
+    """Two requests of one recipe: the first one's next three tokens are known, the other's pass is to be paid."""
+    other = SkipSet(2, frozenset({0}), frozenset())
+    policy = Cost(KnownCosts({RECIPE: {1: 5.0}, other: {1: 5.0}}, {1: 1.0, 20: 1.2}), [RECIPE, other])
+    policy.begin(["a", "b"], np.zeros(2, np.intp), 5)
+    policy.read = np.array([4, 1])
+    more = policy.should_continue(0, np.arange(2, dtype=np.int32), np.full((2, 1), 0.9, np.float32), None)
+    assert more.tolist() == [True, False]
