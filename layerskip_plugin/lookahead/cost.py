@@ -38,8 +38,9 @@ FIRST_OTHER, RAREST_OTHER = 16, 256
 """Rounds after which another window than the best is tried, at first and at most."""
 DECISION_STEPS = 4
 """Steps for which it stays decided which recipes draft, as long as as many requests have each."""
-ON_MARGIN = 1.02
-"""How much better than no drafting it must look to be switched on again."""
+ON_MARGIN, STAY_MARGIN = 1.05, 1.02
+"""How much better than no drafting it must look to be switched on again, and to stay on: of what is about as good, the
+one whose times were measured too well looks better."""
 
 
 class Costs(Protocol):
@@ -368,7 +369,7 @@ class Cost(Lookahead):
         present = np.flatnonzero(counts)
         alone = {s: self._rate_alone(s, int(counts[s]), batch) for s in present.tolist()}
         baseline = batch / float(self.costs.step_seconds(batch, batch))
-        chosen, best = np.zeros(len(counts), np.bool_), baseline * (1.0 if self.on else ON_MARGIN)
+        chosen, best = np.zeros(len(counts), np.bool_), baseline * (STAY_MARGIN if self.on else ON_MARGIN)
         tried = chosen.copy()
         for s in sorted(alone, key=lambda s: -alone[s]):
             tried[s] = True

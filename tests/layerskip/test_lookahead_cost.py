@@ -320,3 +320,13 @@ def test_a_new_set_is_not_judged_by_the_old_ones_record() -> None:
     assert not policy.on
     policy.replace_recipe(0, RECIPE)
     assert steps_until_on(policy, driver, rng, 0.97, 600) < 40
+
+
+def test_what_looks_hardly_better_than_no_drafting_is_not_drafted() -> None:
+    """Five tokens of which all are accepted, in passes at a price that leaves 1, 3 or 10 %."""
+    for gain, switched_on, stays_on in ((1.01, False, False), (1.03, False, True), (1.10, True, True)):
+        policy = cost({1: (6 / gain - 1) / 5}, {1: 1.0}, longest=5)
+        policy.records[0].accepted[:] = policy.records[0].reached[:] = 1.0
+        for on, expected in ((False, switched_on), (True, stays_on)):
+            policy.on = on
+            assert policy._recipes_that_pay(np.array([1]), 1).tolist() == [expected], (gain, on)
