@@ -91,7 +91,7 @@ class Drafted(NamedTuple):
 
 
 class DraftRound(ABC):
-    """Draft passes for the requests of one step, one token per request and pass.
+    """Draft passes for the requests of one step, one token per request and pass unless further ones are guessed.
 
     The pass at position p of a request writes the KV of its token at context - 1 + p, in a slot that the engine has
     reserved for this step's verification, which writes it again before anything else reads it.
@@ -113,8 +113,8 @@ class DraftRound(ABC):
 
         Args:
             draft_pass: from `DraftModel.build`.
-            rows: intp [R], places in the step, never descending; all smaller positions have been run for them, or are
-                run by this pass. R is at most `DraftModel.max_rows`, if that is more than there are requests.
+            rows: intp [R], places in the step; all smaller positions have been run for them, or are run by this pass.
+                With several of a request, R is at most `DraftModel.max_rows`.
             tokens: int32 [R], the token at `position` of each: its root at 0, then what was drafted, or is guessed.
             position: of the first pass, from 0; int64 [R] where they differ.
         """
@@ -125,7 +125,7 @@ class DraftModel(ABC):
 
     Attributes:
         n_layers: of the target.
-        max_rows: most tokens of one pass.
+        max_rows: most tokens of a pass over several of a request.
         waits: whether reading a pass back keeps the device waiting for the host, so that several are read at once.
     """
 

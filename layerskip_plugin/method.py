@@ -306,12 +306,13 @@ class LayerSkipMethod(ModelMethod):
     ) -> _Round:
         """Passes for the requests at `rows` until none of them goes on."""
         assert self._model is not None
+        started = time.perf_counter()
         batch, depth, places, lookahead = step.batch_size, int(limits.max(initial=0)), self._places, self.lookahead
         result = _Round(step.request_ids, batch, depth, self.top_k)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
         allowed[rows], place[rows] = limits, np.arange(len(rows))
         lookahead.begin([step.request_ids[i] for i in rows.tolist()], places[rows], depth, rest)
-        passes = _Passes(self, self._model.start(step, rows, depth), result)
+        passes = _Passes(self, self._model.start(step, rows, depth), result, started)
         active = rows[limits > 0]
         if chains is not None and self._cost is not None and len(active):
             chances = np.where(
@@ -320,6 +321,7 @@ class LayerSkipMethod(ModelMethod):
             lengths = self._cost.to_check(places[active], chances, self._model.max_rows)
             if lengths.any():
                 passes.check(active, latest, chains.tokens[active], lengths)
+                self._cost.record_check(chances, lengths, passes.read[active] - 1)
         for position in range(depth):
             if not len(active):
                 break
@@ -328,6 +330,8 @@ class LayerSkipMethod(ModelMethod):
                 count = 1
                 if self._model.waits:  # as far as all of them have slots
                     count = min(max(lookahead.expected_len() - position, 1), int(allowed[unread].min()) - position)
+                    others = passes.read[active]  # who have read further join where they need a pass
+                    count = min(count, int(others[others > position].min(initial=depth)) - position)
                 passes.run(unread, latest, position, count)
             if self._cost is not None:
                 self._cost.read = passes.read[rows]
@@ -437,10 +441,9 @@ class _Passes:
         read: intp [B], positions of each request whose tokens are known.
     """
 
-    def __init__(self, method: LayerSkipMethod, draft_round: DraftRound, result: _Round) -> None:
-        self._method, self._draft_round, self._result = method, draft_round, result
+    def __init__(self, method: LayerSkipMethod, draft_round: DraftRound, result: _Round, since: float) -> None:
+        self._method, self._draft_round, self._result, self._since = method, draft_round, result, since
         self.read = np.zeros(len(result.drafted), np.intp)
-        self._since = time.perf_counter()
 
     def run(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int) -> None:
         """So many passes from `position` on; tokens: int32 [B], the newest of each request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
@@ -21,23 +22,29 @@ class Chains(NamedTuple):
     tokens: NDArray[np.int32]
     chances: NDArray[np.float64]
 
-    def of(self, rows: NDArray[np.intp]) -> Chains:
-        """Those of the requests at `rows`, intp [R]."""
-        return Chains(self.tokens[rows], self.chances[rows])
 
-
-def likeliest(draft: DraftBatch, p: NDArray[np.float64]) -> Chains:
+def likeliest(draft: DraftBatch, p: NDArray[np.float64], longest: int) -> Chains:
     """From each root down, always to the child with the best chance, as far as that is above 0.
 
     Args:
         p: float64 [B, N], the chance that each node is accepted; 0 where there is none.
+        longest: K.
     """
-    batch, longest = draft.batch_size, int(np.where(p > 0, draft.depths, 0).max(initial=0))
-    chains = Chains(np.zeros((batch, longest), np.int32), np.zeros((batch, longest)))
-    rows, at = np.arange(batch), np.zeros((batch, 1), np.int32)
-    for depth in range(longest):
-        chance = np.where(draft.parents == at, p, 0.0)
-        best = chance.argmax(1)
-        chains.tokens[:, depth], chains.chances[:, depth] = draft.tokens[rows, best], chance[rows, best]
-        at = np.where(chance[rows, best] > 0, best, -2)[:, None]  # nobody's child
+    chains = Chains(np.zeros((draft.batch_size, longest), np.int32), np.zeros((draft.batch_size, longest)))
+    _walk(draft.parents, draft.tokens, p, *chains)
     return chains
+
+
+@njit(cache=True, nogil=True)
+def _walk(parents, tokens, p, chain, chances):
+    for b in range(len(p)):
+        at = 0
+        for depth in range(chain.shape[1]):
+            best = 0
+            for i in range(at + 1, p.shape[1]):  # children come behind their parent
+                if parents[b, i] == at and p[b, i] > (p[b, best] if best else 0.0):
+                    best = i
+            if not best:
+                break
+            at = best
+            chain[b, depth], chances[b, depth] = tokens[b, at], p[b, at]

@@ -50,6 +50,7 @@ class HybridMethod(Method):
         self.throughput = Throughput()
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
         self._may_pay: dict[int, tuple[bool, int]] = {}
+        likeliest(DraftBatch.roots(np.zeros(1, np.int32)), np.zeros((1, 1)), 1)  # compiled before the first request
         self._by_model: set[str] = set()
         self._previous: tuple[frozenset[str], float] = frozenset(), 0.0
 
@@ -106,7 +107,7 @@ class HybridMethod(Method):
             return choice, kept, chains
         if self._passes_may_pay(step, max_len):
             p, kept = self.auto.estimate(draft)
-            order, chains = poorest_first(p, kept, capacities > 0), likeliest(draft, p)
+            order, chains = poorest_first(p, kept, capacities > 0), likeliest(draft, p, max_len - 1)
             estimate = self.model.estimate(step, order, sizes_up_to(len(order)), max_len, chains)
             rate = self.throughput.of(step.request_ids)
             choice = choose(p, kept, order, estimate, self.auto.table(batch), self.auto.widths, rate)
@@ -121,7 +122,8 @@ class HybridMethod(Method):
         return choice, kept, chains
 
     def _passes_may_pay(self, step: Step, max_len: int) -> bool:
-        """Whether passes would pay if n-grams offered nothing: where not, there is no need to compare, step by step."""
+        """Whether passes would pay if n-grams offered nothing, not even to check: where not, there is no need to
+        compare, step by step."""
         batch = step.batch_size
         known, left = self._may_pay.get(batch, (False, 0))
         if left == 0:

@@ -36,6 +36,8 @@ FIRST_TRIALS = 3
 there is a guess, and the first one of its kind, which warms up, is not timed."""
 FIRST_OTHER, RAREST_OTHER = 16, 256
 """Rounds after which another window than the best is tried, at first and at most."""
+CHECK_MEMORY, CHECK_WEIGHT = 0.98, 10.0
+"""Share of older checks of n-grams that each new one leaves, and tokens that the first belief counts for."""
 DECISION_STEPS = 4
 """Steps for which it stays decided which recipes draft, as long as as many requests have each."""
 ON_MARGIN, STAY_MARGIN = 1.05, 1.02
@@ -115,6 +117,7 @@ class Cost(Lookahead):
         reads_ahead: whether a round's passes run as far as `expected_len` before `should_continue` is asked.
         read: int [R], positions of each request of the present round that were run so far.
         wants_trial: whether another trial is to follow the last one at once.
+        agreed: how often drafts say what a chain does, by how often the target was expected to.
         margin: by how much the last round was expected to beat a step without drafts, as a share.
     """
 
@@ -141,6 +144,7 @@ class Cost(Lookahead):
         self.read = np.zeros(0, np.intp)
         self.on = True
         self.rate = self.margin = 0.0
+        self.agreed, self._checks = 1.0, np.full(2, CHECK_WEIGHT)
         self._best_len = 1
         self._windows = windows
         # Tokens that each recipe reads at most, and whether it skips anything.
@@ -148,8 +152,8 @@ class Cost(Lookahead):
         self._skips = np.array([len(r.attention) + len(r.mlp) > 0 for r in self.recipes])
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
         self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
-        self._probed = self._turn = -1
-        self._tried: dict[tuple[bytes, int], int] = {}  # trials by skip sets, batch and context
+        self._trial, self._turn = NONE, -1  # the recipe last tried, and the window
+        self._tried: dict[tuple[int, int], int] = {}  # trials by skip set, batch and context
         self.wants_trial, self._trials = False, 0
         self._round = np.zeros(len(self.recipes), np.int64), 1  # its requests by recipe, and all of the step
         self._decision: tuple[bytes, Flags, int] = b"", np.zeros(0, np.bool_), 0
@@ -160,6 +164,7 @@ class Cost(Lookahead):
         self.recipes[place], self.records[place] = recipe, _Record(self.prior)
         self._skips[place] = len(recipe.attention) + len(recipe.mlp) > 0
         self.costs.acceptance.forget(int(kinds_of(np.array([place]))[0]))
+        self._trial = place
         self._decision, self._chosen, self.wants_trial = (b"", self._decision[1], 0), (b"", self._chosen[1], 0), True
 
     # -- before a round ------------------------------------------------------------------------------------------------
@@ -181,25 +186,22 @@ class Cost(Lookahead):
         numbers = np.arange(len(self.recipes))[:, None]
         counts = (places == numbers).cumsum(1)[:, sizes - 1]
         expected = self._expected(sizes, counts, max_draft_len)
+        chances = None if chances is None else chances[:, : expected.seconds.shape[1] - 1]
         if chances is None or not chances.size:
             return expected
-        lengths = self.to_check(places, chances[:, : max_draft_len - 1], room)
-        if lengths.any():
-            checked = np.where(np.arange(chances.shape[1]) < lengths[:, None], chances, 0.0)
-            saved = checked.sum(1).cumsum()[sizes - 1] / sizes  # passes of the average draft
-            first = np.zeros(len(sizes))  # how much longer the first pass takes
-            tokens = (lengths * (places == numbers)).cumsum(1)[:, sizes - 1]
-            for recipe, n, more in zip(self.recipes, counts, tokens, strict=True):
-                one, checking = self.costs.pass_seconds(recipe, np.maximum([n, n + more], 1))
-                first += checking - one
-            passes = np.arange(1, expected.seconds.shape[1] + 1)
-            for seconds, fewer, longer in zip(expected.seconds, saved, first, strict=True):
-                np.minimum(seconds, longer + np.interp(passes - fewer, passes, seconds), out=seconds)
+        for number in np.unique(places).tolist():
+            mine = places == number
+            n = counts[number]
+            some = np.flatnonzero(n)
+            gain = self._saved(number, chances[mine], room)
+            # A draft of m tokens needs no more than m - 1 of them checked.
+            expected.seconds[some, 1 : 1 + gain.shape[1]] -= gain[n[some] - 1]
+            expected.seconds[some, 1 + gain.shape[1] :] -= gain[n[some] - 1, -1:]
         return expected
 
     def to_check(self, places: Places, chances: NDArray[np.float64], room: int) -> Ints:
-        """int32 [R]: how many tokens of each request's chain the first pass takes on trust and reads with the root. As
-        far as the draft says the same, it is as many passes further: those tokens are taken that save most.
+        """int32 [R]: how many tokens of each request's chain the first pass reads with the root. As far as the draft
+        says the same, the request is as many passes further.
 
         Args:
             places: intp [R], recipes.
@@ -207,20 +209,32 @@ class Cost(Lookahead):
             room: most tokens of a pass, roots included.
         """
         lengths = np.zeros(len(places), np.int32)
-        for number in np.unique(places).tolist():
-            mine = np.flatnonzero(places == number)
-            n, p = len(mine), chances[mine].ravel()
-            order = np.argsort(-p, kind="stable")[: max(min(room - n, np.count_nonzero(p)), 0)]
-            if not len(order):
-                continue
-            # Drafts that would end anyway save nothing.
-            most = max(float(np.minimum(self.records[number].reached[: self.longest], 1).sum()) - 1, 0)
-            passes = self.costs.pass_seconds(self.recipes[number], n + np.arange(len(order) + 1))
-            gain = passes[0] * np.minimum(p[order].cumsum() / n, most) - (passes[1:] - passes[0])
-            best = int(gain.argmax())
-            if gain[best] > 0:
-                lengths[mine] = np.bincount(order[: best + 1] // chances.shape[1], minlength=n)
+        for number in np.unique(places).tolist() if chances.size else ():
+            mine = places == number
+            gain = self._saved(number, chances[mine], room)
+            longest = int(gain[-1].argmax()) + 1 if gain[-1].max() > 0 else 0
+            lengths[mine] = np.minimum((chances[mine] > 0).sum(1), longest)
         return lengths
+
+    def _saved(self, number: int, chances: NDArray[np.float64], room: int) -> NDArray[np.float64]:
+        """float64 [R, K]: seconds by which a recipe's round over the first 1 .. R requests is shorter if its first pass
+        checks the best number of tokens of each chain, up to 1 .. K."""
+        n, depth = np.arange(1, len(chances) + 1)[:, None], np.arange(1, chances.shape[1] + 1)
+        # Whether a request needs the pass behind so many tokens; read ahead they all run.
+        need = depth < self._best_len if self.reads_ahead else np.minimum(self.records[number].reached[depth], 1)
+        # A pass is saved where nobody needs it any more.
+        fewer = (1 - (1 - need) ** n) - (1 - np.cumprod(1 - need * (1 - np.minimum(self.agreed * chances, 1)), 0))
+        tokens = (chances > 0).cumsum(0).cumsum(1)
+        one, more = self.costs.pass_seconds(self.recipes[number], np.stack((n + 0 * tokens, n + tokens)))
+        gain = np.where(n + tokens <= room, one * fewer.cumsum(1) - (more - one), 0.0)
+        return np.maximum.accumulate(np.maximum(gain, 0.0), 1)
+
+    def record_check(self, chances: NDArray[np.float64], lengths: Ints, agreed: NDArray[Any]) -> None:
+        """Of chains with these chances so many tokens were checked, and so many were the draft's own, too: float64
+        [R, K], int32 [R], int [R]."""
+        expected = np.where(np.arange(chances.shape[1]) < lengths[:, None], chances, 0.0).sum()
+        self._checks = CHECK_MEMORY * self._checks + (agreed.sum(), expected)
+        self.agreed = float(self._checks[0] / self._checks[1])
 
     def rates(self, counts: NDArray[np.int64], batch: int) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step, by the most tokens a draft may have; first without
@@ -317,23 +331,27 @@ class Cost(Lookahead):
         self.on = bool(chosen.any())
         if self.on:
             drafting = (places != NONE) & chosen[places]
-        elif self.wants_trial or self._is_new(counts, contexts) or self._probes.due():
-            present = np.flatnonzero(counts)
-            self._probed += not self.wants_trial
-            drafting = places == present[self._probed % len(present)]
         else:
-            return np.full(len(places), NONE)
+            present = np.flatnonzero(counts)
+            place = self._trial if self.wants_trial and self._trial in present else self._untried(counts, contexts)
+            if place == NONE and (self.wants_trial or self._probes.due()):  # each in its turn
+                place = int(present[np.searchsorted(present, self._trial, side="right") % len(present)])
+            if place == NONE:
+                return np.full(len(places), NONE)
+            self._trial = place
+            drafting = places == place
         return np.where(drafting, self.recipes_of_round(places, contexts, pays=self.on), NONE)
 
-    def _is_new(self, counts: NDArray[np.int64], contexts: Ints | None) -> bool:
-        """Whether these recipes are to be tried now because they hardly were at such batches and contexts."""
-        sets = np.flatnonzero(counts.reshape(-1, self._windows).any(1))
-        kind = sets.tobytes(), row_of(int(counts.sum()), 1.0 if contexts is None else float(contexts.mean()))
-        tried = self._tried.get(kind, 0)
-        if tried >= FIRST_TRIALS * self._windows:
-            return False
-        self._tried[kind] = tried + 1
-        return True
+    def _untried(self, counts: Places, contexts: Ints | None) -> int:
+        """One of these recipes that hardly was tried at such batches and contexts; NONE where all were."""
+        context = 1.0 if contexts is None else float(contexts.mean())
+        for place in np.flatnonzero(counts).tolist():
+            kind = place // self._windows, row_of(int(counts[place]), context)
+            tried = self._tried.get(kind, 0)
+            if tried < FIRST_TRIALS * self._windows:
+                self._tried[kind] = tried + 1
+                return int(place)
+        return NONE
 
     def recipes_of_round(self, places: Places, contexts: Ints | None = None, *, pays: bool) -> Places:
         """intp [R]: what the requests of a round draft with: their recipes, now and then with another window.
@@ -424,7 +442,7 @@ class Cost(Lookahead):
         self.tokens += len(rows)
         self.survival[rows] *= self.costs.acceptance.given_parent(confidence, self.kinds[rows], position + 1)
         chance = self.survival[rows] * self.next[places, to_bins(confidence)]
-        order = np.argsort(-chance, kind="stable")
+        order = np.lexsort((-chance, self.read[rows] <= position + 1))  # first those whose next token is known
         k = np.arange(1, len(rows) + 1)[:, None]
         m = np.arange(1, min(left, self.horizon) + 1)
         to_run = (self.read[rows[order], None] - position) <= m  # the m-th one from here, for each request

@@ -307,13 +307,14 @@ class PagedRound(DraftRound):
         position: int | NDArray[np.int64],
     ) -> ForwardBatch:
         here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))
-        places = torch.from_numpy(np.broadcast_to(np.asarray(position, np.int64), len(rows)).copy())
+        here_at = position if isinstance(position, int) else torch.from_numpy(position)
+        at = here_at if isinstance(here_at, int) else here_at.to(there.device, non_blocking=True)
         return self._model.one_token_each(
             self._batch,
             here,
             ids,
-            self._batch.seq_lens_cpu[here] + places,
-            self.slots[there, places.to(there.device, non_blocking=True)],
+            self._batch.seq_lens_cpu[here] + here_at,
+            self.slots[there, at],
             left_out=self._windowed(rows, there, draft_pass.window),
             as_nodes=self._model.has_graphs(draft_pass.stages),
         )

@@ -49,6 +49,15 @@ class DraftGraphs:
         self._tables: BlockTables | None = None  # what stands in `_pages`
         self._graphs: dict[KeptLayers, Any] = {}
 
+    @property
+    def captured(self) -> bool:
+        return bool(self._graphs)
+
+    @property
+    def largest(self) -> int:
+        """Most requests of a graph."""
+        return self._sizes[-1]
+
     def capture(self, passes: Iterable[KeptLayers]) -> None:
         """Capture these, if vLLM captures its own; passes that cannot be captured run eagerly."""
         from vllm.config import CUDAGraphMode

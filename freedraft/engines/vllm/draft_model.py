@@ -41,7 +41,8 @@ class PagedDraftModel(DraftModel):
         groups = [group for groups in runner.attn_groups for group in groups]
         if len(runner.kv_cache_config.kv_cache_groups) != 1 or len(groups) != 1:
             raise UnsupportedModel("layer skipping needs one KV cache group and one kind of attention in all layers")
-        self.n_layers, self.max_rows = len(backbone.layers), runner.max_num_reqs
+        self.n_layers = len(backbone.layers)
+        self.max_rows: int = runner.max_num_reqs  # buffers of attention are as long
         self.runner, self.backbone, self.vllm_config = runner, backbone, vllm_config
         self.group = groups[0]
         # What the model itself looks back to, the same in all layers.
@@ -79,6 +80,8 @@ class PagedDraftModel(DraftModel):
         """
         self.graphs = DraftGraphs(self, table_width)
         self.graphs.capture(self.compiled.values())
+        if self.graphs.captured:
+            self.max_rows = min(self.max_rows, self.graphs.largest)
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         # The KV of the last of n tokens is not computed yet: a draft of k writes positions n - 1 to n + k - 2.
