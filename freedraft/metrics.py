@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 
-_servers: dict[int, int] = {}
+_servers: dict[tuple[str, int], int] = {}
+"""Ports by the addresses that were asked for."""
 _lock = threading.Lock()
 
 
@@ -82,20 +83,21 @@ class Metrics:
         self.failures = families.failures.labels(method)
 
 
-def check_port(port: int | None) -> None:
-    """Tell, before the engine starts, that `serve(port)` would fail; None serves nothing.
+def check_address(port: int | None, host: str) -> None:
+    """Tell, before the engine starts, that `serve` would fail; None serves nothing.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken, or the host is none of this machine's.
     """
-    if not port or port in _servers:
+    if not port or (host, port) in _servers:
         return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise _taken(port, error) from None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise _refused(host, port, error) from None
 
 
 def where_to_look(port: int | None) -> str:
@@ -103,8 +105,8 @@ def where_to_look(port: int | None) -> str:
     return f"'freedraft top {port}' shows what it brings" if port else "set metrics_port to see what it brings"
 
 
-def serve(port: int | None, rank: int = 0) -> int | None:
-    """Serve this process's metrics at http://127.0.0.1:port/metrics, once per port and process.
+def serve(port: int | None, rank: int = 0, host: str = HOST) -> int | None:
+    """Serve this process's metrics at http://host:port/metrics, once per address and process.
 
     The engine runs in a process of its own, whose metrics the API server's own page does not show.
 
@@ -116,23 +118,24 @@ def serve(port: int | None, rank: int = 0) -> int | None:
         the port.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: the port is taken, or the host is none of this machine's.
     """
     if port is None:
         return None
     port = port and port + rank
     with _lock:
-        if port not in _servers:
+        if (host, port) not in _servers:
             try:
-                server, _ = start_http_server(port, addr=HOST)
+                server, _ = start_http_server(port, addr=host)
             except OSError as error:
-                raise _taken(port, error) from None
-            _servers[port] = server.server_port
-            logger.info("freedraft: metrics at http://%s:%d/metrics", HOST, server.server_port)
-        return _servers[port]
+                raise _refused(host, port, error) from None
+            _servers[host, port] = server.server_port
+            logger.info("freedraft: metrics at http://%s:%d/metrics", host, server.server_port)
+        return _servers[host, port]
 
 
-def _taken(port: int, error: OSError) -> ConfigError:
+def _refused(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(
-        f"option 'metrics_port': cannot listen on {HOST}:{port} ({error.strerror}): choose another port, or 0 for any"
+        f"metrics cannot be served on {host}:{port} ({error.strerror}): set 'metrics_port' to another port, or 0 for "
+        "any, and 'metrics_host' to an address of this machine"
     )

@@ -21,7 +21,7 @@ from freedraft.draft_model import DraftModel, DraftRound, MatchnessScorer
 from freedraft.hybrid.chains import Chains
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
-from freedraft.metrics import check_port, serve, where_to_look
+from freedraft.metrics import check_address, serve, where_to_look
 from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree
 from layerskip_plugin.knapsack_search import RunSublayer, Survivors, search
@@ -67,7 +67,7 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
     selector = options.make_selector(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
     options.make_lookahead(context, list(selector.sets.values()), cast(Costs, None))  # asked of nothing yet
     options.windows(context)
-    check_port(options.metrics_port)
+    check_address(options.metrics_port, options.metrics_host)
 
 
 def schedule(options: LayerSkipOptions, context: EngineContext) -> Schedule | None:
@@ -123,7 +123,7 @@ class LayerSkipMethod(ModelMethod):
         self._places = np.zeros(0, np.intp)  # of each request's recipe in this step
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
         self._saved = 0.0
-        port = serve(options.metrics_port, context.rank)
+        port = serve(options.metrics_port, context.rank, options.metrics_host)
         if alone:
             measured = options.lookahead == "cost"
             pays = "whether it pays is measured while serving" if measured else "it drafts whether it pays or not"

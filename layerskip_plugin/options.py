@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from freedraft.config import PluginOptions, UserPath
 from freedraft.draft_model import Window
 from freedraft.method import EngineContext
+from freedraft.metrics import HOST
 from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.lookahead import (
     Confidence,
@@ -89,7 +90,8 @@ class LayerSkipOptions(PluginOptions):
             dynamic verification).
         length: tokens that lookahead "fixed" drafts. None: 5 where the engine verifies trees, else
             num_speculative_tokens.
-        metrics_port: serve Prometheus metrics of the engine process on 127.0.0.1 at this port (0 picks a free one).
+        metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).
+        metrics_host: the address to serve them on; whoever reaches it reads how much traffic there is.
     """
 
     source_name: ClassVar[str] = "layerskip"
@@ -107,6 +109,7 @@ class LayerSkipOptions(PluginOptions):
     tree: bool = True
     length: int | None = Field(default=None, ge=1, le=255)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    metrics_host: str = Field(default=HOST, min_length=1)
 
     @field_validator("skip_set")
     @classmethod

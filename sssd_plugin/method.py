@@ -17,7 +17,7 @@ from freedraft.cost.policies import Controller
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.method import EngineContext, Method, MethodSpec, NodeLogits, Step
-from freedraft.metrics import check_port, serve, where_to_look
+from freedraft.metrics import check_address, serve, where_to_look
 from sssd_plugin.options import SssdOptions
 from sssd_plugin.recycle_choice import RecycleChoice
 from sssd_plugin.recycled_logits import owner_of
@@ -39,7 +39,7 @@ def check(options: SssdOptions, context: EngineContext) -> None:
         ValueError: one clear line that names the option or file and the remedy.
     """
     choose_profile(options.hardware)
-    check_port(options.metrics_port)
+    check_address(options.metrics_port, options.metrics_host)
     if options.scoring == "learned" or options.weights is not None:
         from sssd_plugin.scoring.weights import Weights
 
@@ -121,7 +121,7 @@ class SssdMethod(Method):
             recycle_megabytes=options.recycle_megabytes if self._recycles else 0,
         )
         self.source_metrics = SourceMetrics(self._snapshot())
-        port = serve(options.metrics_port, context.rank)
+        port = serve(options.metrics_port, context.rank, options.metrics_host)
         logger.info(
             "freedraft: sssd drafts up to %d tokens per request; %s; %s",
             context.max_draft_tokens,

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from freedraft.config import PluginOptions, UserPath, expand_path
 from freedraft.cost.policies import Controller, Policy
 from freedraft.method import EngineContext
+from freedraft.metrics import HOST
 from sssd_plugin.recycle_choice import Recycle
 
 Scoring = Literal["learned", "paper"]
@@ -60,7 +61,8 @@ class SssdOptions(PluginOptions):
         recycle_megabytes: memory for them; the oldest go first.
         draft_timeout_ms: milliseconds that a step of SGLang waits for its drafts, which a thread makes; if they are
             late, it goes on without. 0: SGLang's own thread makes them, and waits as long as they take.
-        metrics_port: serve Prometheus metrics of the engine process on 127.0.0.1 at this port (0 picks a free one).
+        metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).
+        metrics_host: the address to serve them on; whoever reaches it reads how much traffic there is.
     """
 
     source_name: ClassVar[str] = "sssd"
@@ -84,6 +86,7 @@ class SssdOptions(PluginOptions):
     recycle_megabytes: int = Field(default=64, ge=1, le=1 << 16)
     draft_timeout_ms: float = Field(default=0.0, ge=0.0, le=1e6)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    metrics_host: str = Field(default=HOST, min_length=1)
 
     @field_validator("weights")
     @classmethod

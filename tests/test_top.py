@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
 from freedraft import cli, metrics, top
+from freedraft.config import ConfigError
 from freedraft.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,3 +71,23 @@ def test_nobody_answers_or_another_server_does(tmp_path: Path) -> None:
     page.write_bytes(generate_latest(CollectorRegistry()))
     with pytest.raises(ValueError, match="no metrics of freedraft"):
         top.read(page.as_uri())
+
+
+def test_an_address_of_ones_own_is_served_and_others_are_refused_in_one_line() -> None:
+    everywhere = metrics.serve(0, host="0.0.0.0")
+    assert everywhere != port() and top.read(f"http://127.0.0.2:{everywhere}/metrics")
+    with pytest.raises(OSError):  # the other one is for this host's own address alone
+        socket.create_connection(("127.0.0.2", port()), 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        used = taken.getsockname()[1]
+        addresses = [("127.0.0.1", used), ("0.0.0.0", used), ("no-such-host.invalid", 9100), ("192.0.2.1", 9100)]
+        for host, number in addresses:
+            for ask in (metrics.check_address, lambda p, h: metrics.serve(p, host=h)):
+                with pytest.raises(ConfigError) as refused:
+                    ask(number, host)
+                text = str(refused.value)
+                assert f"{host}:{number}" in text and "'metrics_host'" in text and "\n" not in text
+    metrics.check_address(None, "no-such-host.invalid")
+    metrics.check_address(0, "127.0.0.1")

@@ -32,7 +32,7 @@ def part_options(options: PluginOptions, role: str) -> PluginOptions:
         {
             name: value
             for name, value in values.items()
-            if name in part.model_fields and (name != "metrics_port" or role == ROLES[0])
+            if name in part.model_fields and (name not in ("metrics_port", "metrics_host") or role == ROLES[0])
         }
     )
 
