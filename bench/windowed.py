@@ -175,12 +175,16 @@ def in_turns(
         answers = [generate(prompts, f"{DRAFTING}-{batch}-{context}-{i}", args.tokens) for i in range(args.settle)]
         answers += [generate(prompts, f"{TURNS}-{batch}-{context}-{i}", args.tokens) for i in range(args.rounds)]
         steps = [(a, b) for a, b in itertools.pairwise(calls()[known:]) if a.ids == b.ids and a.batch == batch]
-        row = {"context": context, "batch": batch} | figures(steps) | {"same": all(a == plain for a in answers)}
+        row = (
+            {"context": context, "batch": batch}
+            | figures(steps, args.length)
+            | {"same": all(a == plain for a in answers)}
+        )
         print(json.dumps(rounded(row)), flush=True)
         yield row
 
 
-def figures(steps: Sequence[tuple[Call, Call]]) -> dict[str, Any]:
+def figures(steps: Sequence[tuple[Call, Call]], longest: int) -> dict[str, Any]:
     """Of full batches. A step runs from the beginning of its draft to that of the next one."""
     measured = [(call, after) for call, after in steps if call.ids[0].startswith(TURNS)]
     runs = [list(run) for _, run in itertools.groupby(measured, lambda step: (step[0].on, step[0].ids))]
@@ -204,11 +208,15 @@ def figures(steps: Sequence[tuple[Call, Call]]) -> dict[str, Any]:
         "turns": len(ratios),
         "ratio": ratio,
         "ratio_quartiles": [low, high],
-    } | allowed(steps)
+    } | allowed(steps, longest)
 
 
-def allowed(steps: Sequence[tuple[Call, Call]], longest: int = 16) -> dict[str, Any]:
-    """What the times of all rounds of drafts allow, in plain steps of the same answers; see above."""
+def allowed(steps: Sequence[tuple[Call, Call]], longest: int) -> dict[str, Any]:
+    """What the times of all rounds of drafts allow, in plain steps of the same answers; see above.
+
+    Args:
+        longest: most draft tokens.
+    """
     rounds = []
     for _, answer in itertools.groupby(steps, lambda step: step[0].ids):
         of_answer = list(answer)
@@ -227,7 +235,7 @@ def allowed(steps: Sequence[tuple[Call, Call]], longest: int = 16) -> dict[str, 
         c = statistics.median((a.pass_seconds or 0.0) / plain for a, _, plain in mine)
         # Tokens behind a rejected one have no verdict of their own.
         alpha = sum(g - 1 for _, g in drafts) / sum(min(d, g) for d, g in drafts)
-        rates = [sum(alpha**i for i in range(d + 1)) / (d * (c + v) + 1) for d in range(longest)]
+        rates = [sum(alpha**i for i in range(d + 1)) / (d * (c + v) + 1) for d in range(longest + 1)]
         if max(rates) > best["allowed"] or not best["alpha"]:
             best |= {"c": c, "alpha": alpha, "allowed": max(rates), "rounds_of_window": len(mine)}
     return best
