@@ -116,7 +116,8 @@ class Switch:
 
 
 def calls_in(log: Path) -> list[Call]:
-    return [Call(**json.loads(line)) for line in log.read_text().splitlines()]
+    """None as long as there is no such file."""
+    return [Call(**json.loads(line)) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def baseline_seconds(calls: Sequence[Call], batch: int) -> list[float]:

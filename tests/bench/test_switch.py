@@ -93,6 +93,7 @@ def test_a_failure_is_kept_and_passed_on() -> None:
 def test_calls_are_read_from_their_file(tmp_path: Path) -> None:
     drafter = method()
     switch = Switch(drafter, lambda step: step.request_ids[0] == "a", tmp_path / "calls.jsonl")
+    assert not calls_in(tmp_path / "calls.jsonl")
     drafter.draft(step(["a"], 2, 0))
     drafter.draft(step(["b"], 1, 0))
     assert calls_in(tmp_path / "calls.jsonl") == switch.calls and [call.on for call in switch.calls] == [True, False]
