@@ -344,12 +344,13 @@ class Cost(Lookahead):
 
     def _untried(self, counts: Places, contexts: Ints | None) -> int:
         """One of these recipes that hardly was tried at such batches and contexts; NONE where all were."""
-        context = 1.0 if contexts is None else float(contexts.mean())
+        context = np.inf if contexts is None else float(contexts.mean())
         for place in np.flatnonzero(counts).tolist():
-            kind = place // self._windows, row_of(int(counts[place]), context)
-            tried = self._tried.get(kind, 0)
-            if tried < FIRST_TRIALS * self._windows:
-                self._tried[kind] = tried + 1
+            first = place // self._windows * self._windows
+            kind = first, row_of(int(counts[place]), 1.0 if contexts is None else context)
+            windows = int(self._useful(np.array([first]), np.array([context])).sum())
+            if self._tried.get(kind, 0) < FIRST_TRIALS * max(windows, 1):
+                self._tried[kind] = self._tried.get(kind, 0) + 1
                 return int(place)
         return NONE
 

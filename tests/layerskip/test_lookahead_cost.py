@@ -163,7 +163,7 @@ def test_sets_are_priced_together() -> None:
     for policy in (mixed(0.5, step), mixed(0.5, step)):
         policy.records = [type(record)(0.97) for record in policy.records]
     assert drafts(policy, one).all(), "one pass a position for all four"
-    for _ in range(FIRST_TRIALS):
+    for _ in range(FIRST_TRIALS * len(SETS)):
         assert drafts(policy, four).sum() == 1, "one set at a time is tried"
     assert not drafts(policy, four).any(), "four of them take two steps of the model"
     alone = policy.rates(np.array([1, 0, 0, 0]), 1)

@@ -16,6 +16,7 @@ from freedraft.draft_model import Window
 from freedraft.method import EngineContext
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import NONE
+from layerskip_plugin.lookahead.cost import FIRST_TRIALS
 from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.skip_set import SkipSet
@@ -199,3 +200,9 @@ def test_windows_are_tried_at_once_at_a_context_that_is_new() -> None:
             drafted = driver.draft(["r"], 4, lambda position, rows: np.full(len(rows), 0.8, np.float32), [drafting])
             driver.judge(["r"], drafted, drafted)
     assert used[:4].count(NONE) <= 1 and NONE not in used[-20:]
+
+
+@pytest.mark.parametrize(("context", "windows"), [(1000, 1), (6000, 2)])
+def test_first_trials_are_of_windows_that_are_shorter_than_the_request(context: int, windows: int) -> None:
+    used = serve(policy(0.95, 0.97), {0: 0.1, 1: 0.1}, 100, context=context)
+    assert len([place for place in used if place != NONE]) == FIRST_TRIALS * windows
