@@ -208,7 +208,7 @@ class Cost(Lookahead):
             chances: float64 [R, K], that a chain is accepted so far, never rising.
             room: most tokens of a pass, roots included.
         """
-        lengths = np.zeros(len(places), np.int32)
+        lengths, chances = np.zeros(len(places), np.int32), chances[:, : self.longest - 1]
         for number in np.unique(places).tolist() if chances.size else ():
             mine = places == number
             gain = self._saved(number, chances[mine], room)

@@ -15,6 +15,7 @@ from freedraft.draft import DraftBatch
 from freedraft.hybrid.chains import Chains, likeliest
 from freedraft.hybrid.choice import RestOfBatch
 from layerskip_plugin.lookahead import Cost
+from layerskip_plugin.lookahead.cost import MAX_DRAFT_LEN
 
 DEPTH = 5
 
@@ -168,6 +169,18 @@ def test_as_much_is_checked_as_saves_most(
     checked = policy.estimate(places, np.array([n]), 4, p, room)
     assert serial.seconds[0, -1] - checked.seconds[0, -1] == pytest.approx(possible[0] - min(possible.values()))
     assert (checked.gain == serial.gain).all() and (checked.tokens == serial.tokens).all()
+
+
+@pytest.mark.parametrize("longest", [1, 2, 64, 300])
+def test_no_more_is_checked_than_may_be_drafted(longest: int) -> None:
+    """Also where an engine allows drafts longer than is kept account of."""
+    policy, chances = cost({1: 1.0, 2: 1.0}, {1: 1.0}, longest=longest), np.full((2, 200), 1.0)
+    policy.records[0].reached[:] = 1.0
+    lengths = policy.to_check(np.zeros(2, np.intp), chances, 1000)
+    assert lengths.tolist() == [min(longest, MAX_DRAFT_LEN) - 1] * 2
+    estimate = policy.estimate(np.zeros(2, np.intp), np.array([1, 2]), 250, chances, 1000)
+    assert estimate.seconds.shape[1] == min(longest, MAX_DRAFT_LEN)
+    assert estimate.seconds[:, -1] == pytest.approx(1.0)
 
 
 def test_what_the_draft_never_agrees_with_is_soon_not_checked() -> None:
