@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,13 +17,14 @@ from freedraft.cost.policies import Controller
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
-from freedraft.draft_model import DraftModel, DraftRound, MatchnessScorer
+from freedraft.draft_model import DraftModel, MatchnessScorer
 from freedraft.hybrid.chains import Chains
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
 from freedraft.metrics import check_address, serve, where_to_look
 from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree
+from layerskip_plugin.draft_passes import Passes, Round
 from layerskip_plugin.knapsack_search import RunSublayer, Survivors, search
 from layerskip_plugin.lookahead import Cost, Costs, Recording
 from layerskip_plugin.lookahead.base import NONE
@@ -119,7 +120,7 @@ class LayerSkipMethod(ModelMethod):
         self._scorer: MatchnessScorer | None = None
         self._requested: dict[str, Any] = {}  # by running request
         self._prompt_states: dict[str, NDArray[np.float32]] = {}
-        self._last: _Round | None = None
+        self._last: Round | None = None
         self._places = np.zeros(0, np.intp)  # of each request's recipe in this step
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
         self._saved = 0.0
@@ -303,16 +304,17 @@ class LayerSkipMethod(ModelMethod):
         limits: NDArray[np.int32],
         rest: RestOfBatch,
         chains: Chains | None = None,
-    ) -> _Round:
+    ) -> Round:
         """Passes for the requests at `rows` until none of them goes on."""
         assert self._model is not None
         started = time.perf_counter()
         batch, depth, places, lookahead = step.batch_size, int(limits.max(initial=0)), self._places, self.lookahead
-        result = _Round(step.request_ids, batch, depth, self.top_k)
+        result = Round(step.request_ids, batch, depth, self.top_k)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
         allowed[rows], place[rows] = limits, np.arange(len(rows))
         lookahead.begin([step.request_ids[i] for i in rows.tolist()], places[rows], depth, rest)
-        passes = _Passes(self, self._model.start(step, rows, depth), result, started)
+        draft_round = self._model.start(step, rows, depth)
+        passes = Passes(draft_round, self.draft_passes, places, result, self._record_pass, started)
         active = rows[limits > 0]
         if chains is not None and self._cost is not None and len(active):
             chances = np.where(
@@ -343,7 +345,11 @@ class LayerSkipMethod(ModelMethod):
             active = active[more & (allowed[active] > position + 1)]
         return result
 
-    def _min_sibling_score(self, round_: _Round) -> float:
+    def _record_pass(self, place: int, tokens: int, seconds: float) -> None:
+        if self.auto is not None:
+            self.auto.record_pass(self.recipes[place], tokens, seconds)
+
+    def _min_sibling_score(self, round_: Round) -> float:
         """The chance of acceptance from which a sibling pays: what one more query token costs, in tokens. Policies that
         know no costs leave it to the confidence."""
         if not self.trees:
@@ -415,82 +421,3 @@ class LayerSkipMethod(ModelMethod):
 def _whole_up_to(recipe: SkipSet) -> int:
     """Tokens of a request up to which a pass over this window does what the whole model does."""
     return recipe.window.tokens if recipe.window is not None and not len(recipe) else 0
-
-
-class _Round:
-    """What one round drafted.
-
-    Attributes:
-        tokens: int32 [B, D, K], the draft's best tokens at each position, best first.
-        probabilities: float32 [B, D, K]; entropy: float32 [B, D].
-        drafted: int32 [B], positions drafted.
-    """
-
-    def __init__(self, request_ids: Sequence[str], batch: int, depth: int, top_k: int) -> None:
-        self.request_ids = request_ids
-        self.tokens = np.zeros((batch, depth, top_k), np.int32)
-        self.probabilities = np.zeros((batch, depth, top_k), np.float32)
-        self.entropy = np.zeros((batch, depth), np.float32)
-        self.drafted = np.zeros(batch, np.int32)
-
-
-class _Passes:
-    """The draft passes of a round, each recipe's in turn, timed with what they cost besides: setting up, deciding.
-
-    Attributes:
-        read: intp [B], positions of each request whose tokens are known.
-    """
-
-    def __init__(self, method: LayerSkipMethod, draft_round: DraftRound, result: _Round, since: float) -> None:
-        self._method, self._draft_round, self._result, self._since = method, draft_round, result, since
-        self.read = np.zeros(len(result.drafted), np.intp)
-
-    def run(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int) -> None:
-        """So many passes from `position` on; tokens: int32 [B], the newest of each request."""
-        for number, part in self._by_recipe(rows):
-            self._run(number, rows[part], tokens[rows[part]], position, count)
-        self.read[rows] = position + count
-
-    def check(
-        self, rows: NDArray[np.intp], roots: NDArray[np.int32], chains: NDArray[np.int32], lengths: NDArray[np.int32]
-    ) -> None:
-        """One pass over roots and the first tokens of chains. What is drafted behind a token that the draft would have
-        chosen itself is what so many passes would have drafted; what is behind another one is not read.
-
-        Args:
-            rows: intp [R]; roots: int32 [B]; chains: int32 [R, K], lengths: int32 [R], tokens of them to check.
-        """
-        nodes = np.concatenate((roots[rows, None], chains), 1)
-        for number, part in self._by_recipe(rows):
-            inside = np.arange(nodes.shape[1]) <= lengths[part, None]
-            row, position = np.nonzero(inside)
-            self._run(number, rows[part][row], nodes[part][inside], position, 1)
-        places = np.arange(min(chains.shape[1], self._result.tokens.shape[1]))
-        drafted = self._result.tokens[rows, : len(places), 0]
-        same = (drafted == chains[:, : len(places)]) & (places < lengths[:, None])
-        self.read[rows] = 1 + np.cumprod(same, 1).sum(1)
-
-    def _by_recipe(self, rows: NDArray[np.intp]) -> Iterator[tuple[int, NDArray[np.intp]]]:
-        places = self._method._places[rows]
-        for number in np.unique(places).tolist():
-            yield number, np.flatnonzero(places == number)
-
-    def _run(
-        self,
-        number: int,
-        rows: NDArray[np.intp],
-        tokens: NDArray[np.int32],
-        position: int | NDArray[np.int64],
-        count: int,
-    ) -> None:
-        method, result = self._method, self._result
-        drafted = self._draft_round.run(method.draft_passes[number], rows, tokens, position, count)
-        for i in range(count):
-            result.tokens[rows, position + i] = drafted.tokens[i]
-            result.probabilities[rows, position + i] = drafted.probabilities[i]
-            if drafted.entropy is not None:
-                result.entropy[rows, position + i] = drafted.entropy[i]
-        now = time.perf_counter()
-        if method.auto is not None:
-            method.auto.record_pass(method.recipes[number], len(rows), (now - self._since) / count)
-        self._since = now

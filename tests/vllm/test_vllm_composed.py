@@ -124,7 +124,7 @@ def test_passes_that_check_n_grams_leave_the_output_alone(
         checked.append(int(lengths.sum()))
         return lengths
 
-    class Watched(layerskip._Passes):
+    class Watched(layerskip.Passes):
         def _run(self, number: int, rows: Any, tokens: Any, position: Any, count: int) -> None:
             passes.append(len(rows))
             super()._run(number, rows, tokens, position, count)
@@ -136,7 +136,7 @@ def test_passes_that_check_n_grams_leave_the_output_alone(
 
     original = method.propose_for
     monkeypatch.setattr(method._cost, "to_check", to_check)
-    monkeypatch.setattr(layerskip, "_Passes", Watched)
+    monkeypatch.setattr(layerskip, "Passes", Watched)
     monkeypatch.setattr(method, "propose_for", propose_for)
     with chosen_by(monkeypatch, llm, lambda p, kept, order, *rest: Choice(order, K, 0.0)):
         for start in range(0, len(PROMPTS), batch):
