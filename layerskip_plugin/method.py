@@ -323,7 +323,7 @@ class LayerSkipMethod(ModelMethod):
             lengths = self._cost.to_check(places[active], chances, self._model.max_rows)
             if lengths.any():
                 passes.check(active, latest, chains.tokens[active], lengths)
-                self._cost.record_check(chances, lengths, passes.read[active] - 1)
+                self._cost.checks.record(chances, lengths, passes.read[active] - 1)
         for position in range(depth):
             if not len(active):
                 break

@@ -14,14 +14,10 @@ from freedraft.cost.step_times import row_of
 from freedraft.draft_model import Recipe
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, NONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
-from layerskip_plugin.lookahead.rates import BinnedRate
+from layerskip_plugin.lookahead.chain_checks import ChainChecks
+from layerskip_plugin.lookahead.recipe_record import MAX_DRAFT_LEN, RecipeRecord, to_bins
 
-BINS = 16
-MAX_DRAFT_LEN = 64
 MAX_KINDS = 16
-MEMORY = 64.0
-"""Rounds of a request after which an old one counts 1/e."""
-PRIOR_WEIGHT = 6.0
 FIRST_PROBE, RAREST_PROBE = 128, 256
 """Steps after which drafting is tried although no length seems to pay, at first and at most."""
 SURPRISE, DOUBTED_WEIGHT = 0.5, 3.0
@@ -36,8 +32,6 @@ FIRST_TRIALS = 3
 there is a guess, and the first one of its kind, which warms up, is not timed."""
 FIRST_OTHER, RAREST_OTHER = 16, 256
 """Rounds after which another window than the best is tried, at first and at most."""
-CHECK_MEMORY, CHECK_WEIGHT = 0.98, 10.0
-"""Share of older checks of n-grams that each new one leaves, and tokens that the first belief counts for."""
 DECISION_STEPS = 4
 """Steps for which it stays decided which recipes draft, as long as as many requests have each."""
 ON_MARGIN, STAY_MARGIN = 1.05, 1.02
@@ -60,31 +54,6 @@ class Costs(Protocol):
 def kinds_of(places: Places) -> NDArray[np.uint8]:
     """uint8 [R]: what `DraftBatch.kinds` says of nodes that the recipes at these places drafted."""
     return (PASS_KINDS + np.clip(places, 0, MAX_KINDS - 1)).astype(np.uint8)
-
-
-class _Record:
-    """What drafting with one recipe has brought.
-
-    Attributes:
-        reached, accepted: float64 [MAX_DRAFT_LEN], per place in the draft the share of rounds in which a token was
-            drafted there, and in which one was accepted there.
-        next_given: the chance that a further token is accepted, by the confidence in the one before it.
-    """
-
-    def __init__(self, prior: float) -> None:
-        places = np.arange(MAX_DRAFT_LEN)
-        self.reached, self.accepted = prior**places, prior ** (places + 1)
-        self.weight = PRIOR_WEIGHT
-        # Pooled: bins behind which nothing was drafted yet count as like the others. At a fixed prior that does not pay
-        # for a pass nothing would ever be drafted behind them.
-        self.next_given = BinnedRate(np.full(BINS, prior), PRIOR_WEIGHT, pooled=True)
-
-    def update(self, drafted: Ints, accepted: Ints) -> None:
-        """int32 [R] tokens drafted and accepted, of R rounds."""
-        places, new = np.arange(MAX_DRAFT_LEN), len(drafted)
-        self.weight = min(self.weight * np.exp(-new / MEMORY), MEMORY) + new
-        self.reached += ((drafted[:, None] > places).mean(0) - self.reached) * (new / self.weight)
-        self.accepted += ((accepted[:, None] > places).mean(0) - self.accepted) * (new / self.weight)
 
 
 class Cost(Lookahead):
@@ -117,7 +86,7 @@ class Cost(Lookahead):
         reads_ahead: whether a round's passes run as far as `expected_len` before `should_continue` is asked.
         read: int [R], positions of each request of the present round that were run so far.
         wants_trial: whether another trial is to follow the last one at once.
-        agreed: how often drafts say what a chain does, by how often the target was expected to.
+        checks: of n-gram chains by first passes.
         margin: by how much the last round was expected to beat a step without drafts, as a share.
     """
 
@@ -136,7 +105,7 @@ class Cost(Lookahead):
         if not 0 < prior < 1:
             raise ValueError(f"lookahead: prior must lie between 0 and 1, not {prior}")
         self.costs, self.recipes, self.prior, self.horizon = costs, list(recipes), prior, horizon
-        self.records = [_Record(prior) for _ in self.recipes]
+        self.records = [RecipeRecord(prior) for _ in self.recipes]
         self.log = RoundLog(1)
         self.widths = None if widths is None else np.array(widths, np.int32)
         self.longest = min(longest, MAX_DRAFT_LEN)
@@ -144,7 +113,7 @@ class Cost(Lookahead):
         self.read = np.zeros(0, np.intp)
         self.on = True
         self.rate = self.margin = 0.0
-        self.agreed, self._checks = 1.0, np.full(2, CHECK_WEIGHT)
+        self.checks = ChainChecks()
         self._best_len = 1
         self._windows = windows
         # Tokens that each recipe reads at most, and whether it skips anything.
@@ -161,7 +130,7 @@ class Cost(Lookahead):
 
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         """What was learnt of the old one is forgotten, and the new one is tried at once."""
-        self.recipes[place], self.records[place] = recipe, _Record(self.prior)
+        self.recipes[place], self.records[place] = recipe, RecipeRecord(self.prior)
         self._skips[place] = len(recipe.attention) + len(recipe.mlp) > 0
         self.costs.acceptance.forget(int(kinds_of(np.array([place]))[0]))
         self._trial = place
@@ -217,24 +186,11 @@ class Cost(Lookahead):
         return lengths
 
     def _saved(self, number: int, chances: NDArray[np.float64], room: int) -> NDArray[np.float64]:
-        """float64 [R, K]: seconds by which a recipe's round over the first 1 .. R requests is shorter if its first pass
-        checks the best number of tokens of each chain, up to 1 .. K."""
-        n, depth = np.arange(1, len(chances) + 1)[:, None], np.arange(1, chances.shape[1] + 1)
-        # Whether a request needs the pass behind so many tokens; read ahead they all run.
-        need = depth < self._best_len if self.reads_ahead else np.minimum(self.records[number].reached[depth], 1)
-        # A pass is saved where nobody needs it any more.
-        fewer = (1 - (1 - need) ** n) - (1 - np.cumprod(1 - need * (1 - np.minimum(self.agreed * chances, 1)), 0))
-        tokens = (chances > 0).cumsum(0).cumsum(1)
-        one, more = self.costs.pass_seconds(self.recipes[number], np.stack((n + 0 * tokens, n + tokens)))
-        gain = np.where(n + tokens <= room, one * fewer.cumsum(1) - (more - one), 0.0)
-        return np.maximum.accumulate(np.maximum(gain, 0.0), 1)
-
-    def record_check(self, chances: NDArray[np.float64], lengths: Ints, agreed: NDArray[Any]) -> None:
-        """Of chains with these chances so many tokens were checked, and so many were the draft's own, too: float64
-        [R, K], int32 [R], int [R]."""
-        expected = np.where(np.arange(chances.shape[1]) < lengths[:, None], chances, 0.0).sum()
-        self._checks = CHECK_MEMORY * self._checks + (agreed.sum(), expected)
-        self.agreed = float(self._checks[0] / self._checks[1])
+        """See `ChainChecks.saved`, for the requests of one recipe."""
+        depth, recipe = np.arange(1, chances.shape[1] + 1), self.recipes[number]
+        # Read ahead, all passes run whoever needs them.
+        reached = depth < self._best_len if self.reads_ahead else np.minimum(self.records[number].reached[depth], 1)
+        return self.checks.saved(chances, 1.0 * reached, lambda n: self.costs.pass_seconds(recipe, n), room)
 
     def rates(self, counts: NDArray[np.int64], batch: int) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step, by the most tokens a draft may have; first without
@@ -477,8 +433,3 @@ class Cost(Lookahead):
                     self._trials = 0 if self.on else self._trials - MORE_TRIALS // 2
                 self.wants_trial, self._trials = self._trials > 0, max(self._trials - 1, 0)
                 record.update(drafted[rounds], path[rounds])
-
-
-def to_bins(probability: Floats) -> NDArray[np.intp]:
-    """Which of the `BINS` equal parts of [0, 1] each probability lies in."""
-    return np.clip((probability * BINS).astype(np.intp), 0, BINS - 1)

@@ -15,7 +15,7 @@ from freedraft.draft import DraftBatch
 from freedraft.hybrid.chains import Chains, likeliest
 from freedraft.hybrid.choice import RestOfBatch
 from layerskip_plugin.lookahead import Cost
-from layerskip_plugin.lookahead.cost import MAX_DRAFT_LEN
+from layerskip_plugin.lookahead.recipe_record import MAX_DRAFT_LEN
 
 DEPTH = 5
 
@@ -191,7 +191,7 @@ def test_what_the_draft_never_agrees_with_is_soon_not_checked() -> None:
         lengths = policy.to_check(np.zeros(1, np.intp), chances, 64)
         checks.append(int(lengths[0]))
         if lengths.any():
-            policy.record_check(chances, lengths, np.zeros(1, np.intp))
+            policy.checks.record(chances, lengths, np.zeros(1, np.intp))
     assert checks[0] == 3 and not any(checks[100:])
 
 

@@ -10,8 +10,9 @@ from lookahead_tools import RECIPE, Driver, KnownCosts, cost
 
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import NONE
-from layerskip_plugin.lookahead.cost import BINS, FIRST_TRIALS, kinds_of, to_bins
+from layerskip_plugin.lookahead.cost import FIRST_TRIALS, kinds_of
 from layerskip_plugin.lookahead.rates import BinnedRate
+from layerskip_plugin.lookahead.recipe_record import BINS, to_bins
 from layerskip_plugin.skip_set import SkipSet
 
 

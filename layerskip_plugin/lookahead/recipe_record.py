@@ -1,0 +1,45 @@
+"""`RecipeRecord`: what drafting with one recipe has brought, which the cost policy goes by."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layerskip_plugin.lookahead.base import Floats, Ints
+from layerskip_plugin.lookahead.rates import BinnedRate
+
+BINS = 16
+MAX_DRAFT_LEN = 64
+MEMORY = 64.0
+"""Rounds of a request after which an old one counts 1/e."""
+PRIOR_WEIGHT = 6.0
+
+
+class RecipeRecord:
+    """See above.
+
+    Attributes:
+        reached, accepted: float64 [MAX_DRAFT_LEN], per place in the draft the share of rounds in which a token was
+            drafted there, and in which one was accepted there.
+        next_given: the chance that a further token is accepted, by the confidence in the one before it.
+    """
+
+    def __init__(self, prior: float) -> None:
+        places = np.arange(MAX_DRAFT_LEN)
+        self.reached, self.accepted = prior**places, prior ** (places + 1)
+        self.weight = PRIOR_WEIGHT
+        # Pooled: bins behind which nothing was drafted yet count as like the others. At a fixed prior that does not pay
+        # for a pass nothing would ever be drafted behind them.
+        self.next_given = BinnedRate(np.full(BINS, prior), PRIOR_WEIGHT, pooled=True)
+
+    def update(self, drafted: Ints, accepted: Ints) -> None:
+        """int32 [R] tokens drafted and accepted, of R rounds."""
+        places, new = np.arange(MAX_DRAFT_LEN), len(drafted)
+        self.weight = min(self.weight * np.exp(-new / MEMORY), MEMORY) + new
+        self.reached += ((drafted[:, None] > places).mean(0) - self.reached) * (new / self.weight)
+        self.accepted += ((accepted[:, None] > places).mean(0) - self.accepted) * (new / self.weight)
+
+
+def to_bins(probability: Floats) -> NDArray[np.intp]:
+    """Which of the `BINS` equal parts of [0, 1] each probability lies in."""
+    return np.clip((probability * BINS).astype(np.intp), 0, BINS - 1)
