@@ -13,6 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 CONFIG_VARIABLE = "FREEDRAFT_CONFIG"
 PREFIX = "FREEDRAFT_"
+LOCAL = "127.0.0.1"
+"""Where metrics are served unless an option says otherwise: to this machine alone."""
 
 
 class ConfigError(ValueError):

@@ -10,11 +10,9 @@ from typing import Literal, NamedTuple
 
 from prometheus_client import Counter, Gauge, Summary, start_http_server
 
-from freedraft.config import ConfigError
+from freedraft.config import LOCAL, ConfigError
 
 logger = logging.getLogger(__name__)
-
-HOST = "127.0.0.1"
 
 _servers: dict[tuple[str, int], int] = {}
 """Ports by the addresses that were asked for."""
@@ -105,7 +103,7 @@ def where_to_look(port: int | None) -> str:
     return f"'freedraft top {port}' shows what it brings" if port else "set metrics_port to see what it brings"
 
 
-def serve(port: int | None, rank: int = 0, host: str = HOST) -> int | None:
+def serve(port: int | None, rank: int = 0, host: str = LOCAL) -> int | None:
     """Serve this process's metrics at http://host:port/metrics, once per address and process.
 
     The engine runs in a process of its own, whose metrics the API server's own page does not show.

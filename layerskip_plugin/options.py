@@ -9,10 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from freedraft.config import PluginOptions, UserPath
+from freedraft.config import LOCAL, PluginOptions, UserPath
 from freedraft.draft_model import Window
 from freedraft.method import EngineContext
-from freedraft.metrics import HOST
 from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.lookahead import (
     Confidence,
@@ -109,7 +108,7 @@ class LayerSkipOptions(PluginOptions):
     tree: bool = True
     length: int | None = Field(default=None, ge=1, le=255)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    metrics_host: str = Field(default=HOST, min_length=1)
+    metrics_host: str = Field(default=LOCAL, min_length=1)
 
     @field_validator("skip_set")
     @classmethod

@@ -8,10 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from freedraft.config import PluginOptions, UserPath, expand_path
+from freedraft.config import LOCAL, PluginOptions, UserPath, expand_path
 from freedraft.cost.policies import Controller, Policy
 from freedraft.method import EngineContext
-from freedraft.metrics import HOST
 from sssd_plugin.recycle_choice import Recycle
 
 Scoring = Literal["learned", "paper"]
@@ -86,7 +85,7 @@ class SssdOptions(PluginOptions):
     recycle_megabytes: int = Field(default=64, ge=1, le=1 << 16)
     draft_timeout_ms: float = Field(default=0.0, ge=0.0, le=1e6)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    metrics_host: str = Field(default=HOST, min_length=1)
+    metrics_host: str = Field(default=LOCAL, min_length=1)
 
     @field_validator("weights")
     @classmethod

@@ -50,13 +50,9 @@ class DraftGraphs:
         self._graphs: dict[KeptLayers, Any] = {}
 
     @property
-    def captured(self) -> bool:
-        return bool(self._graphs)
-
-    @property
-    def largest(self) -> int:
-        """Most requests of a graph."""
-        return self._sizes[-1]
+    def largest(self) -> int | None:
+        """Most requests of a graph; None where none was captured."""
+        return self._sizes[-1] if self._graphs else None
 
     def capture(self, passes: Iterable[KeptLayers]) -> None:
         """Capture these, if vLLM captures its own; passes that cannot be captured run eagerly."""

@@ -80,8 +80,7 @@ class PagedDraftModel(DraftModel):
         """
         self.graphs = DraftGraphs(self, table_width)
         self.graphs.capture(self.compiled.values())
-        if self.graphs.captured:
-            self.max_rows = min(self.max_rows, self.graphs.largest)
+        self.max_rows = self.graphs.largest or self.max_rows
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         # The KV of the last of n tokens is not computed yet: a draft of k writes positions n - 1 to n + k - 2.
