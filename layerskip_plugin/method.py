@@ -274,7 +274,7 @@ class LayerSkipMethod(ModelMethod):
 
     @property
     def wants_trial(self) -> bool:
-        return self._cost is not None and self._cost.wants_trial
+        return self._cost is not None and self._cost.trials.wanted
 
     def begin_round(self, step: Step, rows: NDArray[np.intp], *, pays: bool) -> None:
         if self._cost is not None:

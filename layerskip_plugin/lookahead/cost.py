@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from freedraft.cost.acceptance import PASS_KINDS, Acceptance
-from freedraft.cost.probes import ProbeSchedule
-from freedraft.cost.step_times import row_of
 from freedraft.draft_model import Recipe
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, NONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
 from layerskip_plugin.lookahead.chain_checks import ChainChecks
 from layerskip_plugin.lookahead.recipe_record import MAX_DRAFT_LEN, RecipeRecord, to_bins
+from layerskip_plugin.lookahead.trials import Trials
+from layerskip_plugin.lookahead.windows import Windows
 
 MAX_KINDS = 16
-FIRST_PROBE, RAREST_PROBE = 128, 256
-"""Steps after which drafting is tried although no length seems to pay, at first and at most."""
-SURPRISE, DOUBTED_WEIGHT = 0.5, 3.0
-"""Tokens that such a trial must bring beyond what was expected of it for another one to follow at once, and the rounds
-that what is known of the recipe then counts for: the text has changed."""
-MORE_TRIALS, GOOD, DOUBTFUL = 8, 0.9, 0.7
-"""Trials that follow after such a surprise at most; half of them are forfeited by one in which less than this share of
-the tokens is accepted. As much is a surprise, too, where less than the last share was expected: one token cannot exceed
-that by much."""
-FIRST_TRIALS = 3
-"""Rounds of each window that are tried at once at batches and contexts at which none was: until then, what a pass takes
-there is a guess, and the first one of its kind, which warms up, is not timed."""
-FIRST_OTHER, RAREST_OTHER = 16, 256
-"""Rounds after which another window than the best is tried, at first and at most."""
 DECISION_STEPS = 4
 """Steps for which it stays decided which recipes draft, as long as as many requests have each."""
 ON_MARGIN, STAY_MARGIN = 1.05, 1.02
@@ -85,7 +71,7 @@ class Cost(Lookahead):
     Attributes:
         reads_ahead: whether a round's passes run as far as `expected_len` before `should_continue` is asked.
         read: int [R], positions of each request of the present round that were run so far.
-        wants_trial: whether another trial is to follow the last one at once.
+        trials: rounds that draft although no length seems to pay.
         checks: of n-gram chains by first passes.
         margin: by how much the last round was expected to beat a step without drafts, as a share.
     """
@@ -115,15 +101,8 @@ class Cost(Lookahead):
         self.rate = self.margin = 0.0
         self.checks = ChainChecks()
         self._best_len = 1
-        self._windows = windows
-        # Tokens that each recipe reads at most, and whether it skips anything.
-        self._reads = np.array([np.inf if r.window is None else r.window.tokens for r in self.recipes])
-        self._skips = np.array([len(r.attention) + len(r.mlp) > 0 for r in self.recipes])
-        self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
-        self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
-        self._trial, self._turn = NONE, -1  # the recipe last tried, and the window
-        self._tried: dict[tuple[int, int], int] = {}  # trials by skip set, batch and context
-        self.wants_trial, self._trials = False, 0
+        self.windows = Windows(self.recipes, windows)
+        self.trials = Trials(self.windows)
         self._round = np.zeros(len(self.recipes), np.int64), 1  # its requests by recipe, and all of the step
         self._decision: tuple[bytes, Flags, int] = b"", np.zeros(0, np.bool_), 0
         self._chosen: tuple[bytes, Places, int] = b"", np.zeros(0, np.intp), 0
@@ -131,10 +110,10 @@ class Cost(Lookahead):
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         """What was learnt of the old one is forgotten, and the new one is tried at once."""
         self.recipes[place], self.records[place] = recipe, RecipeRecord(self.prior)
-        self._skips[place] = len(recipe.attention) + len(recipe.mlp) > 0
+        self.windows.replace_recipe(place, recipe)
+        self.trials.ask(place)
         self.costs.acceptance.forget(int(kinds_of(np.array([place]))[0]))
-        self._trial = place
-        self._decision, self._chosen, self.wants_trial = (b"", self._decision[1], 0), (b"", self._chosen[1], 0), True
+        self._decision, self._chosen = (b"", self._decision[1], 0), (b"", self._chosen[1], 0)
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
@@ -254,16 +233,16 @@ class Cost(Lookahead):
     def recipes_for(self, sets: Places, contexts: Ints) -> Places:
         """Of each request's skip set the window that pays best. NONE where a pass would do what the whole model does:
         nothing is skipped, and no window is shorter than the request."""
-        if not np.isfinite(self._reads).any():
+        if not self.windows.limit:
             return sets
-        useful = self._useful(sets * self._windows, contexts)
-        kind_of = (sets << self._windows) | useful @ (1 << np.arange(self._windows))
+        useful = self.windows.useful(sets * self.windows.per_set, contexts)
+        kind_of = (sets << self.windows.per_set) | useful @ (1 << np.arange(self.windows.per_set))
         key, chosen, left = self._chosen
         if left == 0 or key != kind_of.tobytes():
             chosen, left = np.full(len(sets), NONE, np.intp), DECISION_STEPS
             kinds, first, counts = np.unique(kind_of, return_index=True, return_counts=True)
             for kind, i, count in zip(kinds.tolist(), first.tolist(), counts.tolist(), strict=True):
-                places = sets[i] * self._windows + np.flatnonzero(useful[i])
+                places = sets[i] * self.windows.per_set + np.flatnonzero(useful[i])
                 if len(places):
                     best = max(places, key=lambda place: self._rate_alone(place, count, len(sets)))
                     chosen[kind_of == kind] = best
@@ -288,27 +267,11 @@ class Cost(Lookahead):
         if self.on:
             drafting = (places != NONE) & chosen[places]
         else:
-            present = np.flatnonzero(counts)
-            place = self._trial if self.wants_trial and self._trial in present else self._untried(counts, contexts)
-            if place == NONE and (self.wants_trial or self._probes.due()):  # each in its turn
-                place = int(present[np.searchsorted(present, self._trial, side="right") % len(present)])
+            place = self.trials.next(counts, contexts)
             if place == NONE:
                 return np.full(len(places), NONE)
-            self._trial = place
             drafting = places == place
         return np.where(drafting, self.recipes_of_round(places, contexts, pays=self.on), NONE)
-
-    def _untried(self, counts: Places, contexts: Ints | None) -> int:
-        """One of these recipes that hardly was tried at such batches and contexts; NONE where all were."""
-        context = np.inf if contexts is None else float(contexts.mean())
-        for place in np.flatnonzero(counts).tolist():
-            first = place // self._windows * self._windows
-            kind = first, row_of(int(counts[place]), 1.0 if contexts is None else context)
-            windows = int(self._useful(np.array([first]), np.array([context])).sum())
-            if self._tried.get(kind, 0) < FIRST_TRIALS * max(windows, 1):
-                self._tried[kind] = self._tried.get(kind, 0) + 1
-                return int(place)
-        return NONE
 
     def recipes_of_round(self, places: Places, contexts: Ints | None = None, *, pays: bool) -> Places:
         """intp [R]: what the requests of a round draft with: their recipes, now and then with another window.
@@ -318,26 +281,9 @@ class Cost(Lookahead):
             pays: whether the round is expected to pay; else it is a trial.
         """
         self.on = pays
-        if pays:
-            self._probes.reset()
-        other = self._windows > 1 and (self._others.due() if pays else not self.wants_trial)
-        self.wants_trial = False
-        return self._other_windows(places, contexts) if other else places
-
-    def _other_windows(self, places: Places, contexts: Ints | None) -> Places:
-        """The same skip sets with another window, each in its turn of those that are shorter than the request."""
-        self._turn += 1
-        first = places // self._windows * self._windows
-        useful = self._useful(first, np.full(len(places), np.inf) if contexts is None else contexts)
-        turn = self._turn % np.maximum(useful.sum(1), 1)
-        window = (useful.cumsum(1) > turn[:, None]).argmax(1)
-        return np.where(useful.any(1), first + window, places)
-
-    def _useful(self, first: Places, contexts: NDArray[Any]) -> Flags:
-        """bool [R, W]: for which windows of the skip set whose recipes begin at `first` a pass does less than the whole
-        model does: sublayers are skipped, or the window is shorter than the request."""
-        numbers = first[:, None] + np.arange(self._windows)
-        return (self._reads[numbers] < contexts[:, None]) | (self._skips[numbers] & np.isinf(self._reads[numbers]))
+        recipes = self.windows.of_round(places, contexts, pays=pays, again=self.trials.wanted)
+        self.trials.begin_round(pays=pays)
+        return recipes
 
     def _recipes_that_pay(self, counts: NDArray[np.int64], batch: int) -> Flags:
         """bool [S]: which recipes are to draft, for so many requests of each."""
@@ -424,12 +370,5 @@ class Cost(Lookahead):
             record.next_given.add(bins[mine], good[mine + 1])
             rounds = (places == number) & (drafted > 0)
             if rounds.any():
-                length, brought = drafted[rounds].mean(), path[rounds].mean()
-                expected, well = record.accepted[: max(1, int(length))].sum(), brought >= GOOD * length
-                surprise = brought > expected + SURPRISE or (well and expected < DOUBTFUL * length)
-                if surprise and not self.on and self._could_pay():
-                    self._trials, record.weight = MORE_TRIALS, min(record.weight, DOUBTED_WEIGHT)
-                elif self.on or not well:
-                    self._trials = 0 if self.on else self._trials - MORE_TRIALS // 2
-                self.wants_trial, self._trials = self._trials > 0, max(self._trials - 1, 0)
+                self.trials.judge(record, drafted[rounds], path[rounds], paid=self.on, could_pay=self._could_pay)
                 record.update(drafted[rounds], path[rounds])

@@ -10,9 +10,10 @@ from lookahead_tools import RECIPE, Driver, KnownCosts, cost
 
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import NONE
-from layerskip_plugin.lookahead.cost import FIRST_TRIALS, kinds_of
+from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.lookahead.rates import BinnedRate
 from layerskip_plugin.lookahead.recipe_record import BINS, to_bins
+from layerskip_plugin.lookahead.trials import FIRST_TRIALS
 from layerskip_plugin.skip_set import SkipSet
 
 
@@ -287,7 +288,7 @@ def test_acceptance_that_rises_is_noticed_where_rounds_are_decided_by_others() -
                 rates = policy.rates(counts, 1)
                 pays = bool(rates[1:].max() > 1.1 * rates[0])
                 paying.append(pays)
-                if pays or policy.wants_trial or step % 256 == 255:
+                if pays or policy.trials.wanted or step % 256 == 255:
                     assert policy.recipes_of_round(one, pays=pays).tolist() == [0]
                     drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
                     accepted = np.minimum(np.cumprod(rng.random(5) < alpha).sum(), drafted).astype(np.int32)

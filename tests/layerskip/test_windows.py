@@ -16,7 +16,7 @@ from freedraft.draft_model import Window
 from freedraft.method import EngineContext
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import NONE
-from layerskip_plugin.lookahead.cost import FIRST_TRIALS
+from layerskip_plugin.lookahead.trials import FIRST_TRIALS
 from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.skip_set import SkipSet

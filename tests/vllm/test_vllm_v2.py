@@ -18,7 +18,7 @@ from tests.support import prompts as texts
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
-SAMPLES, TOKENS = 120, 30
+SAMPLES, TOKENS = 80, 30
 SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
 
 

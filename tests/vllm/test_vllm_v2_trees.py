@@ -92,12 +92,12 @@ def test_logits_of_all_nodes_are_recycled(served: dict[str, Any], plain_tiny: Pl
 
 def test_trees_in_vllms_triton_attention(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
     """Where nobody asked for them."""
-    ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:4]]
-    cases = {"few": {"prompts": ids, "parameters": GREEDY, "chains": [1], "abort": 5}}
+    ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:3]]
+    cases = {"few": {"prompts": ids, "parameters": GREEDY | {"max_tokens": 20}, "chains": [1], "abort": 5}}
     found = serve(tiny_model, cases=cases, speculative_config=SSSD, **ENGINE | TRITON)
-    assert found["few"] == plain_tiny.answers[:4]
+    assert found["few"] == [answer[:20] for answer in plain_tiny.answers[:3]]
     engine = found["engine"]
-    assert engine["trees"] and not engine["failures"] and engine["branches"][1] > 5
+    assert engine["trees"] and not engine["failures"] and engine["branches"][1] > 2
 
 
 def test_chains_where_attention_cannot_mask_trees(

@@ -1,11 +1,15 @@
-"""What SGLang's FA3 backend takes from our tree masks, on a real ModelRunner: the slots of each node's path, in order.
+"""What SGLang's attention backends take from us, on a real ModelRunner: FA3 from tree masks, the slots of each node's
+path, in order; Triton's of several widths, from where they read page indices.
 
-Argument: a model folder. FA3's kernels are not for this machine; none is called.
+Argument: a model folder; the checks that fail, on the last line, as JSON. FA3's kernels are not for this machine: none
+is called, and no graph is captured.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+import traceback
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -20,6 +24,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 LENGTHS = [7, 1, 4]
+BATCH, NODES = len(LENGTHS), 8
 
 
 def model_runner(model: str) -> ModelRunner:
@@ -41,7 +46,7 @@ def model_runner(model: str) -> ModelRunner:
     return load_model(args, PortArgs.init_new(args), 0, 0)[0].torch_runner
 
 
-def check(runner: ModelRunner, nodes: int) -> None:
+def check_masks_in_fa3(runner: ModelRunner, nodes: int) -> None:
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
     rng = np.random.default_rng(nodes)
@@ -90,8 +95,36 @@ def check(runner: ModelRunner, nodes: int) -> None:
             assert made.page_table[row, : len(path)].tolist() == window[path].tolist()
 
 
-if __name__ == "__main__":
+def check_shared_page_indices(runner: ModelRunner) -> None:
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    from freedraft.engines.sglang.graphs import capture
+
+    runner.attn_backend = own = TritonAttnBackend(runner)
+    own.init_cuda_graph_state(BATCH, BATCH * NODES)
+    runner._get_attention_backend = lambda init_new_workspace: TritonAttnBackend(runner)
+    for window in (None, 64):
+        runner.sliding_window_size = window
+        for width in (1, 4):
+            backend = capture(runner, width).backend
+            backend.init_cuda_graph_state(BATCH, BATCH * width)
+            assert backend.num_draft_tokens == width
+            shared = backend.cuda_graph_kv_indices.data_ptr() == own.cuda_graph_kv_indices.data_ptr()
+            assert shared == (window is None)
+            assert len(backend.cuda_graph_kv_indices) >= BATCH * width * backend.max_context_len
+
+
+def main(folder: str) -> None:
     sys.modules["sgl_kernel"] = sys.modules["sgl_kernel.flash_attn"] = MagicMock()
-    runner = model_runner(sys.argv[1])
-    for nodes in (2, 5, 8):
-        check(runner, nodes)
+    runner, failed = model_runner(folder), {}
+    checks = [(check_shared_page_indices, ()), *((check_masks_in_fa3, (nodes,)) for nodes in (2, 5, NODES))]
+    for check, given in checks:
+        try:
+            check(runner, *given)
+        except Exception:
+            failed[check.__name__] = traceback.format_exc()
+    print("\n" + json.dumps(failed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
