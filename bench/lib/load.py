@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import urllib.request
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 CHAT = "/v1/chat/completions"
 
@@ -21,7 +24,7 @@ class Outcome:
         seconds: time from the first request to the last answer.
         tokens: number that each request generated. latency_s, ttft_s: of each request; nan where it failed.
         answers: fingerprint of each answer, special tokens included; None where it failed.
-        drafted, accepted: tokens of all requests; None where the server does not say.
+        drafted, accepted: tokens of all requests; None where the server does not say (SGLang of drafted ones).
         errors: the last line of each different error.
     """
 
@@ -74,9 +77,13 @@ def ask(
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output):
         call = benchmark(task_type=TaskType.GENERATION, input_requests=requests, **server, **answers, **pace, **figures)
+        verifications = sglang_verifications(url)
         result: dict[str, Any] = asyncio.run(call)
     failed = [bool(error) or not tokens for error, tokens in zip(result["errors"], result["output_lens"], strict=True)]
-    nan = float("nan")
+    nan, accepted = float("nan"), result.get("spec_decode_accepted_tokens")
+    if verifications is not None:  # each, and each prompt, brought a token of the model's own
+        passes = (sglang_verifications(url) or 0) - verifications + len(failed) - sum(failed)
+        accepted = sum(result["output_lens"]) - passes
     return Outcome(
         seconds=result["duration"],
         tokens=list(result["output_lens"]),
@@ -87,7 +94,7 @@ def ask(
             for bad, text in zip(failed, result["generated_texts"], strict=True)
         ],
         drafted=result.get("spec_decode_draft_tokens"),
-        accepted=result.get("spec_decode_accepted_tokens"),
+        accepted=accepted,
         errors=sorted(
             {
                 (error.strip() or "no answer").splitlines()[-1]
@@ -96,3 +103,15 @@ def ask(
             }
         ),
     )
+
+
+def sglang_verifications(url: str) -> int | None:
+    """How often requests that have ended were verified, by the metrics of an SGLang; None for other servers, and where
+    nothing was verified so far."""
+    try:
+        with urllib.request.urlopen(url + "/metrics", timeout=10) as page:
+            families = list(text_string_to_metric_families(page.read().decode()))
+    except (OSError, ValueError):
+        return None
+    counts = [s.value for f in families for s in f.samples if s.name == "sglang:spec_verify_calls_total"]
+    return int(sum(counts)) if counts else None

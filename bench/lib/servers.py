@@ -106,7 +106,7 @@ def sglang_command(
     command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
     command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype]
     command += ["--disable-radix-cache", "--context-length", str(max_model_len)]
-    command += ["--max-running-requests", str(requests), "--skip-server-warmup"]
+    command += ["--max-running-requests", str(requests), "--skip-server-warmup", "--enable-metrics"]
     command += ["--sleep-on-idle"]  # its scheduler takes a whole core otherwise, also from the other server
     if device == "cpu":
         command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]

@@ -121,13 +121,14 @@ def measures(blocks: Sequence[Block]) -> dict[str, Any]:
     }
     counted = [b for b in blocks if b["accepted"] is not None]
     if counted:
-        produced, drafted = sum(sum(b["tokens"]) for b in counted), sum(b["drafted"] for b in counted)
-        accepted = sum(b["accepted"] for b in counted)
+        produced, accepted = sum(sum(b["tokens"]) for b in counted), sum(b["accepted"] for b in counted)
         # Every accepted token saved its request a forward pass. A request's last step may accept beyond its end.
         passes = max(produced - accepted, 1)
         row["tokens_per_step"] = produced / passes
-        row["drafted_per_step"] = drafted / passes
-        row["acceptance"] = accepted / drafted if drafted else None
+        if all(b["drafted"] is not None for b in counted):
+            drafted = sum(b["drafted"] for b in counted)
+            row["drafted_per_step"] = drafted / passes
+            row["acceptance"] = accepted / drafted if drafted else None
     return row
 
 

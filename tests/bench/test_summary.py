@@ -40,6 +40,12 @@ def test_accepted_tokens_save_passes() -> None:
     assert "tokens_per_step" not in find(summary.rows(blocks(), PLAIN), "plain", "qa")
 
 
+def test_a_server_that_does_not_say_what_it_drafted() -> None:
+    row = find(summary.rows([b | {"drafted": None} for b in blocks()], PLAIN), "sssd", "qa")
+    assert row["tokens_per_step"] == pytest.approx(16 / 12)
+    assert "drafted_per_step" not in row and "acceptance" not in row
+
+
 def test_a_differing_answer_shows() -> None:
     found = [b for b in blocks() if (b["arm"], b["block"], b["concurrency"]) != ("sssd", 0, 1)]
     found.append(block("sssd", "qa", 0, answers=["a0", "other"]))
