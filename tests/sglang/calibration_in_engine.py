@@ -57,8 +57,13 @@ def main(folder: Path, page_size: int) -> None:
         return
     calibration.check_search(model, host, samples, max_weight=3)
     free = model.allocator.available_size()
-    calibration.check_times(model)
-    assert model.allocator.available_size() == free
+    with calibration.quick_timing(model):
+        calibration.check_times(model)
+        assert model.allocator.available_size() == free
+        check_command(model, folder)
+
+
+def check_command(model: SglangModel, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
         calibration.check_commands("sglang", model, folder, Path(made), patch, ["bayesian"])
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,14 @@ from layerskip_plugin.skip_set import SkipSet
 from tests.support import prompts
 
 TEXTS, TOKENS, CONTEXT = 3, 24, 520
+ROUNDS = 5  # of timing, which nothing here is judged by but their order
+
+
+@contextmanager
+def quick_timing(model: CalibrationModel) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[type(model).__module__], "ROUNDS", ROUNDS)
+        yield
 
 
 def read_by_both(model: CalibrationModel, host: HostModel, folder: Path) -> tuple[Sample, Sample]:
@@ -61,7 +71,14 @@ def check_search(model: CalibrationModel, host: HostModel, samples: tuple[Sample
 
 
 def check_times(model: CalibrationModel) -> None:
-    times = model.pass_times(500)
+    """On a machine that is busy with other tests it may take a second try, which is what users are told, too."""
+    for tries_left in (2, 1, 0):
+        try:
+            times = model.pass_times(500)
+            break
+        except ValueError as error:
+            if tries_left == 0 or "run it again" not in str(error):
+                raise
     assert times.attention > 0 and times.mlp > 0 and times.verify(1) < times.verify(12)
     assert times.draft(model.skip(range(0, 60, 2))) < times.draft(model.empty())
 

@@ -20,7 +20,8 @@ SETTINGS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 64}
 def model(demo_model: Path) -> Iterator[VllmModel]:
     assert vllm_engines.engine
     made = VllmModel(demo_model, calibration.CONTEXT, SETTINGS)
-    yield made
+    with calibration.quick_timing(made):
+        yield made
     made.close()
 
 
