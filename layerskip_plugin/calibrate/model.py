@@ -85,7 +85,7 @@ class CalibrationModel(ABC):
         return SkipSet.of_sublayers(sublayers, self.n_layers, self.fingerprint)
 
     def timed_sets(self) -> list[SkipSet]:
-        """Those whose passes `sublayer_times` compares: nothing, every second attention, every second MLP skipped."""
+        """Those whose passes `engine_times` compares: nothing, every second attention, every second MLP skipped."""
         every_second = range(0, self.n_layers, 2)
         return [self.empty(), *(self.skip([2 * i + kind for i in every_second]) for kind in (0, 1))]
 

@@ -28,7 +28,7 @@ from freedraft.engines.sglang.guards import BACKENDS, verify_backend_of
 from freedraft.engines.sglang.hooks import CALIBRATION_HOOKS, DISTRIBUTIONS, MODEL_HOOKS
 from freedraft.engines.sglang.layers import Stages, run_stages, stages_of
 from layerskip_plugin.calibrate.model import CalibrationModel
-from layerskip_plugin.calibrate.pass_times import ROUNDS, VERIFIED, PassTimes, sublayer_times, timed_in_turns
+from layerskip_plugin.calibrate.pass_times import VERIFIED, PassTimes, engine_times
 from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.skip_set import model_fingerprint
 
@@ -221,11 +221,9 @@ class SglangModel(CalibrationModel):
             self.slots_of_row[self.rows[0], : len(slots)] = slots.int()
             passes = [partial(self._draft, stages, slots, context) for stages in self._passes]
             verify = [partial(self._verify, slots, context, n) for n in VERIFIED]
-            whole, no_attention, no_mlp, *verified = timed_in_turns([*passes, *verify], ROUNDS).min(0).tolist()
+            return engine_times(passes, verify, self.n_layers, context)
         finally:
             self.allocator.free(slots)
-        attention, mlp, head = sublayer_times(whole, no_attention, no_mlp, self.n_layers, context)
-        return PassTimes(attention, mlp, head, lambda n: float(np.interp(n, VERIFIED, verified)))
 
     def _build_passes(self) -> list[Stages]:
         made = [

@@ -6,7 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from freedraft.engines.vllm.hooks import CALIBRATION_HOOKS, MODEL_DRAFT_HOOKS, v
 from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.pages import Pages
 from layerskip_plugin.calibrate.model import CalibrationModel
-from layerskip_plugin.calibrate.pass_times import ROUNDS, VERIFIED, PassTimes, sublayer_times, timed_in_turns
+from layerskip_plugin.calibrate.pass_times import VERIFIED, PassTimes, engine_times
 from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.skip_set import model_fingerprint
 
@@ -194,14 +194,13 @@ class VllmModel(CalibrationModel):
         try:
             passes = [partial(self._draft, each, pages, context) for each in self._passes]
             verify = [partial(self._verify, pages, context, n) for n in VERIFIED]
-            # The least of them: differences between medians drown in what a machine does besides.
-            whole, no_attention, no_mlp, *verified = timed_in_turns([*passes, *verify], ROUNDS).min(0).tolist()
+            times = engine_times(passes, verify, self.n_layers, context)
         finally:
             self.pool.free_blocks(blocks)
-        attention, mlp, head = sublayer_times(whole, no_attention, no_mlp, self.n_layers, context)
         # A plain step is served like the draft pass of all sublayers; of verification only the growth is taken, since
         # it runs without CUDA graphs here.
-        return PassTimes(attention, mlp, head, lambda n: whole + float(np.interp(n, VERIFIED, verified)) - verified[0])
+        whole = times.draft(self.empty())
+        return replace(times, verify=lambda n: whole + times.verify(n) - times.verify(1))
 
     def _build_passes(self) -> list[DraftPass]:
         passes = [self.draft_model.build(skip, top_k=1, entropy=False, optimize=True) for skip in self.timed_sets()]

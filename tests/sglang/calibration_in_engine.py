@@ -57,7 +57,7 @@ def main(folder: Path, page_size: int) -> None:
         return
     calibration.check_search(model, host, samples, max_weight=3)
     free = model.allocator.available_size()
-    with calibration.quick_timing(model):
+    with calibration.quick_timing():
         calibration.check_times(model)
         assert model.allocator.available_size() == free
         check_command(model, folder)

@@ -20,7 +20,7 @@ SETTINGS = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 64}
 def model(demo_model: Path) -> Iterator[VllmModel]:
     assert vllm_engines.engine
     made = VllmModel(demo_model, calibration.CONTEXT, SETTINGS)
-    with calibration.quick_timing(made):
+    with calibration.quick_timing():
         yield made
     made.close()
 
