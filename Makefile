@@ -157,8 +157,8 @@ test: $(VLLM)/project.done $(MODEL)/config.json
 	lane() { failed=0; for part in "$$@"; do \
 		echo "== $$part"; $(MAKE) --no-print-directory $$part || { failed=1; echo "FAIL: $$part"; }; \
 	done; return $$failed; }; \
-	failed=0; lane test-vllm-v2 test-vllm > $(LOGS)/test.log 2>&1 & \
-	lane lint test-engineless test-sglang || failed=1; \
+	failed=0; lane test-vllm test-engineless > $(LOGS)/test.log 2>&1 & \
+	lane lint test-vllm-v2 test-sglang || failed=1; \
 	wait $$! || failed=1; cat $(LOGS)/test.log; \
 	if [ $$failed = 1 ]; then echo 'FAIL'; exit 1; fi; echo 'PASS: lint, tests without an engine, vLLM, SGLang'
 
