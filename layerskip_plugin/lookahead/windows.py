@@ -49,9 +49,11 @@ class Windows:
 
     def useful(self, first: Places, contexts: NDArray[Any]) -> Flags:
         """bool [R, W]: for which windows of the skip set whose recipes begin at `first` a pass does less than the whole
-        model does: sublayers are skipped, or the window is shorter than the request."""
+        model does: the window is shorter than the request, or sublayers are skipped, and it is the widest of those that
+        are not."""
         numbers = first[:, None] + np.arange(self.per_set)
-        return (self._reads[numbers] < contexts[:, None]) | (self._skips[numbers] & np.isinf(self._reads[numbers]))
+        widest = self._reads[numbers] == self._reads[numbers].max(1, keepdims=True)
+        return (self._reads[numbers] < contexts[:, None]) | (self._skips[numbers] & widest)
 
     def of_round(self, places: Places, contexts: Ints | None, *, pays: bool, again: bool) -> Places:
         """intp [R]: what the requests of a round draft with: their recipes, now and then with another window, each in

@@ -104,7 +104,7 @@ class KnapSpec(SearchingSelection):
             most = max(1, min(most, half - len(base.attention) * weights[0] - len(base.mlp) * weights[1]))
             found = self._timed("search", most, lambda: self.propose(weights, most, base))
             found = [skip for skip in found if skip and skip != self.incumbent]
-            scored = min(len(found), self._most("score"))
+            scored = min(len(found), max(1, self._most("score")))
             self.candidates += scored
             # Of all sizes, where there is no time for all of them.
             self._trial = [found[i] for i in np.linspace(0, len(found) - 1, scored).round().astype(int)]

@@ -41,6 +41,7 @@ from sssd_plugin.datastore.live.store import LiveDatastore, check_live, open_liv
 from sssd_plugin.datastore.live.tenants import tenant_digest
 from sssd_plugin.datastore.records import Erasure, Record
 from tests.support.stores import build_store, documents_of
+from tests.support.waiting import wait_until
 
 VOCAB = 1000
 MEMORY = 4 << 30
@@ -101,7 +102,7 @@ def folder_url(tmp_path: Path) -> str:
 @pytest.fixture
 def servers(url: str) -> Iterator[tuple[LiveDatastore, LiveDatastore]]:
     both = open_live(url, VOCAB), open_live(url, VOCAB)
-    until(lambda: all(reached(server) for server in both))
+    wait_until(lambda: all(reached(server) for server in both))
     yield both
     for server in both:
         server.close()
@@ -111,19 +112,12 @@ def reached(server: LiveDatastore) -> bool:
     return server._key is not None
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.02)
-
-
 def compact(url: str, **settings: object) -> compaction.Compacted | None:
     return compaction.compact(Bucket(url), Sorter(), memory=MEMORY, **settings)  # type: ignore[arg-type]
 
 
 def learn(server: LiveDatastore, name: str | None, text: list[int]) -> None:
-    until(lambda: server.insert(np.array(text, np.int32), server.tenant(name)))
+    wait_until(lambda: server.insert(np.array(text, np.int32), server.tenant(name)))
 
 
 def count(server: LiveDatastore, name: str | None, text: list[int]) -> int:
@@ -150,10 +144,10 @@ def test_what_one_learns_the_other_drafts_from(url: str, servers: tuple[LiveData
     learn(one, A, SECRET)
     learn(other, B, [1, 2, 3, 4])
     assert (count(one, A, SECRET), count(other, A, SECRET)) == (1, 0)
-    until(lambda: pending(url) == 2)
+    wait_until(lambda: pending(url) == 2)
     assert (done := compact(url)) is not None and (done.documents, done.sub_indices) == (2, 1)
-    until(lambda: count(other, A, SECRET) == 1 and count(one, B, [1, 2, 3, 4]) == 1)
-    until(lambda: one.stats().tokens == 0)  # what is in the bucket is not held twice
+    wait_until(lambda: count(other, A, SECRET) == 1 and count(one, B, [1, 2, 3, 4]) == 1)
+    wait_until(lambda: one.stats().tokens == 0)  # what is in the bucket is not held twice
     assert count(one, A, SECRET) == 1
     for server in servers:
         assert count(server, B, SECRET) == count(server, None, SECRET) == 0, "tenants are kept apart"
@@ -167,10 +161,10 @@ def test_what_is_forgotten_is_gone_everywhere(
     one, other = servers
     learn(one, A, SECRET)
     learn(one, B, [1, 2, 3, 4])
-    until(lambda: pending(url) == 1)
+    wait_until(lambda: pending(url) == 1)
     late = Bucket(url).read(next(iter(Bucket(url).batches())))
     compact(url)
-    until(lambda: count(other, A, SECRET) == 1)
+    wait_until(lambda: count(other, A, SECRET) == 1)
     other._clock = SteadyClock(lambda: time.time() + 0.05)  # clocks of hosts differ
     learn(other, A, [*SECRET, 9])  # and one in a batch, or on its way into one
     erased = []
@@ -182,9 +176,9 @@ def test_what_is_forgotten_is_gone_everywhere(
         compact(url)  # it leaves out what a server that was slow to look has published meanwhile
         return marker not in contents(url)
 
-    until(gone)
-    until(lambda: count(one, A, SECRET) == count(other, A, SECRET) == 0)
-    until(lambda: bool(erased))
+    wait_until(gone)
+    wait_until(lambda: count(one, A, SECRET) == count(other, A, SECRET) == 0)
+    wait_until(lambda: bool(erased))
     assert count(other, B, [1, 2, 3, 4]) == 1
     Bucket(url).write("batches/replica-that-was-away-00000000", late)  # it comes back, and what it has is old
     compact(url)
@@ -193,9 +187,9 @@ def test_what_is_forgotten_is_gone_everywhere(
     copies = files_below(tmp_path / "cache")
     assert copies and not any(marker in content for content in copies)
     learn(one, A, [*SECRET, 5])  # later: this one was not erased
-    until(lambda: pending(url) > 0)
+    wait_until(lambda: pending(url) > 0)
     compact(url)
-    until(lambda: count(other, A, [*SECRET, 5]) == 1)
+    wait_until(lambda: count(other, A, [*SECRET, 5]) == 1)
 
 
 def files_below(folder: Path) -> list[bytes]:
@@ -319,7 +313,7 @@ def test_no_batch_is_read_in_part(folder_url: str) -> None:
     thread.start()
     for _ in range(20):
         bucket.write("batches/large-00000000", sealed)
-    until(lambda: len(read) > 5)
+    wait_until(lambda: len(read) > 5)
     stop.set()
     thread.join()
     assert all(content == sealed for content in read)
@@ -360,7 +354,7 @@ def test_a_thousand_tenants_in_one_sub_index(folder_url: str) -> None:
     )
     assert compact(folder_url) is not None
     server = open_live(folder_url, VOCAB)
-    until(lambda: count(server, names[0], texts[0].tolist()) == 1)
+    wait_until(lambda: count(server, names[0], texts[0].tolist()) == 1)
     for i in range(0, 1000, 7):
         assert count(server, names[i], texts[i].tolist()) == 1
         assert count(server, names[i], texts[i - 1].tolist()) == 0
@@ -393,7 +387,7 @@ def test_a_bucket_that_is_down_stops_nothing(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = open_live(url, VOCAB)
-    until(lambda: reached(one))
+    wait_until(lambda: reached(one))
 
     def down(*args: object, **kwargs: object) -> object:
         raise ConnectionError("the bucket is down")
@@ -408,10 +402,10 @@ def test_a_bucket_that_is_down_stops_nothing(
         for server, text in ((one, SECRET), (other, [1, 2, 3])):
             learn(server, A, text)
             assert count(server, A, text) == 1
-    until(lambda: pending(url) == 2)
+    wait_until(lambda: pending(url) == 2)
     assert [r for r in caplog.messages if "the bucket is down" in r and "\n" not in r]
     compact(url)
-    until(lambda: count(other, A, SECRET) == 1 and count(one, A, [1, 2, 3]) == 1)
+    wait_until(lambda: count(other, A, SECRET) == 1 and count(one, A, [1, 2, 3]) == 1)
     one.close()
     other.close()
 
@@ -419,7 +413,7 @@ def test_a_bucket_that_is_down_stops_nothing(
 def test_an_answer_that_is_lost_loses_no_text(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch arrives, is compacted, and the server that was not told so publishes it again, with more."""
     server = open_live(folder_url, VOCAB)
-    until(lambda: reached(server))
+    wait_until(lambda: reached(server))
     original, failures = Bucket.write, []
 
     def lost(self: Bucket, name: str, data: bytes) -> None:
@@ -431,10 +425,10 @@ def test_an_answer_that_is_lost_loses_no_text(folder_url: str, monkeypatch: pyte
 
     monkeypatch.setattr(Bucket, "write", lost)
     learn(server, A, [1, 2, 3])
-    until(lambda: bool(failures))
+    wait_until(lambda: bool(failures))
     learn(server, A, [4, 5, 6])
-    until(lambda: pending(folder_url) > 0)
-    until(lambda: compact(folder_url) is None)
+    wait_until(lambda: pending(folder_url) > 0)
+    wait_until(lambda: compact(folder_url) is None)
     assert sorted(text for text, _ in documents_at(folder_url)) == [[1, 2, 3], [4, 5, 6]]
     server.close()
 
@@ -447,7 +441,7 @@ def test_a_start_without_the_bucket_and_without_a_copy(folder_url: str, tmp_path
     assert not server.insert(np.array([1, 2, 3], np.int32), server.tenant(A))
     assert server.stats().dropped["bucket"] == 1
     (tmp_path / "bucket").unlink()
-    until(lambda: reached(server))
+    wait_until(lambda: reached(server))
     learn(server, A, [1, 2, 3])
     server.close()
 
@@ -510,11 +504,11 @@ def test_a_host_fetches_once(folder_url: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_store_that_was_built_is_part_of_the_fleet(folder_url: str, tmp_path: Path) -> None:
     build_store(tmp_path / "bucket", [[5, 6, 7]], VOCAB)
     server = open_live(folder_url, VOCAB)
-    until(lambda: count(server, None, [5, 6, 7]) == 1)
+    wait_until(lambda: count(server, None, [5, 6, 7]) == 1)
     learn(server, A, SECRET)
-    until(lambda: pending(folder_url) == 1)
+    wait_until(lambda: pending(folder_url) == 1)
     compact(folder_url)
-    until(lambda: server.stats().tokens == 0)
+    wait_until(lambda: server.stats().tokens == 0)
     assert count(server, A, SECRET) == count(server, A, [5, 6, 7]) == 1
     assert count(server, None, SECRET) == 0
     server.close()
@@ -577,7 +571,7 @@ def test_a_full_disk_keeps_what_is_learnt(
 ) -> None:
     """Of the host whose folder it is, and of the one that compacts, whose job goes on."""
     server = open_live(folder_url, VOCAB)
-    until(lambda: reached(server))
+    wait_until(lambda: reached(server))
 
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -589,9 +583,9 @@ def test_a_full_disk_keeps_what_is_learnt(
     with monkeypatch.context() as disk:
         disk.setattr(buckets, "write_atomically", full)
         learn(server, A, [1, 2, 3])
-        until(lambda: f"no space left for {folder_url}" in caplog.text)
+        wait_until(lambda: f"no space left for {folder_url}" in caplog.text)
         assert count(server, A, [1, 2, 3]) == 1 and pending(folder_url) == 0
-    until(lambda: pending(folder_url) == 1)
+    wait_until(lambda: pending(folder_url) == 1)
     server.close()
     waited: list[float] = []
 
@@ -642,23 +636,23 @@ def test_a_servers_age_hides_and_erases_what_the_fleet_learnt(
     with_documents(folder_url, [SECRET, [1, 2, 3]], [A, B], at=now - 3_900_000)  # an hour, a step of it and a bit
     compact(folder_url)
     young, other = open_live(folder_url, VOCAB, max_age=3600.0), open_live(folder_url, VOCAB)
-    until(lambda: count(other, A, SECRET) == 1)
-    until(lambda: young.runs._fetched is not None)
+    wait_until(lambda: count(other, A, SECRET) == 1)
+    wait_until(lambda: young.runs._fetched is not None)
     assert count(young, A, SECRET) == 0
     with monkeypatch.context() as down:
         down.setattr(Bucket, "publish", lambda *a: (_ for _ in ()).throw(buckets.UnreachableError("it is down")))
         young._expire_at = 0
-        until(lambda: "it is down; what is too old is not drafted from, and erased later" in caplog.text)
+        wait_until(lambda: "it is down; what is too old is not drafted from, and erased later" in caplog.text)
     assert count(young, A, SECRET) == 0 and count(other, A, SECRET) == 1
     learn(other, A, [7, 8, 9])
-    until(lambda: pending(folder_url) == 1)
+    wait_until(lambda: pending(folder_url) == 1)
     young._expire_at = 0
-    until(lambda: count(other, A, SECRET) == 0)
+    wait_until(lambda: count(other, A, SECRET) == 0)
     compact(folder_url)
     assert [text for text, _ in documents_at(folder_url)] == [[7, 8, 9]]
     assert np.array(SECRET, "<i4").tobytes() not in contents(folder_url)
     for server in (young, other):
-        until(lambda server=server: count(server, A, [7, 8, 9]) == 1)
+        wait_until(lambda server=server: count(server, A, [7, 8, 9]) == 1)
         server.close()
 
 
@@ -667,10 +661,10 @@ def test_a_host_whose_clock_is_ahead_erases_nothing_that_comes(folder_url: str) 
     with_documents(folder_url, [[1, 2, 3]], [A], at=now)
     compact(folder_url)
     ahead = open_live(folder_url, VOCAB, max_age=3600.0)
-    until(lambda: ahead.runs._fetched is not None)
+    wait_until(lambda: ahead.runs._fetched is not None)
     ahead._clock = SteadyClock(lambda: time.time() + 1e9)
     ahead._expire_at = 0
-    until(lambda: bool(compaction.newest(Bucket(folder_url))[3].erasures))
+    wait_until(lambda: bool(compaction.newest(Bucket(folder_url))[3].erasures))
     assert [e.before for e in compaction.newest(Bucket(folder_url))[3].erasures] == [now + 1]
     ahead.close()
     with_documents(folder_url, [[4, 5, 6]], [A], at=now + 1)
@@ -703,7 +697,7 @@ def test_of_many_sub_indices_the_newest_and_the_largest_are_searched(
     warned = CliRunner().invoke(app, ["compact", folder_url])
     assert "at most 6 of 11 sub-indices are searched" in warned.stderr and warned.exit_code == 0
     server = open_live(folder_url, VOCAB)
-    until(lambda: server.runs._fetched is not None)
+    wait_until(lambda: server.runs._fetched is not None)
     seen = [number for number, text in enumerate(texts) if count(server, A, text)]
     assert seen == [1, 3, 5, 7, 8, 9]
     server.close()

@@ -24,6 +24,7 @@ from sssd_plugin.datastore.live.tenants import tenant_digest
 from sssd_plugin.datastore.records import Erasure
 from sssd_plugin.drafter import Drafter
 from tests.support.stores import documents_of
+from tests.support.waiting import wait_until
 
 VOCAB = 100_000
 
@@ -64,14 +65,6 @@ def held(store: LiveDatastore, tenant: int) -> list[list[int]]:
     owners = store.runs.tenants.values() if not store.isolated else [store.runs.tenants[store.tenant(f"salt {tenant}")]]
     texts = [text for owner in owners for run in owner.all_runs for text in documents_of(run.sub)]
     return [text for text in texts if text[0] // 1000 == tenant + 1]
-
-
-def wait_until(condition, seconds: float = 1.0) -> float:
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() < started + seconds
-        time.sleep(0.005)
-    return time.monotonic() - started
 
 
 @pytest.mark.parametrize("isolation", ["tenant", "shared"])
@@ -134,9 +127,9 @@ def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: p
     assert all(drafts(*pair, tenant) for pair in zip(servers, drafters, strict=True) for tenant in range(3))
     gone = forget(tmp_path, ["salt 1"])
     assert 120 <= gone.documents <= 121 and not gone.alone
-    took = wait_until(lambda: not any(drafts(*pair, 1) for pair in zip(servers, drafters, strict=True)))
+    took = wait_until(lambda: not any(drafts(*pair, 1) for pair in zip(servers, drafters, strict=True)), 1)
     assert took < 1.0
-    wait_until(lambda: not any(held(store, 1) for store in servers))
+    wait_until(lambda: not any(held(store, 1) for store in servers), 1)
     assert all(drafts(*pair, tenant) for pair in zip(servers, drafters, strict=True) for tenant in (0, 2))
     assert all(store.settle() for store in servers)
     wait_until(lambda: digest_of(tmp_path, 1) not in (tmp_path / "live" / "learnt.sqlite").read_bytes(), 5)

@@ -147,6 +147,15 @@ def test_a_batch_takes_less_than_a_second_and_all_of_them_their_share(seconds: f
     assert selector.selection.candidates > 100 or seconds == 0.2
 
 
+def test_where_a_set_takes_a_second_to_score_one_is_scored_at_a_time() -> None:
+    made = Made()
+    made.seconds = 1.0
+    policy = made.policy()
+    for _ in range(200):
+        policy.step(1.0)
+    assert policy.candidates > 10 and policy.incumbent
+
+
 def test_sublayers_one_by_one_are_those_sets_in_one_pass() -> None:
     """In parts of a pass's size, padded; attention mixes the rows of each stream."""
     torch.manual_seed(0)

@@ -139,6 +139,8 @@ def test_a_request_that_is_shorter_than_every_window() -> None:
     costs = KnownCosts({recipes[0]: {1: 0.2}, recipes[1]: {1: 0.4}}, STEP)
     mixed = Cost(costs, recipes, windows=2)
     assert mixed.recipes_for(np.zeros(3, np.intp), contexts).tolist() == [1, 0, 0]
+    fixed = Cost(costs, recipes[:1], windows=1)
+    assert fixed.recipes_for(np.zeros(3, np.intp), contexts).tolist() == [0, 0, 0]
 
 
 def test_windows_of_several_skip_sets() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from sssd_plugin import metrics as source_metrics
 from sssd_plugin.datastore.live.maintenance import forget
 from sssd_plugin.scoring.attribution import SOURCES
 from tests.support.recycled import recorded
+from tests.support.waiting import wait_until
 
 TOKENS = 30
 
@@ -114,9 +114,11 @@ def test_learns_from_what_it_said(
         # Requests without a salt teach nobody, each other neither.
         unsalted = [accepted(llm, prompts) for _ in range(2)]
         assert unsalted[0] == unsalted[1] and unsalted[0][0] <= first and unsalted[0][1] == plain
+        learning.live.flush()  # else the newest are not on disk yet
+        held = learning.live.stats().tokens
         gone = forget(tmp_path, [str(tenant_key("one"))])
         assert gone.documents == 12 and not gone.alone
-        time.sleep(1.0)
+        wait_until(lambda: learning.live.stats().tokens < held)
         alone, answers = accepted(llm, prompts, "one")
         assert alone == first and answers == plain, "forgotten while serving"
         assert accepted(llm, prompts, "main")[0] > first, "others go on"

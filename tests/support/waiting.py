@@ -1,0 +1,15 @@
+"""For what other threads and processes do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> float:
+    """Return how many seconds it took; fail where it takes longer than so many."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() < started + seconds, "it takes too long"
+        time.sleep(0.005)
+    return time.monotonic() - started
