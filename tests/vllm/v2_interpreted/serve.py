@@ -4,8 +4,8 @@
 
 Cases come one after the other: all prompts of one at once. "abort" gives up each request after so many steps, and asks
 it anew under the same id; "chains" are requests whose parameters allow no trees; "salt" stands in front of the prompts'
-own. "adaptive" asks the speculator for confidences, "kv" notes the KV of all steps, "graphs" lets draft passes run as
-CUDA graphs do. The rest of the JSON are arguments of the engine.
+own. "adaptive" asks the speculator for confidences, "kv" notes the KV of all steps, "drafts" those of chains, "graphs"
+lets draft passes run as CUDA graphs do. The rest of the JSON are arguments of the engine.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm import LLM, SamplingParams
@@ -188,6 +189,20 @@ def note_kv(runner: Any) -> dict[tuple[int, ...], torch.Tensor]:
     return noted
 
 
+def note_drafts(guarded: Any) -> list[tuple[list[int], list[int]]]:
+    """A request's tokens, and what was drafted behind them."""
+    original, noted = guarded.draft, []
+
+    def draft(step: Any) -> Any:
+        drafts = original(step)
+        for b, n in enumerate(np.minimum(drafts.counts - 1, step.capacities).tolist()):
+            noted.append((step.history(b).tolist(), drafts.tokens[b, 1 : n + 1].tolist()))
+        return drafts
+
+    guarded.draft = draft
+    return noted
+
+
 def largest_difference(kv: dict[tuple[int, ...], torch.Tensor]) -> list[float]:
     """How much the KV of equal tokens differs at most, and how many pairs of texts were compared."""
     worst, pairs = 0.0, 0
@@ -204,7 +219,7 @@ def main() -> None:
     schedule_asynchronously()
     given = json.loads(sys.argv[2])
     cases, adaptive = given.pop("cases"), given.pop("adaptive", False)
-    with_kv, with_graphs = given.pop("kv", False), given.pop("graphs", False)
+    with_kv, with_graphs, with_drafts = (given.pop(name, False) for name in ("kv", "graphs", "drafts"))
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
     runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     guarded = runner.speculator.guarded
@@ -214,6 +229,7 @@ def main() -> None:
     branches = note_branches(trees) if trees is not None else []
     kv = note_kv(runner) if with_kv else {}
     graphs, reads = record_graphs(runner) if with_graphs else [], note_reads()
+    drafts = note_drafts(guarded) if with_drafts else []
     said: dict[tuple[int, ...], set[int]] = {}
     if drafter != ():
         recorded(guarded, said)
@@ -247,6 +263,7 @@ def main() -> None:
         "kv": largest_difference(kv),
         "replays": [graph.replays for graph in graphs],
         "reads": reads,
+        "drafts": drafts,
         "lookup": core.scheduler.dynamic_sd_lookup,
         "decided": [[*batches, length] for batches, (length, _) in getattr(controller, "_decided", {}).items()],
         "verified": sorted({length for _, length, _ in getattr(controller, "_errors", {})}),

@@ -1,0 +1,47 @@
+"""Windowed drafts on model runner V2, which serves `layerskip` on GPUs: in Triton's interpreter, also with passes that
+run as CUDA graphs do and are read back once per round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_vllm_v2 import serve
+from vllm_cases import TINY
+from windowed_reference import Reference
+
+from freedraft.draft_model import Window
+from tests.support.models import continuations, save, tiny_model
+from tests.support.prompts import random_ids
+
+PAGE, K, TOKENS = 16, 3, 16
+WINDOW = Window(16, 24)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drafts_are_those_of_a_masked_reference(tmp_path: Path, graphs: bool) -> None:
+    model = save(tiny_model("Llama", seed=11, num_hidden_layers=2, **TINY), tmp_path / "model")
+    prompts = random_ids((90, 30, 70), TINY["vocab_size"])
+    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+    options = {"method": "layerskip", "num_speculative_tokens": K, "lookahead": "fixed"}
+    found = serve(
+        model,
+        cases={"greedy": {"prompts": prompts, "parameters": greedy}},
+        speculative_config=options | {"window": WINDOW.tokens, "sinks": WINDOW.sinks},
+        attention="flash",
+        drafts=True,
+        graphs=graphs,
+        skip_tokenizer_init=True,
+        max_model_len=128,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        block_size=PAGE,
+    )
+    assert found["greedy"] == continuations(model, prompts, TOKENS)
+    engine = found["engine"]
+    assert engine["v2"] and engine["async"] and not engine["failures"]
+    drafts = [(tokens, drafted) for tokens, drafted in engine["drafts"] if drafted]
+    assert min(len(tokens) for tokens, _ in drafts) > WINDOW.tokens, "nothing is left out of what is shorter"
+    Reference(model, PAGE).judge(drafts, WINDOW)
+    if graphs:
+        assert sum(engine["replays"]) == sum(engine["reads"]) > 20 and max(engine["reads"]) == K

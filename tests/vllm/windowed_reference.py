@@ -1,0 +1,67 @@
+"""What a draft pass through a window is to say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from freedraft.draft_model import Window
+
+
+class Reference:
+    """The model in transformers, over a cache that the whole model has filled, with a mask in place of pages.
+
+    Args:
+        page: tokens of a page; attended: of the model's own window.
+    """
+
+    def __init__(self, folder: Path, page: int, attended: int | None = None) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self.page, self.attended = page, attended
+
+    @torch.inference_mode()
+    def draft(self, tokens: list[int], window: Window, length: int) -> tuple[list[int], float]:
+        """So many tokens drafted behind these; how close the nearest decision was."""
+        from transformers import DynamicCache
+
+        root = len(tokens) - 1
+        past = self.model(torch.tensor([tokens[:-1]]), use_cache=True).past_key_values
+        cache = DynamicCache()  # without the model's own window, so that places in it are positions
+        for i, layer in enumerate(past.layers):
+            cache.update(layer.keys, layer.values, i)
+        offset = root - cache.get_seq_length()  # what a sliding cache has already dropped
+        drafted, closest = tokens[-1:], np.inf
+        for position in range(root, root + length):
+            keys = np.arange(offset, position + 1)
+            sinks = 0 if self.attended is not None and root + length > self.attended else window.sinks
+            pages, newest = keys // self.page, (root + 1 - window.newest) // self.page
+            seen = (pages < -(-sinks // self.page)) | (pages >= newest)
+            if self.attended is not None:
+                seen &= keys > position - self.attended
+            mask = torch.where(torch.from_numpy(seen), 0.0, float("-inf"))[None, None, None]
+            logits = self.model(
+                torch.tensor([drafted[-1:]]),
+                past_key_values=cache,
+                attention_mask=mask,
+                position_ids=torch.tensor([[position]]),
+            ).logits[0, -1]
+            best = logits.topk(2)
+            drafted.append(int(best.indices[0]))
+            closest = min(closest, float(best.values[0] - best.values[1]))
+        return drafted[1:], closest
+
+    def judge(self, rounds: list[tuple[list[int], list[int]]], window: Window) -> None:
+        """Fail where drafts (tokens, what was drafted behind them) are others, or the window hides nothing of them."""
+        judged, unlike_whole = 0, 0
+        for tokens, drafted in rounds:
+            expected, closest = self.draft(tokens, window, len(drafted))
+            if closest > 1e-4:
+                judged += 1
+                assert drafted == expected, len(tokens)
+                unlike_whole += drafted != self.draft(tokens, Window(0, 1000), len(drafted))[0]
+        assert judged > 0.8 * len(rounds) > 15
+        assert unlike_whole > 3, "the window hides nothing that matters: the test does not test that"
