@@ -27,6 +27,7 @@ import statistics
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -173,7 +174,10 @@ def in_turns(
         plain = generate(prompts, f"{BASELINE}-{batch}-{context}", args.tokens)
         # The controller learns what steps and passes take, and what is accepted.
         answers = [generate(prompts, f"{DRAFTING}-{batch}-{context}-{i}", args.tokens) for i in range(args.settle)]
-        answers += [generate(prompts, f"{TURNS}-{batch}-{context}-{i}", args.tokens) for i in range(args.rounds)]
+        began, rounds = time.perf_counter(), 0
+        while rounds < args.rounds or time.perf_counter() < began + args.seconds:
+            answers.append(generate(prompts, f"{TURNS}-{batch}-{context}-{rounds}", args.tokens))
+            rounds += 1
         steps = [(a, b) for a, b in itertools.pairwise(calls()[known:]) if a.ids == b.ids and a.batch == batch]
         row = (
             {"context": context, "batch": batch}
@@ -253,7 +257,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=5, help="most draft tokens")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--settle", type=int, default=2, help="answers before the clock starts")
-    parser.add_argument("--rounds", type=int, default=3, help="answers that are measured")
+    parser.add_argument("--rounds", type=int, default=3, help="answers that are measured at least")
+    parser.add_argument("--seconds", type=float, default=30.0, help="further ones are measured until so much time is over")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     about = {"machine": f"{cpu()}, {cores()} cores", "model": args.model.name}
@@ -262,7 +267,7 @@ def main() -> None:
     else:
         cells = [(int(batch), int(context)) for batch, context in (cell.split(":") for cell in args.cells)]
         settings = {
-            name: getattr(args, name) for name in ("window", "dtype", "length", "tokens", "rounds", "documents")
+            name: getattr(args, name) for name in ("window", "dtype", "length", "tokens", "rounds", "seconds", "documents")
         }
         run = sglang if args.part == "sglang" else vllm
         result: dict[str, Any] = about | versions(args.part) | settings | {"rows": []}
