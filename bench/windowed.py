@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--settle", type=int, default=2, help="answers before the clock starts")
     parser.add_argument("--rounds", type=int, default=3, help="answers that are measured at least")
-    parser.add_argument("--seconds", type=float, default=30.0, help="further ones are measured until so much time is over")
+    parser.add_argument("--seconds", type=float, default=30.0, help="as long as which further ones are")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     about = {"machine": f"{cpu()}, {cores()} cores", "model": args.model.name}
@@ -266,9 +266,8 @@ def main() -> None:
         write_json(args.json, rounded(about | acceptance(args)))
     else:
         cells = [(int(batch), int(context)) for batch, context in (cell.split(":") for cell in args.cells)]
-        settings = {
-            name: getattr(args, name) for name in ("window", "dtype", "length", "tokens", "rounds", "seconds", "documents")
-        }
+        names = ("window", "dtype", "length", "tokens", "rounds", "seconds", "documents")
+        settings = {name: getattr(args, name) for name in names}
         run = sglang if args.part == "sglang" else vllm
         result: dict[str, Any] = about | versions(args.part) | settings | {"rows": []}
         for row in run(args, cells):
