@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.demo.store import documents
 from bench.lib.machine import cpu
-from bench.lib.results import write_json
+from bench.lib.results import earlier_figures, write_json
 from sssd_plugin.datastore import tokenizer
 from sssd_plugin.datastore.build import sources
 from sssd_plugin.datastore.build.builder import StoreBuilder
@@ -198,12 +198,12 @@ def main() -> None:
     parser.add_argument("--memory", default="2GiB", help="that --large may use")
     options = parser.parse_args()
 
-    before = json.loads(options.json.read_text()) if options.json.exists() else {}
+    before = earlier_figures(options.json) or {}
     if options.large:
         if not options.tokenizer:
             parser.error("--large needs --tokenizer")
         result = before | {"large": large(options.tokenizer, options.large, options.memory)}
-        write_json(options.json, result, indent=2)
+        write_json(options.json, result, indent=2, earlier=bool(before))
         print(json.dumps(result["large"], indent=2))
         return
     rows = [measure(f"zipf, {v} ids", zipf_tokens(options.tokens, v), v) for v in (49_152, 150_000)]
@@ -212,7 +212,7 @@ def main() -> None:
         row = measure("text", tokens, tokenizer.vocab_size(tokenizer.load(options.tokenizer)))
         rows.append(row | {"tokenize_us_per_token": seconds / len(tokens) * 1e6})
     figures = {"cpu": cpu(), "cores": os.cpu_count(), "bars": BARS, "rows": rows}
-    write_json(options.json, before | figures, indent=2)
+    write_json(options.json, before | figures, indent=2, earlier=bool(before))
     for row in rows:
         print(
             f"{row['name']}: {row['store_tokens']:,} tokens, build {row['build_us_per_token']:.3f} us/token "

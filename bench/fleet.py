@@ -33,8 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib import fleet_kills, servers
-from bench.lib.machine import cpu
-from bench.lib.results import write_json
+from bench.lib.results import earlier_figures, write_json
 from bench.lib.servers import HOST, free_port
 
 QUESTION = "Once upon a time, in a village by the sea, there lived"
@@ -136,14 +135,17 @@ def main() -> None:
     parser.add_argument("--wait", type=float, default=8.0)
     parser.add_argument("--kills", type=int)
     args = parser.parse_args()
+    before = None
     if args.kills:
-        row: dict[str, Any] = {"period_seconds": fleet_kills.PERIOD} | {
+        figures: dict[str, Any] = {"period_seconds": fleet_kills.PERIOD} | {
             f"crashes_while_{name}": fleet_kills.kills_of(work, args.kills) for name, work in fleet_kills.WORKS.items()
         }
     else:
-        row = measure(args.engines, args.pythons, args.model, args.wait)
-    write_json(args.json, {"machine": cpu(), **row})
-    print(json.dumps(row, indent=1))
+        before = earlier_figures(args.json)
+        name = " and ".join(dict.fromkeys(args.engines))
+        figures = (before or {}) | {name: measure(args.engines, args.pythons, args.model, args.wait)}
+    write_json(args.json, figures, earlier=bool(before))
+    print(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

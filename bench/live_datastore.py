@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.kills import compact, engine_kills, forget_odd, kills, kills_of
 from bench.lib.machine import cpu, timed
-from bench.lib.results import write_json
+from bench.lib.results import earlier_figures, write_json
 from bench.replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows
 from bench.replay import untainted_weights as weights_for
 from sssd_plugin.datastore.index import runs as runs_module
@@ -267,7 +267,7 @@ def main() -> int:
     }
     if arguments.model is not None:
         parts["engine"] = lambda: engine_kills(arguments.model, arguments.engine_kills)
-    before = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
+    before = earlier_figures(arguments.json) or {}
     result = before | {
         "trace": arguments.trace.name,
         "budget": arguments.budget,
@@ -276,7 +276,7 @@ def main() -> int:
         **{name: part() for name, part in parts.items() if not arguments.only or name in arguments.only},
     }
     print(json.dumps(result, indent=1))
-    write_json(arguments.json, result)
+    write_json(arguments.json, result, data=[arguments.trace], earlier=bool(before))
     return 0
 
 

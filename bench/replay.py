@@ -39,7 +39,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib import long_texts
-from bench.lib.results import write_json
+from bench.lib.results import earlier_figures, write_json
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
@@ -368,6 +368,12 @@ def run(trace: Trace, rows: list[Row], name: str, budget: int, arguments: argpar
     }
 
 
+def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
+    """What two results of one file do not share."""
+    names = ("trace", "drafter", "scoring", "shape", "budget")
+    return (*(result[name] for name in names), bool(result["store_tokens"]))
+
+
 def table(results: Sequence[dict[str, Any]], budgets: Sequence[int]) -> Table:
     """Tokens per step: a line for each drafter, a column for each budget."""
     view = Table(title=f"tokens per step on {results[0]['trace']}, by nodes", title_justify="left")
@@ -398,7 +404,7 @@ def main() -> int:
     parser.add_argument("--weights", type=Path, help="scorer weights; default: shipped ones trained on another trace")
     parser.add_argument("--no-store", action="store_true", help="draft from prompt and output only")
     parser.add_argument("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="results are added to those of before, of the same code and machine")
     arguments = parser.parse_args()
     sys.path.append(str(arguments.arctic))
     results, missing = [], []
@@ -431,7 +437,10 @@ def main() -> int:
     elif results:
         print(json.dumps(results[0], indent=1))
     if results:
-        write_json(arguments.json, results if many else results[0], data=[arguments.trace])
+        before = earlier_figures(arguments.json) or []
+        mine = {key_of(r) for r in results}
+        kept = [r for r in before if key_of(r) not in mine]
+        write_json(arguments.json, kept + results, data=[arguments.trace], earlier=bool(before))
     return 1 if missing else 0
 
 

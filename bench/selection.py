@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.answers import answers_of, sample_of
 from bench.lib.machine import timed
-from bench.lib.results import write_json
+from bench.lib.results import earlier_figures, write_json
 from bench.lib.selection_stream import stream
 from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate import bayesian, knapsack
@@ -315,12 +315,13 @@ def main() -> None:
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
         if not figures:
             continue
-        results = json.loads(options.json.read_text()) if options.json.is_file() else {}
+        before = earlier_figures(options.json)
+        results = before or {}
         result = results.setdefault(name_of_model, {})
         key = f"agreement, {options.tokens} tokens" if part == "agreement" else part
         key += ", swapped" if options.swap else ""
         result |= {"hardware": hardware(host.device), "domains": list(domains), key: figures}
-        write_json(options.json, results)
+        write_json(options.json, results, data=options.data, earlier=bool(before))
 
 
 if __name__ == "__main__":

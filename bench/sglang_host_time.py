@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.host_time import TimedCalls
 from bench.lib.machine import machine, rounded, versions
-from bench.lib.results import write_json
+from bench.lib.results import earlier_figures, write_json
 from bench.lib.sglang_plugin import ROOT, engine_with
 
 LOG = "SGLANG_HOST_TIME_LOG"
@@ -128,7 +128,7 @@ def main() -> int:
     if args.no_thread:
         env["FREEDRAFT_DRAFT_TIMEOUT_MS"] = "0"
     result: dict[str, Any] = {"machine": machine(), "versions": versions("sglang", "torch"), "nodes": args.nodes}
-    result["rows"] = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    result["rows"] = (earlier_figures(args.json) or {"rows": []})["rows"]
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny(Path(folder), vocab_size=49152, tokenizer=args.tokenizer)
         for row in measure(model, text, args.batches, args.steps, env, args.nodes):

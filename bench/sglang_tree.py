@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.machine import machine, versions
 from bench.lib.prompts import BY_KIND, chats
-from bench.lib.results import write_json
+from bench.lib.results import earlier_figures, write_json
 
 
 def main() -> None:
@@ -66,10 +66,11 @@ def main() -> None:
     result["same answers"] = answers["tree"] == answers["chain"]
     print(f"tree over chain: {result['gain']:+.1%}; same answers: {result['same answers']}")
     if args.json:
-        before = json.loads(args.json.read_text(encoding="utf-8"))["runs"] if args.json.exists() else []
-        runs = [run for run in before if run["questions"] != result["questions"]] + [result]
+        before = earlier_figures(args.json) or {"runs": []}
+        runs = [run for run in before["runs"] if run["questions"] != result["questions"]] + [result]
         made = {"machine": machine(), "versions": versions("sglang", "torch"), "runs": runs}
-        write_json(args.json, made, data=[*args.corpus, *([args.questions] if args.questions else [])])
+        data = [*args.corpus, *([args.questions] if args.questions else [])]
+        write_json(args.json, made, data=data, earlier=bool(before["runs"]))
 
 
 def questions(path: Path) -> list[str]:

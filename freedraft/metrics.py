@@ -1,4 +1,8 @@
-"""Prometheus metrics of drafting."""
+"""Prometheus metrics of drafting.
+
+Nothing here loads the client library before a drafter is made: engines choose its multi-process mode by an environment
+variable that it reads when it is loaded, which SGLang sets after its plugins.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ import functools
 import logging
 import socket
 import threading
-from typing import Literal, NamedTuple
-
-from prometheus_client import Counter, Gauge, Summary, start_http_server
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from freedraft.config import LOCAL, ConfigError
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge, Summary
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +43,8 @@ def _families() -> _Families:
 
     With several API servers vLLM sets Prometheus's multi-process mode: gauges then need to know how to add up.
     """
+    from prometheus_client import Counter, Gauge, Summary
+
     label = ["method"]
 
     def gauge(name: str, text: str, mode: Literal["livesum", "livemax"]) -> Gauge:
@@ -120,6 +127,8 @@ def serve(port: int | None, rank: int = 0, host: str = LOCAL) -> int | None:
     """
     if port is None:
         return None
+    from prometheus_client import start_http_server
+
     port = port and port + rank
     with _lock:
         if (host, port) not in _servers:

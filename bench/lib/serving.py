@@ -163,11 +163,7 @@ class Report:
         text = json.dumps(content, indent=1)
         # One line for each list of plain values: a tenth of the lines.
         text = re.sub(r"\[\n\s+([^][{}]*?)\n\s+\]", lambda m: "[" + re.sub(r"\n\s+", " ", m[1]) + "]", text)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".part")
-        beside.write_text(text + "\n", encoding="utf-8")
-        beside.replace(self.path)
-        results.write_manifest(self.path)
+        results.write(self.path, text + "\n")
 
 
 def step_of(block: dict[str, Any]) -> Step:
