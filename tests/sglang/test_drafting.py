@@ -179,6 +179,15 @@ def test_an_adapter_makes_no_other_tenant():
             fields.get("cache_salt"), fields.get("extra_key"))  # fmt: skip
 
 
+@pytest.mark.parametrize("sent", [["x"], "x", 1, True], ids=repr)
+def test_custom_params_that_are_no_names_and_values_say_nothing(sent):
+    """SGLang takes them; one such request is not to pause drafting for all."""
+    seam = drafting()
+    seam.begin([request("a", [1, 2, 3], custom_params=sent)])
+    assert seam.guarded.method.take() == [("begin", "a", [1, 2, 3], None, {})]
+    assert seam.guarded.metrics.failures._value.get() == 0
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
 def test_a_step_says_what_requests_gained(overlap):
     seam = drafting()
