@@ -102,25 +102,28 @@ def groups(questions: Iterable[Question]) -> dict[str, list[Question]]:
 
 
 def blocks(
-    questions: Sequence[Question], concurrency: int, rounds: int = 1, limit: int | None = None
+    questions: Sequence[Question], concurrency: int, rounds: int = 1, limit: int | None = None, least_rounds: int = 0
 ) -> list[tuple[Question, ...]]:
     """Blocks of about `concurrency * rounds` questions of one group each, as equal as can be, the groups taking turns.
 
     Groups that cannot keep so many requests running for two rounds are put together as `MIXED`, in which their
-    questions take turns.
+    questions take turns, with the smallest of the others where they are too few by themselves.
 
     Args:
         rounds: questions for each request at a time.
         limit: questions of each group at most.
+        least_rounds: but so many for each request at a time.
 
     Raises:
         QuestionError: there are not as many questions as requests at a time.
     """
-    size, limited = concurrency * rounds, {name: members[:limit] for name, members in groups(questions).items()}
+    most = None if limit is None else max(limit, least_rounds * concurrency)
+    size, limited = concurrency * rounds, {name: members[:most] for name, members in groups(questions).items()}
     enough = 2 * concurrency if concurrency > 1 else 1
     small = [name for name, members in limited.items() if len(members) < enough]
-    if sum(len(limited[name]) for name in small) < concurrency and small:
-        small = list(limited)
+    others = sorted(limited.keys() - small, key=lambda name: (len(limited[name]), name))
+    while small and others and sum(len(limited[name]) for name in small) < concurrency:
+        small.append(others.pop(0))
     if len(small) > 1:
         turns = zip_longest(*(limited.pop(name) for name in small))
         limited[MIXED] = [replace(q, group=MIXED) for turn in turns for q in turn if q is not None]

@@ -52,6 +52,28 @@ def test_every_block_keeps_so_many_requests_running(tmp_path: Path, concurrency:
     assert groups == by_themselves | ({"mixed"} if len(by_themselves) < len(sizes) else set())
 
 
+@pytest.mark.parametrize("concurrency", [1, 16, 32, 64, 256])
+def test_a_limit_leaves_two_rounds(tmp_path: Path, concurrency: int) -> None:
+    """Spec-Bench with the groups that we make, as bench/gpu.sh asks them: they are groups up to 32 at a time."""
+    sizes = {f"group {i}": 80 for i in range(6)} | {"long": 32, "agent": 64}
+    rows = [row(100 * g + i, group) for g, (group, size) in enumerate(sizes.items()) for i in range(size)]
+    asked = questions.load(write(tmp_path / "q.jsonl", *rows))
+    blocks = questions.blocks(asked, concurrency, 8, limit=20, least_rounds=2)
+    by_group = {name: sum(len(b) for b in blocks if b[0].group == name) for name in {b[0].group for b in blocks}}
+    if concurrency > 32:
+        assert by_group == {"mixed": sum(min(size, 2 * concurrency) for size in sizes.values())}
+        assert by_group["mixed"] >= 2 * concurrency
+    else:
+        assert by_group == {name: min(size, max(20, 2 * concurrency)) for name, size in sizes.items()}
+
+
+def test_a_group_that_is_too_small_is_put_to_the_smallest(tmp_path: Path) -> None:
+    sizes = {"qa": 80, "rag": 64, "long": 24}
+    rows = [row(100 * g + i, group) for g, (group, size) in enumerate(sizes.items()) for i in range(size)]
+    blocks = questions.blocks(questions.load(write(tmp_path / "q.jsonl", *rows)), 32)
+    assert {b[0].group for b in blocks} == {"qa", "mixed"}
+
+
 def test_more_requests_at_a_time_than_questions(tmp_path: Path) -> None:
     asked = questions.load(write(tmp_path / "q.jsonl", *[row(i, "qa") for i in range(5)]))
     with pytest.raises(questions.QuestionError, match="8 requests at a time, but 5 questions"):
@@ -105,10 +127,20 @@ def test_made_questions_are_the_same_every_time() -> None:
     assert questions.digest(long + agent) == questions.digest(
         made_questions.long_documents() + made_questions.agent_turns()
     )
-    assert len(long) >= 12 and len(agent) >= 10
+    assert len(long) == 32 and len(agent) == 64, "groups of their own at 32 requests at a time"
     assert {q.group for q in long} == {"long"} and {q.group for q in agent} == {"agent"}
     assert max(len(q.text) for q in long) > 60_000
     for question in agent:
         task = re.search(r"rename the function (\w+) to", question.text)
         assert task and question.text.count(task[1]) > 3, question.name
     assert len({q.name for q in long + agent}) == len(long + agent)
+
+
+def test_what_cannot_be_asked_is_said_beforehand(tmp_path: Path) -> None:
+    good = str(write(tmp_path / "good.jsonl", *[row(i, "qa") for i in range(70)]))
+    assert made_questions.problems([good], [1, 64], 8, 2) == []
+    assert made_questions.problems([good, "agent"], [1, 128], None, 0) == []
+    (said,) = made_questions.problems([good], [1, 128], None, 0)
+    assert said.startswith("128 requests at a time, but 70 questions")
+    (said,) = made_questions.problems([good, str(tmp_path / "none.jsonl")], [512], None, 0)
+    assert "none.jsonl: cannot be read" in said
