@@ -2,9 +2,9 @@
 
     python bench/arctic.py build/arctic
 
-There are no wheels, and its own build needs CUDA; this part is plain C++. Needed: a C++20 compiler, cmake, ninja. The
-folder goes onto PYTHONPATH (bench/serve.py does that by itself), so that nothing is installed into the environment and
-the package's own vLLM plugin, which patches the engine, stays away.
+There are no wheels, and its own build needs CUDA; this part is plain C++. Needed: a C++20 compiler, cmake and ninja,
+those beside this Python or others. The folder goes onto PYTHONPATH (bench/serve.py does that by itself), so that
+nothing is installed into the environment and the package's own vLLM plugin, which patches the engine, stays away.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.lib.servers import programs_first
 
 VERSION = "0.1.1"  # the one that vLLM 0.32 asks for
 NANOBIND = "nanobind==2.9.2"
@@ -42,7 +46,7 @@ def build(target: Path) -> None:
         package = work / "built" / "arctic_inference"
         shutil.copytree(source / "arctic_inference" / PART, package / PART)
         (package / "__init__.py").write_text("")
-        environment = os.environ | {"PYTHONPATH": str(work / "tools")}
+        environment = programs_first(os.environ) | {"PYTHONPATH": str(work / "tools")}
         configure = ["cmake", "-G", "Ninja", "-S", str(source / "csrc" / PART), "-B", str(work / "build")]
         configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
         configure += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={(package / PART).resolve()}"]
@@ -59,7 +63,7 @@ def main() -> int:
     parser.add_argument("target", type=Path, nargs="?", default=Path("build/arctic"))
     target = parser.parse_args().target
     for tool in ("cmake", "ninja"):
-        if shutil.which(tool) is None:
+        if shutil.which(tool, path=programs_first(os.environ)["PATH"]) is None:
             print(f"error: {tool} is needed to build arctic-inference {VERSION}: install it", file=sys.stderr)
             return 2
     try:

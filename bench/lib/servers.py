@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,13 @@ def in_process_environment() -> dict[str, str]:
     env = environment("vllm")
     env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return {"VLLM_LOGGING_LEVEL": "WARNING"} | env
+
+
+def programs_first(env: Mapping[str, str], python: str = sys.executable) -> dict[str, str]:
+    """The same with what lies beside an interpreter found first: engines compile kernels with the ninja that pip puts
+    there, whether its environment is active or not."""
+    beside = Path(shutil.which(python) or python).absolute().parent
+    return {**env, "PATH": os.pathsep.join(filter(None, (str(beside), env.get("PATH"))))}
 
 
 def vllm_command(
@@ -248,6 +256,7 @@ def build(
     """
     port = port or free_port()
     env = environment(engine, python) if device == "cpu" else {**os.environ, "PYTHONUNBUFFERED": "1"}
+    env = programs_first(env, python)
     if engine == "vllm":
         command = vllm_command(model, port, dtype, eager, speculative, requests or 8, python, max_model_len)
         return Server(name, [*command, *flags], env, port, log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import arctic
 from bench.lib import servers
 
 PARENT = """
@@ -23,6 +25,35 @@ server.start()
 print(server.process.pid, flush=True)
 time.sleep(300)
 """
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_server_finds_what_pip_put_beside_its_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, device: str
+) -> None:
+    """The ninja that SGLang compiles with, also where no environment is active."""
+    programs = tmp_path / "venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(sys.executable)
+    (programs / "ninja").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    server = servers.build("s", engine, tmp_path, tmp_path / "log", device=device, python="venv/bin/python")
+    assert shutil.which("ninja", path=server.env["PATH"]) == str(programs / "ninja")
+    assert shutil.which("sh", path=server.env["PATH"]) == shutil.which("sh")
+
+
+def test_the_rivals_build_finds_them_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("cmake", "ninja"):
+        (tmp_path / name).touch(mode=0o755)
+    built: list[Path] = []
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(arctic, "build", built.append)
+    monkeypatch.setattr("sys.argv", ["arctic.py", str(tmp_path / "built")])
+    monkeypatch.setattr(servers.programs_first, "__defaults__", (str(tmp_path / "python"),))
+    assert arctic.main() == 0 and built == [tmp_path / "built"]
+    (tmp_path / "ninja").unlink()
+    assert arctic.main() == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal on a parent's death is Linux's")
