@@ -7,7 +7,8 @@ or NAME=URL (a server that is already up). Questions are put in blocks of one gr
 in turns, in an order that changes from block to block, while the other servers idle. Every answer has the same length.
 A block has `--block` questions for every request at a time: when few are left, the batch is no longer full, and arms
 whose answers end at different times wait longer for the last one than an arm that decodes in lockstep.
-Groups that have too few to keep that many requests running for two rounds are put together.
+Groups that have too few to keep that many requests running for two rounds are put together; with `--least-rounds 2`,
+`--limit` leaves every group as many as it takes, if it has them.
 `--questions spec-bench` downloads them. `quotes` (of prompts of 4,000 to 7,500 tokens), `long` (about modules of 16,000
 to 100,000 characters) and `agent` (a coding agent's turn that writes a file again) are made of Python's library.
 Arms that learn from traffic (a live datastore, suffix decoding) start empty at each concurrency and repeat, because
@@ -19,6 +20,7 @@ Whatever fails is named in the report, and the rest goes on: exit code 1 then, o
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shlex
@@ -26,8 +28,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,9 @@ from bench.lib import load, made_questions, questions, servers, summary
 from bench.lib.prompts import BY_KIND
 from bench.lib.serving import PRESETS, Arm, Report, Step, baseline_of, console, parse_arm
 
+ROOT = Path(__file__).resolve().parents[1]
 FAILED_BLOCKS = 3  # in a row; then an arm is given up
+PACKAGES = ("sglang", "freedraft", "torch", "triton", "transformers", "numba", "sglang-kernel", "flashinfer-python")
 
 
 @dataclass
@@ -70,7 +74,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, asked: Sequence[questions.Question], report: Report):
         self.args, self.report = args, report
-        self.blocks = {c: questions.blocks(asked, c, args.block, args.limit) for c in args.concurrency}
+        limits = (args.block, args.limit, args.least_rounds)
+        self.blocks = {c: questions.blocks(asked, c, *limits) for c in args.concurrency}
         self.arms = [Running(arm) for arm in args.arms]
         self.deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
 
@@ -169,8 +174,9 @@ class Bench:
     def warm_up(self, running: Running, concurrency: int) -> None:
         """Compiled code, thread pools, measured step times; on the demo's prompts, which are no questions."""
         texts = BY_KIND * math.ceil(2 * concurrency / len(BY_KIND))
+        model, template = self.model_name(running), self.args.chat_template_kwargs
         try:
-            outcome = load.ask(running.url, self.model_name(running), texts, concurrency, self.args.warm_up)
+            outcome = load.ask(running.url, model, texts, concurrency, self.args.warm_up, template=template)
         except Exception as error:
             self.give_up(running, f"warm-up: {error}")
             return
@@ -180,11 +186,10 @@ class Bench:
     def measure(self, running: Running, step: Step, block: Sequence[questions.Question]) -> None:
         self.progress.update(self.task, description=f"{step.arm}, {step.concurrency} at a time")
         began = time.monotonic()
+        model, template = self.model_name(running), self.args.chat_template_kwargs
         try:
             texts, given = [q.text for q in block], [q.answer for q in block]
-            outcome = load.ask(
-                running.url, self.model_name(running), texts, step.concurrency, self.args.max_tokens, given
-            )
+            outcome = load.ask(running.url, model, texts, step.concurrency, self.args.max_tokens, given, template)
         except Exception as error:
             self.give_up(running, f"{type(error).__name__}: {error}")
             return
@@ -244,18 +249,9 @@ def table(rows: Sequence[dict[str, Any]], concurrency: int) -> Table:
 def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questions.Question]:
     """All questions of all files that can be read; a file that cannot is named."""
     found: list[questions.Question] = []
-    made: dict[str, Callable[[], list[questions.Question]]] = {
-        "quotes": lambda: made_questions.quotes(args.model),
-        "long": made_questions.long_documents,
-        "agent": made_questions.agent_turns,
-    }
     for name in args.questions:
         try:
-            if name in made:
-                found += made[name]()
-                continue
-            path = questions.download(Path("build/questions")) if name == "spec-bench" else Path(name)
-            found += questions.load(path)
+            found += made_questions.read(name, args.model)
         except questions.QuestionError as error:
             problems.append(str(error))
     if args.groups:
@@ -263,6 +259,47 @@ def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questi
         problems += [f"no group '{name}' in the questions" for name in sorted(unknown)]
         found = [q for q in found if q.group in args.groups]
     return found
+
+
+def learning(arm: Arm) -> Arm:
+    """The same arm; it learns, too, where it searches for layers to skip on the traffic that it serves."""
+    options = arm.speculative or {}
+    selection = options.get("selection")
+    searches = selection == "swift" or (selection == "knapsack" and not options.get("selection_file"))
+    return replace(arm, learns=arm.learns or searches)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
+def versions_in(python: Path) -> dict[str, str]:
+    """Versions in another environment than this process's.
+
+    Raises:
+        ValueError: one line: there is no such interpreter.
+    """
+    code = f"import json; from bench.lib.machine import versions; print(json.dumps(versions(*{PACKAGES})))"
+    try:
+        done = subprocess.run(
+            [python.absolute(), "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, check=True
+        )
+        found: dict[str, str] = json.loads(done.stdout)
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        raise ValueError(f"--sglang-python {python} does not run: {error}") from None
+    return found
+
+
+def described(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The arms as the file of results keeps them: those of SGLang with the versions of its own environment."""
+    other = versions_in(args.sglang_python) if any(arm.engine == "sglang" for arm in args.arms) else {}
+    return {arm.name: asdict(arm) | ({"versions": other} if arm.engine == "sglang" else {}) for arm in args.arms}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -281,6 +318,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
     add("--groups", nargs="+", metavar="NAME", help="only these groups of questions")
     add("--limit", type=int, metavar="N", help="questions of each group at most")
+    add("--least-rounds", type=int, default=0, metavar="N", help="but so many of each for every request at a time")
     add("--block", type=int, default=8, metavar="N", help="questions of an arm's turn, for each request at a time")
     add("--max-tokens", type=int, default=128, metavar="N", help="length of every answer")
     add("--max-model-len", type=int, default=servers.MAX_MODEL_LEN, metavar="N", help="tokens of a request at most")
@@ -292,6 +330,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), default="float32")
     add("--compiled", action="store_true", help="vLLM's compiled graphs instead of eager mode")
+    add("--chat-template-kwargs", type=json_object, metavar="JSON", help='of every chat: {"enable_thinking": false}')
     add("--flags", default="", help="further flags of every engine, in one text")
     add("--in-turns", action="store_true", help="one server at a time, where memory does not hold all of them")
     add("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built, for arm suffix")
@@ -305,6 +344,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--concurrency, --block and --repeats must be at least 1, --max-tokens and --warm-up 2")
     if len({arm.name for arm in args.arms}) < len(args.arms):
         parser.error("two arms have the same name")
+    args.arms = [learning(arm) for arm in args.arms]
     return args
 
 
@@ -315,21 +355,24 @@ def main() -> int:
     asked = load_questions(args, problems)
     if not asked:
         raise ValueError("; ".join(problems) or "no questions")
-    counted = [q for members in questions.groups(asked).values() for q in members[: args.limit]]
+    most = None if args.least_rounds else args.limit
+    counted = [q for members in questions.groups(asked).values() for q in members[:most]]
     settings = {
         "model": args.name or args.model.name,
         "device": args.device,
         "dtype": args.dtype,
         "eager": not args.compiled,
         "flags": args.flags,
+        "chat_template_kwargs": args.chat_template_kwargs,
         "max_tokens": args.max_tokens,
         "max_model_len": args.max_model_len,
         "warm_up": args.warm_up,
         "block": args.block,
         "questions": {"files": [Path(f).name for f in args.questions], "count": len(counted)}
         | {"sha256": questions.digest(counted)},
+        "limits": [args.limit, args.least_rounds] if args.least_rounds else None,
         "in_turns": args.in_turns,
-        "arms": {arm.name: asdict(arm) for arm in args.arms},
+        "arms": described(args),
     }
     report = Report.open(args.json, settings, args.fresh)
     for text in problems:

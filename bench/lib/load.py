@@ -45,11 +45,13 @@ def ask(
     concurrency: int,
     max_tokens: int,
     given: Sequence[str | None] | None = None,
+    template: dict[str, Any] | None = None,
 ) -> Outcome:
     """Put the texts to the server as chats and wait for all answers.
 
     Args:
         given: what each answer must begin with, None for anything.
+        template: arguments of the model's chat template, `enable_thinking` for one.
 
     The end of a sequence is ignored, so that every answer has `max_tokens` tokens and arms do equal work. Nothing else
     is sent: a trial request would teach the arms that learn from traffic an answer.
@@ -70,6 +72,8 @@ def ask(
     server |= {"model_id": model, "model_name": model, "tokenizer": None, "lora_modules": None, "extra_headers": None}
     answers: dict[str, Any] = {"ignore_eos": True, "logprobs": None}
     answers |= {"extra_body": {"temperature": 0.0, "skip_special_tokens": False}}
+    if template:
+        answers["extra_body"]["chat_template_kwargs"] = template
     pace: dict[str, Any] = {"request_rate": float("inf"), "burstiness": 1.0, "max_concurrency": concurrency}
     pace |= {"num_warmups": 0, "ready_check_timeout_sec": 0}
     figures: dict[str, Any] = {"disable_tqdm": True, "profile": False, "goodput_config_dict": {}}

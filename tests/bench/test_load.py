@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,6 +19,7 @@ class Sglang(BaseHTTPRequestHandler):
     """Answers of eight tokens: the first by the prompt's pass, the others by three verifications."""
 
     verified = 5  # of a warm-up
+    asked: ClassVar[list[dict[str, Any]]] = []
 
     def do_GET(self) -> None:
         metric = "sglang:spec_verify_calls"
@@ -25,7 +27,7 @@ class Sglang(BaseHTTPRequestHandler):
         self.answer("text/plain", text if self.path == "/metrics" else "")
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         type(self).verified += VERIFICATIONS
         chunks = [{"choices": [{"delta": {"content": "a"}}]}] * 4
         chunks.append({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": TOKENS}})
@@ -58,6 +60,16 @@ def test_what_an_sglang_accepts_is_told_from_its_verifications(url: str) -> None
         assert outcome.tokens == [TOKENS, TOKENS] and not outcome.errors
         # Each request brought a token by its prompt and one by each verification.
         assert outcome.accepted == 2 * (TOKENS - 1 - VERIFICATIONS) and outcome.drafted is None
+
+
+def test_arguments_of_the_chat_template_are_sent_if_there_are_any(url: str) -> None:
+    pytest.importorskip("vllm")
+    Sglang.asked.clear()
+    load.ask(url, "m", ["one"], 1, TOKENS)
+    load.ask(url, "m", ["one"], 1, TOKENS, template={"enable_thinking": False})
+    without, with_it = Sglang.asked
+    assert "chat_template_kwargs" not in without
+    assert with_it == without | {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 def test_other_servers_do_not_say(url: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from results import block
 
 from bench import serve
-from bench.lib import results, serving
+from bench.lib import machine, results, serving
 
 SCRIPT = Path(serve.__file__)
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["What is a lighthouse for?"]}\n'
@@ -39,6 +39,43 @@ def test_arms_from_the_command_line() -> None:
     for wrong in ("nosuch", "x=[1]", "x=nothing"):
         with pytest.raises(argparse.ArgumentTypeError):
             serving.parse_arm(wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "learns"),
+    [
+        ({"method": "layerskip", "selection": "swift"}, True),
+        ({"method": "freedraft", "selection": "knapsack"}, True),
+        ({"method": "layerskip", "selection": "knapsack", "selection_file": "plan.json"}, False),
+        ({"method": "layerskip", "skip_set": "set.json"}, False),
+        ({"method": "sssd", "live": True}, True),
+    ],
+)
+def test_an_arm_that_searches_layers_learns(options: dict[str, object], learns: bool) -> None:
+    (arm,) = serve.parse(["--questions", "q.jsonl", "--arms", f"x={json.dumps(options)}"]).arms
+    assert arm.learns is learns and arm.speculative == options
+
+
+def test_arguments_of_the_chat_template(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--questions", "q.jsonl", "--chat-template-kwargs"]
+    assert serve.parse([*given, '{"enable_thinking": false}']).chat_template_kwargs == {"enable_thinking": False}
+    assert serve.parse(given[:2]).chat_template_kwargs is None
+    for wrong in ("[1]", "no"):
+        with pytest.raises(SystemExit):
+            serve.parse([*given, wrong])
+        assert "is no JSON object" in capsys.readouterr().err
+
+
+def test_arms_of_sglang_are_kept_with_the_versions_of_its_environment(tmp_path: Path) -> None:
+    given = ["--questions", "q.jsonl", "--arms", "plain", "sglang", "--sglang-python"]
+    arms = serve.described(serve.parse([*given, sys.executable]))
+    assert "versions" not in arms["plain"]
+    assert arms["sglang"]["versions"] == machine.versions(*serve.PACKAGES)
+    assert arms["sglang"]["versions"]["python"] and serving.baseline_of(arms)["sglang"] == "sglang"
+    (tmp_path / "good.jsonl").write_text(GOOD)
+    done = run(tmp_path, "--questions", "good.jsonl", "--arms", "sglang", "--sglang-python", "gone/python")
+    assert done.returncode == 2 and done.stderr.startswith("error: --sglang-python gone/python does not run")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "serve.json").exists()
 
 
 def test_plain_is_that_of_the_same_engine() -> None:
@@ -69,7 +106,8 @@ def test_results_go_on_only_with_the_same_settings_and_code(tmp_path: Path, monk
     with pytest.raises(ValueError, match="another arm 'plain'"):
         serving.Report.open(tmp_path / "serve.json", other, fresh=False)
     assert serving.Report.open(tmp_path / "serve.json", other, fresh=True).blocks == []
-    monkeypatch.setattr(results, "commit", lambda: "another")
+    elsewhere = results.origin() | {"commit": "another"}
+    monkeypatch.setattr(results, "origin", lambda: elsewhere)
     with pytest.raises(ValueError, match=r"measured with another commit, .*--fresh"):
         serving.Report.open(tmp_path / "serve.json", settings, fresh=False)
     (tmp_path / "serve.json").write_text("{}")
