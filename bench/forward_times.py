@@ -6,7 +6,7 @@
 Needs no engine: norms, projections, attention over a cache (PyTorch's own kernels) and the head, in CUDA graphs on a
 GPU, so that no launch is counted. By cell the median of `--seconds`, and what `freedraft.cost.roofline` says with the
 profile of this device (`freedraft profile --out FILE` makes one). What matters to `auto` is not a time but what a step
-takes over one without drafts: `growth`, measured and predicted.
+takes over one without drafts: `growth`, measured and predicted. Cells whose caches do not fit are listed as `skipped`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Decoder:
 
 
 def measure(decoder: Decoder, roofline: Roofline, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each batch, context and number of query tokens that fits."""
+    """A row for each batch, context and number of query tokens, without figures where its caches do not fit."""
     for batch in args.batches:
         for context in args.contexts:
             plain: tuple[float, float] | None = None
@@ -90,7 +90,9 @@ def measure(decoder: Decoder, roofline: Roofline, args: argparse.Namespace) -> I
                 if n < 1 or n * batch != query_tokens:
                     continue
                 needed = 2 * batch * decoder.shape.kv_heads * (context + n) * decoder.shape.head_dim
+                cell = {"batch": batch, "context": context, "query_tokens": query_tokens}
                 if needed * decoder.shape.layers * decoder.dtype.itemsize > FREE_SHARE * free_bytes(decoder.device):
+                    yield cell
                     continue
                 caches = decoder.caches(batch, context + n)
                 x = torch.randn(batch, n, decoder.shape.hidden, device=decoder.device, dtype=decoder.dtype)
@@ -98,15 +100,19 @@ def measure(decoder: Decoder, roofline: Roofline, args: argparse.Namespace) -> I
                 predicted = float(roofline.seconds(batch, query_tokens, context))
                 del caches
                 plain = plain or (seconds, predicted)
-                yield {
-                    "batch": batch, "context": context, "query_tokens": query_tokens, "ms": 1e3 * seconds,
-                    "predicted_ms": 1e3 * predicted, "measured_over_predicted": seconds / predicted,
+                yield cell | {
+                    "ms": 1e3 * seconds, "predicted_ms": 1e3 * predicted,
+                    "measured_over_predicted": seconds / predicted,
                     "growth": seconds / plain[0], "predicted_growth": predicted / plain[1],
                 }  # fmt: skip
 
 
 def free_bytes(device: str) -> float:
-    return float(torch.cuda.mem_get_info()[0]) if device == "cuda" else 4e9
+    """What caches may take; of a GPU also what PyTorch's allocator still holds of the cell before."""
+    if device != "cuda":
+        return 4e9
+    torch.cuda.empty_cache()
+    return float(torch.cuda.mem_get_info()[0])
 
 
 def timed(work: Callable[[], object], device: str, seconds: float) -> float:
@@ -167,11 +173,14 @@ def main(arguments: list[str] | None = None) -> int:
     shape = ModelShape(**sizes, dtype=args.dtype)
     profile: HardwareProfile = choose_profile(args.hardware)
     result: dict[str, Any] = {"machine": device_name() or f"{cpu()}, {cores()} cores"} | versions("torch")
-    result |= {"shape": list(args.shape), "dtype": args.dtype, "profile": profile.name, "rows": []}
+    result |= {"shape": list(args.shape), "dtype": args.dtype, "profile": profile.name}
+    result |= {"rows": [], "skipped": []}
     decoder = Decoder(shape, device)
     for row in measure(decoder, Roofline(shape, profile), args):
-        result["rows"].append(row)
-        print(" ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
+        fits = "ms" in row
+        result["rows" if fits else "skipped"].append(row)
+        said = " ".join(f"{name} {value:.4g}" for name, value in row.items())
+        print(said if fits else f"{said}: skipped, not enough memory", flush=True)
         result["summary"] = summary(result["rows"])
         write_json(args.json, rounded(result))
     print({name: [round(value, 2) for value in values] for name, values in result.get("summary", {}).items()})

@@ -43,6 +43,24 @@ def test_each_token_sees_the_cache_and_what_comes_before_it() -> None:
     assert torch.allclose(logits, expected, atol=1e-4)
 
 
+def test_cells_that_do_not_fit_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_times, "free_bytes", lambda device: 40_000.0)  # 128 bytes a token and layer
+    path = tmp_path / "forward.json"
+    arguments = f"--dtype float32 --batches 1 2 --contexts 16 100 --query-tokens 2 4 --seconds 0.01 --json {path}"
+    assert forward_times.main(["--shape", *map(str, SHAPE), *arguments.split()]) == 0
+    result = json.loads(path.read_text())
+    assert len(result["rows"]) == 6
+    assert result["skipped"] == [{"batch": 2, "context": 100, "query_tokens": q} for q in (2, 4)]
+
+
+def test_memory_that_the_allocator_holds_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU has it: what was given back by tensors is not given back to the device."""
+    held = [3e9]
+    monkeypatch.setattr(torch.cuda, "empty_cache", held.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10e9 - sum(held), 80e9))
+    assert forward_times.free_bytes("cuda") == 10e9
+
+
 def test_a_row_for_each_cell_and_growth_over_the_plain_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "forward.json"
     arguments = f"--dtype float32 --batches 1 3 --contexts 16 64 --query-tokens 1 3 4 6 --seconds 0.01 --json {path}"
