@@ -77,8 +77,8 @@ class LayerSkipOptions(PluginOptions):
         skip_set: files with skip sets, at most 4; requests take the first unless they choose. None skips nothing, which
             drafts with the whole model: right for testing, never worth its time.
         window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
-            "auto" chooses among 512, 2,048, 8,192 and all, by what passes take and by what is accepted (not on vLLM's
-            model runner V2); None reads all.
+            "auto" chooses among 512, 2,048, 8,192 and all, by what passes take and by what is accepted (on vLLM by
+            model runner V1, without async scheduling); None reads all.
         sinks: of `window`, tokens at the beginning.
         lookahead: which policy says how far to draft. "cost" goes on while one more token pays, and stops drafting
             altogether where none does.
@@ -178,10 +178,7 @@ class LayerSkipOptions(PluginOptions):
                     f"option 'window' is auto, which lookahead {self.lookahead} cannot weigh: give a number of tokens"
                 )
             if context.lengths is not None:
-                raise ValueError(
-                    "option 'window' is auto, which nothing weighs where vLLM decides draft lengths before drafting "
-                    "(model runner V2): give a number of tokens, or set VLLM_USE_V2_MODEL_RUNNER=0"
-                )
+                raise ValueError(f"{self.needs_own_lengths}, or unset VLLM_USE_V2_MODEL_RUNNER")
             usable = [w for w in AUTO_WINDOWS if w >= page_size and (attended is None or w < attended)]
             return (*(Window(self.sinks, w - self.sinks) for w in usable), None)
         if self.window < page_size:
@@ -193,6 +190,23 @@ class LayerSkipOptions(PluginOptions):
                 f"option 'window' is {self.window} tokens, and this model looks back {attended} at most: set fewer"
             )
         return (Window(self.sinks, self.window - self.sinks),)
+
+    @property
+    def needs_own_lengths(self) -> str:
+        """Why these options do not go with draft lengths that the engine decides beforehand, and the remedy; "" if they
+        do. For engines that can also leave it to the method."""
+        if self.window == "auto":
+            return (
+                "option 'window' is auto, which nothing weighs where vLLM decides draft lengths before drafting "
+                "(model runner V2): to be served there give a number of tokens"
+            )
+        if self.selection == "knapsack" and self.searches:
+            return (
+                "selection 'knapsack' searches by the times of steps, which are not known where vLLM decides draft "
+                "lengths before drafting (model runner V2): to be served there set 'selection_file' to what 'freedraft "
+                "calibrate knapsack' makes"
+            )
+        return ""
 
     @property
     def searches(self) -> bool:

@@ -141,6 +141,47 @@ def test_a_runner_that_the_method_cannot_have(tiny_model: Path, monkeypatch: pyt
     assert "'sssd'" in message and "vllm.no_such_module" in message and "VLLM_USE_V2_MODEL_RUNNER" in message
 
 
+@pytest.fixture
+def as_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM decides on a GPU: there is Triton, and nobody says which model runner is to serve."""
+    from vllm import triton_utils
+    from vllm.config import vllm as vllm_config
+
+    for module in (triton_utils, vllm_config):
+        monkeypatch.setattr(module, "HAS_TRITON", True)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"window": "auto"}, ["'window' is auto", "give a number of tokens"]),
+        ({"selection": "knapsack"}, ["'knapsack' searches", "set 'selection_file'"]),
+    ],
+)
+def test_options_that_need_times_are_served_by_the_first_runner(
+    tiny_model: Path,
+    as_with_triton: None,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+    options: dict[str, Any],
+    words: list[str],
+) -> None:
+    given = {"method": "layerskip", "num_speculative_tokens": 3}
+    with log.at_level(logging.WARNING):
+        config = config_of(tiny_model, given | {"window": 512})
+        assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
+        config = config_of(tiny_model, given | options)
+    assert not config.use_v2_model_runner and config.speculative_config.method == "custom_class"
+    assert methods.configured(config).options.items() >= options.items()
+    lines = [record.getMessage() for record in log.records if record.name.startswith("freedraft")]
+    assert len(lines) == 1 and "\n" not in lines[0]
+    assert all(word in lines[0] for word in ["'layerskip'", "first model runner", "without async scheduling", *words])
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    message = refusal(tiny_model, given | options)
+    assert words[0] in message
+
+
 def test_ranks_that_nobody_drafts_on(tiny_model: Path) -> None:
     for method in ("sssd", "layerskip"):
         message = refusal(tiny_model, {"method": method, "num_speculative_tokens": 3}, pipeline_parallel_size=2)

@@ -177,8 +177,8 @@ def setting() -> str:
 
     if HAS_TRITON and not check(V2_HOOKS):
         return (
-            "methods 'sssd' and 'layerskip' are served by model runner V2, with async scheduling; 'freedraft' by V1, "
-            "without"
+            "methods 'sssd' and 'layerskip' are served by model runner V2, with async scheduling; 'freedraft', and "
+            "'layerskip' with options that need the times of passes, by V1, without"
         )
     if HAS_TRITON:
         return "model runner V2 lacks what is hooked: all methods are served by V1, without async scheduling"

@@ -41,6 +41,11 @@ logger = logging.getLogger(__name__)
 ATTRIBUTE = "_freedraft"
 PROPOSER = "freedraft.engines.vllm.v1.runner.MethodProposer"
 V2_METHOD = "ngram_gpu"  # one that model runner V2 and async scheduling know; its speculator becomes ours
+ENGINE_METHOD: dict[bool, dict[str, Any]] = {
+    False: {"method": "custom_class", "model": PROPOSER},
+    True: {"method": V2_METHOD, "prompt_lookup_min": 1, "prompt_lookup_max": 1},
+}
+"""What vLLM is told instead of a method of ours: on V1, and on V2."""
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
 ADAPTIVE = "enable_adaptive_verification"
@@ -133,9 +138,11 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
         if spec is None:
             return original(self, *args, **kwargs)
         try:
-            v2 = runs_v2(self, spec)
+            config, options = _split(self, spec, given)
+            v2 = runs_v2(self, spec, options)
         except ConfigError as error:
             _stop(error)
+        config = ENGINE_METHOD[v2] | config
         hooks: tuple[Hook, ...] = V2_HOOKS if v2 else RUNNER_HOOKS
         hooks += MODEL_DRAFT_HOOKS if spec.runs_model else ()
         if missing := check(hooks):
@@ -143,7 +150,6 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             with _rewritten(self, None):
                 return original(self, *args, **kwargs)
         try:
-            config, options = _split(self, spec, given, v2)
             model_config = kwargs.get("target_model_config", args[0] if args else None)
             context = context_of_arguments(self, model_config, config[K], candidate_lengths(config[K]) if v2 else None)
             _check(self, spec, options, model_config, context)
@@ -179,8 +185,9 @@ def _rewritten(engine_args: Any, config: dict[str, Any] | None) -> Iterator[None
             setattr(engine_args, name, value)
 
 
-def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
-    """Whether this method is served by model runner V2: where vLLM would serve plainly by it, and the method can be.
+def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
+    """Whether this method is served by model runner V2: where vLLM would serve plainly by it, and the method can be,
+    with these options.
 
     Raises:
         ConfigError: what the user asked for is what the method cannot have.
@@ -206,13 +213,16 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
         or getattr(engine_args, "ubatch_size", 0)
         or getattr(engine_args, "distributed_executor_backend", None) == "external_launcher"
     )
-    if v1_only and stock and asked is None:
+    needs_v1 = "methods 'sssd' and 'layerskip' and plain serving by model runner V2" if v1_only else ""
+    # Options may say why they do not go with V2, and the remedy; where the user insists on V2, the method's check does.
+    needs_v1 = needs_v1 or getattr(options, "needs_own_lengths", "")
+    if needs_v1 and stock and not missing and asked is None:
         logger.warning(
-            "freedraft: method '%s' is served by vLLM's first model runner, without async scheduling; "
-            "methods 'sssd' and 'layerskip' and plain serving by model runner V2",
+            "freedraft: method '%s' is served by vLLM's first model runner, without async scheduling; %s",
             spec.name,
+            needs_v1,
         )
-    v2 = not v1_only and not missing and (stock if asked is None else asked)
+    v2 = not missing and (stock and not needs_v1 if asked is None else asked)
     if not v2 and getattr(engine_args, "async_scheduling", None):
         raise ConfigError(
             f"{_source(spec)}: vLLM's first model runner, which serves it here, has no async scheduling for it: leave "
@@ -221,15 +231,13 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
     return bool(v2)
 
 
-def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any], v2: bool) -> tuple[dict[str, Any], PluginOptions]:
-    """vLLM's part of the user's dictionary, rewritten, and ours."""
+def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[dict[str, Any], PluginOptions]:
+    """vLLM's part of the user's dictionary, without the method, and ours."""
     from vllm.config import SpeculativeConfig
 
     source = _source(spec)
     option_type = spec.option_type
-    config: dict[str, Any] = {"method": "custom_class", "model": PROPOSER}
-    if v2:
-        config = {"method": V2_METHOD, "prompt_lookup_min": 1, "prompt_lookup_max": 1}
+    config: dict[str, Any] = {}
     flags = {}
     engine_keys = {key.name for key in dataclasses.fields(SpeculativeConfig)} - {"method", "model"}
     for key, value in given.items():
