@@ -33,6 +33,10 @@ class Window(NamedTuple):
     def tokens(self) -> int:
         return self.sinks + self.newest
 
+    def whole_up_to(self, page_size: int) -> int:
+        """Tokens of a request, its root included, up to which no page is left out."""
+        return self.newest + (-(-self.sinks // page_size) + 1) * page_size - 1
+
     def pages(
         self, roots: NDArray[np.int64], page_size: int, *, attended: int | None = None, max_draft_len: int = 1
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

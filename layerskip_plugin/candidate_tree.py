@@ -25,7 +25,7 @@ def candidate_tree(
     probabilities: NDArray[np.float32],
     drafted: NDArray[np.int32],
     max_nodes: int,
-    min_score: float = 0.0,
+    siblings: bool = True,
 ) -> DraftBatch:
     """Draft trees in which only the nodes of the chain have children.
 
@@ -39,7 +39,7 @@ def candidate_tree(
         probabilities: float32 [B, D, K] of these tokens.
         drafted: int32 [B], positions that were drafted; entries beyond them are ignored.
         max_nodes: limit of nodes per request, root included; longer chains are truncated.
-        min_score: siblings of a lower score are left out; 1 leaves the chain alone.
+        siblings: whether there are any beside the chain.
 
     Returns:
         B trees, as wide as the largest of them.
@@ -53,12 +53,12 @@ def candidate_tree(
     scores = before[:, :, None] * probabilities[:, :, 1:]
     allowed = in_chain[:, :, None] & (np.arange(1, width) < candidates_at(probabilities[:, :, 0])[:, :, None])
     allowed &= probabilities[:, :, 1:] > 0
-    scores = np.where(allowed & (scores >= min_score) & (min_score < 1), scores, -1.0).reshape(batch, -1)
+    scores = np.where(allowed & siblings, scores, -1.0).reshape(batch, -1)
     order = np.argsort(-scores, 1, kind="stable")[:, : max_nodes - 1]
     scores = np.take_along_axis(scores, order, 1)
-    siblings = np.minimum((scores >= 0).sum(1), max_nodes - 1 - length)
+    beside = np.minimum((scores >= 0).sum(1), max_nodes - 1 - length)
 
-    counts = 1 + length + siblings
+    counts = 1 + length + beside
     trees = DraftBatch.empty(batch, max(1, int(counts.max(initial=1))))
     trees.counts[:] = counts
     trees.tokens[:, 0], trees.parents[:, 0], trees.scores[:, 0] = roots, -1, 1.0
@@ -67,7 +67,7 @@ def candidate_tree(
     trees.parents[row, position + 1] = position
     trees.depths[row, position + 1] = position + 1
     trees.scores[row, position + 1] = chain[row, position]
-    row, rank = np.nonzero(np.arange(order.shape[1]) < siblings[:, None])
+    row, rank = np.nonzero(np.arange(order.shape[1]) < beside[:, None])
     position, candidate = np.divmod(order[row, rank], max(1, width - 1))
     node = 1 + length[row] + rank
     trees.tokens[row, node] = tokens[row, position, candidate + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -111,6 +112,7 @@ class LayerSkipMethod(ModelMethod):
         )
         self.needs_prompt_states = self.selector.selection.needs_hidden
         self.windows = options.windows(context)
+        self._page_size = context.page_size or 1
         self.recipes = [recipe for skip_set in self.selector.sets.values() for recipe in self._recipes(skip_set)]
         self.lookahead = options.make_lookahead(context, self.recipes, self.auto, len(self.windows))
         self.trees = options.tree and context.widths is not None and not context.chains
@@ -123,7 +125,8 @@ class LayerSkipMethod(ModelMethod):
         self._last: Round | None = None
         self._places = np.zeros(0, np.intp)  # of each request's recipe in this step
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
-        self._saved = 0.0
+        self._saved, self._kept = 0.0, 0
+        self._saving: threading.Thread | None = None
         port = serve(options.metrics_port, context.rank, options.metrics_host)
         if alone:
             measured = options.lookahead == "cost"
@@ -177,12 +180,21 @@ class LayerSkipMethod(ModelMethod):
 
     def close(self) -> None:
         super().close()
-        self._save_records()
+        for _ in range(2):  # what is being written, and what came since
+            if self._saving is not None:
+                self._saving.join()
+            self._save_records()
 
     def _save_records(self) -> None:
-        if isinstance(self.lookahead, Recording):
-            self.lookahead.save(self._prices())
-            self._saved = time.monotonic()
+        """In a thread: so many take long to compress."""
+        lookahead = self.lookahead
+        if not isinstance(lookahead, Recording) or lookahead.kept == self._kept:
+            return
+        if self._saving is not None and self._saving.is_alive():
+            return
+        self._saved, self._kept = time.monotonic(), lookahead.kept
+        self._saving = threading.Thread(target=lookahead.save, args=(self._prices(),), daemon=True)
+        self._saving.start()
 
     def _prices(self) -> tuple[float, float] | None:
         """What a draft pass of the first recipe, and a further query token of each request, take in plain steps of the
@@ -222,7 +234,7 @@ class LayerSkipMethod(ModelMethod):
         sets = self.selector.choose(step.request_ids, step.contexts)
         self._places = places = self.lookahead.recipes_for(sets, step.contexts)
         if self.windows[0] is not None and self._cost is None:  # which leaves them out itself
-            whole_up_to = np.array([_whole_up_to(recipe) for recipe in self.recipes])
+            whole_up_to = np.array([self._whole_up_to(recipe) for recipe in self.recipes])
             self._places = np.where(step.contexts > whole_up_to[places], places, NONE)
         scorer = self._scorer
         if scorer is not None:
@@ -292,8 +304,10 @@ class LayerSkipMethod(ModelMethod):
         round_ = self._last = self._run(step, rows, limits, rest, chains)
         max_nodes = int(limits.max(initial=0)) + 1
         tree = candidate_tree(
-            step.roots, round_.tokens, round_.probabilities, round_.drafted, max_nodes, self._min_sibling_score(round_)
+            step.roots, round_.tokens, round_.probabilities, round_.drafted, max_nodes, siblings=self.trees
         )
+        if self.trees and self.auto is not None and self._cost is not None:
+            self._leave_out_siblings(tree, round_.drafted, rest)
         tree.kinds[:, 1:] = kinds_of(self._places)[:, None]
         return tree
 
@@ -343,23 +357,33 @@ class LayerSkipMethod(ModelMethod):
             needed = result.entropy[active, position] if lookahead.needs_entropy else None
             more = lookahead.should_continue(position, place[active], top, needed)
             active = active[more & (allowed[active] > position + 1)]
+        lookahead.end(int(result.drafted.max(initial=0)))
         return result
 
     def _record_pass(self, place: int, tokens: int, seconds: float) -> None:
         if self.auto is not None:
             self.auto.record_pass(self.recipes[place], tokens, seconds)
 
-    def _min_sibling_score(self, round_: Round) -> float:
-        """The chance of acceptance from which a sibling pays: what one more query token costs, in tokens. Policies that
-        know no costs leave it to the confidence."""
-        if not self.trees:
-            return 1.0
-        if self.auto is None or self._cost is None:
-            return 0.0
-        batch = len(round_.drafted)
-        tokens = batch * (1 + int(round_.drafted.max()))
-        one, more = self.auto.step_seconds(batch, np.array([tokens, tokens + batch]))
-        return float(self._cost.rate * (more - one) / batch)
+    def _leave_out_siblings(self, tree: DraftBatch, chains: NDArray[np.int32], rest: RestOfBatch) -> None:
+        """Keep as many nodes as bring most over what verifying them costs: all requests are as wide as the largest of
+        them, so that siblings cost nothing up to the width of the longest chain. Policies that know no costs leave it
+        to the confidence.
+
+        Args:
+            tree: siblings come after the chain, best first; chains: int32 [B], tokens of each.
+        """
+        assert self.auto is not None and self._cost is not None and self.auto.widths is not None
+        batch, widths = tree.batch_size, np.asarray(self.auto.widths)
+        least = max(1 + int(chains.max(initial=0)), rest.most_nodes)
+        widths = widths[np.searchsorted(widths, least) :]
+        if not len(widths):
+            return
+        node = np.arange(tree.max_nodes)
+        sibling = (node > chains[:, None]) & (node < tree.counts[:, None])
+        brings = np.concatenate([[0.0], np.where(sibling, tree.scores, 0.0).sum(0).cumsum()])
+        gain = brings[np.minimum(widths, tree.max_nodes)]
+        width = int(widths[(gain - self._cost.rate * self.auto.step_seconds(batch, batch * widths)).argmax()])
+        np.minimum(tree.counts, width, out=tree.counts)
 
     def _record_acceptance(self, step: Step) -> None:
         """Report to policy and selection how much of the last round's chains was accepted: as far as the tokens that
@@ -372,7 +396,7 @@ class LayerSkipMethod(ModelMethod):
         before, now = np.array(pairs, np.intp).reshape(-1, 2).T
         # The chain comes first in a tree, so that what the engine or a controller cut off is its end.
         verified = np.minimum(last.drafted[before], step.drafted[now])
-        some = np.flatnonzero(verified > 0)
+        some = np.flatnonzero(last.drafted[before] > 0)
         if not len(some):
             return
         before, now, verified = before[some], now[some], verified[some]
@@ -384,7 +408,10 @@ class LayerSkipMethod(ModelMethod):
         same = inside & (step.tokens[np.minimum(place, len(step.tokens) - 1)] == chain)
         accepted = np.cumprod(same, 1).sum(1).astype(np.int32)
         request_ids = [last.request_ids[i] for i in before.tolist()]
-        self.selector.selection.record_acceptance(request_ids, verified, accepted)
+        judged = np.flatnonzero(verified > 0).tolist()
+        if judged:
+            ids = [request_ids[i] for i in judged]
+            self.selector.selection.record_acceptance(ids, verified[judged], accepted[judged])
         self.lookahead.record_acceptance(request_ids, verified, accepted, step.accepted[now])
 
     def _propose(self, weights: tuple[int, int], max_weight: int, base: SkipSet) -> list[SkipSet]:
@@ -413,11 +440,10 @@ class LayerSkipMethod(ModelMethod):
         head = scale * whole - layers * (attention + mlp)
         return PassTimes(attention, mlp, head, lambda n: float(auto.step_seconds(batch, batch * n)))
 
+    def _whole_up_to(self, recipe: SkipSet) -> int:
+        """Tokens of a request up to which a pass with this recipe does what the whole model does."""
+        return recipe.window.whole_up_to(self._page_size) if recipe.window is not None and not len(recipe) else 0
+
     def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
         assert self._scorer is not None
         return self._scorer(recipes)
-
-
-def _whole_up_to(recipe: SkipSet) -> int:
-    """Tokens of a request up to which a pass over this window does what the whole model does."""
-    return recipe.window.tokens if recipe.window is not None and not len(recipe) else 0

@@ -284,8 +284,9 @@ class LayerSkipOptions(PluginOptions):
             lookahead = Fixed(context.max_draft_tokens)
         elif self.lookahead == "cost":
             lookahead = Cost(
-                cast(Costs, costs), recipes, windows=windows, widths=context.widths, longest=context.max_draft_tokens
-            )
+                cast(Costs, costs), recipes, windows=windows, widths=context.widths, longest=context.max_draft_tokens,
+                page_size=context.page_size or 1,
+            )  # fmt: skip
         else:
             make = self._policy(context, model)
             lookahead = PerSet(make, len(recipes)) if len(recipes) > 1 else make()

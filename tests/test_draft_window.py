@@ -44,6 +44,14 @@ def test_pages_are_those_that_a_reader_would_name(
         assert (s[0] + d[0]) * page <= root + 1 - newest
 
 
+@given(st.integers(0, 300), st.integers(1, 600), st.integers(1, 256))
+def test_the_longest_request_of_which_nothing_is_left_out(sinks: int, newest: int, page_size: int) -> None:
+    window = Window(sinks, newest)
+    longest = window.whole_up_to(page_size)
+    _, left_out = window.pages(np.array([longest - 1, longest]), page_size)  # of roots at the end of the request
+    assert left_out[0] == 0 and left_out[1] > 0
+
+
 def test_each_request_is_cut_by_its_own_length() -> None:
     sinks, dropped = Window(16, 112).pages(np.array([5, 127, 300, 8000]), 16)
     assert sinks.tolist() == [1, 1, 1, 1] and dropped.tolist() == [0, 0, 10, 492]

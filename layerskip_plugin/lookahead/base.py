@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ Places = NDArray[np.intp]
 ALONE = RestOfBatch(0, 0, None)
 NONE = -1
 """The place of no recipe."""
+LEN_RATE = 0.1
+"""Of the newest round in how long rounds are of late."""
 
 
 class Lookahead(ABC):
@@ -55,6 +58,8 @@ class Lookahead(ABC):
         """
         return places
 
+    _mean_len = 0.0
+
     def begin(self, request_ids: Sequence[str], places: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
         """A round begins.
 
@@ -68,8 +73,13 @@ class Lookahead(ABC):
 
     def expected_len(self) -> int:
         """How many tokens the round that has begun is expected to draft for a request, at most; so many passes may run
-        before `should_continue` is asked of the first one."""
-        return self.max_draft_len
+        before `should_continue` is asked of the first one. As many as rounds drafted of late, unless a policy knows
+        better."""
+        return min(math.ceil(self._mean_len) or self.max_draft_len, self.max_draft_len)
+
+    def end(self, length: int) -> None:
+        """A round ends, whose longest draft has so many tokens."""
+        self._mean_len += (length - self._mean_len) * (LEN_RATE if self._mean_len else 1.0)
 
     def replace_recipe(self, place: int, recipe: Recipe) -> None:
         """The recipe at this place is another one from the next round on."""

@@ -61,7 +61,7 @@ class Cost(Lookahead):
     Args:
         costs: of this model on this machine.
         recipes: skip sets with windows, in the order of their places: those of one skip set together, by window.
-        windows: how many of them each skip set has.
+        windows: how many of them each skip set has; page_size: see `Windows`.
         prior: rate of acceptance believed at first.
         horizon: the largest m.
         widths: int32, ascending: numbers of nodes per request that can be verified, where they are the same for all;
@@ -87,6 +87,7 @@ class Cost(Lookahead):
         windows: int = 1,
         widths: Sequence[int] | None = None,
         longest: int = MAX_DRAFT_LEN,
+        page_size: int = 1,
     ) -> None:
         if not 0 < prior < 1:
             raise ValueError(f"lookahead: prior must lie between 0 and 1, not {prior}")
@@ -101,7 +102,7 @@ class Cost(Lookahead):
         self.rate = self.margin = 0.0
         self.checks = ChainChecks()
         self._best_len = 1
-        self.windows = Windows(self.recipes, windows)
+        self.windows = Windows(self.recipes, windows, page_size)
         self.trials = Trials(self.windows)
         self._round = np.zeros(len(self.recipes), np.int64), 1  # its requests by recipe, and all of the step
         self._decision: tuple[bytes, Flags, int] = b"", np.zeros(0, np.bool_), 0
@@ -191,7 +192,7 @@ class Cost(Lookahead):
         seconds = self.costs.step_seconds(batch, batch * self._fitting(np.arange(2, len(tokens) + 2)))
         nobody = np.prod(
             [
-                (1 - np.minimum(record.reached[: len(tokens)], 1)) ** n
+                (1 - np.minimum(record.verified[: len(tokens)], 1)) ** n
                 for record, n in zip(self.records, counts.tolist(), strict=True)
             ],
             0,
@@ -227,7 +228,7 @@ class Cost(Lookahead):
                     rows = n * reached / np.maximum(any_left, 1e-9)
                     seconds += np.cumsum(any_left * self.costs.pass_seconds(recipe, np.maximum(rows, 1)), 1)
                 gain += n * np.cumsum(record.accepted[:max_len])
-                tokens += n * np.cumsum(reached)
+                tokens += n * np.cumsum(record.verified[:max_len])
         return DraftPassEstimate(sizes, gain, tokens, seconds)
 
     def recipes_for(self, sets: Places, contexts: Ints) -> Places:
@@ -365,10 +366,12 @@ class Cost(Lookahead):
         pairs = np.flatnonzero((place[1:] == place[:-1]) & (position[1:] == position[:-1] + 1))
         known = np.array([self.log.row.get(request, -1) for request in request_ids], np.intp)
         places = np.where(known >= 0, self.places[known], NONE) if len(self.log.row) else np.full(len(known), NONE)
+        # Passes were paid for what an engine or a controller has left out of verification, too.
+        passes = np.where(known >= 0, self.log.count[known], 0) if len(self.log.row) else np.zeros(len(known), np.int32)
         for number, record in enumerate(self.records):
             mine = pairs[places[place[pairs]] == number]
             record.next_given.add(bins[mine], good[mine + 1])
-            rounds = (places == number) & (drafted > 0)
+            rounds = (places == number) & (passes > 0)
             if rounds.any():
-                self.trials.judge(record, drafted[rounds], path[rounds], paid=self.on, could_pay=self._could_pay)
-                record.update(drafted[rounds], path[rounds])
+                self.trials.judge(record, passes[rounds], path[rounds], paid=self.on, could_pay=self._could_pay)
+                record.update(passes[rounds], drafted[rounds], path[rounds])

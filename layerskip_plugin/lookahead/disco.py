@@ -104,10 +104,10 @@ class Disco(Lookahead):
         self.classifier = classifier
 
     def expected_len(self) -> int:
-        return min(self.max_draft_len, self.classifier.max_length)
+        return min(super().expected_len(), self.classifier.max_length)
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
-        if position + 1 >= self.expected_len():
+        if position + 1 >= min(self.max_draft_len, self.classifier.max_length):
             return np.zeros(len(rows), np.bool_)
         assert entropy is not None
         places = np.full(len(rows), position, np.int32)

@@ -37,6 +37,10 @@ class PerSet(Lookahead):
             self.place[rows] = np.arange(len(rows))
             policy.begin([request_ids[i] for i in rows.tolist()], self.sets[rows], max_draft_len, rest)
 
+    def end(self, length: int) -> None:
+        for number in np.unique(self.sets).tolist():
+            self.policies[number].end(length)
+
     def expected_len(self) -> int:
         return max(self.policies[number].expected_len() for number in np.unique(self.sets).tolist())
 

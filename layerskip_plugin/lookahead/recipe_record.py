@@ -19,25 +19,26 @@ class RecipeRecord:
     """See above.
 
     Attributes:
-        reached, accepted: float64 [MAX_DRAFT_LEN], per place in the draft the share of rounds in which a token was
-            drafted there, and in which one was accepted there.
+        reached, verified, accepted: float64 [MAX_DRAFT_LEN], per place in the draft the share of rounds in which a
+            token was drafted there, in which one was verified there, and in which one was accepted there.
         next_given: the chance that a further token is accepted, by the confidence in the one before it.
     """
 
     def __init__(self, prior: float) -> None:
         places = np.arange(MAX_DRAFT_LEN)
-        self.reached, self.accepted = prior**places, prior ** (places + 1)
+        self.reached, self.verified, self.accepted = prior**places, prior**places, prior ** (places + 1)
         self.weight = PRIOR_WEIGHT
         # Pooled: bins behind which nothing was drafted yet count as like the others. At a fixed prior that does not pay
         # for a pass nothing would ever be drafted behind them.
         self.next_given = BinnedRate(np.full(BINS, prior), PRIOR_WEIGHT, pooled=True)
 
-    def update(self, drafted: Ints, accepted: Ints) -> None:
-        """int32 [R] tokens drafted and accepted, of R rounds."""
+    def update(self, drafted: Ints, verified: Ints, accepted: Ints) -> None:
+        """int32 [R] tokens drafted, verified and accepted, of R rounds."""
         places, new = np.arange(MAX_DRAFT_LEN), len(drafted)
         self.weight = min(self.weight * np.exp(-new / MEMORY), MEMORY) + new
-        self.reached += ((drafted[:, None] > places).mean(0) - self.reached) * (new / self.weight)
-        self.accepted += ((accepted[:, None] > places).mean(0) - self.accepted) * (new / self.weight)
+        pairs = ((self.reached, drafted), (self.verified, verified), (self.accepted, accepted))
+        for share, tokens in pairs:
+            share += ((tokens[:, None] > places).mean(0) - share) * (new / self.weight)
 
 
 def to_bins(probability: Floats) -> NDArray[np.intp]:

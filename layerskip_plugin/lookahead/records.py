@@ -123,6 +123,9 @@ class Recording(Lookahead):
         self.places = np.asarray(places)
         self.inner.begin(request_ids, places, max_draft_len, rest)
 
+    def end(self, length: int) -> None:
+        self.inner.end(length)
+
     def expected_len(self) -> int:
         return self.inner.expected_len()
 
@@ -156,7 +159,7 @@ class Recording(Lookahead):
         empty = (np.zeros((0, TOP), np.float32), np.zeros(0, np.float32))
         ints = np.zeros(0, np.int32)
         first = (*empty, ints, np.zeros(0, np.bool_), ints, ints)
-        columns = zip(first, *self.parts, strict=True)
+        columns = zip(first, *list(self.parts), strict=True)
         top, entropy, position, good, request, number = (np.concatenate(column) for column in columns)
         records = Verifications(top, entropy, position, good, request, number, self.model, prices)
         records.save(self.path)

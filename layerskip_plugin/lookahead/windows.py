@@ -22,12 +22,13 @@ class Windows:
     Args:
         recipes: those of one skip set together, each with the same number of windows.
         per_set: how many.
+        page_size: of the KV cache, in tokens.
     """
 
-    def __init__(self, recipes: Sequence[Recipe], per_set: int) -> None:
+    def __init__(self, recipes: Sequence[Recipe], per_set: int, page_size: int = 1) -> None:
         self.per_set = per_set
-        # Tokens that each recipe reads at most, and whether it skips anything.
-        self._reads = np.array([np.inf if r.window is None else r.window.tokens for r in recipes])
+        # Tokens up to which each recipe reads all of a request, and whether it skips anything.
+        self._reads = np.array([np.inf if r.window is None else r.window.whole_up_to(page_size) for r in recipes])
         self._skips = np.zeros(len(recipes), np.bool_)
         for place, recipe in enumerate(recipes):
             self.replace_recipe(place, recipe)
@@ -62,11 +63,12 @@ class Windows:
         Args:
             places: intp [R], their recipes; contexts: int32 [R], their tokens; None: more than any window.
             pays: whether the round is expected to pay; else it is a trial.
-            again: whether it repeats the last trial.
+            again: whether it repeats the last trial, with the window of then.
         """
-        if self.per_set == 1 or not (self._others.due() if pays else not again):
+        again = again and not pays
+        if self.per_set == 1 or (pays and not self._others.due()) or (again and self._turn < 0):
             return places
-        self._turn += 1
+        self._turn += not again
         first = self.first(places)
         useful = self.useful(first, np.full(len(places), np.inf) if contexts is None else contexts)
         turn = self._turn % np.maximum(useful.sum(1), 1)

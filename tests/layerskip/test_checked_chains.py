@@ -112,7 +112,7 @@ def test_a_chain_that_the_draft_agrees_with_takes_one_pass() -> None:
     for chains in (Chains(np.array([own], np.int32), np.full((1, 4), 0.9)), None):
         engine = Engine(costs=(0.05, STEP), sets={"empty": SETS["empty"]})
         for record in engine.method.lookahead.records:
-            record.accepted[:] = record.reached[:] = np.arange(64) < DEPTH
+            record.accepted[:] = record.reached[:] = record.verified[:] = np.arange(64) < DEPTH
         engine.add("a", 1)
         draft, passes = drafted(engine, ["a"], chains, [DEPTH]), engine.model.passes
         assert draft.depths.max() == DEPTH and len(passes) == (DEPTH if chains is None else 1)
@@ -208,7 +208,7 @@ def test_a_device_runs_no_more_passes_for_chains_than_without(read: list[int]) -
         engine = Engine(costs=(0.02, STEP), sets={"empty": SETS["empty"]}, waits=True)
         engine.method._model.max_rows = 64
         for record in engine.method.lookahead.records:
-            record.accepted[:] = record.reached[:] = np.arange(64) < DEPTH
+            record.accepted[:] = record.reached[:] = record.verified[:] = np.arange(64) < DEPTH
         for i, name in enumerate(names):
             engine.add(name, 5 + i)
         draft = drafted(engine, names, given_chains, [DEPTH] * 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from freedraft.config import ConfigError
 from freedraft.draft_model import Drafted, DraftModel, DraftRound
 from freedraft.hybrid.choice import RestOfBatch
 from freedraft.method import EngineContext
+from layerskip_plugin.candidate_tree import candidate_tree
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Recording, Verifications
 from layerskip_plugin.lookahead.per_set import PerSet
 from layerskip_plugin.method import SPEC, LayerSkipMethod
@@ -223,6 +225,31 @@ def test_a_round_is_read_as_far_as_it_is_expected_to_go():
     assert max(engine.model.reads) == 5 and np.mean(engine.model.reads[-20:]) > 4
 
 
+@pytest.mark.parametrize("policy", [Confidence(0.7), PerSet(lambda: Confidence(0.7), 1)])
+def test_no_more_passes_run_ahead_than_rounds_are_long(policy):
+    """A threshold that stops at the first token: not five passes for each."""
+    engine = Engine(policy, tree=False, sets={"all": SETS["all"]}, waits=True)
+    engine.add("a", 1)
+    for _ in range(20):
+        engine.step(["a"])
+    assert engine.model.reads[-10:] == [1] * 10
+
+
+@pytest.mark.parametrize(("widths", "kept"), [((1, 2, 4, 8), 4), (tuple(range(1, 9)), 3), ((1, 8), 8)])
+def test_siblings_as_many_as_pay_at_the_widths_that_there_are(widths, kept):
+    """Verification is as dear as the width that the longest chain needs: up to there siblings cost nothing."""
+    engine = Engine(costs=(0.1, {1: 1.0, 100: 100.0}), nodes=8)
+    method = engine.method
+    method.auto.widths, method._cost.rate = np.array(widths, np.int32), 1.0
+    tokens = np.arange(1, 21, dtype=np.int32).reshape(1, 2, 10)
+    probabilities = np.full((1, 2, 10), 0.02, np.float32)
+    probabilities[:, :, 0] = 0.6
+    tree = candidate_tree(np.zeros(1, np.int32), tokens, probabilities, np.array([2], np.int32), 8)
+    assert tree.counts[0] == 8
+    method._leave_out_siblings(tree, np.array([2], np.int32), RestOfBatch(0, 0, None))
+    assert tree.counts.tolist() == [kept]
+
+
 @pytest.mark.parametrize("seconds", [0.3, 0.5, 0.8])
 def test_passes_that_run_before_the_first_is_looked_at_are_paid(seconds):
     """Half a step a pass, one token in three wrong: five passes at a time bring .8 of plain, one of them 1.1."""
@@ -328,7 +355,8 @@ def test_mixed_sets_draft_only_where_their_passes_pay_together():
     for name, drafts in (("s0", True), (None, False)):
         engine = Engine(costs=(0.6, STEP), sets=sets, chains=True)
         for record in engine.method.lookahead.records:
-            record.accepted[:], record.reached[:] = 0.97 ** np.arange(1, 65), 0.97 ** np.arange(64)
+            record.accepted[:] = 0.97 ** np.arange(1, 65)
+            record.reached[:] = record.verified[:] = 0.97 ** np.arange(64)
         for i, request in enumerate("abcd"):
             engine.add(request, i + 1, name or f"s{i}")
         for _ in range(8):
@@ -343,7 +371,7 @@ def test_what_drafting_has_to_beat_is_looked_at_more_often_where_it_beats_it_by_
     for price in (0.1, 0.85):
         engine = Engine(costs=(price, STEP), sets={"empty": SETS["empty"]}, chains=True)
         for record in engine.method.lookahead.records:
-            record.accepted[:], record.reached[:] = 1.0, 1.0
+            record.accepted[:] = record.reached[:] = record.verified[:] = 1.0
         engine.add("a", 1)
         counts = [int(engine.step(["a"]).counts[0]) for _ in range(600)]
         without[price] = counts[300:].count(1)
@@ -381,6 +409,24 @@ def test_a_recorded_policy_is_asked_as_itself(tmp_path):
     seen = Verifications.load(tmp_path / "seen.npz")
     assert len(seen) > 0
     assert seen.prices == pytest.approx((0.2, 0.1 / 23)), "a draft pass and a query token, in steps without drafts"
+
+
+def test_records_are_written_when_there_are_new_ones(tmp_path, monkeypatch):
+    """And do not hold up the drafts of the next request."""
+    engine = Engine(Recording(Fixed(3), tmp_path / "seen.npz"), sets={"empty": SETS["empty"]})
+    recording, writers = engine.method.lookahead, []
+    save = recording.save
+    monkeypatch.setattr(recording, "save", lambda prices: (writers.append(threading.current_thread()), save(prices)))
+    for name in ("a", "b", "c"):
+        engine.add(name, 1)
+        for _ in range(3 if name != "b" else 1):  # nothing of b's only draft is verified
+            engine.step([name])
+        engine.method.finish(name, None, False)
+        if engine.method._saving is not None:
+            engine.method._saving.join()
+    engine.method.close()
+    assert len(writers) == 2 and threading.main_thread() not in writers
+    assert len(Verifications.load(tmp_path / "seen.npz")) == recording.kept
 
 
 def test_sets_must_be_of_this_model():

@@ -175,7 +175,8 @@ def test_sets_are_priced_together() -> None:
 def test_expected_rates_are_those_of_the_enumeration() -> None:
     policy = mixed(0.1, {1: 1.0, 20: 1.2})
     for record, a in zip(policy.records, (0.9, 0.5, 0.7, 0.8), strict=True):
-        record.reached, record.accepted = a ** np.arange(64), a ** np.arange(1, 65)
+        record.reached[:] = record.verified[:] = a ** np.arange(64)
+        record.accepted[:] = a ** np.arange(1, 65)
     counts = np.array([1, 1, 0, 1])
     rates = policy.rates(counts, 4)
     for m in (1, 2, 3):
@@ -301,6 +302,21 @@ def test_acceptance_that_rises_is_noticed_where_rounds_are_decided_by_others() -
     assert sum(map(noticed, range(12))) >= 10
 
 
+def test_passes_whose_drafts_are_cut_are_paid() -> None:
+    """Every other draft is left out of verification, by a grammar or because it looks poor: 2.9 tokens in 3.1 steps."""
+    policy, rng = cost({1: 0.4}, {1: 1.0, 2: 1.3}, longest=1), np.random.default_rng(0)
+    driver, on = Driver(policy), []
+    for _ in range(800):
+        on.append(bool(drafts(policy, np.zeros(1, np.intp))[0]))
+        if on[-1]:
+            good = rng.random() < 0.5
+            confidence = np.full(1, 0.9 if good else 0.1, np.float32)
+            drafted = driver.draft(["r"], 1, lambda position, rows, c=confidence: c)
+            accepted = np.array([good and rng.random() < 0.9], np.int32)
+            driver.judge(["r"], drafted if good else np.zeros(1, np.int32), accepted)
+    assert np.mean(on[-400:]) < 0.03
+
+
 def test_a_surprise_is_of_no_use_where_passes_are_too_dear() -> None:
     """A pass takes two steps: nothing that is accepted could pay for it, and no trial follows a good one."""
     policy = cost({1: 2.0}, {1: 1.0, 8: 1.1})
@@ -328,7 +344,8 @@ def test_what_looks_hardly_better_than_no_drafting_is_not_drafted() -> None:
     """Five tokens of which all are accepted, in passes at a price that leaves 1, 3 or 10 %."""
     for gain, switched_on, stays_on in ((1.01, False, False), (1.03, False, True), (1.10, True, True)):
         policy = cost({1: (6 / gain - 1) / 5}, {1: 1.0}, longest=5)
-        policy.records[0].accepted[:] = policy.records[0].reached[:] = 1.0
+        for share in (policy.records[0].accepted, policy.records[0].reached, policy.records[0].verified):
+            share[:] = 1.0
         for on, expected in ((False, switched_on), (True, stays_on)):
             policy.on = on
             assert policy._recipes_that_pay(np.array([1]), 1).tolist() == [expected], (gain, on)

@@ -188,6 +188,32 @@ def test_the_method_drafts_through_its_window(lengths: tuple[int, ...] | None) -
     assert {row for _, _, rows, _ in model.passes for row in rows} == {1}
 
 
+def test_a_window_that_surprises_is_tried_again() -> None:
+    """Not the one that looked best before."""
+    one = policy(0.95, 0.97)
+    driver, place, contexts, used = Driver(one), np.zeros(1, np.intp), np.full(1, 6000, np.int32), []
+    for _ in range(2000):
+        drafting = int(one.should_draft(one.recipes_for(place, contexts), contexts=contexts)[0])
+        used.append(drafting)
+        if drafting == NONE:
+            continue
+        if len(used) > 1000:
+            one.costs.draft[LARGE] = Line({1: 0.1})
+        drafted = driver.draft(["r"], 4, lambda position, rows: np.full(len(rows), 0.8, np.float32), [drafting])
+        good = drafting == 1 and len(used) > 1000
+        driver.judge(["r"], drafted, drafted if good else np.zeros(1, np.int32))
+    first = next(i for i in range(1000, 2000) if used[i] == 1)
+    assert set(used[first : first + 30]) == {1}
+
+
+def test_pages_that_are_not_left_out_save_nothing() -> None:
+    """Of a window of 512 tokens with 16 sinks in pages of 128, 751 tokens read everything."""
+    costs = KnownCosts({SMALL: {1: 0.2}, LARGE: {1: 0.3}, WHOLE: {1: 1.0}}, STEP)
+    one = Cost(costs, RECIPES, windows=3, page_size=128)
+    contexts = np.array([600, 751, 752, 6000], np.int32)
+    assert one.recipes_for(np.zeros(4, np.intp), contexts).tolist() == [NONE, NONE, 0, 0]
+
+
 def test_windows_are_tried_at_once_at_a_context_that_is_new() -> None:
     """The roofline promises nothing, the passes are fast: that is found out in a few steps, not by a rare probe."""
     costs = KnownCosts({SMALL: {1: 0.9}, LARGE: {1: 0.95}, WHOLE: {1: 1.0}}, STEP)
