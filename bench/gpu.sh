@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The measured page of a machine with one NVIDIA GPU: stock vLLM and SGLang, an 8B model, and all rivals.
 #
-#   bench/gpu.sh                                   everything: some hours on an H100, the servers' starts included
-#   MODEL=meta-llama/Llama-3.1-8B-Instruct LIMIT=20 CONCURRENCY='1 16 64' bench/gpu.sh
+#   bench/gpu.sh                                   everything: about 16 hours on an H100 by our estimate
+#   REPEATS=1 LIMIT=16 CONCURRENCY='1 16 64' bench/gpu.sh      three hours; MODEL=meta-llama/Llama-3.1-8B-Instruct for one
 #
 # Broken off, it goes on where it was; what is missing for it is said at the start. The page is $OUT/report.html. It says
 # which cells lie within 1 % of the best fixed draft length, and which below plain.
@@ -13,51 +13,66 @@ MODEL=${MODEL:-Qwen/Qwen3-8B}                  # a folder, or a name that the hu
 OUT=${OUT:-build/gpu}
 QUESTIONS=${QUESTIONS:-spec-bench long agent}  # also files in Spec-Bench's format, SPEED-Bench's groups for one
 CONCURRENCY=${CONCURRENCY:-1 2 4 8 16 32 64 128 256}
-LIMIT=${LIMIT:-40}
+LIMIT=${LIMIT:-40}                             # questions of each group, but two for each request at a time
 TOKENS=${TOKENS:-256}
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-32768}
 REPEATS=${REPEATS:-2}                          # passes of each arm: their spread is on the page
 SKIP_SET=${SKIP_SET:-}                         # for layerskip and freedraft, from `freedraft calibrate`; else a search
+NO_THINKING='{"enable_thinking": false}'       # else the answers' first tokens are thoughts, whatever is asked
+TEMPLATE=${TEMPLATE:-$NO_THINKING}             # arguments of the chat template; those that it does not know do nothing
 DISK_GB=${DISK_GB:-60}
 PYTHON=${PYTHON:-python3}
+ROUNDS=2
 VLLM=.venv/gpu-vllm
 SGLANG=.venv/gpu-sglang
 
 missing() { echo "missing: $1" >&2; lacks=1; }
 lacks=0
 nvidia-smi -L > /dev/null 2>&1 || missing 'an NVIDIA driver that works (nvidia-smi)'
-"$PYTHON" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \
-    || missing "Python >= 3.11 with venv (PYTHON=$PYTHON)"
 command -v c++ > /dev/null || missing 'a C++20 compiler (c++), which Triton and the arm suffix need'
+command -v nvcc > /dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] \
+    || missing 'nvcc (on PATH or in CUDA_HOME/bin), with which SGLang compiles what NGRAM needs'
 free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
-[ -e "$SGLANG/done" ] || [ "$free" -ge "$DISK_GB" ] || missing "$DISK_GB GB of disk here; $free are free (DISK_GB)"
-model_is_there() {
+[ -e "$SGLANG/ready" ] || [ "$free" -ge "$DISK_GB" ] || missing "$DISK_GB GB of disk here; $free are free (DISK_GB)"
+[ -z "$SKIP_SET" ] || [ -f "$SKIP_SET" ] || missing "the file $SKIP_SET"
+why_no_model() { # nothing is said where it is a folder, in the cache, or to be had from the hub
     [ -f "$MODEL/config.json" ] && return
     local cache=${HF_HOME:-$HOME/.cache/huggingface}/hub/models--${MODEL//\//--}
     compgen -G "$cache/snapshots/*/config.json" > /dev/null && return
-    # A gated model answers 401 without a token: it is there, and vLLM will say what it needs.
     "$PYTHON" - "$MODEL" << 'END'
-import sys, urllib.error, urllib.request
+import os, sys, urllib.error, urllib.parse, urllib.request
+hub, token = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), os.environ.get("HF_TOKEN")
+request = urllib.request.Request(f"{hub}/{urllib.parse.quote(sys.argv[1])}/resolve/main/config.json")
+if token:
+    request.add_header("Authorization", f"Bearer {token}")
 try:
-    urllib.request.urlopen(f"https://huggingface.co/{sys.argv[1]}/resolve/main/config.json", timeout=20).close()
+    urllib.request.urlopen(request, timeout=20).close()
 except urllib.error.HTTPError as error:
-    sys.exit(error.code not in (401, 403))
-except OSError:
-    sys.exit(1)
+    gated = "not there, or gated: accept its licence and set HF_TOKEN"
+    print(gated if error.code in (401, 403, 404) else f"the hub answers {error.code}")
+except OSError as error:
+    print(f"no such folder, not in the cache, and the hub cannot be reached ({getattr(error, 'reason', error)})")
 END
 }
-model_is_there || missing "the model $MODEL: no such folder, not in the cache, and the hub does not have it (MODEL)"
-for file in $QUESTIONS ${SKIP_SET:+"$SKIP_SET"}; do
-    case $file in spec-bench | long | agent | quotes) ;; *) [ -f "$file" ] || missing "the file $file" ;; esac
-done
+if "$PYTHON" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then
+    headers=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+    [ -f "$headers/Python.h" ] || missing "Python.h in $headers (python3-dev), with which Triton compiles"
+    why=$(why_no_model)
+    [ -z "$why" ] || missing "the model $MODEL: $why (MODEL)"
+    # shellcheck disable=SC2086
+    why=$("$PYTHON" -m bench.lib.made_questions $QUESTIONS --concurrency $CONCURRENCY --limit "$LIMIT" \
+        --least-rounds "$ROUNDS") || missing "${why//$'\n'/$'\n'missing: } (QUESTIONS, CONCURRENCY)"
+else
+    missing "Python >= 3.11 with venv (PYTHON=$PYTHON)"
+fi
 [ "$lacks" = 0 ] || { echo 'error: nothing was begun' >&2; exit 2; }
 
-install() { # folder, requirement: an environment with an engine and freedraft
-    [ -e "$1/done" ] && return
+install() { # folder, requirement: an environment with an engine, what it compiles with, and freedraft as it is here
+    [ "$1/ready" -nt pyproject.toml ] && [ "$1/ready" -nt bench/gpu.sh ] && return
     "$PYTHON" -m venv "$1"
-    "$1/bin/pip" install -q "$2"
-    "$1/bin/pip" install -q '.[bench,calibrate]'
-    touch "$1/done"
+    "$1/bin/pip" install -q "$2" cmake ninja
+    "$1/bin/pip" install -q --editable '.[bench,calibrate]'
+    touch "$1/ready"
 }
 install "$VLLM" vllm==0.32.0
 install "$SGLANG" sglang==0.5.23
@@ -79,22 +94,22 @@ run() { # name, arms...
     shift
     # shellcheck disable=SC2086
     "$VLLM/bin/python" bench/serve.py --device cuda --dtype bfloat16 --compiled --in-turns --model "$MODEL" \
-        --questions $QUESTIONS --concurrency $CONCURRENCY --limit "$LIMIT" --max-tokens "$TOKENS" --repeats "$REPEATS" \
-        --max-model-len "$MAX_MODEL_LEN" --sglang-python "$SGLANG/bin/python" --start-limit 1200 \
-        --json "$OUT/$name.json" --arms "$@" || failed=1
+        --questions $QUESTIONS --concurrency $CONCURRENCY --limit "$LIMIT" --least-rounds "$ROUNDS" \
+        --max-tokens "$TOKENS" --repeats "$REPEATS" --max-model-len "$MAX_MODEL_LEN" --chat-template-kwargs "$TEMPLATE" \
+        --sglang-python "$SGLANG/bin/python" --start-limit 1200 --json "$OUT/$name.json" --arms "$@" || failed=1
 }
+learns='"live": true, "isolation": "shared"'
 fixed() { # engine, draft tokens: sssd that always drafts so many
-    echo "{\"engine\": \"$1\", \"method\": \"sssd\", \"num_speculative_tokens\": $2, \"policy\": \"fixed\"," \
-        '"live": true, "isolation": "shared"}'
+    echo "{\"engine\": \"$1\", \"method\": \"sssd\", \"num_speculative_tokens\": $2, \"policy\": \"fixed\", $learns}"
 }
-layers() { # method, window: by the skip set that was given, or by a search while serving
+layers() { # method, draft tokens, window, others: by the skip set that was given, or by a search while serving
     local how='"selection": "swift"'
     [ -z "$SKIP_SET" ] || how="\"skip_set\": \"$SKIP_SET\""
-    echo "{\"method\": \"$1\", \"num_speculative_tokens\": 5, \"window\": \"$2\", $how}"
+    echo "{\"method\": \"$1\", \"num_speculative_tokens\": $2, \"window\": \"$3\", $how${4:+, $4}}"
 }
 on_gpu='{"method": "ngram_gpu", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}'
 run serve-vllm plain ngram "ngram_gpu=$on_gpu" suffix sssd "fixed1=$(fixed vllm 1)" "fixed2=$(fixed vllm 2)" "fixed4=$(fixed vllm 4)" \
-    "fixed8=$(fixed vllm 8)" "layerskip=$(layers layerskip 2048)" "freedraft=$(layers freedraft auto)"
+    "fixed8=$(fixed vllm 8)" "layerskip=$(layers layerskip 5 2048)" "freedraft=$(layers freedraft 8 auto "$learns")"
 run serve-sglang sglang sglang-ngram sglang-sssd "sglang-fixed4=$(fixed sglang 4)" "sglang-fixed8=$(fixed sglang 8)" \
     "sglang-fixed16=$(fixed sglang 16)"
 "$VLLM/bin/python" bench/report.py "$OUT"

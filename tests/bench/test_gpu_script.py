@@ -6,40 +6,91 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from bench import serve
+from bench.lib import questions
+from bench.lib.serving import PRESETS
 from layerskip_plugin.options import LayerSkipOptions
 
 SCRIPT = Path(serve.__file__).with_name("gpu.sh")
+CALLED = '#!/bin/bash\nprintf "%s\\0" "$@" >> calls; printf "\\n" >> calls\n'
+PYTHON = f"""#!/bin/bash
+case "$2" in
+    *sysconfig*) echo headers ;;
+    venv) printf "venv\\0$3\\0\\n" >> calls ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with the script, environments that only write down how they are called, and a driver."""
-    (tmp_path / "bench").mkdir()
-    shutil.copy(SCRIPT, tmp_path / "bench")
+    """A folder with the script, environments that only write down how they are called, a driver, and Spec-Bench."""
+    (tmp_path / "bench" / "lib").mkdir(parents=True)
+    for part in ("gpu.sh", "__init__.py", "lib/__init__.py", "lib/questions.py", "lib/made_questions.py"):
+        shutil.copy(SCRIPT.parent / part, tmp_path / "bench" / part)
+    (tmp_path / "pyproject.toml").touch()
     for name in ("gpu-vllm", "gpu-sglang"):
-        programs = tmp_path / ".venv" / name / "bin"
-        programs.mkdir(parents=True)
-        (programs.parent / "done").touch()
-        for program in ("python", "freedraft"):
-            (programs / program).write_text('#!/bin/bash\nprintf "%s\\0" "$@" >> calls; printf "\\n" >> calls\n')
-            (programs / program).chmod(0o755)
-    (tmp_path / "driver").mkdir()
-    (tmp_path / "driver" / "nvidia-smi").write_text("#!/bin/bash\necho a GPU\n")
-    (tmp_path / "driver" / "nvidia-smi").chmod(0o755)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+        for program in ("python", "freedraft", "pip"):
+            executable(tmp_path / ".venv" / name / "bin" / program, CALLED)
+        (tmp_path / ".venv" / name / "ready").touch()
+    executable(tmp_path / "driver" / "nvidia-smi", "#!/bin/bash\necho a GPU\n")
+    executable(tmp_path / "driver" / "nvcc", "")
+    executable(tmp_path / "driver" / "python", PYTHON)
+    for file, text in (("model/config.json", "{}"), ("headers/Python.h", ""), ("build/questions/spec_bench.jsonl", "")):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(text)
+    rows = [{"question_id": i, "category": f"group {i % 6}", "turns": [f"question {i}"]} for i in range(480)]
+    (tmp_path / "build/questions/spec_bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return tmp_path
 
 
+def executable(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def run(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PATH": f"{checkout / 'driver'}:{os.environ['PATH']}", "MODEL": "model"} | variables
+    path = f"{checkout / 'driver'}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "MODEL": "model", "PYTHON": "python"} | variables
     script = str(checkout / "bench" / "gpu.sh")
     return subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=False)
+
+
+def calls(checkout: Path) -> list[list[str]]:
+    return [line.split("\0")[:-1] for line in (checkout / "calls").read_text().splitlines()]
+
+
+def served(checkout: Path) -> list[list[str]]:
+    return [call[1:] for call in calls(checkout) if call[:1] == ["bench/serve.py"]]
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """A hub that has no/gated for those with a token, and answers everything else by its last part."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = self.path.removesuffix("/resolve/main/config.json").rpartition("/")[2]
+            known = self.headers["Authorization"] == "Bearer secret"
+            self.send_response((200 if known else 401) if name == "gated" else int(name))
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def test_arms_and_questions_are_such_as_the_benchmark_takes(checkout: Path) -> None:
@@ -47,13 +98,13 @@ def test_arms_and_questions_are_such_as_the_benchmark_takes(checkout: Path) -> N
     skip_set.write_text("{}")
     done = run(checkout, SKIP_SET="set.json", QUESTIONS="spec-bench agent")
     assert done.returncode == 0, done.stderr
-    calls = [line.split("\0")[:-1] for line in (checkout / "calls").read_text().split("\n")]
-    serving = [serve.parse(call[1:]) for call in calls if call and call[0] == "bench/serve.py"]
+    serving = [serve.parse(call) for call in served(checkout)]
     arms = {arm.name: arm for args in serving for arm in args.arms}
     assert {"plain", "ngram", "suffix", "sssd", "layerskip", "freedraft", "sglang-sssd", "sglang-ngram"} <= arms.keys()
     assert {arm.engine for arm in arms.values()} == {"vllm", "sglang"}
     assert (arms["layerskip"].speculative or {})["skip_set"] == "set.json"
     assert all(args.concurrency[-1] == 256 and args.repeats == 2 and args.in_turns for args in serving)
+    assert all(args.chat_template_kwargs == {"enable_thinking": False} for args in serving)
     assert json.dumps([args.questions for args in serving]) == json.dumps([["spec-bench", "agent"]] * 2)
 
 
@@ -61,23 +112,62 @@ def test_without_a_skip_set_a_search_is_asked_for(checkout: Path) -> None:
     """Which needs what the environments are given (the extra "calibrate")."""
     done = run(checkout)
     assert done.returncode == 0, done.stderr
-    calls = [line.split("\0")[:-1] for line in (checkout / "calls").read_text().split("\n")]
-    arms = {arm.name: arm for call in calls if call[:1] == ["bench/serve.py"] for arm in serve.parse(call[1:]).arms}
+    arms = {arm.name: arm for call in served(checkout) for arm in serve.parse(call).arms}
     for name, window in (("layerskip", 2048), ("freedraft", "auto")):
         speculative = dict(arms[name].speculative or {})
         options = LayerSkipOptions.read({k: v for k, v in speculative.items() if k in LayerSkipOptions.model_fields})
         assert (options.selection, options.window) == ("swift", window)
-    assert ".[bench,calibrate]" in SCRIPT.read_text()
+        assert arms[name].learns
+
+
+def test_both_drafters_together_have_what_sssd_has(checkout: Path) -> None:
+    assert run(checkout).returncode == 0
+    arms = {arm.name: arm for call in served(checkout) for arm in serve.parse(call).arms}
+    ours, both = PRESETS["sssd"].speculative or {}, arms["freedraft"].speculative or {}
+    assert both | ours | {"method": "freedraft"} == both
+
+
+@pytest.mark.parametrize("limit", ["20", "40"])
+def test_groups_up_to_32_at_a_time_and_two_rounds_at_256(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    assert run(checkout, LIMIT=limit).returncode == 0
+    monkeypatch.chdir(checkout)
+    for call in served(checkout):
+        args, problems = serve.parse(call), list[str]()
+        asked = serve.load_questions(args, problems)
+        assert not problems
+        for concurrency in args.concurrency:
+            blocks = questions.blocks(asked, concurrency, args.block, args.limit, args.least_rounds)
+            names = {block[0].group for block in blocks}
+            assert len(names) == (8 if concurrency <= 32 else 1)
+            assert sum(map(len, blocks)) >= 2 * concurrency
+
+
+def test_what_git_pulled_is_what_runs(checkout: Path) -> None:
+    """freedraft is installed editable, and again where its dependencies may have changed."""
+    assert run(checkout).returncode == 0
+    assert not [call for call in calls(checkout) if "install" in call]
+    later = (checkout / "pyproject.toml").stat().st_mtime + 60
+    os.utime(checkout / "pyproject.toml", (later, later))
+    assert run(checkout).returncode == 0
+    installed = [call for call in calls(checkout) if "install" in call]
+    assert [call[-3:] for call in installed[::2]] == [
+        [engine, "cmake", "ninja"] for engine in ("vllm==0.32.0", "sglang==0.5.23")
+    ]
+    assert [call[-2:] for call in installed[1::2]] == [["--editable", ".[bench,calibrate]"]] * 2
 
 
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
         (
-            {"MODEL": "no/such-model", "HF_HUB_OFFLINE": "1", "https_proxy": "http://127.0.0.1:9"},
-            "the model no/such-model",
+            {"MODEL": "no/such-model", "HF_ENDPOINT": "http://127.0.0.1:9"},
+            "missing: the model no/such-model: no such folder, not in the cache, and the hub cannot be reached",
         ),
-        ({"QUESTIONS": "spec-bench speed_bench.jsonl"}, "the file speed_bench.jsonl"),
+        ({"QUESTIONS": "spec-bench speed_bench.jsonl"}, "missing: questions speed_bench.jsonl: cannot be read"),
+        ({"QUESTIONS": "a.jsonl b.jsonl"}, "missing: questions b.jsonl: cannot be read"),
+        ({"QUESTIONS": "agent long"}, "missing: 256 requests at a time, but 96 questions"),
         ({"SKIP_SET": "set.json"}, "the file set.json"),
         ({"PYTHON": "no-python"}, "PYTHON=no-python"),
     ],
@@ -85,7 +175,32 @@ def test_without_a_skip_set_a_search_is_asked_for(checkout: Path) -> None:
 def test_what_is_missing_is_said_before_anything_is_begun(checkout: Path, variables: dict[str, str], says: str) -> None:
     done = run(checkout, **variables)
     assert done.returncode == 2 and says in done.stderr and "nothing was begun" in done.stderr
-    assert not (checkout / "calls").exists() and not (checkout / "build").exists()
+    assert not (checkout / "calls").exists() and not (checkout / "build" / "gpu").exists()
+
+
+def test_a_model_that_is_not_there_or_gated(checkout: Path, hub: str) -> None:
+    for name in ("no/gated", "no/401", "no/403", "no/404"):
+        done = run(checkout, MODEL=name, HF_ENDPOINT=hub, HF_TOKEN="")
+        gated = f"missing: the model {name}: not there, or gated: accept its licence and set HF_TOKEN (MODEL)\n"
+        assert done.returncode == 2 and done.stderr.startswith(gated)
+    assert "the hub answers 500" in run(checkout, MODEL="no/500", HF_ENDPOINT=hub).stderr
+    assert not (checkout / "calls").exists()
+    assert run(checkout, MODEL="no/gated", HF_ENDPOINT=hub, HF_TOKEN="secret").returncode == 0
+
+
+def test_no_compiler_headers_or_questions(checkout: Path) -> None:
+    """Without nvcc on PATH, if this machine has none elsewhere."""
+    (checkout / "headers" / "Python.h").unlink()
+    (checkout / "build" / "questions" / "spec_bench.jsonl").unlink()
+    for name in ("bash", "awk", "df", "dirname"):
+        (checkout / "driver" / name).symlink_to(str(shutil.which(name)))
+    nowhere = {"CUDA_HOME": "/nowhere", "https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    (checkout / "driver" / "nvcc").unlink()
+    done = run(checkout, PATH=str(checkout / "driver"), **nowhere)
+    lines = done.stderr.splitlines()
+    said = ("a C++20 compiler", "nvcc (on PATH or in CUDA_HOME/bin)", "Python.h in headers", "questions spec-bench: ")
+    assert [line.startswith(f"missing: {what}") for line, what in zip(lines, said, strict=False)] == [True] * 4
+    assert lines[4:] == ["error: nothing was begun"] and done.returncode == 2
 
 
 def test_no_driver(checkout: Path) -> None:
