@@ -182,6 +182,15 @@ def test_options_that_need_times_are_served_by_the_first_runner(
     assert words[0] in message
 
 
+@pytest.mark.parametrize("method", ["layerskip", "freedraft"])
+def test_a_window_below_the_page_that_vllm_chooses(tiny_model: Path, method: str) -> None:
+    given = {"method": method, "num_speculative_tokens": 3}
+    message = refusal(tiny_model, given | {"window": 64})
+    assert f"'{method}'" in message and "'window' is 64 tokens" in message and "set 128 or more" in message
+    assert config_of(tiny_model, given | {"window": 64}, block_size=64).cache_config.block_size == 64
+    assert config_of(tiny_model, given | {"window": 128}).cache_config.block_size == 128
+
+
 def test_ranks_that_nobody_drafts_on(tiny_model: Path) -> None:
     for method in ("sssd", "layerskip"):
         message = refusal(tiny_model, {"method": method, "num_speculative_tokens": 3}, pipeline_parallel_size=2)

@@ -33,6 +33,7 @@ RUNNER_HOOKS = (
 
 # Needed besides to run the target itself as the drafter.
 MODEL_DRAFT_HOOKS = (
+    Hook("vllm.engine.arg_utils.EngineArgs", "create_engine_config", purpose="windows of whole pages"),
     Hook("vllm.config.VllmConfig", "num_lookahead_tokens", purpose="KV slots for drafts"),
     Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "initialize_kv_cache", purpose="building draft passes"),
     Hook("vllm.distributed.parallel_state.GroupCoordinator", "broadcast_object", parameters=("obj", "src"),

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.batch_lengths import candidate_lengths
 from freedraft.engines.hooks import Hook, check
-from freedraft.engines.vllm.context import context_of_arguments
+from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks
 from freedraft.engines.vllm.hooks import (
@@ -87,6 +87,7 @@ def register(spec: MethodSpec) -> bool:
     METHODS[spec.name] = spec
     if spec.runs_model and not check(MODEL_DRAFT_HOOKS):
         reserve_slots(_runs_model)
+        wrap_once(EngineArgs, "create_engine_config", _with_pages)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     if HAS_TRITON:
         from vllm.v1.worker.worker_base import WorkerBase
@@ -169,6 +170,23 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return create_speculative_config
+
+
+def _with_pages(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Check what draft passes read of pages, whose size vLLM may choose after `create_speculative_config`."""
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(self, *args, **kwargs)
+        spec = METHODS.get((ours := configured(made)).name)
+        windows = None if spec is None else getattr(spec.option_type.parse(ours.options), "windows", None)
+        if spec is not None and windows is not None:
+            try:
+                windows(context_of_engine(made))
+            except ValueError as error:
+                _stop(ConfigError(f"{_source(spec)}: {error}"))
+        return made
+
+    return create_engine_config
 
 
 @contextmanager
