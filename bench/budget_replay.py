@@ -191,7 +191,7 @@ def main() -> None:
             result.append(row)
             cells = "  ".join(f"{arm} {ratio:.2f}" for arm, ratio in row["ratio"].items() if arm != "plain")
             print(f"{machine:5} batch {batch:3}: {cells}; auto {row['auto_of_best']:.3f} of the best other", flush=True)
-    write_json(args.json, {"trace": args.trace.name, "noise": NOISE, "rows": result})
+    write_json(args.json, {"trace": args.trace.name, "noise": NOISE, "rows": result}, data=[args.trace])
 
 
 if __name__ == "__main__":

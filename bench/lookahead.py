@@ -217,7 +217,7 @@ def main() -> None:
     if options.json:
         about = {"hardware": hardware(), "model": options.model.name, "skip_set": options.skip_set.name}
         result = about | {"trained_on": len(records), "disco": disco, "rows": rows}
-        write_json(options.json, result)
+        write_json(options.json, result, data=options.data)
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def main() -> int:
                 f"same answers: {over['same']:.0%}",
                 flush=True,
             )
-        write_json(args.json, result)
+        write_json(args.json, result, data=[args.questions])
     return 0
 
 

@@ -128,7 +128,8 @@ def main() -> int:
     if args.no_thread:
         env["FREEDRAFT_DRAFT_TIMEOUT_MS"] = "0"
     result: dict[str, Any] = {"machine": machine(), "versions": versions("sglang", "torch"), "nodes": args.nodes}
-    result["rows"] = (earlier_figures(args.json) or {"rows": []})["rows"]
+    before = earlier_figures(args.json)
+    result["rows"] = before["rows"] if before else []
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny(Path(folder), vocab_size=49152, tokenizer=args.tokenizer)
         for row in measure(model, text, args.batches, args.steps, env, args.nodes):
@@ -140,7 +141,7 @@ def main() -> int:
                 f"kernels {us['kernels']:.0f} us, forward {us['forward']:.0f} us",
                 flush=True,
             )
-    write_json(args.json, result)
+    write_json(args.json, result, earlier=before is not None)
     return 0
 
 
