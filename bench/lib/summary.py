@@ -20,17 +20,19 @@ def key(block: Block) -> Key:
 
 
 def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[dict[str, Any]]:
-    """One row for each arm, concurrency and group, and for all groups together.
+    """One row for each arm, concurrency and group, and for all groups together; where requests at a time are so many
+    that one group holds all questions, only the latter.
 
     Args:
         blocks: as `serve.py` writes them.
         baseline_of: for each arm the one that it is compared with: plain decoding on its engine.
     """
     arms = list(baseline_of)
-    groups = list(dict.fromkeys(b["group"] for b in blocks))
+    several = len({b["group"] for b in blocks}) > 1
     result = []
     for concurrency in sorted({b["concurrency"] for b in blocks}):
-        for group in [*groups, ALL] if len(groups) > 1 else groups:
+        groups = list(dict.fromkeys(b["group"] for b in blocks if b["concurrency"] == concurrency))
+        for group in [*(groups if len(groups) > 1 else ()), ALL] if several else groups:
             for arm in arms:
                 here = [
                     b
@@ -79,6 +81,16 @@ def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list
             place = {name: row[name] for name in ("arm", "concurrency", "group")}
             found.append(place | {"best": best, "share": share, "over_plain": row.get("ratio")})
     return found
+
+
+def below_plain(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
+    """For each arm that was compared with plain decoding, in how many cells it is more than 1 % slower, and of how
+    many."""
+    compared: dict[str, list[float]] = {}
+    for row in rows:
+        if "ratio" in row:
+            compared.setdefault(row["arm"], []).append(row["ratio"])
+    return {arm: (sum(ratio < 0.99 for ratio in ratios), len(ratios)) for arm, ratios in compared.items()}
 
 
 def over(mine: dict[Key, Block], blocks: Sequence[Block], other: str) -> list[float] | None:

@@ -91,6 +91,21 @@ def test_the_best_fixed_length_of_each_cell() -> None:
     assert (many["best"], many["share"], many["over_plain"]) == ("plain", slower, slower)
 
 
+def test_questions_that_are_one_group_are_one_cell() -> None:
+    """Where groups are put together at many requests at a time, that group is all of them."""
+    found = [b for b in blocks() if b["concurrency"] == 1]
+    found += [b | {"group": "mixed"} for b in blocks() if b["concurrency"] == 4]
+    rows = summary.rows(found, PLAIN)
+    assert [r["group"] for r in rows if r["arm"] == "sssd"] == ["qa", "rag", "all", "all"]
+    assert find(rows, "sssd", "all", 4)["requests"] == 8
+    assert [r["group"] for r in summary.rows([b | {"group": "qa"} for b in blocks()], PLAIN)] == ["qa"] * 6
+
+
+def test_cells_below_plain_are_those_of_every_arm() -> None:
+    rows = summary.rows(blocks(), PLAIN)
+    assert summary.below_plain(rows) == {"sssd": (0, 6), "ngram": (6, 6)}
+
+
 def test_slow_requests_and_passes_show() -> None:
     same = {"tokens": [8] * 100, "ttft_s": [0.5] * 100, "answers": ["a"] * 100}
     slow = block("plain", "qa", 0, latency_s=[1.5] * 98 + [9.5] * 2, seconds=20.0, **same)
