@@ -33,6 +33,8 @@ took turns in one run, and mean something; tokens per second and milliseconds ar
 CPU builds have other kernels than those for GPUs, and little idle arithmetic to use: gains there will differ. Draft
 quality by replay is the same on every machine. How to measure it yourself: [benchmarks.md](benchmarks.md).
 """
+ON_A_GPU = "On a GPU: "
+"""How titles of sections begin that are not of CPUs."""
 
 
 class Section(NamedTuple):
@@ -416,6 +418,48 @@ def sampling(result: Any) -> str:
     return table(["", "seconds (range)", "MiB beside the logits"], rows) + "\n\n" + said
 
 
+def gpu_serve(result: Any) -> str:
+    said = (report.conditions(result), report.near_the_best(result), report.below_plain(result))
+    own = {tuple(arm["versions"].items()) for arm in result["settings"]["arms"].values() if "versions" in arm}
+    apart = [
+        f"Versions in the engine's environment: {', '.join(f'{package} {version}' for package, version in pairs)}."
+        for pairs in sorted(own)
+    ]
+    return "\n\n".join([report.markdown(result), " ".join(part for part in (*said, *apart) if part)])
+
+
+def gpu_kernels(result: Any) -> str:
+    rows = [
+        [r["kernel"], r["shape"], {True: "yes", False: "**no**", None: "-"}[r["equal"]], f"{r['bytes'] / 1e6:,.1f}",
+         *([f"{r['triton_us']:,.0f}", f"{r['reference_us'] / r['triton_us']:.1f}", f"{r['share_of_copy']:.0%}"]
+           if r["triton_us"] else ["-"] * 3)]
+        for r in result["rows"]
+    ]  # fmt: skip
+    head = ["kernel", "requests x nodes", "as its reference", "MB that it must move", "us", "times faster"]
+    said = f"{result['device']}; a copy moves {result['copy_bytes_per_s'] / 1e9:,.0f} GB/s."
+    return table([*head, "of a copy's bandwidth"], rows) + f"\n\n{said}"
+
+
+def gpu_forward_times(result: Any) -> str:
+    counts = sorted({r["query_tokens"] for r in result["rows"]})
+    cells = {(r["batch"], r["context"], r["query_tokens"]): f"{r['growth']:.2f} ({r['predicted_growth']:.2f})"
+             for r in result["rows"]}  # fmt: skip
+    plain = {(r["batch"], r["context"]): r for r in reversed(result["rows"])}  # the fewest query tokens of each
+    rows = [
+        [batch, f"{context:,}", f"{r['ms']:.2f} ({r['predicted_ms']:.2f})",
+         *(cells.get((batch, context, n), "") for n in counts)]
+        for (batch, context), r in sorted(plain.items())
+    ]  # fmt: skip
+    middle = ", ".join(
+        f"{name.replace('_', ' ')} {low:.2f}, {median:.2f}, {high:.2f}"
+        for name, (low, median, high) in result["summary"].items()
+    )
+    skipped = len(result.get("skipped", ()))
+    said = f"Of all cells the least, the median and the most: {middle}."
+    said += f" {skipped} cells did not fit into memory." if skipped else ""
+    return table(["batch", "context", "ms", *(f"{n} tokens" for n in counts)], rows) + f"\n\n{said}"
+
+
 SECTIONS = (
     Section(
         "Over HTTP, on the demo's prompts",
@@ -615,6 +659,32 @@ SECTIONS = (
         "Expected speed over plain from measured acceptance and pass times.",
         selection,
     ),
+    # What bench/gpu.sh writes, for when somebody has run it.
+    Section(
+        f"{ON_A_GPU}vLLM",
+        ("serve-vllm.json",),
+        "Throughput over plain vLLM with 95 % intervals over blocks of questions, prefill included, by `bench/gpu.sh`.",
+        gpu_serve,
+    ),
+    Section(
+        f"{ON_A_GPU}SGLang",
+        ("serve-sglang.json",),
+        "The same over plain SGLang.",
+        gpu_serve,
+    ),
+    Section(
+        f"{ON_A_GPU}kernels",
+        ("kernels.json",),
+        "Each Triton kernel against its reference in PyTorch, and against the bytes that it must move at least.",
+        gpu_kernels,
+    ),
+    Section(
+        f"{ON_A_GPU}forward times",
+        ("forward-times.json",),
+        "A step of a decoder with random weights, in CUDA graphs: milliseconds with the fewest query tokens, and how "
+        "many times that with more, all requests together; in brackets what the roofline says that `auto` starts from.",
+        gpu_forward_times,
+    ),
 )
 
 
@@ -635,11 +705,19 @@ def source(name: str) -> str:
     return f"- [{name}](../bench/results/{name}): " + "; ".join(part for part in parts if part) + note
 
 
+def head() -> str:
+    """The beginning, which says of what the page is: of CPUs, but for sections that are there for somebody's GPU."""
+    on_gpus = [name for section in SECTIONS if section.title.startswith(ON_A_GPU) for name in section.files]
+    if not any((FOLDER / name).is_file() for name in on_gpus):
+        return HEAD
+    return HEAD.replace("Everything here ran on CPUs", f'All but what is titled "{ON_A_GPU.strip(": ")}" ran on CPUs')
+
+
 def page() -> str:
     shown = {name for section in SECTIONS for name in section.files}
     if strange := sorted({path.name for path in FOLDER.glob("*.json")} - shown):
         raise ValueError(f"no section shows {', '.join(strange)}")
-    parts = [HEAD]
+    parts = [head()]
     for section in SECTIONS:
         files = [name for name in section.files if (FOLDER / name).is_file()]
         if not files:
