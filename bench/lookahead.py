@@ -89,6 +89,8 @@ class Heuristic(Fixed):
 class Costs:
     """Known costs, in steps of the whole model: `c` for a draft pass, `per_token` for each further token of a step."""
 
+    overrun = 1.0
+
     def __init__(self, c: float, per_token: float) -> None:
         self.c, self.per_token, self.acceptance = c, per_token, Acceptance()
 

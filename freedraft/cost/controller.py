@@ -24,6 +24,7 @@ from freedraft.cost.allocation import FREE, allocate_best, allocate_width
 from freedraft.cost.batch_lengths import BatchLengths
 from freedraft.cost.hardware import HardwareProfile, choose_profile
 from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.overrun import Overrun
 from freedraft.cost.policies import Controller, Fixed, Knee, Policy
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.roofline import Roofline
@@ -72,7 +73,9 @@ class Auto(Controller):
         self._clock = clock
         self._file = StepTimesFile(self.times, path, clock)
         self._ended: float | None = None
-        self._began = 0.0
+        self._began = self._step_began = 0.0
+        self._overrun = Overrun()
+        self._passes = 0.0  # seconds that those of this step were to take
         self._context = 1.0
         self._probes = ProbeSchedule(_PROBE_FIRST, PROBE_EVERY, _PROBE_GROWTH)
         self._idle_left = 0
@@ -90,7 +93,10 @@ class Auto(Controller):
     def update(self, step: Step) -> None:
         now = self._began = self._clock()
         if step.previous is not None and self._ended is not None:
+            predicted = self._passes + float(self.times.seconds(*step.previous, self._context))
+            self._overrun.update(self._passes > 0.0, predicted, now - self._step_began)
             self.times.update(*step.previous, self._context, now - self._ended)
+        self._step_began, self._passes = now, 0.0
         if step.batch_size:
             self._context = float(np.add.reduce(step.contexts, dtype=np.float64)) / step.batch_size
         self.acceptance.update(step)
@@ -180,12 +186,18 @@ class Auto(Controller):
         """Seconds of a draft pass, by number of requests."""
         return self.times.pass_seconds(recipe, batch, self._context)
 
+    @property
+    def overrun(self) -> float:
+        """By how much a step with draft passes takes longer than its parts; see `Overrun`."""
+        return self._overrun.factor
+
     def predicted_pass_seconds(self, recipe: Recipe, batch: int) -> float:
         """What the roofline says of a draft pass at this machine's level, whatever such passes took."""
         return self.times.uncorrected_pass(recipe, batch, self._context)
 
     def record_pass(self, recipe: Recipe, batch: int, seconds: float) -> None:
         """A draft pass over `batch` requests has taken so long."""
+        self._passes += float(self.times.pass_seconds(recipe, batch, self._context))
         self.times.update_pass(recipe, batch, self._context, seconds)
 
     def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:

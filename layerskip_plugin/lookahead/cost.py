@@ -30,6 +30,10 @@ class Costs(Protocol):
 
     acceptance: Acceptance
 
+    @property
+    def overrun(self) -> float:
+        """By how much a step with draft passes takes longer than its parts, as a factor."""
+
     def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
         """Seconds of a step of the whole model, by query tokens over the batch."""
 
@@ -182,7 +186,7 @@ class Cost(Lookahead):
         expected = self._expected(np.array([counts.sum()]), counts[:, None], self.longest)
         seconds = expected.seconds[0] + self._verification(counts, batch, expected.tokens[0])
         baseline = batch / float(self.costs.step_seconds(batch, batch))
-        return np.concatenate([[baseline], (batch + expected.gain[0]) / seconds])
+        return np.concatenate([[baseline], (batch + expected.gain[0]) / (self.costs.overrun * seconds)])
 
     def _verification(self, counts: NDArray[np.int64], batch: int, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """float64 [M]: expected seconds of the verifying step, by the most tokens a draft may have."""
@@ -206,6 +210,7 @@ class Cost(Lookahead):
         passes = sum(float(self.costs.pass_seconds(self.recipes[i], counts[i])) for i in np.flatnonzero(counts))
         tokens = batch + n * lengths if self.widths is None else batch * self._fitting((1 + lengths).astype(np.int32))
         rates = (batch + n * lengths) / (lengths * passes + self.costs.step_seconds(batch, tokens))
+        rates /= self.costs.overrun
         return bool(rates.max() > batch / float(self.costs.step_seconds(batch, batch)))
 
     def _fitting(self, nodes: Ints) -> Ints:
@@ -354,7 +359,7 @@ class Cost(Lookahead):
         gain = np.cumsum(chance[order, None] * self.series[places[order]][:, m - 1], 0)
         now, more_nodes = (self.tokens, k * m) if self.widths is None else (position + 2, m)
         price = np.cumsum(passes, 1) + self.step_price[now + more_nodes] - self.step_price[now]
-        surplus = (gain - self.rate * price).max(1)
+        surplus = (gain - self.rate * self.costs.overrun * price).max(1)
         best = int(np.argmax(surplus))
         if surplus[best] > 0:
             more[order[: best + 1]] = True

@@ -34,6 +34,8 @@ class Line:
 class KnownCosts:
     """Costs of a machine: draft passes by recipe and number of requests, steps by query tokens."""
 
+    overrun = 1.0
+
     def __init__(self, draft: Mapping[int, float] | Mapping[SkipSet, Mapping[int, float]], step: Mapping[int, float]):
         by_recipe = draft if isinstance(next(iter(draft)), SkipSet) else {RECIPE: draft}
         self.draft = {recipe: Line(points) for recipe, points in by_recipe.items()}

@@ -302,6 +302,20 @@ def test_acceptance_that_rises_is_noticed_where_rounds_are_decided_by_others() -
     assert sum(map(noticed, range(12))) >= 10
 
 
+@pytest.mark.parametrize(("overrun", "on"), [(1.0, True), (1.1, True), (1.3, False)])
+def test_what_steps_with_passes_take_besides_is_paid(overrun: float, on: bool) -> None:
+    """Half a step a pass, all tokens right: 1.2 times plain by the parts."""
+    policy = cost({1: 0.5}, {1: 1.0, 8: 1.1}, longest=5)
+    policy.costs.overrun = overrun
+    driver, used = Driver(policy), []
+    for _ in range(600):
+        used.append(bool(drafts(policy, np.zeros(1, np.intp))[0]))
+        if used[-1]:
+            drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
+            driver.judge(["r"], drafted, drafted)
+    assert np.mean(used[-300:]) == pytest.approx(float(on), abs=0.05)
+
+
 def test_passes_whose_drafts_are_cut_are_paid() -> None:
     """Every other draft is left out of verification, by a grammar or because it looks poor: 2.9 tokens in 3.1 steps."""
     policy, rng = cost({1: 0.4}, {1: 1.0, 2: 1.3}, longest=1), np.random.default_rng(0)
