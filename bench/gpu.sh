@@ -50,7 +50,7 @@ try:
 except urllib.error.HTTPError as error:
     gated = "not there, or gated: accept its licence and set HF_TOKEN"
     print(gated if error.code in (401, 403, 404) else f"the hub answers {error.code}")
-except OSError as error:
+except (OSError, ValueError) as error:
     print(f"no such folder, not in the cache, and the hub cannot be reached ({getattr(error, 'reason', error)})")
 END
 }

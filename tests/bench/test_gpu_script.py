@@ -165,6 +165,7 @@ def test_what_git_pulled_is_what_runs(checkout: Path) -> None:
             {"MODEL": "no/such-model", "HF_ENDPOINT": "http://127.0.0.1:9"},
             "missing: the model no/such-model: no such folder, not in the cache, and the hub cannot be reached",
         ),
+        ({"MODEL": "no/such-model", "HF_ENDPOINT": "no address"}, "the hub cannot be reached (unknown url type"),
         ({"QUESTIONS": "spec-bench speed_bench.jsonl"}, "missing: questions speed_bench.jsonl: cannot be read"),
         ({"QUESTIONS": "a.jsonl b.jsonl"}, "missing: questions b.jsonl: cannot be read"),
         ({"QUESTIONS": "agent long"}, "missing: 256 requests at a time, but 96 questions"),
