@@ -42,10 +42,10 @@ why_no_model() { # nothing is said where it is a folder, in the cache, or to be 
     "$PYTHON" - "$MODEL" << 'END'
 import os, sys, urllib.error, urllib.parse, urllib.request
 hub, token = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), os.environ.get("HF_TOKEN")
-request = urllib.request.Request(f"{hub}/{urllib.parse.quote(sys.argv[1])}/resolve/main/config.json")
-if token:
-    request.add_header("Authorization", f"Bearer {token}")
+headers = {"Authorization": f"Bearer {token}"} if token else {}
+address = f"{hub}/{urllib.parse.quote(sys.argv[1])}/resolve/main/config.json"
 try:
+    request = urllib.request.Request(address, headers=headers)
     urllib.request.urlopen(request, timeout=20).close()
 except urllib.error.HTTPError as error:
     gated = "not there, or gated: accept its licence and set HF_TOKEN"
