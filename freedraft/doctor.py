@@ -93,5 +93,6 @@ def run(console: Console | None = None) -> int:
         profile_found = False
     installed = [report for report in reports if report.version is not None]
     if not installed:
-        console.print("Install an engine: pip install 'freedraft[vllm]' or pip install 'freedraft[sglang]'")
+        remedy = "in the clone of freedraft, pip install '.[vllm]' or pip install '.[sglang]'"
+        console.print(f"Install an engine: {remedy}", markup=False)
     return 0 if installed and all(report.usable for report in installed) and profile_found else 1

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from freedraft.config import ConfigError
 from freedraft.cost.controller import Auto, make_controller
+from freedraft.cost.outlook import outlook_of_passes
 from freedraft.cost.policies import Controller
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.schedule import Schedule, draft_lengths
@@ -129,9 +130,10 @@ class LayerSkipMethod(ModelMethod):
         self._saving: threading.Thread | None = None
         port = serve(options.metrics_port, context.rank, options.metrics_host)
         if alone:
-            measured = options.lookahead == "cost"
-            pays = "whether it pays is measured while serving" if measured else "it drafts whether it pays or not"
-            logger.info("freedraft: layerskip: %s; %s", pays, where_to_look(port))
+            first = self.recipes[: len(self.windows)]
+            pays = outlook_of_passes(context, controller.profile, first)
+            measured = "which is measured" if options.lookahead == "cost" else "it drafts whether that is so or not"
+            logger.info("freedraft: layerskip: %s (%s); %s", pays, measured, where_to_look(port))
 
     def prepare(self, model: DraftModel) -> None:
         """Build the draft passes of every skip set, before the first request."""

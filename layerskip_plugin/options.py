@@ -253,7 +253,8 @@ class LayerSkipOptions(PluginOptions):
                 import bayes_opt.acquisition  # noqa: F401
                 import sklearn.gaussian_process  # noqa: F401
             except ImportError as error:
-                raise ValueError(f"selection swift needs {error.name}: pip install 'freedraft[calibrate]'") from None
+                remedy = "in the clone of freedraft, pip install '.[calibrate]'"
+                raise ValueError(f"selection swift needs {error.name}: {remedy}") from None
             # The first and the last layer stay, as published: a start without them would be useless.
             return Swift(layers, evaluate, model, protected=(0, 1, 2 * layers - 2, 2 * layers - 1))
         if file is None:

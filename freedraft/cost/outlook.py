@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from freedraft.config import ConfigError
 from freedraft.cost.controller import roofline_of
 from freedraft.cost.explain import BATCHES, TOKENS_PER_STEP, explain
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.yields import CHAIN_TOKENS_PER_STEP
+from freedraft.draft_model import Recipe
 from freedraft.method import EngineContext
 
 TYPICAL_CONTEXT = 1024  # tokens of a request
 WORTHWHILE = 1.05  # over plain decoding
+LOADS = ((1, TYPICAL_CONTEXT), (16, 16 * TYPICAL_CONTEXT))  # requests, tokens of each
 
 
 def outlook(context: EngineContext, profile: HardwareProfile) -> str:
@@ -30,3 +34,21 @@ def outlook(context: EngineContext, profile: HardwareProfile) -> str:
     bound = f"up to {most} requests at a time" if most < BATCHES[-1] else "at any number of requests at a time"
     first = f"{paying[0].speedup:.1f} times plain decoding at {paying[0].batch}"
     return f"it is likely to pay {bound} ({first}), by the roofline of {profile.name}"
+
+
+def outlook_of_passes(context: EngineContext, profile: HardwareProfile, recipes: Sequence[Recipe]) -> str:
+    """In a few words: what a draft pass takes of a step, which is what must be accepted of its tokens, by the roofline,
+    with the one of these recipes that takes least."""
+    try:
+        roofline = roofline_of(context, profile)
+    except ConfigError as error:
+        return f"what a step costs is not known ({error})"
+    shares = []
+    for batch, tokens in LOADS:
+        least = min(float(roofline.pass_seconds(recipe, batch, tokens)) for recipe in recipes)
+        share = least / float(roofline.seconds(batch, batch, tokens))
+        shares.append(f"{share:.0%} of a step of {batch} of {tokens:,} tokens")
+    return (
+        f"a draft pass takes about {' and '.join(shares)}, by the roofline of {profile.name}, and pays where a larger "
+        "share of its tokens is accepted"
+    )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from transformers import LlamaConfig, PretrainedConfig
 
 from freedraft.cost.hardware import choose_profile
-from freedraft.cost.outlook import outlook
+from freedraft.cost.outlook import outlook, outlook_of_passes
+from freedraft.draft_model import Window
 from freedraft.method import EngineContext
+from layerskip_plugin.skip_set import SkipSet
 
 LLAMA3_8B = LlamaConfig(
     hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
@@ -56,3 +59,20 @@ def test_trees_promise_more_than_chains() -> None:
 def test_a_model_that_cannot_be_read() -> None:
     said = outlook(EngineContext(hf_config=PretrainedConfig(), max_draft_tokens=8), choose_profile("h100"))
     assert "not known" in said and "\n" not in said
+
+
+def test_draft_passes_take_what_arithmetic_says() -> None:
+    """One of a window, which reads all weights and little of the cache; and one without half of the sublayers."""
+    context, profile = EngineContext(hf_config=LLAMA3_8B, max_draft_tokens=5), choose_profile("h100")
+    whole = SkipSet.empty(32)
+    half = SkipSet(32, frozenset(range(16)), frozenset(range(16)))
+    weights, cache, head = 2 * 7.5e9, 131072.0, 2 * 4096 * 128256
+    for recipes, parts in (
+        ((whole, replace(whole, window=Window(16, 496))), lambda n, tokens: weights + n * min(tokens, 512) * cache),
+        ((half,), lambda n, tokens: (weights + head + n * tokens * cache) / 2),
+    ):
+        said = outlook_of_passes(context, profile, recipes)
+        shares = [int(share) / 100 for share in re.findall(r"(\d+)%", said)]
+        expected = [parts(n, tokens) / (weights + n * tokens * cache) for n, tokens in ((1, 1024), (16, 16384))]
+        assert shares == pytest.approx(expected, abs=0.05) and "\n" not in said
+    assert "not known" in outlook_of_passes(EngineContext(hf_config=PretrainedConfig()), profile, [whole])

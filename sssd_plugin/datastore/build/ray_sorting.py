@@ -45,7 +45,7 @@ class RaySorter(Sorter):
         try:
             import ray
         except ImportError:
-            raise DatastoreError("--ray needs ray: pip install 'freedraft[ray]'") from None
+            raise DatastoreError("--ray needs ray: in the clone of freedraft, pip install '.[ray]'") from None
         _check_health(address)
         self._ray = ray
         with _one_line(f"cannot use the Ray cluster at {address}"), warnings.catch_warnings(action="ignore"):
