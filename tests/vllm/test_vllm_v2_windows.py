@@ -14,14 +14,14 @@ from freedraft.draft_model import Window
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import random_ids
 
-PAGE, K, TOKENS = 16, 3, 16
+PAGE, K, TOKENS = 16, 3, 24
 WINDOW = Window(16, 24)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_drafts_are_those_of_a_masked_reference(tmp_path: Path, graphs: bool) -> None:
     model = save(tiny_model("Llama", seed=11, num_hidden_layers=2, **TINY), tmp_path / "model")
-    prompts = random_ids((90, 30, 70), TINY["vocab_size"])
+    prompts = random_ids((90, 45, 70), TINY["vocab_size"])
     greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
     options = {"method": "layerskip", "num_speculative_tokens": K, "lookahead": "fixed"}
     found = serve(
@@ -31,6 +31,7 @@ def test_drafts_are_those_of_a_masked_reference(tmp_path: Path, graphs: bool) ->
         attention="flash",
         drafts=True,
         graphs=graphs,
+        graph_sizes=[1, 2],
         skip_tokenizer_init=True,
         max_model_len=128,
         max_num_seqs=3,
@@ -43,5 +44,6 @@ def test_drafts_are_those_of_a_masked_reference(tmp_path: Path, graphs: bool) ->
     drafts = [(tokens, drafted) for tokens, drafted in engine["drafts"] if drafted]
     assert min(len(tokens) for tokens, _ in drafts) > WINDOW.tokens, "nothing is left out of what is shorter"
     Reference(model, PAGE).judge(drafts, WINDOW)
-    if graphs:
-        assert sum(engine["replays"]) == sum(engine["reads"]) > 20 and max(engine["reads"]) == K
+    assert engine["most checked"] == 3, "as many tokens as there are places for requests"
+    if graphs:  # passes for all three requests are larger than the largest graph
+        assert 20 < sum(engine["replays"]) < sum(engine["reads"]) and max(engine["reads"]) == K

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +25,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
-MAX_BATCH = 64
 _NO_SLOT = -1  # of padding, whose KV is written nowhere
+
+
+def graph_sizes(captured: Sequence[int] | None, max_requests: int) -> list[int]:
+    """Batches that draft passes are captured for: powers of two, up to vLLM's own largest graph.
+
+    Args:
+        captured: sizes of vLLM's own graphs; none where it captures none.
+        max_requests: of a batch.
+    """
+    most = min(max(captured or (max_requests,)), max_requests)
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 class DraftGraphs:
@@ -39,20 +49,15 @@ class DraftGraphs:
 
     def __init__(self, model: PagedDraftModel, table_width: int) -> None:
         self._model = model
-        most = min(MAX_BATCH, model.runner.max_num_reqs)
-        self._sizes = [*(1 << i for i in range((most - 1).bit_length())), most]
-        device = model.device
+        captured = model.vllm_config.compilation_config.cudagraph_capture_sizes
+        self._sizes = graph_sizes(captured, model.runner.max_num_reqs)
+        most, device = self._sizes[-1], model.device
         self._inputs = torch.zeros(3, most, dtype=torch.int64, device=device)  # tokens, positions, slots
         self._inputs[2] = _NO_SLOT
         self._lengths = torch.ones(most, dtype=torch.int32, device=device)
         self._pages = torch.zeros(most, table_width, dtype=torch.int32, device=device)
         self._tables: BlockTables | None = None  # what stands in `_pages`
         self._graphs: dict[KeptLayers, Any] = {}
-
-    @property
-    def largest(self) -> int | None:
-        """Most requests of a graph; None where none was captured."""
-        return self._sizes[-1] if self._graphs else None
 
     def capture(self, passes: Iterable[KeptLayers]) -> None:
         """Capture these, if vLLM captures its own; passes that cannot be captured run eagerly."""

@@ -80,7 +80,6 @@ class PagedDraftModel(DraftModel):
         """
         self.graphs = DraftGraphs(self, table_width)
         self.graphs.capture(self.compiled.values())
-        self.max_rows = self.graphs.largest or self.max_rows
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         # The KV of the last of n tokens is not computed yet: a draft of k writes positions n - 1 to n + k - 2.

@@ -84,6 +84,7 @@ GRAPH_HOOKS = (
 
 # Needed besides for CUDA graphs of draft passes.
 DRAFT_GRAPH_HOOKS = (
+    Hook("vllm.config.CompilationConfig", fields=("cudagraph_capture_sizes",), purpose="CUDA graphs of draft passes"),
     Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "capture_model", purpose="CUDA graphs of draft passes"),
     Hook("vllm.compilation.cuda_graph.CUDAGraphWrapper", "__init__", parameters=("runnable", "vllm_config",
          "runtime_mode"), purpose="CUDA graphs of draft passes"),

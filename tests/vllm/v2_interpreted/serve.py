@@ -5,7 +5,8 @@
 Cases come one after the other: all prompts of one at once. "abort" gives up each request after so many steps, and asks
 it anew under the same id; "chains" are requests whose parameters allow no trees; "salt" stands in front of the prompts'
 own. "adaptive" asks the speculator for confidences, "kv" notes the KV of all steps, "drafts" those of chains, "graphs"
-lets draft passes run as CUDA graphs do. The rest of the JSON are arguments of the engine.
+lets draft passes run as CUDA graphs do, "graph_sizes" are those of vLLM's own. The rest of the JSON are arguments of
+the engine.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Recorded:
             return self.runnable(*args)
 
 
-def record_graphs(runner: Any) -> list[Recorded]:
+def record_graphs(runner: Any, sizes: list[int] | None) -> list[Recorded]:
+    """As `DraftGraphs.capture` does, where vLLM's own graphs have these sizes."""
     made: list[Recorded] = []
 
     def wrap(*args: Any) -> Recorded:
@@ -63,8 +65,9 @@ def record_graphs(runner: Any) -> list[Recorded]:
 
     model = runner.speculator.draft_model
     model.waits = True  # as a device does
-    model.graphs = DraftGraphs(model, runner.block_tables.block_tables[0].gpu.shape[1])
-    model.graphs.record(model.compiled.values(), wrap)
+    runner.vllm_config.compilation_config.cudagraph_capture_sizes = sizes
+    DraftGraphs.capture = lambda self, passes: self.record(passes, wrap)  # type: ignore[method-assign]
+    model.capture(runner.block_tables.block_tables[0].gpu.shape[1])
     return made
 
 
@@ -220,6 +223,7 @@ def main() -> None:
     given = json.loads(sys.argv[2])
     cases, adaptive = given.pop("cases"), given.pop("adaptive", False)
     with_kv, with_graphs, with_drafts = (given.pop(name, False) for name in ("kv", "graphs", "drafts"))
+    graph_sizes = given.pop("graph_sizes", None)
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
     runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     guarded = runner.speculator.guarded
@@ -228,7 +232,7 @@ def main() -> None:
     trees = runner.speculator.trees
     branches = note_branches(trees) if trees is not None else []
     kv = note_kv(runner) if with_kv else {}
-    graphs, reads = record_graphs(runner) if with_graphs else [], note_reads()
+    graphs, reads = record_graphs(runner, graph_sizes) if with_graphs else [], note_reads()
     drafts = note_drafts(guarded) if with_drafts else []
     said: dict[tuple[int, ...], set[int]] = {}
     if drafter != ():
@@ -263,6 +267,7 @@ def main() -> None:
         "kv": largest_difference(kv),
         "replays": [graph.replays for graph in graphs],
         "reads": reads,
+        "most checked": getattr(runner.speculator.draft_model, "max_rows", 0),
         "drafts": drafts,
         "lookup": core.scheduler.dynamic_sd_lookup,
         "decided": [[*batches, length] for batches, (length, _) in getattr(controller, "_decided", {}).items()],
