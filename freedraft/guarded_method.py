@@ -25,8 +25,13 @@ FORGIVEN = 1024
 """Steps without a failure after which the next pause is a first one again."""
 
 
+class EngineMustEnd(BaseException):
+    """Going on without drafts could give wrong tokens, or let ranks wait for ever. No `except Exception` survives it,
+    neither ours nor an engine's: the process ends, and the engine's own supervision ends the others."""
+
+
 class GuardedMethod:
-    """Calls a method, counts and times it, and survives what it raises.
+    """Calls a method, counts and times it, and survives what it raises, but for `EngineMustEnd`.
 
     A failure is counted in `freedraft_failures_total`, logged with its traceback when a pause begins, and followed by a
     pause of so many steps. Requests begin and finish also during a pause, so that nothing of them is lost or kept.

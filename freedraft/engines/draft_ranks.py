@@ -2,7 +2,8 @@
 
 Every rank has its shard of the weights and of the KV cache, and the same requests in the same slots. What the first
 rank builds and runs it tells the others, who wait for it between two steps, until it says that it has ended. Before the
-layers run, who wait for one another, all ranks agree that they can.
+layers run, who wait for one another, all ranks agree that they can. Who fails behind that leaves the others waiting in
+the midst of a pass, so it ends the engine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch.distributed import ReduceOp, all_reduce
 
 from freedraft.draft_model import DraftRound
+from freedraft.guarded_method import EngineMustEnd
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,9 +42,14 @@ class DraftRanks:
         """What the first rank builds and runs within, the others do in `follow`, which ends with it."""
         try:
             yield
-        finally:
-            if self.several:
-                self._group.broadcast_object(None, src=0)
+        except Exception:
+            self._end()
+            raise
+        self._end()  # nobody is told where the process ends: the others may not be listening
+
+    def _end(self) -> None:
+        if self.several:
+            self._group.broadcast_object(None, src=0)
 
     def tell(self, name: str, *arguments: Any) -> int:
         """In the first rank: let the others "build" a draft pass, "start" a round, or "run" a pass in it.
@@ -60,6 +67,9 @@ class DraftRanks:
 
         Args:
             build, start: called with what the first rank tells.
+
+        Raises:
+            EngineMustEnd: see `together`.
         """
         round_: DraftRound | None = None
         while (told := self._group.broadcast_object(None, src=0)) is not None:
@@ -95,6 +105,22 @@ class DraftRanks:
         if not agreed:
             raise RuntimeError("another tensor-parallel rank cannot run this draft pass")
         return prepared
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What all ranks do within, they do at the same time: they have agreed to, and wait for one another.
+
+        Raises:
+            EngineMustEnd: it failed on this one of several ranks, whose next message would be taken for one of what
+                the others are still doing. With one rank, its own error.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self.several:
+                raise
+            logger.exception("freedraft: this rank failed in the midst of a draft pass: the engine has to end")
+            raise EngineMustEnd("a draft pass failed that other tensor-parallel ranks wait for") from error
 
     def agree(self, able: bool) -> bool:
         """Whether all ranks are able."""

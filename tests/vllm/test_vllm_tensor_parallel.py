@@ -34,7 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_model(seed=7, **SHAPE), tmp_path_factory.mktemp("ranks"))
 
 
-def answers(model: Path, ranks: int, changed: dict[str, str], **given: Any) -> dict[str, Any]:
+def run(model: Path, ranks: int, changed: dict[str, str], **given: Any) -> subprocess.CompletedProcess[str]:
+    """ranks.py in an environment with these changes."""
     binding = "|".join(map(str, CORES[:ranks]))
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": binding, "VLLM_USE_AOT_COMPILE": "0"} | changed
@@ -42,7 +43,11 @@ def answers(model: Path, ranks: int, changed: dict[str, str], **given: Any) -> d
     environment["PYTHONPATH"] = os.pathsep.join([*path, str(ROOT), os.environ.get("PYTHONPATH", "")])
     given["prompts"] = prompts.random_ids([12] * 4, 500, first=2, seed=3)
     command = [sys.executable, str(FOLDER / "ranks.py"), str(model), str(ranks), json.dumps(given)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+
+
+def answers(model: Path, ranks: int, changed: dict[str, str], **given: Any) -> dict[str, Any]:
+    done = run(model, ranks, changed, **given)
     assert done.returncode == 0, (done.stdout + done.stderr)[-20000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]  # engines log there, too
     return json.loads(line)
@@ -83,7 +88,7 @@ def layerskip(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-@pytest.mark.parametrize("changed", [{}, INTERPRETED, {"FAILING_PASS": "7"}], ids=["V1", "V2", "a rank that fails"])
+@pytest.mark.parametrize("changed", [{}, INTERPRETED, {"FAILING": "ready 7 1"}], ids=["V1", "V2", "a rank that fails"])
 def test_two_ranks_do_the_same_draft_passes(
     model: Path, plain: list[list[int]], layerskip: dict[str, Any], changed: dict[str, str]
 ) -> None:
@@ -93,7 +98,27 @@ def test_two_ranks_do_the_same_draft_passes(
     found = answers(model, 2, changed, speculative_config=layerskip, skip_sets=["empty", "some", "empty", "empty"])
     assert found["answers"] == [plain, plain]
     # Of 4 x 29 tokens, twice: three of four where everything is accepted.
-    assert found["accepted"] > (20 if "FAILING_PASS" in changed else 110)
+    assert found["accepted"] > (20 if "FAILING" in changed else 110)
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(
+    model: Path, layerskip: dict[str, Any], rank: int
+) -> None:
+    """The others wait for it in the layers; what it would send next, they would take for a part of the pass."""
+    done = run(model, 2, {"FAILING": f"pass 7 {rank}"}, speculative_config=layerskip)
+    log = done.stdout + done.stderr
+    assert done.returncode != 0 and "EngineDeadError" in log, log[-20000:]
+    assert log.count("this rank failed in the midst of a draft pass") >= 1
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_without_a_draft_model_on_one_rank_there_is_none_on_any(
+    model: Path, plain: list[list[int]], layerskip: dict[str, Any]
+) -> None:
+    found = answers(model, 2, {"FAILING": "model 1 1"}, speculative_config=layerskip)
+    assert found["answers"] == [plain, plain] and found["accepted"] == 0
 
 
 def test_a_search_on_several_ranks_is_refused(model: Path) -> None:

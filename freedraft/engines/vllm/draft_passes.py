@@ -82,11 +82,12 @@ class PagedDraftRound(DraftRound):
         ranks.tell("run", draft_pass.number, rows, tokens, position, count)
         ready = ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
         index = int(np.max(position))
-        outputs = [self._output(draft_pass, ready, index)]
-        for i in range(1, count):
-            ready = self._next(ready, outputs[-1][:, 0])
-            outputs.append(self._output(draft_pass, ready, index + i))
-        values = torch.stack(outputs).cpu().numpy()
+        with ranks.together():
+            outputs = [self._output(draft_pass, ready, index)]
+            for i in range(1, count):
+                ready = self._next(ready, outputs[-1][:, 0])
+                outputs.append(self._output(draft_pass, ready, index + i))
+            values = torch.stack(outputs).cpu().numpy()
         return Drafted(
             values[..., :k].astype(np.int32), values[..., k : 2 * k], values[..., 2 * k] if layers.entropy else None
         )

@@ -1,6 +1,7 @@
-"""A draft pass that one tensor-parallel rank cannot prepare: a plugin of vLLM, for all its processes.
+"""A part of drafting that fails on one tensor-parallel rank: a plugin of vLLM, for all its processes.
 
-For processes that have this folder on PYTHONPATH and FAILING_PASS set to its number, counted from 1 in each rank.
+For processes that have this folder on PYTHONPATH and FAILING set to the part's name, which time it fails, counted from
+1 in each rank, and the rank, with spaces between: "ready 7 1".
 """
 
 from __future__ import annotations
@@ -10,17 +11,24 @@ import os
 
 
 def install() -> None:
-    if not (number := os.environ.get("FAILING_PASS")):
+    if not (failing := os.environ.get("FAILING")):
         return
     from vllm.distributed import get_tp_group
 
+    from freedraft.engines.vllm.draft_model import PagedDraftModel
     from freedraft.engines.vllm.draft_passes import PagedDraftRound
 
-    original, counted = PagedDraftRound._ready, itertools.count(1)
+    part, time, rank = failing.split()
+    owner, name = {
+        "model": (PagedDraftModel, "__init__"),
+        "ready": (PagedDraftRound, "_ready"),  # before all ranks have agreed that they can
+        "pass": (PagedDraftRound, "_output"),  # and behind it
+    }[part]
+    original, counted = getattr(owner, name), itertools.count(1)
 
-    def _ready(self, *args, **kwargs):
-        if next(counted) == int(number) and get_tp_group().rank_in_group == 1:
-            raise RuntimeError("this rank has no room for a draft pass")
+    def fail(self, *args, **kwargs):
+        if next(counted) == int(time) and get_tp_group().rank_in_group == int(rank):
+            raise RuntimeError("this rank fails on purpose")
         return original(self, *args, **kwargs)
 
-    PagedDraftRound._ready = _ready
+    setattr(owner, name, fail)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
@@ -112,16 +113,23 @@ class MethodProposer:
 
     def prepare(self, runner: Any) -> None:
         """The KV cache of vLLM's GPUModelRunner is there; requests come next."""
-        if self.drafts:
-            logger.info(start_line(self.vllm_config, self.spec.name, v2=False))
-        if self.backbone is None:
+        from vllm.distributed import get_tp_group
+
+        # Told of no pass until all ranks can follow.
+        self.draft_model = model = DraftRanks(get_tp_group()).ready(lambda: self._make_draft_model(runner))
+        if model is None:
             return
-        self.draft_model = model = PagedDraftModel(runner, self.backbone, self.vllm_config)
         if not self.drafts:
             model.follow()
             return
         with model.ranks.leading():
             self.guarded.prepare(model)
+
+    def _make_draft_model(self, runner: Any) -> PagedDraftModel | None:
+        """None for a method that does not run the model."""
+        if self.drafts:
+            logger.info(start_line(self.vllm_config, self.spec.name, v2=False))
+        return None if self.backbone is None else PagedDraftModel(runner, self.backbone, self.vllm_config)
 
     def begin(self, batch: Any, requests: Sequence[Any]) -> None:
         """vLLM's NewRequestData have their first step, in its InputBatch."""
