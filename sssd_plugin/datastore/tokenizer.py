@@ -33,7 +33,8 @@ def load(path: Path | str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise DatastoreError("reading a tokenizer needs transformers: in the clone of freedraft, pip install '.[calibrate]'") from None
+        install = "in the clone of freedraft, pip install '.[calibrate]'"
+        raise DatastoreError(f"reading a tokenizer needs transformers: {install}") from None
     folder = path if path.is_dir() else path.parent
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
