@@ -21,8 +21,9 @@ from torch.nn.functional import pad
 from freedraft.draft_model import Drafted, DraftModel, DraftRound, Recipe, T, Window
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.sglang.cpu import selected
-from freedraft.engines.sglang.graphs import Captured, capture, swapped_in
+from freedraft.engines.sglang.graphs import Captured, capture, free_bytes, swapped_in
 from freedraft.engines.sglang.layers import Stages, check_structure, run_stages, stages_of
+from freedraft.engines.sglang.on_device import on_device
 from freedraft.engines.sglang.set_scores import SetScores
 from freedraft.engines.sglang.window_rows import WindowRows
 from freedraft.method import Step
@@ -90,7 +91,7 @@ class PagedDraftModel(DraftModel):
         """
         if self.runner.decode_cuda_graph_runner is None:
             return
-        able = False
+        free, able = free_bytes(), False
         try:
             for stages in self._to_capture:
                 with self._in_place(self._with_head(self._runs(stages))):
@@ -100,6 +101,15 @@ class PagedDraftModel(DraftModel):
             logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
         if not self.ranks.agree(able):
             self._graphs.clear()
+        elif free is not None and self._graphs:
+            left = free_bytes() or 0
+            logger.info(
+                "freedraft: CUDA graphs of %d draft passes take %.0f MiB that --mem-fraction-static does not know of, "
+                "and %.2f GiB are free",
+                len(self._graphs),
+                (free - left) / 2**20,
+                left / 2**30,
+            )
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         """SGLang has reserved slots for the widest tree."""
@@ -170,60 +180,66 @@ class PagedDraftModel(DraftModel):
             del model.forward
 
     def one_token_each(
-        self,
-        whole: Any,
-        rows: torch.Tensor,
-        tokens: torch.Tensor,
-        past: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        left_out: WindowedRead | None = None,
-        as_nodes: bool = False,
+        self, whole: Any, tokens: Tokens, *, left_out: WindowedRead | None = None, as_nodes: bool = False
     ) -> ForwardBatch:
         """A pass over one token for each of R rows.
 
         Args:
             whole: SGLang's ScheduleBatch; it is not changed.
-            rows: int64 [R] on the CPU, the request of the batch that each token belongs to; one may have several.
-            tokens: int64 [R].
-            past: int64 [R] on the CPU, how many tokens of its request each reads, those before it.
-            slots: int64 [R], where its KV is written.
-            left_out: what of that past it does not read; None for nothing.
+            left_out: what the tokens do not read of their past; None for nothing.
             as_nodes: as the verification of one node, which graphs are captured of, and not as plain decoding, which
                 every attention backend runs eagerly.
         """
         part = copy.copy(whole)
-        rows_there = rows.to(whole.seq_lens.device)
-        positions = past.to(whole.seq_lens.device, torch.int64)
-        part.input_ids, part.out_cache_loc = tokens, slots
-        part.reqs = [whole.reqs[i] for i in rows.tolist()]
-        part.req_pool_indices = whole.req_pool_indices[rows_there]
+        part.input_ids, part.out_cache_loc = tokens.ids, tokens.slots
+        part.reqs = [whole.reqs[i] for i in tokens.rows.tolist()]
+        part.req_pool_indices = whole.req_pool_indices[tokens.rows_there]
+        read, read_there = tokens.past, tokens.positions
         if left_out is not None:
-            part.req_pool_indices, past = left_out.rows.to(part.req_pool_indices.dtype), past - left_out.tokens
-        past_there = past.to(whole.seq_lens.device, whole.seq_lens.dtype)
+            part.req_pool_indices = left_out.rows.to(part.req_pool_indices.dtype)
+            read, read_there = read - left_out.tokens, read_there - left_out.tokens_there
+        read_there = read_there.to(whole.seq_lens.dtype)
         if whole.orig_seq_lens is not None:
-            part.orig_seq_lens = whole.orig_seq_lens[rows_there]
+            part.orig_seq_lens = whole.orig_seq_lens[tokens.rows_there]
         if as_nodes:  # as the worker verifies a tree of nothing but its root
             part.forward_mode = ForwardMode.TARGET_VERIFY
-            part.seq_lens, part.seq_lens_cpu = past_there, past
-            seen = len(rows) if selected() else int(past.sum()) + len(rows)
+            part.seq_lens, part.seq_lens_cpu = read_there, read
+            seen = len(read) if selected() else int(read.sum()) + len(read)
             part.spec_info = NgramVerifyInput(
-                draft_token=tokens,
-                custom_mask=torch.ones(seen, dtype=torch.bool, device=tokens.device),
-                positions=positions,
+                draft_token=tokens.ids,
+                custom_mask=torch.ones(seen, dtype=torch.bool, device=tokens.ids.device),
+                positions=tokens.positions,
                 draft_token_num=1,
             )
         else:
             part.forward_mode = ForwardMode.DECODE
-            part.seq_lens, part.seq_lens_cpu = past_there + 1, past + 1
+            part.seq_lens, part.seq_lens_cpu = read_there + 1, read + 1
             part.spec_info = None
         part.seq_lens_sum = int(part.seq_lens_cpu.sum())
         part.return_logprob = False
         part.top_logprobs_nums = part.token_ids_logprobs = None
         batch = ForwardBatch.init_new(part, self.runner, return_hidden_states_before_norm=False)
         if left_out is not None:  # with which keys were rotated when they were written
-            batch.positions = positions
+            batch.positions = tokens.positions
         return batch
+
+
+class Tokens(NamedTuple):
+    """R tokens of a pass, on the device; on the host what SGLang asks there.
+
+    Attributes:
+        rows: int64 [R] on the CPU, the request of the batch that each token belongs to; one may have several.
+        past: int64 [R] on the CPU, how many tokens of its request come before it.
+        rows_there: int64 [R], as `rows`; ids: int64 [R].
+        positions: int64 [R], as `past`; slots: int64 [R], where its KV is written.
+    """
+
+    rows: torch.Tensor
+    past: torch.Tensor
+    rows_there: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
 
 
 class WindowedRead(NamedTuple):
@@ -232,12 +248,13 @@ class WindowedRead(NamedTuple):
     Attributes:
         key: which requests, through which window.
         rows: int64 [R], rows of `req_to_token` with the part that is read.
-        tokens: int64 [R] on the CPU, tokens of each that are left out.
+        tokens: int64 [R] on the CPU, tokens of each that are left out; tokens_there: the same on the device.
     """
 
     key: tuple[bytes, Window]
     rows: torch.Tensor
     tokens: torch.Tensor
+    tokens_there: torch.Tensor
 
 
 class PagedRound(DraftRound):
@@ -245,7 +262,7 @@ class PagedRound(DraftRound):
 
     Position `seq_lens[b] + j` of request b is slot `slots[b, j]`: reserved by SGLang for this step's verification,
     which rewrites it. Pass j reads the slots of positions below and writes that one: it never touches a committed
-    token.
+    token. What a pass needs goes to the device before the first one; the others count on from there.
 
     Args:
         batch: SGLang's ScheduleBatch in decoding, before its verification; it is not changed.
@@ -277,13 +294,16 @@ class PagedRound(DraftRound):
     ) -> Drafted:
         model, top_k, entropy = self._model, draft_pass.top_k, draft_pass.entropy
         model.ranks.tell("run", draft_pass.number, rows, tokens, position, count)
-        there, part = model.ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
+        there, read, part = model.ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
         outputs: list[torch.Tensor] = []
-        for i in range(count):
-            if outputs:
-                part = self._pass(draft_pass, rows, there, outputs[-1][:, 0].long(), position + i)
-            outputs.append(most_likely(self._as_sampled(model.run(draft_pass.stages, part), there), top_k, entropy))
-        return on_host(torch.stack(outputs), top_k, entropy)
+        with model.ranks.together():
+            for _ in range(count):
+                if outputs:
+                    there = self._next(there, outputs[-1][:, 0].long())
+                    part = self._pass(draft_pass, there, read)
+                logits = self._as_sampled(model.run(draft_pass.stages, part), there.rows_there)
+                outputs.append(most_likely(logits, top_k, entropy))
+            return on_host(torch.stack(outputs), top_k, entropy)
 
     def _ready(
         self,
@@ -291,33 +311,28 @@ class PagedRound(DraftRound):
         rows: NDArray[np.intp],
         tokens: NDArray[np.int32],
         position: int | NDArray[np.int64],
-    ) -> tuple[torch.Tensor, ForwardBatch]:
-        """The rows on the device, and the pass over their tokens."""
-        there, ids = (
-            torch.from_numpy(x.astype(np.int64)).to(self.slots.device, non_blocking=True) for x in (rows, tokens)
-        )
-        return there, self._pass(draft_pass, rows, there, ids, position)
-
-    def _pass(
-        self,
-        draft_pass: DraftPass,
-        rows: NDArray[np.intp],
-        there: torch.Tensor,
-        ids: torch.Tensor,
-        position: int | NDArray[np.int64],
-    ) -> ForwardBatch:
+    ) -> tuple[Tokens, WindowedRead | None, ForwardBatch]:
+        """The tokens of a pass, what they read, and the pass."""
+        past = self._batch.seq_lens_cpu.numpy()[rows].astype(np.int64) + position
+        rows_there, ids, positions = on_device(np.stack((rows, tokens, past)), self.slots.device)
         here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))
-        here_at = position if isinstance(position, int) else torch.from_numpy(position)
-        at = here_at if isinstance(here_at, int) else here_at.to(there.device, non_blocking=True)
-        return self._model.one_token_each(
-            self._batch,
-            here,
-            ids,
-            self._batch.seq_lens_cpu[here] + here_at,
-            self.slots[there, at],
-            left_out=self._windowed(rows, there, draft_pass.window),
-            as_nodes=self._model.has_graphs(draft_pass.stages),
-        )
+        slots = self._slots(rows_there, positions)
+        there = Tokens(here, torch.from_numpy(past), rows_there, ids, positions, slots)
+        read = self._windowed(rows, rows_there, draft_pass.window)
+        return there, read, self._pass(draft_pass, there, read)
+
+    def _next(self, tokens: Tokens, ids: torch.Tensor) -> Tokens:
+        """Those behind them, with these ids of the device."""
+        positions = tokens.positions + 1
+        slots = self._slots(tokens.rows_there, positions)
+        return tokens._replace(past=tokens.past + 1, ids=ids, positions=positions, slots=slots)
+
+    def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.slots[rows, positions - self._batch.seq_lens[rows]]
+
+    def _pass(self, draft_pass: DraftPass, tokens: Tokens, read: WindowedRead | None) -> ForwardBatch:
+        as_nodes = self._model.has_graphs(draft_pass.stages)
+        return self._model.one_token_each(self._batch, tokens, left_out=read, as_nodes=as_nodes)
 
     def _windowed(self, rows: NDArray[np.intp], there: torch.Tensor, window: Window | None) -> WindowedRead | None:
         """What these requests read; made again only when they or the window change. None for the whole cache."""
@@ -329,7 +344,8 @@ class PagedRound(DraftRound):
             roots = self._batch.seq_lens_cpu.numpy()[rows].astype(np.int64)
             requests = self._batch.req_pool_indices[there].long()
             dropped = window_rows.write(requests, roots, window, self._max_draft_len, self._model.attended)
-            self._read = WindowedRead(key, window_rows.rows[:n], torch.from_numpy(dropped))
+            dropped_there = on_device(dropped, there.device)
+            self._read = WindowedRead(key, window_rows.rows[:n], torch.from_numpy(dropped), dropped_there)
         return self._read
 
     def _as_sampled(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

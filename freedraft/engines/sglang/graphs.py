@@ -41,11 +41,11 @@ class WidthGraphs:
         """
         if not fixed_width and self._runner.decode_cuda_graph_runner is None:
             return
-        free = _free_bytes()
+        free = free_bytes()
         for width in widths[:-1]:
             self._of_width[width] = capture(self._runner, width)
         if free is not None:
-            left = _free_bytes() or 0
+            left = free_bytes() or 0
             logger.info(
                 "freedraft: %d more widths take %.2f GiB that --mem-fraction-static does not know of, and %.2f GiB are "
                 "free; with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 the KV pool is sized after them",
@@ -120,6 +120,6 @@ def _new_backend(runner: Any) -> Any:
     return backend
 
 
-def _free_bytes() -> int | None:
+def free_bytes() -> int | None:
     """Free memory of the device; None without one."""
     return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None

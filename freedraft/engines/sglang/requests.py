@@ -32,8 +32,8 @@ def tenant_of(request: Any) -> str | None:
 
 
 def extra_of(request: Any) -> dict[str, Any]:
-    """What the client sent for the drafter: `custom_params` of its sampling parameters. SGLang lets clients send lists and
-    scalars there, too, in which nothing is for the drafter."""
+    """What the client sent for the drafter: `custom_params` of its sampling parameters. SGLang takes lists and scalars
+    there, too, in which nothing is for the drafter."""
     sent = request.sampling_params.custom_params
     return sent if isinstance(sent, dict) else {}
 

@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from freedraft.draft_model import MatchnessScorer, Recipe, T, Visit
 from freedraft.engines.many_sets import SETS, forward, run_sublayer, sublayers_of
+from freedraft.engines.sglang.on_device import on_device
 from freedraft.engines.sglang.verify import SPARE_SLOT
 from freedraft.method import Step
 
@@ -91,13 +92,13 @@ class SetScores(MatchnessScorer):
 
     def _pass(self, sets: int, start: int, end: int) -> ForwardBatch:
         """The tokens of the window from `start` on under so many sets."""
-        tokens = self._tokens[start:end]
-        rows, device = sets * len(tokens), self._batch.seq_lens.device
-        first = self._length - self.window + start
-        return self.model.one_token_each(
-            self._batch,
-            torch.full((rows,), self._row),
-            torch.from_numpy(np.tile(tokens, sets)).to(device),
-            torch.arange(first, first + len(tokens)).repeat(sets),
-            torch.full((rows,), SPARE_SLOT, device=device),
-        )
+        from freedraft.engines.sglang.draft_model import Tokens
+
+        first, device = self._length - self.window + start, self._batch.seq_lens.device
+        ids = np.tile(self._tokens[start:end], sets)
+        past = np.tile(np.arange(first, first + end - start), sets)
+        rows = np.full(len(ids), self._row)
+        rows_there, ids_there, positions = on_device(np.stack((rows, ids, past)), device)
+        slots = torch.full((len(ids),), SPARE_SLOT, device=device)
+        here = torch.from_numpy(rows), torch.from_numpy(past)
+        return self.model.one_token_each(self._batch, Tokens(*here, rows_there, ids_there, positions, slots))

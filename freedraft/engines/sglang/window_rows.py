@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft_model import Window
+from freedraft.engines.sglang.on_device import on_device
 
 MAX_ROWS = 256
 
@@ -55,6 +56,6 @@ class WindowRows:
         sinks, dropped = sinks * size, dropped * size
         places = np.arange((roots + max_draft_len - dropped).max())
         places = np.where(places < sinks[:, None], places, places + dropped[:, None])
-        there = torch.from_numpy(np.minimum(places, table.shape[1] - 1)).to(table.device)
+        there = on_device(np.minimum(places, table.shape[1] - 1), table.device)
         table[self.rows[: len(requests)], : places.shape[1]] = table[requests[:, None], there]
         return dropped
