@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,7 @@ from tests.sglang.layerskip_tools import ids, make_model, options, prompts
 from tests.support.models import continuations
 from tests.support.prompts import REPETITIVE as PROMPTS
 
+ROOT = Path(__file__).parents[2]
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 40, "ignore_eos": True}
@@ -114,6 +118,17 @@ def test_two_ranks_do_the_same_draft_passes(llama, tmp_path):
         assert all(drafted == accepted for drafted, accepted in found)
         assert found[-1][0] > 110
     assert steps(tmp_path) == steps(tmp_path, 1), "ranks disagree"
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(llama, tmp_path, rank):
+    """The others wait for it in the layers; what it would send next, they would take for a part of the pass."""
+    command = [sys.executable, "-m", "tests.sglang.ending_rank", str(llama[0]), str(tmp_path), str(rank)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    log = done.stdout + done.stderr
+    assert done.returncode != 0 and "ready" in done.stdout and "answered" not in done.stdout, log[-20000:]
+    assert "this rank failed in the midst of a draft pass" in log, log[-20000:]
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")

@@ -98,12 +98,14 @@ def count_work(path):
 
 def record_ranks(folder):
     """Every process writes what it verifies, a line for each step, and whether it has a drafter. Ranks other than the
-    first cannot do draft passes for a request whose id begins with `broken`."""
-    from freedraft.engines.sglang.draft_model import PagedRound
+    first cannot do draft passes for a request whose id begins with `broken`; the first fails in the midst of one for
+    `ends0`, and the others for `ends1`."""
+    from freedraft.engines.sglang.draft_model import PagedDraftModel, PagedRound
     from freedraft.engines.sglang.verify import TreeVerifier
     from sssd_plugin.method import SssdMethod
 
     verify, init, ready = TreeVerifier.verify, SssdMethod.__init__, PagedRound._ready
+    run = PagedDraftModel.run
 
     def verifying(self, batch, host_tree, tree, output):
         verified = verify(self, batch, host_tree, tree, output)
@@ -122,6 +124,12 @@ def record_ranks(folder):
             raise RuntimeError("this rank fails on purpose")
         return ready(self, *arguments)
 
+    def ending(self, stages, batch):
+        if f"ends{0 if self.ranks.first else 1}" in batch.rids:
+            raise RuntimeError("this rank fails on purpose")
+        return run(self, stages, batch)
+
+    PagedDraftModel.run = ending
     TreeVerifier.verify, SssdMethod.__init__, PagedRound._ready = verifying, making, failing
 
 
