@@ -296,6 +296,8 @@ def test_committed_pages_are_those_of_an_engine_that_does_not_draft(layerskip: A
 class Priced:
     """Costs as they would be on another machine: a pass costs `share` of a step, a query token next to nothing."""
 
+    overrun = 1.0
+
     def __init__(self, share: float, acceptance: Acceptance) -> None:
         self.share, self.acceptance = share, acceptance
 
