@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from freedraft.cost.batch_lengths import BatchLengths, Rows
 from freedraft.cost.yields import TreeYields
+from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
@@ -150,7 +151,11 @@ class MethodSpeculator(BaseSpeculator):
             self.draft_model.capture(self.runner.block_tables.block_tables[0].gpu.shape[1])
 
     def prepare(self, runner: Any) -> None:
-        """The KV cache of vLLM's GPUModelRunner is there; requests come next. Raises UnsupportedModel."""
+        """The KV cache of vLLM's GPUModelRunner is there; requests come next.
+
+        Raises:
+            UnsupportedModel, RuntimeError: draft passes cannot run here, or on another rank.
+        """
         if self.trees is not None:
             self.trees.prepare(runner)
             if self.trees.enabled and self.lengths is not None:
@@ -158,7 +163,10 @@ class MethodSpeculator(BaseSpeculator):
         self.runner = runner
         if not METHODS[configured(self._vllm_config).name].runs_model:
             return
-        self.draft_model = model = PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
+        # Told of no pass until all ranks can follow.
+        self.draft_model = model = DraftRanks(self._ranks).ready(
+            lambda: PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
+        )
         if (guarded := self.guarded) is None:
             model.follow()
             return
