@@ -1,0 +1,133 @@
+"""Writes the figures in README.md from bench/results, between the two marks.
+
+python docs/make_readme.py            # --check only says whether they are up to date
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.lib.results import ROOT, checked
+
+PAGE = ROOT / "README.md"
+FOLDER = ROOT / "bench" / "results"
+BY = "written by docs/make_readme.py"
+MARKS = {name: (f"<!-- {name}: {BY} -->\n", f"<!-- end of {name} -->") for name in ("figures", "worst")}
+
+
+def result(name: str) -> Any:
+    """Raises ValueError: it is not as its benchmark wrote it."""
+    checked(FOLDER / name)
+    return json.loads((FOLDER / name).read_text(encoding="utf-8"))
+
+
+def figures() -> str:
+    demo, demo_sglang = (
+        " / ".join(f"{row['ratio']:.1f}" for row in result(f"demo-{engine}-cpu.json")["rows"])
+        for engine in ("vllm", "sglang")
+    )
+    served = [row for row in result("serve-vllm-cpu.json")["rows"] if row["group"] == "all"]
+    at = sorted({row["concurrency"] for row in served})
+    sssd, suffix = (
+        " / ".join(f"{row['ratio']:.2f}" for n in at for row in served if (row["arm"], row["concurrency"]) == (arm, n))
+        for arm in ("sssd", "suffix")
+    )
+    budget = {row["batch"]: row["ratio"] for row in result("budget-vllm-cpu.json")["rows"]}
+    batches = (1, 4, 16)
+    auto = " / ".join(f"{budget[n]['auto']:.2f}" for n in batches)
+    fixed = " / ".join(f"{max(budget[n]['fixed 4'], budget[n]['fixed 8']):.2f}" for n in batches)
+    deep = result("layer-skip-vllm-cpu.json")["deep model, bf16, compiled"]["batch 1"]["ratio"]
+    deep_sglang = result("layer-skip-sglang-cpu.json")["batches"][0]["ratio"]
+    rows = {
+        "`make demo`, vLLM, one request at a time: copying / code / chat / story": demo,
+        "`make demo-sglang`, trees: the same prompts": demo_sglang,
+        f"half of Spec-Bench over HTTP, {' / '.join(map(str, at))} at a time, `live` and shared by all (`suffix`: "
+        f"{suffix})": sssd,
+        f"mixed prompts, `policy: auto`, batch 1 / 4 / 16 (the better of 4 and 8 tokens: {fixed})": auto,
+        "`layerskip`, deep synthetic model, bf16 (some answers part at near ties), batch 1, vLLM / SGLang": (
+            f"{deep:.2f} / {deep_sglang:.2f}"
+        ),
+    }
+    fleet = result("fleet.json")["vllm"]
+    by_drafter = {
+        row["drafter"]: row["tokens_per_step"]
+        for row in result("replay.json")
+        if row["trace"] == "replay_llama31_8b.jsonl"
+        and (row["shape"], row["budget"]) == ("tree", 16)
+        and row["scoring"] in ("learned", None)
+        and row["store_tokens"]
+    }
+    return (
+        "| | over plain |\n|---|---|\n"
+        + "".join(f"| {what} | {value} |\n" for what, value in rows.items())
+        + f"\nWhat one server answered, another one drafts from {fleet['wait_seconds']:.0f} seconds later (two vLLM "
+        f"servers and an S3 bucket, over HTTP):\n{fleet['other_server']:.1f} tokens per step instead of "
+        f"{fleet['first_answer']:.1f}. Draft quality, the same on every machine: {by_drafter['sssd']:.2f} tokens per "
+        f"step from trees of 16\non recorded Llama-3.1-8B answers, suffix decoding {by_drafter['suffix']:.2f}.\n"
+    )
+
+
+def of_sssd() -> Iterator[tuple[float, str]]:
+    for row in result("budget-vllm-cpu.json")["rows"]:
+        yield row["ratio"]["auto"], f"mixed prompts, batch {row['batch']}"
+    for row in result("budget-replay.json")["rows"]:
+        yield row["ratio"]["auto"], f"replayed traffic, {row['batch']} at a time"
+    for row in result("serve-vllm-cpu.json")["rows"]:
+        if row["arm"] == "sssd":
+            yield row["ratio"], f"{row['group']}, {row['concurrency']} at a time"
+
+
+def of_layerskip() -> Iterator[tuple[float, str]]:
+    for engine, name in (("vLLM", "vllm-cpu"), ("vLLM, bf16", "vllm-cpu-bf16"), ("SGLang", "sglang-cpu")):
+        if (FOLDER / f"windowed-{name}.json").is_file():
+            for row in result(f"windowed-{name}.json")["rows"]:
+                yield row["ratio"], f"windows, {engine}, {row['batch']} of {row['context']:,} tokens"
+    for model, cells in result("layer-skip-vllm-cpu.json").items():
+        if isinstance(cells, dict) and "fp32" not in model:
+            for cell, row in (cells if model != "mixed_sets" else {"four sets in a batch": cells}).items():
+                yield row["ratio"], f"{model.partition(',')[0].replace('_', ' ')}, {cell}"
+
+
+def worst() -> str:
+    said = [
+        "`{}` {:.2f} ({})".format(method, *min(rows))
+        for method, rows in (("sssd", of_sssd()), ("layerskip", of_layerskip()))
+    ]
+    return f"  The worst of the [results](docs/results.md) with `auto`, times plain:\n  {', '.join(said)}.\n  "
+
+
+def page() -> str:
+    """Raises ValueError: a mark is missing."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, write in (("figures", figures), ("worst", worst)):
+        begin, end = MARKS[name]
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"README.md: the marks around {name} are gone")
+        text = before + begin + write() + end + after
+    return text
+
+
+def main() -> int:
+    try:
+        text = page()
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        print(f"error: README.md: {error!r}", file=sys.stderr)
+        return 2
+    if "--check" not in sys.argv:
+        PAGE.write_text(text, encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != text:
+        print("README.md is out of date: run python docs/make_readme.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
