@@ -18,8 +18,9 @@ from layerskip_plugin.lookahead.trials import Trials
 from layerskip_plugin.lookahead.windows import Windows
 
 MAX_KINDS = 16
-DECISION_STEPS = 4
-"""Steps for which it stays decided which recipes draft, as long as as many requests have each."""
+DECISION_STEPS, IDLE_STEPS = 4, 16
+"""Steps for which it stays decided which recipes draft, as long as as many requests have each; where none does, until
+a trial says something new."""
 ON_MARGIN, STAY_MARGIN = 1.05, 1.02
 """How much better than no drafting it must look to be switched on again, and to stay on: of what is about as good, the
 one whose times were measured too well looks better."""
@@ -118,6 +119,9 @@ class Cost(Lookahead):
         self.windows.replace_recipe(place, recipe)
         self.trials.ask(place)
         self.costs.acceptance.forget(int(kinds_of(np.array([place]))[0]))
+        self._decide_anew()
+
+    def _decide_anew(self) -> None:
         self._decision, self._chosen = (b"", self._decision[1], 0), (b"", self._chosen[1], 0)
 
     # -- before a round ------------------------------------------------------------------------------------------------
@@ -245,7 +249,7 @@ class Cost(Lookahead):
         kind_of = (sets << self.windows.per_set) | useful @ (1 << np.arange(self.windows.per_set))
         key, chosen, left = self._chosen
         if left == 0 or key != kind_of.tobytes():
-            chosen, left = np.full(len(sets), NONE, np.intp), DECISION_STEPS
+            chosen, left = np.full(len(sets), NONE, np.intp), self._decision_steps
             kinds, first, counts = np.unique(kind_of, return_index=True, return_counts=True)
             for kind, i, count in zip(kinds.tolist(), first.tolist(), counts.tolist(), strict=True):
                 places = sets[i] * self.windows.per_set + np.flatnonzero(useful[i])
@@ -254,6 +258,10 @@ class Cost(Lookahead):
                     chosen[kind_of == kind] = best
         self._chosen = kind_of.tobytes(), chosen, left - 1
         return chosen
+
+    @property
+    def _decision_steps(self) -> int:
+        return DECISION_STEPS if self.on else IDLE_STEPS
 
     def _rate_alone(self, place: int, count: int, batch: int) -> float:
         """Expected tokens per second if so many requests draft with this recipe, and no others."""
@@ -267,7 +275,9 @@ class Cost(Lookahead):
             return np.full(len(places), NONE)
         key, chosen, left = self._decision
         if left == 0 or key != counts.tobytes():
-            chosen, left = self._recipes_that_pay(counts, len(places) + others), DECISION_STEPS
+            chosen = self._recipes_that_pay(counts, len(places) + others)
+            self.on = bool(chosen.any())
+            left = self._decision_steps
         self._decision = counts.tobytes(), chosen, left - 1
         self.on = bool(chosen.any())
         if self.on:
@@ -380,3 +390,5 @@ class Cost(Lookahead):
             if rounds.any():
                 self.trials.judge(record, passes[rounds], path[rounds], paid=self.on, could_pay=self._could_pay)
                 record.update(passes[rounds], drafted[rounds], path[rounds])
+        if not self.on:
+            self._decide_anew()
