@@ -36,8 +36,8 @@ class Passes:
         draft_round: of the engine's draft model; draft_passes: of each recipe.
         places: intp [B], of each request's recipe.
         result: what is filled.
-        record: told of (a recipe's place, tokens of a pass, its seconds), with what a round takes besides: setting up,
-            deciding. since: when the round began, by `time.perf_counter`.
+        record: told of (a recipe's place, tokens of a pass, its seconds, how many there were), with what a round takes
+            besides: setting up, deciding. since: when the round began, by `time.perf_counter`.
 
     Attributes:
         read: intp [B], positions of each request whose tokens are known.
@@ -49,7 +49,7 @@ class Passes:
         draft_passes: Sequence[Any],
         places: NDArray[np.intp],
         result: Round,
-        record: Callable[[int, int, float], None],
+        record: Callable[[int, int, float, int], None],
         since: float,
     ) -> None:
         self._draft_round, self._draft_passes, self._places = draft_round, draft_passes, places
@@ -102,5 +102,5 @@ class Passes:
             if drafted.entropy is not None:
                 result.entropy[rows, position + i] = drafted.entropy[i]
         now = time.perf_counter()
-        self._record(number, len(rows), (now - self._since) / count)
+        self._record(number, len(rows), (now - self._since) / count, count)
         self._since = now

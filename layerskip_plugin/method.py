@@ -182,10 +182,10 @@ class LayerSkipMethod(ModelMethod):
 
     def close(self) -> None:
         super().close()
-        for _ in range(2):  # what is being written, and what came since
-            if self._saving is not None:
-                self._saving.join()
-            self._save_records()
+        if self._saving is not None:
+            self._saving.join()
+        if isinstance(self.lookahead, Recording) and self.lookahead.kept != self._kept:
+            self.lookahead.save(self._prices())  # at an interpreter's end no thread begins any more
 
     def _save_records(self) -> None:
         """In a thread: so many take long to compress."""
@@ -362,9 +362,9 @@ class LayerSkipMethod(ModelMethod):
         lookahead.end(int(result.drafted.max(initial=0)))
         return result
 
-    def _record_pass(self, place: int, tokens: int, seconds: float) -> None:
+    def _record_pass(self, place: int, tokens: int, seconds: float, count: int) -> None:
         if self.auto is not None:
-            self.auto.record_pass(self.recipes[place], tokens, seconds)
+            self.auto.record_pass(self.recipes[place], tokens, seconds, count)
 
     def _leave_out_siblings(self, tree: DraftBatch, chains: NDArray[np.int32], rest: RestOfBatch) -> None:
         """Keep as many nodes as bring most over what verifying them costs: all requests are as wide as the largest of
@@ -384,7 +384,8 @@ class LayerSkipMethod(ModelMethod):
         sibling = (node > chains[:, None]) & (node < tree.counts[:, None])
         brings = np.concatenate([[0.0], np.where(sibling, tree.scores, 0.0).sum(0).cumsum()])
         gain = brings[np.minimum(widths, tree.max_nodes)]
-        width = int(widths[(gain - self._cost.rate * self.auto.step_seconds(batch, batch * widths)).argmax()])
+        price = self._cost.rate * self.auto.overrun * self.auto.step_seconds(batch, batch * widths)
+        width = int(widths[(gain - price).argmax()])
         np.minimum(tree.counts, width, out=tree.counts)
 
     def _record_acceptance(self, step: Step) -> None:

@@ -177,6 +177,11 @@ class LayerSkipOptions(PluginOptions):
                 raise ValueError(
                     f"option 'window' is auto, which lookahead {self.lookahead} cannot weigh: give a number of tokens"
                 )
+            if context.lengths is not None and len(context.lengths) == 1:
+                raise ValueError(
+                    "option 'window' is auto, which nothing weighs where data-parallel replicas share experts, and so "
+                    "one draft length: give a number of tokens"
+                )
             if context.lengths is not None:
                 raise ValueError(f"{self.needs_own_lengths}, or unset VLLM_USE_V2_MODEL_RUNNER")
             usable = [w for w in AUTO_WINDOWS if w >= page_size and (attended is None or w < attended)]

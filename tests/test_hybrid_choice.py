@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -98,6 +99,9 @@ def test_the_request_without_n_grams_gets_the_passes() -> None:
     choice = choose(p, kept, np.ones(2, np.bool_), passes, TABLE)
     assert choice.rows.tolist() == [1]
     assert choose(p, kept, np.array([True, False]), estimate(1, 0.9, 0.001), TABLE).rows.tolist() == []
+    # What steps with passes take besides is paid for, too.
+    assert choose(p, kept, np.ones(2, np.bool_), replace(passes, overrun=1.02), TABLE).rows.tolist() == [1]
+    assert choose(p, kept, np.ones(2, np.bool_), replace(passes, overrun=2.0), TABLE).rows.tolist() == []
 
 
 def test_passes_that_cost_what_they_bring_are_left_out() -> None:

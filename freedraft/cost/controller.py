@@ -195,9 +195,9 @@ class Auto(Controller):
         """What the roofline says of a draft pass at this machine's level, whatever such passes took."""
         return self.times.uncorrected_pass(recipe, batch, self._context)
 
-    def record_pass(self, recipe: Recipe, batch: int, seconds: float) -> None:
-        """A draft pass over `batch` requests has taken so long."""
-        self._passes += float(self.times.pass_seconds(recipe, batch, self._context))
+    def record_pass(self, recipe: Recipe, batch: int, seconds: float, count: int = 1) -> None:
+        """So many draft passes over `batch` requests have taken so long each."""
+        self._passes += count * float(self.times.pass_seconds(recipe, batch, self._context))
         self.times.update_pass(recipe, batch, self._context, seconds)
 
     def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:

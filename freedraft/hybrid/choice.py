@@ -34,12 +34,14 @@ class DraftPassEstimate:
         gain: float64 [K, M], accepted tokens of these requests together.
         tokens: float64 [K, M], their draft tokens together.
         seconds: float64 [K, M], of the passes.
+        overrun: by how much a step with passes takes longer than these and its verification, as a factor.
     """
 
     sizes: NDArray[np.int64]
     gain: Floats
     tokens: Floats
     seconds: Floats
+    overrun: float = 1.0
 
 
 class RestOfBatch(NamedTuple):
@@ -129,7 +131,8 @@ def choose(
         else:
             rest = nodes.sum() - nodes[order].cumsum()[estimate.sizes - 1][:, None]
             verified = batch + rest + estimate.tokens[:, :longest]
-        rounds.append((tokens, np.interp(verified, CENTRES, table) + estimate.seconds[:, :longest], longest))
+        seconds = np.interp(verified, CENTRES, table) + estimate.seconds[:, :longest]
+        rounds.append((tokens, estimate.overrun * seconds, longest))
     rate = max(rate, max(tokens / seconds for tokens, seconds in alone))
     tokens_alone, seconds_alone = max(alone, key=lambda way: way[0] - rate * way[1])
     # What a round brings beyond n-grams has to beat what its seconds would bring elsewhere.

@@ -238,7 +238,7 @@ class Cost(Lookahead):
                     seconds += np.cumsum(any_left * self.costs.pass_seconds(recipe, np.maximum(rows, 1)), 1)
                 gain += n * np.cumsum(record.accepted[:max_len])
                 tokens += n * np.cumsum(record.verified[:max_len])
-        return DraftPassEstimate(sizes, gain, tokens, seconds)
+        return DraftPassEstimate(sizes, gain, tokens, seconds, self.costs.overrun)
 
     def recipes_for(self, sets: Places, contexts: Ints) -> Places:
         """Of each request's skip set the window that pays best. NONE where a pass would do what the whole model does:
@@ -388,7 +388,9 @@ class Cost(Lookahead):
             record.next_given.add(bins[mine], good[mine + 1])
             rounds = (places == number) & (passes > 0)
             if rounds.any():
-                self.trials.judge(record, passes[rounds], path[rounds], paid=self.on, could_pay=self._could_pay)
+                judged = rounds & (drafted > 0)
+                if judged.any():
+                    self.trials.judge(record, drafted[judged], path[judged], paid=self.on, could_pay=self._could_pay)
                 record.update(passes[rounds], drafted[rounds], path[rounds])
         if not self.on:
             self._decide_anew()

@@ -204,6 +204,16 @@ def test_a_device_that_would_wait_is_read_back_once(policy):
     assert set(engines[0].model.reads) == {1}
 
 
+def test_all_passes_that_are_read_back_at_once_are_expected_of_a_round():
+    """Against which the whole step is held."""
+    engine = Engine(Fixed(4), tree=False, sets={"empty": SETS["empty"]}, waits=True)
+    engine.add("a", 1)
+    auto, (recipe,) = engine.method.auto, engine.method.recipes
+    one = float(auto.pass_seconds(recipe, 1))  # the first ones warm up and are not learnt from
+    engine.step(["a"])
+    assert engine.model.reads == [4] and auto._passes == pytest.approx(4 * one)
+
+
 def test_no_pass_writes_where_a_request_has_no_slots():
     engine = Engine(Fixed(5), waits=True, sets={"empty": SETS["empty"]})
     engine.add("a", 1)

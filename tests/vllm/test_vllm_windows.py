@@ -107,7 +107,8 @@ def test_recipes_side_by_side_with_chunked_prefill_and_preemption(windowed: Any)
     finally:
         method.draft_passes = passes
     assert any(partial), "no prompt was read in chunks beside others: the test does not test that"
-    assert any({0, 1} <= of_step for of_step in places), "the two recipes were never in one batch: the test does not test that"
+    together = any({0, 1} <= of_step for of_step in places)
+    assert together, "the two recipes were never in one batch: the test does not test that"
     assert metric(windowed, "vllm:num_preemptions") > before, "nobody was preempted: the test does not test that"
 
 
