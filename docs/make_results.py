@@ -629,8 +629,7 @@ SECTIONS = (
         ("windowed-vllm-cpu.json", "windowed-vllm-cpu-bf16.json", "windowed-sglang-cpu.json"),
         "`window: auto` over plain decoding, in turns of four steps within the same requests, on vLLM's CPU build (V1) "
         "and SGLang's CPU platform: questions about long documents. Beside it what the measured times allow: the best "
-        "of all draft lengths and windows, drafting nothing among them. A processor with AVX2 alone; SGLang's run was "
-        "ended after seven of its cells.",
+        "of all draft lengths and windows, drafting nothing among them.",
         windowed_speed,
     ),
     Section(
