@@ -43,16 +43,17 @@ def figures() -> str:
     auto = " / ".join(f"{budget[n]['auto']:.2f}" for n in batches)
     fixed = " / ".join(f"{max(budget[n]['fixed 4'], budget[n]['fixed 8']):.2f}" for n in batches)
     # Of later code than the other models' file, until one run measures all of them again.
-    deep = result("layer-skip-vllm-cpu-deep.json")["deep model, bf16, compiled"]["batch 1"]["ratio"]
-    deep_sglang = result("layer-skip-sglang-cpu.json")["batches"][0]["ratio"]
+    deep = result("layer-skip-vllm-cpu-deep.json")["deep model, bf16, compiled"]["batch 1"]
+    deep_sglang = result("layer-skip-sglang-cpu.json")["batches"][0]
+    by_engine = ((deep["ratio"], *deep["ratio_quarters"]), (deep_sglang["ratio"], *deep_sglang["ratio_spread"]))
     rows = {
         "`make demo`, vLLM, one request at a time: copying / code / chat / story": demo,
         "`make demo-sglang`, trees: the same prompts": demo_sglang,
         f"half of Spec-Bench over HTTP, {' / '.join(map(str, at))} at a time, `live` and shared by all (`suffix`: "
         f"{suffix})": sssd,
         f"mixed prompts, `policy: auto`, batch 1 / 4 / 16 (the better of 4 and 8 tokens: {fixed})": auto,
-        "`layerskip`, deep synthetic model, bf16 (some answers part at near ties), batch 1, vLLM / SGLang": (
-            f"{deep:.2f} / {deep_sglang:.2f}"
+        "`layerskip`, deep synthetic model, bf16 (some answers part at near ties), batch 1, vLLM / SGLang (spread)": (
+            " / ".join("{:.2f} ({:.2f}-{:.2f})".format(*three) for three in by_engine)
         ),
     }
     fleet = result("fleet.json")["vllm"]
