@@ -1,6 +1,6 @@
 """One page, and its plots, from the results of the benchmarks.
 
-    python bench/report.py bench/results --out bench/results/report.html
+    python bench/report.py bench/results --out build/report.html
 
 The page holds everything that it shows: no scripts, no requests. Each plot is also written beside it as a PNG. Files of
 results that this does not know are passed over; damaged ones, and such that were changed since their benchmark wrote
