@@ -46,7 +46,7 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         max_num_seqs=8,
         max_num_batched_tokens=96,
         block_size=BLOCK,
-        num_gpu_blocks_override=32,
+        num_gpu_blocks_override=16,
         enable_prefix_caching=True,
         speculative_config=GOOD | given,
     ) as llm:
