@@ -75,3 +75,29 @@ def candidate_tree(
     trees.depths[row, node] = position + 1
     trees.scores[row, node] = scores[row, rank]
     return trees
+
+
+def cut_to_width(
+    trees: DraftBatch,
+    chains: NDArray[np.int32],
+    least: int,
+    widths: NDArray[np.int32],
+    prices: NDArray[np.float64],
+) -> None:
+    """Keep as many nodes of `candidate_tree` as bring most over what verifying them costs, where all requests are as
+    wide as the largest of them: siblings cost nothing up to the width of the longest chain.
+
+    Args:
+        chains: int32 [B], tokens of each chain.
+        least: nodes of the largest of the batch's other drafts.
+        widths: int32 [W], numbers of nodes that there may be, ascending; prices: float64 [W], of a step, in tokens.
+    """
+    first = np.searchsorted(widths, max(1 + int(chains.max(initial=0)), least))
+    widths, prices = widths[first:], prices[first:]
+    if not len(widths):
+        return
+    node = np.arange(trees.max_nodes)
+    sibling = (node > chains[:, None]) & (node < trees.counts[:, None])
+    brings = np.concatenate([[0.0], np.where(sibling, trees.scores, 0.0).sum(0).cumsum()])
+    gain = brings[np.minimum(widths, trees.max_nodes)]
+    np.minimum(trees.counts, int(widths[(gain - prices).argmax()]), out=trees.counts)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,12 +24,13 @@ from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
 from freedraft.metrics import check_address, serve, where_to_look
 from layerskip_plugin.calibrate.pass_times import PassTimes
-from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree
+from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
 from layerskip_plugin.draft_passes import Passes, Round
 from layerskip_plugin.knapsack_search import RunSublayer, Survivors, search
 from layerskip_plugin.lookahead import Cost, Costs, Recording
 from layerskip_plugin.lookahead.base import NONE
 from layerskip_plugin.lookahead.cost import kinds_of
+from layerskip_plugin.lookahead.record_writer import RecordWriter
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.swift import WINDOW
 from layerskip_plugin.skip_set import SkipSet
@@ -47,8 +47,6 @@ SGLang's `custom_params`. The name is that of the file without its ending."""
 FIRST_BASELINE, RAREST_BASELINE = 4, 256
 """Steps with drafts before the first one without between them, and before each later one at most, where drafting
 doubles the speed; fewer in proportion where it brings less: such a step then costs less, and decides more."""
-SAVE_SECONDS = 10.0
-"""Recorded verifications are written when the last request ends, and while others run, this often at most."""
 
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:
@@ -126,8 +124,7 @@ class LayerSkipMethod(ModelMethod):
         self._last: Round | None = None
         self._places = np.zeros(0, np.intp)  # of each request's recipe in this step
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
-        self._saved, self._kept = 0.0, 0
-        self._saving: threading.Thread | None = None
+        self._records = RecordWriter(self.lookahead, self._prices)
         port = serve(options.metrics_port, context.rank, options.metrics_host)
         if alone:
             first = self.recipes[: len(self.windows)]
@@ -177,26 +174,11 @@ class LayerSkipMethod(ModelMethod):
         self._prompt_states.pop(request_id, None)
         self.selector.finish([request_id])
         self.lookahead.finish([request_id])
-        if not self._requested or time.monotonic() > self._saved + SAVE_SECONDS:
-            self._save_records()
+        self._records.write_if_due(idle=not self._requested)
 
     def close(self) -> None:
         super().close()
-        if self._saving is not None:
-            self._saving.join()
-        if isinstance(self.lookahead, Recording) and self.lookahead.kept != self._kept:
-            self.lookahead.save(self._prices())  # at an interpreter's end no thread begins any more
-
-    def _save_records(self) -> None:
-        """In a thread: so many take long to compress."""
-        lookahead = self.lookahead
-        if not isinstance(lookahead, Recording) or lookahead.kept == self._kept:
-            return
-        if self._saving is not None and self._saving.is_alive():
-            return
-        self._saved, self._kept = time.monotonic(), lookahead.kept
-        self._saving = threading.Thread(target=lookahead.save, args=(self._prices(),), daemon=True)
-        self._saving.start()
+        self._records.close()
 
     def _prices(self) -> tuple[float, float] | None:
         """What a draft pass of the first recipe, and a further query token of each request, take in plain steps of the
@@ -309,7 +291,10 @@ class LayerSkipMethod(ModelMethod):
             step.roots, round_.tokens, round_.probabilities, round_.drafted, max_nodes, siblings=self.trees
         )
         if self.trees and self.auto is not None and self._cost is not None:
-            self._leave_out_siblings(tree, round_.drafted, rest)
+            # All requests are verified as wide as the largest of them.
+            widths = np.asarray(self.auto.widths)
+            seconds = self.auto.overrun * self.auto.step_seconds(tree.batch_size, tree.batch_size * widths)
+            cut_to_width(tree, round_.drafted, rest.most_nodes, widths, self._cost.rate * seconds)
         tree.kinds[:, 1:] = kinds_of(self._places)[:, None]
         return tree
 
@@ -365,28 +350,6 @@ class LayerSkipMethod(ModelMethod):
     def _record_pass(self, place: int, tokens: int, seconds: float, count: int) -> None:
         if self.auto is not None:
             self.auto.record_pass(self.recipes[place], tokens, seconds, count)
-
-    def _leave_out_siblings(self, tree: DraftBatch, chains: NDArray[np.int32], rest: RestOfBatch) -> None:
-        """Keep as many nodes as bring most over what verifying them costs: all requests are as wide as the largest of
-        them, so that siblings cost nothing up to the width of the longest chain. Policies that know no costs leave it
-        to the confidence.
-
-        Args:
-            tree: siblings come after the chain, best first; chains: int32 [B], tokens of each.
-        """
-        assert self.auto is not None and self._cost is not None and self.auto.widths is not None
-        batch, widths = tree.batch_size, np.asarray(self.auto.widths)
-        least = max(1 + int(chains.max(initial=0)), rest.most_nodes)
-        widths = widths[np.searchsorted(widths, least) :]
-        if not len(widths):
-            return
-        node = np.arange(tree.max_nodes)
-        sibling = (node > chains[:, None]) & (node < tree.counts[:, None])
-        brings = np.concatenate([[0.0], np.where(sibling, tree.scores, 0.0).sum(0).cumsum()])
-        gain = brings[np.minimum(widths, tree.max_nodes)]
-        price = self._cost.rate * self.auto.overrun * self.auto.step_seconds(batch, batch * widths)
-        width = int(widths[(gain - price).argmax()])
-        np.minimum(tree.counts, width, out=tree.counts)
 
     def _record_acceptance(self, step: Step) -> None:
         """Report to policy and selection how much of the last round's chains was accepted: as far as the tokens that

@@ -249,7 +249,7 @@ class Cost(Lookahead):
         kind_of = (sets << self.windows.per_set) | useful @ (1 << np.arange(self.windows.per_set))
         key, chosen, left = self._chosen
         if left == 0 or key != kind_of.tobytes():
-            chosen, left = np.full(len(sets), NONE, np.intp), self._decision_steps
+            chosen, left = np.full(len(sets), NONE, np.intp), DECISION_STEPS if self.on else IDLE_STEPS
             kinds, first, counts = np.unique(kind_of, return_index=True, return_counts=True)
             for kind, i, count in zip(kinds.tolist(), first.tolist(), counts.tolist(), strict=True):
                 places = sets[i] * self.windows.per_set + np.flatnonzero(useful[i])
@@ -258,10 +258,6 @@ class Cost(Lookahead):
                     chosen[kind_of == kind] = best
         self._chosen = kind_of.tobytes(), chosen, left - 1
         return chosen
-
-    @property
-    def _decision_steps(self) -> int:
-        return DECISION_STEPS if self.on else IDLE_STEPS
 
     def _rate_alone(self, place: int, count: int, batch: int) -> float:
         """Expected tokens per second if so many requests draft with this recipe, and no others."""
@@ -276,8 +272,7 @@ class Cost(Lookahead):
         key, chosen, left = self._decision
         if left == 0 or key != counts.tobytes():
             chosen = self._recipes_that_pay(counts, len(places) + others)
-            self.on = bool(chosen.any())
-            left = self._decision_steps
+            left = DECISION_STEPS if chosen.any() else IDLE_STEPS
         self._decision = counts.tobytes(), chosen, left - 1
         self.on = bool(chosen.any())
         if self.on:

@@ -159,7 +159,7 @@ class Recording(Lookahead):
         empty = (np.zeros((0, TOP), np.float32), np.zeros(0, np.float32))
         ints = np.zeros(0, np.int32)
         first = (*empty, ints, np.zeros(0, np.bool_), ints, ints)
-        columns = zip(first, *list(self.parts), strict=True)
+        columns = zip(first, *self.parts, strict=True)
         top, entropy, position, good, request, number = (np.concatenate(column) for column in columns)
         records = Verifications(top, entropy, position, good, request, number, self.model, prices)
         records.save(self.path)

@@ -13,9 +13,10 @@ from freedraft.config import ConfigError
 from freedraft.draft_model import Drafted, DraftModel, DraftRound
 from freedraft.hybrid.choice import RestOfBatch
 from freedraft.method import EngineContext
-from layerskip_plugin.candidate_tree import candidate_tree
+from layerskip_plugin.candidate_tree import candidate_tree, cut_to_width
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Recording, Verifications
 from layerskip_plugin.lookahead.per_set import PerSet
+from layerskip_plugin.lookahead.record_writer import RecordWriter
 from layerskip_plugin.method import SPEC, LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Static
@@ -102,11 +103,14 @@ class Engine:
             known = KnownCosts({recipe: {1: costs[0]} for recipe in method.recipes}, costs[1])
             method.auto.step_seconds, method.auto.pass_seconds = known.step_seconds, known.pass_seconds
             lookahead = Cost(method.auto, method.recipes)
-        method.lookahead = lookahead
+        self.use(lookahead)
         method.prepare(self.model)
         self.widths = context.widths
         self.text, self.gained, self.drafted = {}, {}, {}
         self.previous = None
+
+    def use(self, lookahead):
+        self.method.lookahead, self.method._records = lookahead, RecordWriter(lookahead, self.method._prices)
 
     def add(self, name, first, skip_set=None):
         self.text[name], self.gained[name], self.drafted[name] = [first], [first], 0
@@ -248,15 +252,13 @@ def test_no_more_passes_run_ahead_than_rounds_are_long(policy):
 @pytest.mark.parametrize(("widths", "kept"), [((1, 2, 4, 8), 4), (tuple(range(1, 9)), 3), ((1, 8), 8)])
 def test_siblings_as_many_as_pay_at_the_widths_that_there_are(widths, kept):
     """Verification is as dear as the width that the longest chain needs: up to there siblings cost nothing."""
-    engine = Engine(costs=(0.1, {1: 1.0, 100: 100.0}), nodes=8)
-    method = engine.method
-    method.auto.widths, method._cost.rate = np.array(widths, np.int32), 1.0
     tokens = np.arange(1, 21, dtype=np.int32).reshape(1, 2, 10)
     probabilities = np.full((1, 2, 10), 0.02, np.float32)
     probabilities[:, :, 0] = 0.6
     tree = candidate_tree(np.zeros(1, np.int32), tokens, probabilities, np.array([2], np.int32), 8)
     assert tree.counts[0] == 8
-    method._leave_out_siblings(tree, np.array([2], np.int32), RestOfBatch(0, 0, None))
+    prices = np.array(widths, np.float64)  # a token for each node
+    cut_to_width(tree, np.array([2], np.int32), 1, np.array(widths, np.int32), prices)
     assert tree.counts.tolist() == [kept]
 
 
@@ -407,7 +409,7 @@ def test_the_parts_of_a_batch():
 def test_a_recorded_policy_is_asked_as_itself(tmp_path):
     """What is recorded drafts, and is a part of the hybrid method, as without the recording."""
     engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]})
-    engine.method.lookahead = Recording(engine.method.lookahead, tmp_path / "seen.npz")
+    engine.use(Recording(engine.method.lookahead, tmp_path / "seen.npz"))
     engine.add("a", 1)
     for _ in range(20):
         engine.step(["a"])
@@ -432,8 +434,8 @@ def test_records_are_written_when_there_are_new_ones(tmp_path, monkeypatch):
         for _ in range(3 if name != "b" else 1):  # nothing of b's only draft is verified
             engine.step([name])
         engine.method.finish(name, None, False)
-        if engine.method._saving is not None:
-            engine.method._saving.join()
+        if engine.method._records._thread is not None:
+            engine.method._records._thread.join()
     engine.method.close()
     assert len(writers) == 2 and threading.main_thread() not in writers
     assert len(Verifications.load(tmp_path / "seen.npz")) == recording.kept
