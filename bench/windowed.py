@@ -13,8 +13,9 @@ Prompts are documents and modules of Python's own library, cut to the context, w
   requests. By cell of batch and context: ms of a plain step; a draft pass (c) and a verification in plain steps of the
   same answers; M of the turns that draft, alpha of a token behind accepted ones; the ratio of speeds of each turn to
   those beside it, their median and quartiles; whether all tokens are those of plain decoding; and what the measured
-  times allow: the best (1 + a + ... + a^d) / (d c + 1 + d v) over lengths d and windows, of all drafts of the cell,
-  those included that were made to learn what passes and windows bring; 1 where nothing beats plain.
+  times allow: the best (1 + a + ... + a^d) / (d c + v(d)) over windows and lengths d, v(d) being the time of
+  verification with d draft tokens per request, of all drafts of the cell, those included that were made to learn what
+  passes and windows bring. No d is taken that was not measured; 1 where nothing beats plain.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -51,8 +54,8 @@ SOURCES = (
 WINDOWS = (128, 256, 512, 1024, 2048)
 SINKS = 16
 LENGTHS = (1, 2, 4, 6)
-FEWEST_ROUNDS = 3
-"""Rounds of a window from which it is judged."""
+FEWEST_ROUNDS, FEWEST_DRAFTS = 3, 10
+"""From how many of a window it is judged: rounds for its times, drafts of a request for what is accepted."""
 Generate = Callable[[list[list[int]], str, int], list[list[int]]]
 
 
@@ -227,22 +230,33 @@ def allowed(steps: Sequence[tuple[Call, Call]], longest: int) -> dict[str, Any]:
         plain = [b.began - a.began for a, b in of_answer if not any(a.drafted)]
         if plain:
             rounds += [(a, b, statistics.median(plain)) for a, b in of_answer if any(a.drafted)]
-    # A further draft token of each request makes verification longer by as much.
-    more = [((b.began - a.ended) / plain - 1) / statistics.mean(d for d in a.drafted if d) for a, b, plain in rounds]
-    v = max(statistics.median(more), 0.0) if more else 0.0
-    best: dict[str, Any] = {"rounds": len(rounds), "verify": 1 + v, "c": 0.0, "alpha": 0.0, "allowed": 1.0}
+    verify = verification(rounds)
+    best: dict[str, Any] = {"rounds": len(rounds), "verify": verify[1:], "c": 0.0, "alpha": 0.0, "allowed": 1.0}
+    best["windows"] = []
     for kind in sorted({k for a, _, _ in rounds for k in a.kinds if k}):
         mine = [(a, b, plain) for a, b, plain in rounds if set(a.kinds) <= {0, kind}]
         drafts = [(d, g) for a, b, _ in mine for d, g in zip(a.drafted, b.gained, strict=True) if d]
-        if len(mine) < FEWEST_ROUNDS:
+        if len(mine) < FEWEST_ROUNDS or len(drafts) < FEWEST_DRAFTS:
             continue
         c = statistics.median((a.pass_seconds or 0.0) / plain for a, _, plain in mine)
         # Tokens behind a rejected one have no verdict of their own.
         alpha = sum(g - 1 for _, g in drafts) / sum(min(d, g) for d, g in drafts)
-        rates = [sum(alpha**i for i in range(d + 1)) / (d * (c + v) + 1) for d in range(longest + 1)]
+        rates = [sum(alpha**i for i in range(d + 1)) / (d * c + v) for d, v in enumerate(verify[: longest + 1])]
+        best["windows"].append({"rounds": len(mine), "c": c, "alpha": alpha, "allowed": max(rates)})
         if max(rates) > best["allowed"] or not best["alpha"]:
-            best |= {"c": c, "alpha": alpha, "allowed": max(rates), "rounds_of_window": len(mine)}
+            best |= {"c": c, "alpha": alpha, "allowed": max(rates)}
     return best
+
+
+def verification(rounds: Sequence[tuple[Call, Call, float]]) -> list[float]:
+    """Seconds of a step by draft tokens of each request (0, 1, ...), in plain steps: medians of the lengths of which
+    there are rounds enough, in between by interpolation, and none beyond."""
+    times: dict[int, list[float]] = {}
+    for a, b, plain in rounds:
+        times.setdefault(round(statistics.mean(a.drafted)), []).append((b.began - a.ended) / plain)
+    known = {0: 1.0} | {n: statistics.median(each) for n, each in times.items() if n and len(each) >= FEWEST_ROUNDS}
+    measured = sorted(known)
+    return np.interp(range(measured[-1] + 1), measured, [known[n] for n in measured]).tolist()
 
 
 def main() -> None:

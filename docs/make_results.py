@@ -320,14 +320,15 @@ def windowed_speed(*results: Any) -> str:
     for result in results:
         engine = f"{'SGLang' if 'sglang' in result else 'vLLM'}, {result['dtype']}"
         for r in result["rows"]:
-            drafts = [f"{r['c']:.2f}", f"{r['verify'] - 1:.2f}", f"{r['alpha']:.2f}"]
+            drafts = [f"{r['c']:.2f}", f"{r['verify'][0]:.2f}" if r["verify"] else "-", f"{r['alpha']:.2f}"]
             rows.append(
                 [engine, r["batch"], f"{r['context']:,}", f"{r['plain_ms']:.0f}",
                  *(drafts if r["alpha"] else ["-"] * 3), f"{r['drafting_share']:.0%}",
                  "{:.2f} ({:.2f}-{:.2f})".format(r["ratio"], *r["ratio_quartiles"]), r["turns"], f"{r['allowed']:.2f}",
                  "yes" if r["same"] else "no"]
             )  # fmt: skip
-    head = ["engine", "batch", "context", "plain step, ms", "draft pass, plain steps", "a draft token's verification"]
+    head = ["engine", "batch", "context", "plain step, ms", "draft pass, plain steps"]
+    head += ["verification of a draft token each"]
     head += ["next token accepted", "steps drafted for", "over plain (quartiles)", "turns", "allowed by the times"]
     head += ["identical"]
     return table(head, rows)

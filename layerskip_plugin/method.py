@@ -60,11 +60,8 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
             f"selection '{options.selection}' searches on one tensor-parallel rank only, not "
             f"{context.tensor_parallel}: calibrate a set, or use 'knn'"
         )
-    if context.lengths is not None and options.searches and options.selection == "knapsack":
-        raise ValueError(
-            "selection 'knapsack' searches by the times of steps, which are not known here: set 'selection_file' "
-            "to what 'freedraft calibrate knapsack' makes"
-        )
+    if context.lengths is not None and (why := options.needs_own_lengths):
+        raise ValueError(why)
     selector = options.make_selector(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
     options.make_lookahead(context, list(selector.sets.values()), cast(Costs, None))  # asked of nothing yet
     options.windows(context)

@@ -8,7 +8,7 @@ import pytest
 
 from bench.layer_skip_sglang import DRAFTING, TURN, TURNS
 from bench.lib.switch import Call, Turns
-from bench.windowed import figures
+from bench.windowed import allowed, figures
 
 PLAIN, PASS, LENGTH = 0.1, 0.05, 2
 
@@ -40,7 +40,28 @@ def test_what_the_times_allow_counts_drafts_of_all_answers_and_no_drafts() -> No
     assert row["ratio"] == pytest.approx(1) and row["allowed"] == 1 and row["rounds"] == 0
     learnt = steps(DRAFTING, 12, drafts=True, accepted=LENGTH)
     row = figures([*learnt, *steps(TURNS, 32, drafts=False, accepted=0)], 5)
-    # Every token is accepted: with d of them d + 1 tokens come in d passes of half a step and 1 + d / 10 steps.
-    assert row["allowed"] == pytest.approx(max((d + 1) / (1 + 0.6 * d) for d in range(6))) and row["rounds"] == 10
+    # Both tokens are accepted: three come in two passes of half a step and 1.2 steps; more of them never ran.
+    assert row["allowed"] == pytest.approx(3 / 2.2) and row["rounds"] == 10
     poor = steps(DRAFTING, 12, drafts=True, accepted=0)
     assert figures([*poor, *steps(TURNS, 32, drafts=False, accepted=0)], 5)["allowed"] == 1
+
+
+def test_verification_is_as_measured_by_length_and_no_further() -> None:
+    """The first draft token costs a third of a step, all others a twentieth; five never ran."""
+
+    def rounds(length: int, seconds: float) -> list[tuple[Call, Call]]:
+        ids, kinds = [DRAFTING], [112]
+        first = Call(0.0, length * 0.02, True, ids, 50, [1], [length], 1 + length, kinds)
+        after = Call(first.ended + seconds, 9.0, True, ids, 50, [1 + length], [0], 1, [0])
+        return [(first, after)] * 6
+
+    plain = [
+        (
+            Call(0.0, 0.0, False, [DRAFTING], 50, [1], [0], 1, [0]),
+            Call(0.1, 0.1, False, [DRAFTING], 50, [1], [0], 1, [0]),
+        )
+    ]
+    times = {1: 0.133, 2: 0.138, 4: 0.148}
+    row = allowed([*plain * 3, *(step for n, seconds in times.items() for step in rounds(n, seconds))], 5)
+    assert row["verify"] == pytest.approx([1.33, 1.38, 1.43, 1.48]) and row["c"] == pytest.approx(0.2)
+    assert row["allowed"] == pytest.approx(5 / (4 * 0.2 + 1.48))

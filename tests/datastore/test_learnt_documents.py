@@ -21,6 +21,7 @@ from sssd_plugin.datastore.live.log import DocumentLog
 from sssd_plugin.datastore.live.store import check_live, open_live
 from sssd_plugin.datastore.records import Record
 from tests.support.stores import read_only_folder
+from tests.support.waiting import wait_until
 
 VOCAB = 1000
 
@@ -242,10 +243,7 @@ def test_two_servers_learn_in_one_folder_and_from_each_other(tmp_path: Path) -> 
     second = open_live(tmp_path, VOCAB, isolation="shared")
     first.insert(np.array([1, 2, 3], np.int32))
     second.insert(np.array([4, 5], np.int32))
-    end = time.monotonic() + 5
-    while min(first.stats().tokens, second.stats().tokens) < 7:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: min(first.stats().tokens, second.stats().tokens) >= 7)
     time.sleep(0.5)
     assert first.stats().tokens == second.stats().tokens == 7, "once each"
     first.close(), second.close()
