@@ -108,6 +108,7 @@ def serve(result: Any, noise: Any) -> str:
             ratio, low, high = (1 / value for value in (r["over"]["sssd"][i] for i in (0, 2, 1)))
             over.append(f"{ratio:.2f} ({low:.2f}-{high:.2f}) at {r['concurrency']}")
     return (
+        f"Answers of {result['settings']['max_tokens']} tokens.\n\n"
         f"{report.markdown(result)}\n\n`sssd` over `suffix`, all questions: {', '.join(over)} at a time. A second "
         f"plain server, measured the same way, over the first: {said}."
     )
@@ -470,9 +471,7 @@ SECTIONS = (
         ),
         "SmolLM2-135M-Instruct, fp32, eager, one request at a time, prefill included; two servers, prompts "
         "alternating between them; datastore of Python's library, 2.4 M tokens, built in seconds. vLLM verifies "
-        "chains, SGLang trees. The day before, when the same machine decoded plainly at 33 tokens per second with vLLM "
-        "and 16 with SGLang, the ratios were 2.59 / 1.88 / 1.35 / 1.00 and 2.00 / 1.78 / 1.12 / 1.04: they depend on "
-        "the state of the machine.",
+        "chains, SGLang trees. Ratios depend on the state of the machine.",
         demo,
     ),
     Section(
@@ -481,10 +480,9 @@ SECTIONS = (
             "serve-vllm-cpu.json",
             "serve-vllm-cpu-noise.json",
         ),
-        "Half of Spec-Bench, answers of 64 tokens; `sssd` starts with an empty datastore and learns from what it "
+        "Half of Spec-Bench; `sssd` starts with an empty datastore and learns from what it "
         "answers; `suffix` (ArcticInference) runs with the settings of vLLM's documentation. Throughput over "
-        "plain with 95 % intervals over blocks of questions (none where a group is one block), prefill included; all "
-        "answers identical.\n\n"
+        "plain with 95 % intervals over blocks of questions (none where a group is one block), prefill included.\n\n"
         "![Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)",
         serve,
     ),

@@ -102,15 +102,15 @@ class DraftRound(ABC):
     """
 
     @abstractmethod
-    def run(
+    def launch(
         self,
         draft_pass: Any,
         rows: NDArray[np.intp],
         tokens: NDArray[np.int32],
         position: int | NDArray[np.int64],
         count: int = 1,
-    ) -> Drafted:
-        """Run so many passes, each behind the most likely token of the one before, and read back once.
+    ) -> Any:
+        """Run so many passes, each behind the most likely token of the one before, and wait for none of them.
 
         A request may stand in `rows` several times in a row, with one position behind the other: a layer writes the KV
         of all tokens of a pass before its attention reads, so that every one sees those before it.
@@ -121,7 +121,14 @@ class DraftRound(ABC):
                 With several of a request, R is at most `DraftModel.max_rows`.
             tokens: int32 [R], the token at `position` of each: its root at 0, then what was drafted, or is guessed.
             position: of the first pass, from 0; int64 [R] where they differ.
+
+        Returns:
+            what `read` takes.
         """
+
+    @abstractmethod
+    def read(self, launched: Sequence[Any]) -> list[Drafted]:
+        """Wait once for the passes of several launches, which ran equally many with the same `top_k` and `entropy`."""
 
 
 class DraftModel(ABC):

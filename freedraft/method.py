@@ -194,6 +194,12 @@ class Method:
     def prepare(self, model: DraftModel) -> None:
         """The target's weights and KV cache are there. Only methods that run the model are called."""
 
+    @property
+    def optimized_passes(self) -> int:
+        """How many draft passes `prepare` builds to be optimized, those of one skip set through several windows
+        counted once. Engines keep memory for their CUDA graphs."""
+        return 0
+
     def draft(self, step: Step) -> DraftBatch:
         """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with
         `widths` at most the widest. Without widths they must be chains, unless `trees` says otherwise. Valid until the

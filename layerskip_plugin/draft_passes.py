@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.draft_model import DraftRound
+from freedraft.draft_model import Drafted, DraftRound
 
 
 class Round:
@@ -29,6 +29,10 @@ class Round:
         self.drafted = np.zeros(batch, np.int32)
 
 
+Part: TypeAlias = "tuple[int, NDArray[np.intp], NDArray[np.int32], int | NDArray[np.int64]]"
+"""What passes of one recipe are run on: its place, and what `DraftRound.launch` takes: rows, tokens, position."""
+
+
 class Passes:
     """The draft passes of a round, each recipe's in turn.
 
@@ -36,6 +40,8 @@ class Passes:
         draft_round: of the engine's draft model; draft_passes: of each recipe.
         places: intp [B], of each request's recipe.
         result: what is filled.
+        expected: seconds that a pass takes by (a recipe's place, its tokens), where those of several recipes are read
+            back at once, so that only their sum is known; None where each is read back by itself.
         record: told of (a recipe's place, tokens of a pass, its seconds, how many there were), with what a round takes
             besides: setting up, deciding. since: when the round began, by `time.perf_counter`.
 
@@ -49,17 +55,17 @@ class Passes:
         draft_passes: Sequence[Any],
         places: NDArray[np.intp],
         result: Round,
+        expected: Callable[[int, int], float] | None,
         record: Callable[[int, int, float, int], None],
         since: float,
     ) -> None:
         self._draft_round, self._draft_passes, self._places = draft_round, draft_passes, places
-        self._result, self._record, self._since = result, record, since
+        self._result, self._expected, self._record, self._since = result, expected, record, since
         self.read = np.zeros(len(result.drafted), np.intp)
 
     def run(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int) -> None:
         """So many passes from `position` on; tokens: int32 [B], the newest of each request."""
-        for number, part in self._by_recipe(rows):
-            self._run(number, rows[part], tokens[rows[part]], position, count)
+        self._run([(n, rows[part], tokens[rows[part]], position) for n, part in self._by_recipe(rows)], count)
         self.read[rows] = position + count
 
     def check(
@@ -71,11 +77,12 @@ class Passes:
         Args:
             rows: intp [R]; roots: int32 [B]; chains: int32 [R, K], lengths: int32 [R], tokens of them to check.
         """
-        nodes = np.concatenate((roots[rows, None], chains), 1)
+        nodes, parts = np.concatenate((roots[rows, None], chains), 1), list[Part]()
         for number, part in self._by_recipe(rows):
             inside = np.arange(nodes.shape[1]) <= lengths[part, None]
             row, position = np.nonzero(inside)
-            self._run(number, rows[part][row], nodes[part][inside], position, 1)
+            parts.append((number, rows[part][row], nodes[part][inside], position))
+        self._run(parts, 1)
         places = np.arange(min(chains.shape[1], self._result.tokens.shape[1]))
         drafted = self._result.tokens[rows, : len(places), 0]
         same = (drafted == chains[:, : len(places)]) & (places < lengths[:, None])
@@ -86,21 +93,26 @@ class Passes:
         for number in np.unique(places).tolist():
             yield number, np.flatnonzero(places == number)
 
-    def _run(
-        self,
-        number: int,
-        rows: NDArray[np.intp],
-        tokens: NDArray[np.int32],
-        position: int | NDArray[np.int64],
-        count: int,
-    ) -> None:
+    def _run(self, parts: Sequence[Part], count: int) -> None:
+        for together in [[part] for part in parts] if self._expected is None else [parts]:
+            launched = [
+                self._draft_round.launch(self._draft_passes[number], rows, tokens, position, count)
+                for number, rows, tokens, position in together
+            ]
+            for (_, rows, _, position), drafted in zip(together, self._draft_round.read(launched), strict=True):
+                self._take(drafted, rows, position)
+            now = time.perf_counter()
+            each = [1.0]
+            if self._expected is not None:
+                each = [self._expected(number, len(rows)) for number, rows, _, _ in together]
+            for (number, rows, _, _), seconds in zip(together, each, strict=True):
+                self._record(number, len(rows), (now - self._since) * seconds / sum(each) / count, count)
+            self._since = now
+
+    def _take(self, drafted: Drafted, rows: NDArray[np.intp], position: int | NDArray[np.int64]) -> None:
         result = self._result
-        drafted = self._draft_round.run(self._draft_passes[number], rows, tokens, position, count)
-        for i in range(count):
-            result.tokens[rows, position + i] = drafted.tokens[i]
+        for i, tokens in enumerate(drafted.tokens):
+            result.tokens[rows, position + i] = tokens
             result.probabilities[rows, position + i] = drafted.probabilities[i]
             if drafted.entropy is not None:
                 result.entropy[rows, position + i] = drafted.entropy[i]
-        now = time.perf_counter()
-        self._record(number, len(rows), (now - self._since) / count, count)
-        self._since = now

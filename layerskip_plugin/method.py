@@ -150,6 +150,10 @@ class LayerSkipMethod(ModelMethod):
         if self.selector.selection.searches:
             self._scorer = model.scorer(WINDOW)
 
+    @property
+    def optimized_passes(self) -> int:
+        return min(len(self.selector.sets), self.selector.compiled)
+
     def _recipes(self, skip_set: SkipSet) -> list[SkipSet]:
         return [replace(skip_set, window=window) for window in self.windows]
 
@@ -312,7 +316,8 @@ class LayerSkipMethod(ModelMethod):
         allowed[rows], place[rows] = limits, np.arange(len(rows))
         lookahead.begin([step.request_ids[i] for i in rows.tolist()], places[rows], depth, rest)
         draft_round = self._model.start(step, rows, depth)
-        passes = Passes(draft_round, self.draft_passes, places, result, self._record_pass, started)
+        expected = self._pass_seconds if self._model.waits else None
+        passes = Passes(draft_round, self.draft_passes, places, result, expected, self._record_pass, started)
         active = rows[limits > 0]
         if chains is not None and self._cost is not None and len(active):
             chances = np.where(
@@ -343,6 +348,9 @@ class LayerSkipMethod(ModelMethod):
             active = active[more & (allowed[active] > position + 1)]
         lookahead.end(int(result.drafted.max(initial=0)))
         return result
+
+    def _pass_seconds(self, place: int, tokens: int) -> float:
+        return 1.0 if self.auto is None else float(self.auto.pass_seconds(self.recipes[place], tokens))
 
     def _record_pass(self, place: int, tokens: int, seconds: float, count: int) -> None:
         if self.auto is not None:

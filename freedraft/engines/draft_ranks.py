@@ -84,7 +84,7 @@ class DraftRanks:
                 else:
                     number, *rest = arguments
                     if round_ is not None and number in self._built:
-                        round_.run(self._built[number], *rest)
+                        round_.launch(self._built[number], *rest)
                     else:
                         self.agree(False)
             except Exception:

@@ -172,6 +172,10 @@ class HybridMethod(Method):
     def prepare(self, model: DraftModel) -> None:
         self.model.prepare(model)
 
+    @property
+    def optimized_passes(self) -> int:
+        return self.model.optimized_passes
+
     def close(self) -> None:
         self.host.close()
         self.model.close()

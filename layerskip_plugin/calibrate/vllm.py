@@ -211,7 +211,7 @@ class VllmModel(CalibrationModel):
     def _draft(self, draft_pass: DraftPass, pages: Tensor, context: int) -> None:
         of_request = Pages(pages[None], np.zeros(1, np.intp), np.array([len(pages)]), self.page_size)
         draft_round = self.draft_model.round(of_request, np.array([context - 1]), 1)
-        draft_round.run(draft_pass, np.zeros(1, np.intp), np.zeros(1, np.int32), 0)
+        draft_round.read([draft_round.launch(draft_pass, np.zeros(1, np.intp), np.zeros(1, np.int32), 0)])
 
     def _verify(self, pages: Tensor, context: int, n: int) -> None:
         positions = torch.arange(context - 1, context - 1 + n, device=self.device)

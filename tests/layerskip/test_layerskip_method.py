@@ -14,6 +14,7 @@ from freedraft.draft_model import Drafted, DraftModel, DraftRound
 from freedraft.hybrid.choice import RestOfBatch
 from freedraft.method import EngineContext
 from layerskip_plugin.candidate_tree import candidate_tree, cut_to_width
+from layerskip_plugin.draft_passes import Passes, Round
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Recording, Verifications
 from layerskip_plugin.lookahead.per_set import PerSet
 from layerskip_plugin.lookahead.record_writer import RecordWriter
@@ -62,8 +63,11 @@ class Model(DraftModel, DraftRound):
     def scorer(self, window):
         raise AssertionError("nothing searches here")
 
-    def run(self, draft_pass, rows, tokens, position, count=1):
-        self.reads.append(count)
+    def read(self, launched):
+        self.reads.append(len(launched[0].tokens))
+        return launched
+
+    def launch(self, draft_pass, rows, tokens, position, count=1):
         drafted = []
         for i in range(count):
             drafted.append(self.run_one(draft_pass, rows, tokens, position + i))
@@ -203,8 +207,8 @@ def test_a_device_that_would_wait_is_read_back_once(policy):
         assert (drafts[1].counts == counts).all()
         for b in range(3):
             assert (drafts[0].tokens[b, : counts[b]] == drafts[1].tokens[b, : counts[b]]).all()
-    # A read for each of the three sets and no more: five positions, or four where the policy says so.
-    assert engines[1].model.reads == [5 if not isinstance(engines[1].method.lookahead, Fixed) else 4] * 90
+    # One read of all three sets in each step: five positions, or four where the policy says so.
+    assert engines[1].model.reads == [5 if not isinstance(engines[1].method.lookahead, Fixed) else 4] * 30
     assert set(engines[0].model.reads) == {1}
 
 
@@ -216,6 +220,23 @@ def test_all_passes_that_are_read_back_at_once_are_expected_of_a_round():
     one = float(auto.pass_seconds(recipe, 1))  # the first ones warm up and are not learnt from
     engine.step(["a"])
     assert engine.model.reads == [4] and auto._passes == pytest.approx(4 * one)
+
+
+def test_what_is_read_back_at_once_takes_as_long_as_it_takes(monkeypatch):
+    """Only the sum of two recipes' times is known: each gets its expected share of it."""
+    clock = iter([12.0, 20.0])
+    monkeypatch.setattr("layerskip_plugin.draft_passes.time.perf_counter", lambda: next(clock))
+    model, recorded = Model(waits=True), []
+    passes = [model.build(skip_set, top_k=1, entropy=False, optimize=True) for skip_set in SETS.values()]
+    ran = Passes(
+        model, passes, np.array([1, 0, 1]), Round(["a", "b", "c"], 3, 5, 1), lambda place, tokens: (1.0, 3.0)[place],
+        lambda *said: recorded.append(said), since=10.0,
+    )  # fmt: skip
+    roots = np.array([1, 2, 3], np.int32)
+    ran.run(np.arange(3), roots, 0, 2)
+    assert recorded == [(0, 1, 0.25, 2), (1, 2, 0.75, 2)] and model.reads == [2]
+    ran.run(np.array([0, 2]), roots, 2, 1)
+    assert recorded[2:] == [(1, 2, 8.0, 1)] and model.reads == [2, 1]
 
 
 def test_no_pass_writes_where_a_request_has_no_slots():

@@ -49,7 +49,6 @@ def test_a_round_sends_to_the_device_once(draft_model, monkeypatch, window, copi
 
     for module in (on_device, draft_model, window_rows):
         monkeypatch.setattr(module, "on_device", unpinned, raising=False)
-    monkeypatch.setattr(draft_model, "on_host", lambda values, *_: values)
     monkeypatch.setattr(draft_model.ForwardBatch, "init_new", lambda part, *_, **__: part)
     meta = torch.device("meta")
     batch = SimpleNamespace(
@@ -79,8 +78,8 @@ def test_a_round_sends_to_the_device_once(draft_model, monkeypatch, window, copi
     round_.slots = torch.zeros(3, 4, dtype=torch.int64, device=meta)
     draft_pass = draft_model.DraftPass((), window, 1, False, 1)
     with Transfers() as transfers:
-        found = round_.run(draft_pass, np.array([2, 0]), np.array([7, 8], np.int32), 1, count=3)
-    assert found.shape == (3, 2, 2)
+        found = round_.launch(draft_pass, np.array([2, 0]), np.array([7, 8], np.int32), 1, count=3)
+    assert found.outputs.shape == (3, 2, 2)
     whole = np.array([52, 32]) - (0 if window is None else np.array([39, 19]))
     assert lengths == [(whole + i).tolist() for i in range(3)]
     assert transfers.number == copies
@@ -97,3 +96,27 @@ def test_the_log_says_what_graphs_of_draft_passes_take(draft_model, monkeypatch,
     with caplog.at_level(logging.INFO):
         model.capture()
     assert "CUDA graphs of 2 draft passes take 1024 MiB" in caplog.text and "4.00 GiB are free" in caplog.text
+
+
+def test_a_rank_that_cannot_capture_leaves_no_other_waiting(draft_model, monkeypatch):
+    """One of several ends the engine, whose ranks capture together; alone it runs passes eagerly."""
+    from freedraft.engines.draft_ranks import DraftRanks
+    from freedraft.guarded_method import EngineMustEnd
+
+    def fail(runner, width):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(draft_model, "capture", fail)
+    model = draft_model.PagedDraftModel.__new__(draft_model.PagedDraftModel)
+    model.runner, model._model, model.decoder = (
+        SimpleNamespace(decode_cuda_graph_runner=object()),
+        SimpleNamespace(),
+        None,
+    )
+    model._to_capture, model._graphs = {("one",): None}, {("before",): None}
+    model.ranks = one_rank()
+    model.capture()
+    assert not model._graphs
+    model.ranks = DraftRanks(SimpleNamespace(world_size=2, rank_in_group=1))
+    with pytest.raises(EngineMustEnd):
+        model.capture()

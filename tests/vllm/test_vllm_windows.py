@@ -147,7 +147,8 @@ def test_a_pass_over_several_tokens_of_a_request_says_what_passes_one_by_one_say
             wrong[:, K - 1] = (wrong[:, K - 1] + 1) % TINY["vocab_size"]
             each, positions = np.repeat(part, K), np.tile(np.arange(K), len(part))
             for given, known in ((wrong, K - 1), (tokens, K)):
-                said = round_.run(method.draft_passes[number], each, given.reshape(-1).astype(np.int32), positions)
+                ran = round_.launch(method.draft_passes[number], each, given.reshape(-1).astype(np.int32), positions)
+                (said,) = round_.read([ran])
                 assert said.tokens[0, :, 0].reshape(-1, K)[:, :known].tolist() == [drafts[b][:known] for b in part]
                 expected = last.probabilities[part, :known, 0]
                 assert said.probabilities[0, :, 0].reshape(-1, K)[:, :known] == pytest.approx(expected, rel=1e-4)

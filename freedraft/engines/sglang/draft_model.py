@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -86,22 +86,23 @@ class PagedDraftModel(DraftModel):
     def capture(self) -> None:
         """Capture CUDA graphs of the passes built to be optimized; does nothing where SGLang captures none.
 
-        A graph is of a step of one node per request, as SGLang captures them under speculation. Where capturing fails
-        on a rank, all run their passes eagerly, which costs time only.
+        A graph is of a step of one node per request, as SGLang captures them under speculation. Where capturing fails,
+        passes run eagerly, which costs time only.
+
+        Raises:
+            EngineMustEnd: it failed on one of several ranks, which capture together.
         """
         if self.runner.decode_cuda_graph_runner is None:
             return
-        free, able = free_bytes(), False
+        free = free_bytes()
         try:
             for stages in self._to_capture:
-                with self._in_place(self._with_head(self._runs(stages))):
+                with self._in_place(self._with_head(self._runs(stages))), self.ranks.together():
                     self._graphs[stages] = capture(self.runner, 1)
-            able = True
         except Exception as error:
             logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
-        if not self.ranks.agree(able):
             self._graphs.clear()
-        elif free is not None and self._graphs:
+        if free is not None and self._graphs:
             left = free_bytes() or 0
             logger.info(
                 "freedraft: CUDA graphs of %d draft passes take %.0f MiB that --mem-fraction-static does not know of, "
@@ -257,6 +258,14 @@ class WindowedRead(NamedTuple):
     tokens_there: torch.Tensor
 
 
+class Launched(NamedTuple):
+    """Passes on their way: float64 [N, R, 2K (+ 1)], see `most_likely`."""
+
+    outputs: torch.Tensor
+    top_k: int
+    entropy: bool
+
+
 class PagedRound(DraftRound):
     """One step's draft passes over a batch of B requests.
 
@@ -284,14 +293,14 @@ class PagedRound(DraftRound):
             device=batch.seq_lens.device,
         ).view(-1, max_draft_len)
 
-    def run(
+    def launch(
         self,
         draft_pass: DraftPass,
         rows: NDArray[np.intp],
         tokens: NDArray[np.int32],
         position: int | NDArray[np.int64],
         count: int = 1,
-    ) -> Drafted:
+    ) -> Launched:
         model, top_k, entropy = self._model, draft_pass.top_k, draft_pass.entropy
         model.ranks.tell("run", draft_pass.number, rows, tokens, position, count)
         there, read, part = model.ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
@@ -303,7 +312,14 @@ class PagedRound(DraftRound):
                     part = self._pass(draft_pass, there, read)
                 logits = self._as_sampled(model.run(draft_pass.stages, part), there.rows_there)
                 outputs.append(most_likely(logits, top_k, entropy))
-            return on_host(torch.stack(outputs), top_k, entropy)
+            return Launched(torch.stack(outputs), top_k, entropy)
+
+    def read(self, launched: Sequence[Launched]) -> list[Drafted]:
+        outputs = [each.outputs for each in launched]
+        with self._model.ranks.together():
+            host = (torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]).cpu()
+        parts = host.split([each.shape[1] for each in outputs], 1)
+        return [on_host(part, each.top_k, each.entropy) for part, each in zip(parts, launched, strict=True)]
 
     def _ready(
         self,

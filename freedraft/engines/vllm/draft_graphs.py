@@ -17,6 +17,7 @@ import torch
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS
 from freedraft.engines.vllm.kept_layers import KeptLayers
+from freedraft.method import Method
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.draft_model import PagedDraftModel
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
+MIN_GRAPH_BYTES = 1 << 20
+"""Of a graph, as vLLM counts its own."""
 _NO_SLOT = -1  # of padding, whose KV is written nowhere
 
 
@@ -37,6 +40,46 @@ def graph_sizes(captured: Sequence[int] | None, max_requests: int) -> list[int]:
     """
     most = min(max(captured or (max_requests,)), max_requests)
     return [*(1 << i for i in range((most - 1).bit_length())), most]
+
+
+def graph_bytes(own: int, captured: Sequence[int], max_requests: int, passes: int) -> int:
+    """Device memory for the graphs of so many draft passes, each counted as large as one of vLLM's own for the whole
+    model, on average: they replay in the same memory pool, and what adds up is each graph's own.
+
+    Args:
+        own: vLLM's estimate for its own graphs, 0 where it captures none.
+        captured: sizes of those.
+        max_requests: of a batch.
+    """
+    if own <= 0 or not captured:
+        return 0
+    return passes * len(graph_sizes(captured, max_requests)) * max(own // len(captured), MIN_GRAPH_BYTES)
+
+
+def with_draft_graphs(method_of: Callable[[Any], Method | None]) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """For `wrap_once` of a model runner's `profile_cudagraph_memory`, which says how much vLLM leaves out of its KV
+    cache: let it count the graphs of draft passes too.
+
+    Args:
+        method_of: what a runner drafts with, on the rank that decides: vLLM takes the least KV cache of all ranks.
+    """
+
+    def make(original: Callable[..., int]) -> Callable[..., int]:
+        def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> int:
+            own = original(self, *args, **kwargs)
+            config = self.vllm_config.compilation_config
+            method, layers = method_of(self), config.static_forward_context.values()
+            backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+            if method is None or not backends.issubset(BACKENDS):
+                return own
+            ours = graph_bytes(own, config.cudagraph_capture_sizes or (), self.max_num_reqs, method.optimized_passes)
+            if ours:
+                logger.info("freedraft: %.0f MiB are kept for CUDA graphs of draft passes", ours / 2**20)
+            return own + ours
+
+        return profile_cudagraph_memory
+
+    return make
 
 
 class DraftGraphs:
@@ -60,7 +103,11 @@ class DraftGraphs:
         self._graphs: dict[KeptLayers, Any] = {}
 
     def capture(self, passes: Iterable[KeptLayers]) -> None:
-        """Capture these, if vLLM captures its own; passes that cannot be captured run eagerly."""
+        """Capture these, if vLLM captures its own; passes that cannot be captured run eagerly.
+
+        Raises:
+            EngineMustEnd: capturing failed on one of several ranks, which do it together.
+        """
         from vllm.config import CUDAGraphMode
 
         config = self._model.vllm_config.compilation_config
@@ -75,18 +122,15 @@ class DraftGraphs:
 
         free = torch.cuda.mem_get_info()[0]
         set_cudagraph_capturing_enabled(True)
-        able = False
         try:
-            with graph_capture(device=self._model.device):
+            with graph_capture(device=self._model.device), self._model.ranks.together():
                 self.record(passes, CUDAGraphWrapper)
-            able = True
         except Exception as error:
             logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
-        finally:
-            set_cudagraph_capturing_enabled(False)
-        if not self._model.ranks.agree(able):  # all replay, or none
             self._graphs.clear()
             return
+        finally:
+            set_cudagraph_capturing_enabled(False)
         taken = (free - torch.cuda.mem_get_info()[0]) / 2**20
         number = len(self._graphs) * len(self._sizes)
         logger.info("freedraft: %d CUDA graphs of draft passes, %.0f MiB", number, taken)

@@ -69,7 +69,8 @@ class PagedDraftModel(DraftModel):
             return KeptLayers(self.backbone, kept, top_k, entropy).eval()
         key = (*recipe.bits, top_k, entropy)  # a window is no part of what is compiled
         if key not in self.compiled:
-            self.compiled[key] = compiled(self.vllm_config, self.backbone, kept, top_k, entropy)
+            with self.ranks.together():  # who warm it up
+                self.compiled[key] = compiled(self.vllm_config, self.backbone, kept, top_k, entropy)
         return self.compiled[key]
 
     def capture(self, table_width: int) -> None:

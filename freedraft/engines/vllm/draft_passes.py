@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -55,6 +56,13 @@ class _Ready(NamedTuple):
     lengths_on_device: torch.Tensor
 
 
+class _Launched(NamedTuple):
+    """Passes on their way: float32 [N, R, 2K (+ 1)], see `KeptLayers.forward`, and their layers."""
+
+    outputs: torch.Tensor
+    layers: KeptLayers
+
+
 class PagedDraftRound(DraftRound):
     """See `DraftModel.start`. What passes give comes to the host in one transfer.
 
@@ -70,15 +78,15 @@ class PagedDraftRound(DraftRound):
         self.tables: BlockTables | None = None
 
     @torch.inference_mode()
-    def run(
+    def launch(
         self,
         draft_pass: DraftPass,
         rows: NDArray[np.intp],
         tokens: NDArray[np.int32],
         position: int | NDArray[np.int64],
         count: int = 1,
-    ) -> Drafted:
-        ranks, layers, k = self.model.ranks, draft_pass.layers, draft_pass.layers.top_k
+    ) -> _Launched:
+        ranks = self.model.ranks
         ranks.tell("run", draft_pass.number, rows, tokens, position, count)
         ready = ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
         index = int(np.max(position))
@@ -87,10 +95,17 @@ class PagedDraftRound(DraftRound):
             for i in range(1, count):
                 ready = self._next(ready, outputs[-1][:, 0])
                 outputs.append(self._output(draft_pass, ready, index + i))
-            values = torch.stack(outputs).cpu().numpy()
-        return Drafted(
-            values[..., :k].astype(np.int32), values[..., k : 2 * k], values[..., 2 * k] if layers.entropy else None
-        )
+            return _Launched(torch.stack(outputs), draft_pass.layers)
+
+    def read(self, launched: Sequence[_Launched]) -> list[Drafted]:
+        layers, outputs = launched[0].layers, [each.outputs for each in launched]
+        with self.model.ranks.together():
+            values = (torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]).cpu().numpy()
+        k, ends = layers.top_k, np.cumsum([each.shape[1] for each in outputs])[:-1]
+        return [
+            Drafted(part[..., :k].astype(np.int32), part[..., k : 2 * k], part[..., 2 * k] if layers.entropy else None)
+            for part in np.split(values, ends, 1)
+        ]
 
     def _ready(
         self,

@@ -99,6 +99,14 @@ DRAFT_GRAPH_HOOKS = (
     Hook("vllm.v1.worker.utils.AttentionGroup", fields=("kernel_block_size",), purpose="CUDA graphs of draft passes"),
 )  # fmt: skip
 
+# Needed besides for their memory to be left out of the KV cache.
+GRAPH_MEMORY_HOOKS = (
+    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "profile_cudagraph_memory",
+         purpose="memory for CUDA graphs of draft passes"),
+    Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "profile_cudagraph_memory",
+         purpose="memory for CUDA graphs of draft passes in model runner V2"),
+)  # fmt: skip
+
 # Needed to tell the scheduler how much to draft in model runner V2.
 SCHEDULER_HOOKS = (
     Hook("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", parameters=("scheduler_output",
@@ -170,7 +178,9 @@ V2_TREE_HOOKS = (
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
 
 # What drafting does without, where it is not there.
-OPTIONAL_HOOKS = CALIBRATION_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + LOGITS_HOOKS + V2_HOOKS + V2_TREE_HOOKS
+OPTIONAL_HOOKS = (
+    CALIBRATION_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + LOGITS_HOOKS + V2_HOOKS + V2_TREE_HOOKS
+)
 
 
 def setting() -> str:

@@ -231,7 +231,8 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
         or getattr(engine_args, "ubatch_size", 0)
         or getattr(engine_args, "distributed_executor_backend", None) == "external_launcher"
     )
-    needs_v1 = "methods 'sssd' and 'layerskip' and plain serving by model runner V2" if v1_only else ""
+    served = "'sssd' and 'layerskip' without window 'auto', and plain serving, by model runner V2"
+    needs_v1 = served if v1_only else ""
     # Options may say why they do not go with V2, and the remedy; where the user insists on V2, the method's check does.
     needs_v1 = needs_v1 or getattr(options, "needs_own_lengths", "")
     if needs_v1 and stock and not missing and asked is None:

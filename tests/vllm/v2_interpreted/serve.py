@@ -72,14 +72,14 @@ def record_graphs(runner: Any, sizes: list[int] | None) -> list[Recorded]:
 
 
 def note_reads() -> list[int]:
-    """How many draft passes are read back at once."""
-    original, reads = PagedDraftRound.run, []
+    """How many draft passes of each recipe are read back at once."""
+    original, reads = PagedDraftRound.read, []
 
-    def run(self: Any, draft_pass: Any, rows: Any, tokens: Any, position: int, count: int = 1) -> Any:
-        reads.append(count)
-        return original(self, draft_pass, rows, tokens, position, count)
+    def read(self: Any, launched: Any) -> Any:
+        reads.extend(len(each.outputs) for each in launched)
+        return original(self, launched)
 
-    PagedDraftRound.run = run  # type: ignore[method-assign]
+    PagedDraftRound.read = read  # type: ignore[method-assign]
     return reads
 
 
