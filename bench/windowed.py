@@ -14,8 +14,8 @@ Prompts are documents and modules of Python's own library, cut to the context, w
   same answers; M of the turns that draft, alpha of a token behind accepted ones; the ratio of speeds of each turn to
   those beside it, their median and quartiles; whether all tokens are those of plain decoding; and what the measured
   times allow: the best (1 + a + ... + a^d) / (d c + v(d)) over windows and lengths d, v(d) being the time of
-  verification with d draft tokens per request, of all drafts of the cell, those included that were made to learn what
-  passes and windows bring. No d is taken that was not measured; 1 where nothing beats plain.
+  verification with d draft tokens per request (the mean of the batch), measured, or between measured ones, of all
+  drafts of the cell, those included that were made to learn what passes and windows bring; 1 where nothing beats plain.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ class Passes:
         draft_round: of the engine's draft model; draft_passes: of each recipe.
         places: intp [B], of each request's recipe.
         result: what is filled.
-        expected: seconds that a pass takes by (a recipe's place, its tokens), where those of several recipes are read
-            back at once, so that only their sum is known; None where each is read back by itself.
+        expected: seconds that a pass takes by (a recipe's place, its tokens), 0 where it never ran: those of several
+            recipes are read back at once, so that only their sum is known, and each gets its share of it. None where
+            each is read back by itself.
         record: told of (a recipe's place, tokens of a pass, its seconds, how many there were), with what a round takes
             besides: setting up, deciding. since: when the round began, by `time.perf_counter`.
 
@@ -94,7 +95,9 @@ class Passes:
             yield number, np.flatnonzero(places == number)
 
     def _run(self, parts: Sequence[Part], count: int) -> None:
-        for together in [[part] for part in parts] if self._expected is None else [parts]:
+        expected = [self._expected(number, len(rows)) for number, rows, _, _ in parts] if self._expected else [0.0]
+        at_once = all(expected)
+        for together in [parts] if at_once else [[part] for part in parts]:
             launched = [
                 self._draft_round.launch(self._draft_passes[number], rows, tokens, position, count)
                 for number, rows, tokens, position in together
@@ -102,9 +105,7 @@ class Passes:
             for (_, rows, _, position), drafted in zip(together, self._draft_round.read(launched), strict=True):
                 self._take(drafted, rows, position)
             now = time.perf_counter()
-            each = [1.0]
-            if self._expected is not None:
-                each = [self._expected(number, len(rows)) for number, rows, _, _ in together]
+            each = expected if at_once else [1.0]
             for (number, rows, _, _), seconds in zip(together, each, strict=True):
                 self._record(number, len(rows), (now - self._since) * seconds / sum(each) / count, count)
             self._since = now

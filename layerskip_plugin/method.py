@@ -47,6 +47,8 @@ SGLang's `custom_params`. The name is that of the file without its ending."""
 FIRST_BASELINE, RAREST_BASELINE = 4, 256
 """Steps with drafts before the first one without between them, and before each later one at most, where drafting
 doubles the speed; fewer in proportion where it brings less: such a step then costs less, and decides more."""
+READ_APART = 16
+"""Rounds of which one reads the passes of each recipe back by themselves, so that their own times stay known."""
 
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:
@@ -120,6 +122,7 @@ class LayerSkipMethod(ModelMethod):
         self._prompt_states: dict[str, NDArray[np.float32]] = {}
         self._last: Round | None = None
         self._places = np.zeros(0, np.intp)  # of each request's recipe in this step
+        self._rounds = 0
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
         self._records = RecordWriter(self.lookahead, self._prices)
         port = serve(options.metrics_port, context.rank, options.metrics_host)
@@ -316,7 +319,9 @@ class LayerSkipMethod(ModelMethod):
         allowed[rows], place[rows] = limits, np.arange(len(rows))
         lookahead.begin([step.request_ids[i] for i in rows.tolist()], places[rows], depth, rest)
         draft_round = self._model.start(step, rows, depth)
-        expected = self._pass_seconds if self._model.waits else None
+        self._rounds += 1
+        at_once = self._model.waits and (self.auto is None or self._rounds % READ_APART)
+        expected = self._pass_seconds if at_once else None
         passes = Passes(draft_round, self.draft_passes, places, result, expected, self._record_pass, started)
         active = rows[limits > 0]
         if chains is not None and self._cost is not None and len(active):
@@ -350,7 +355,11 @@ class LayerSkipMethod(ModelMethod):
         return result
 
     def _pass_seconds(self, place: int, tokens: int) -> float:
-        return 1.0 if self.auto is None else float(self.auto.pass_seconds(self.recipes[place], tokens))
+        """What a pass is expected to take; 0 where it never ran."""
+        if self.auto is None:  # nobody asks
+            return 1.0
+        recipe = self.recipes[place]
+        return float(self.auto.pass_seconds(recipe, tokens)) if self.auto.times.warm(recipe, tokens) else 0.0
 
     def _record_pass(self, place: int, tokens: int, seconds: float, count: int) -> None:
         if self.auto is not None:

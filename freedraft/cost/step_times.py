@@ -230,11 +230,15 @@ class StepTimes:
             return False
         corrections = self._corrections(recipe)
         row, bucket = context_bucket(context), int(BUCKET_OF[batch])
-        if (recipe, bucket) not in self._warm:
+        if not self.warm(recipe, batch):
             self._warm.add((recipe, bucket))
             return False
         prior = float(np.interp(batch, CENTRES, self._log_passes(recipe, context)))
         return self._learn(corrections, row, bucket, prior, seconds)
+
+    def warm(self, recipe: Recipe, batch: int) -> bool:
+        """Whether such a pass has run before, so that it does not compile any more."""
+        return (recipe, int(BUCKET_OF[min(batch, MAX_QUERY_TOKENS)])) in self._warm
 
     def _learn(self, corrections: _Corrections, row: int, bucket: int, prior: float, seconds: float) -> bool:
         if not (seconds > 0.0 and math.isfinite(seconds)):

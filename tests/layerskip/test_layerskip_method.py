@@ -18,7 +18,7 @@ from layerskip_plugin.draft_passes import Passes, Round
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Recording, Verifications
 from layerskip_plugin.lookahead.per_set import PerSet
 from layerskip_plugin.lookahead.record_writer import RecordWriter
-from layerskip_plugin.method import SPEC, LayerSkipMethod
+from layerskip_plugin.method import READ_APART, SPEC, LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
@@ -207,8 +207,10 @@ def test_a_device_that_would_wait_is_read_back_once(policy):
         assert (drafts[1].counts == counts).all()
         for b in range(3):
             assert (drafts[0].tokens[b, : counts[b]] == drafts[1].tokens[b, : counts[b]]).all()
-    # One read of all three sets in each step: five positions, or four where the policy says so.
-    assert engines[1].model.reads == [5 if not isinstance(engines[1].method.lookahead, Fixed) else 4] * 30
+    # One read of all three sets, but where passes run for the first time, and each by itself in one round of 16.
+    reads = engines[1].model.reads
+    assert set(reads) == {5 if not isinstance(engines[1].method.lookahead, Fixed) else 4}
+    assert len(reads) == 30 + 2 * (1 + 30 // READ_APART)
     assert set(engines[0].model.reads) == {1}
 
 
@@ -224,12 +226,12 @@ def test_all_passes_that_are_read_back_at_once_are_expected_of_a_round():
 
 def test_what_is_read_back_at_once_takes_as_long_as_it_takes(monkeypatch):
     """Only the sum of two recipes' times is known: each gets its expected share of it."""
-    clock = iter([12.0, 20.0])
-    monkeypatch.setattr("layerskip_plugin.draft_passes.time.perf_counter", lambda: next(clock))
-    model, recorded = Model(waits=True), []
+    clock = iter([12.0, 20.0, 21.0, 24.0])
+    monkeypatch.setattr("layerskip_plugin.draft_passes.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    model, recorded, costs = Model(waits=True), [], [1.0, 3.0]
     passes = [model.build(skip_set, top_k=1, entropy=False, optimize=True) for skip_set in SETS.values()]
     ran = Passes(
-        model, passes, np.array([1, 0, 1]), Round(["a", "b", "c"], 3, 5, 1), lambda place, tokens: (1.0, 3.0)[place],
+        model, passes, np.array([1, 0, 1]), Round(["a", "b", "c"], 3, 5, 1), lambda place, tokens: costs[place],
         lambda *said: recorded.append(said), since=10.0,
     )  # fmt: skip
     roots = np.array([1, 2, 3], np.int32)
@@ -237,6 +239,9 @@ def test_what_is_read_back_at_once_takes_as_long_as_it_takes(monkeypatch):
     assert recorded == [(0, 1, 0.25, 2), (1, 2, 0.75, 2)] and model.reads == [2]
     ran.run(np.array([0, 2]), roots, 2, 1)
     assert recorded[2:] == [(1, 2, 8.0, 1)] and model.reads == [2, 1]
+    costs[1] = 0.0  # it never ran: what it takes is no part of the others' time
+    ran.run(np.array([0, 1]), roots, 3, 1)
+    assert recorded[3:] == [(0, 1, 1.0, 1), (1, 1, 3.0, 1)] and model.reads == [2, 1, 1, 1]
 
 
 def test_no_pass_writes_where_a_request_has_no_slots():

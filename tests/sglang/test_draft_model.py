@@ -42,7 +42,8 @@ def one_rank():
 @pytest.mark.parametrize("window, copies", [(None, 1), (Window(4, 8), 3)], ids=["whole", "window"])
 def test_a_round_sends_to_the_device_once(draft_model, monkeypatch, window, copies):
     """Its tokens, where they belong and where they stand; through a window what it leaves out, and its table, too."""
-    from freedraft.engines.sglang import on_device, window_rows
+    from freedraft.engines import on_device
+    from freedraft.engines.sglang import window_rows
 
     def unpinned(values, device):  # there is no device to pin memory for
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)

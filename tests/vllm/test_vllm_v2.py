@@ -250,39 +250,38 @@ def test_structured_output(demo_model: Path) -> None:
 
 
 def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache() -> None:
-    """Two sets, at nine sizes each, for each of which vLLM's own graphs take 20 MiB; not on attention whose passes are
-    not captured, and nothing where vLLM captures nothing itself."""
+    """Two sets, at nine sizes each, for each of which vLLM's own graphs take 20 MiB, and the logits of 256 requests;
+    not on attention whose passes are not captured, and nothing where vLLM captures nothing itself."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
     from freedraft.engines.vllm.draft_graphs import with_draft_graphs
 
-    own = [1, 2, 4, *range(8, 257, 8)]
+    own, vocab, mib = [1, 2, 4, *range(8, 257, 8)], 100_000, 2**20
 
     def profiled(estimate: int, backend: Any, sets: int | None) -> int:
         layer = SimpleNamespace(attn_backend=backend)
         config = SimpleNamespace(cudagraph_capture_sizes=own, static_forward_context={"0": layer, "rotary": object()})
-        runner = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=config), max_num_reqs=1024)
-        method = None if sets is None else SimpleNamespace(optimized_passes=sets)
-        return with_draft_graphs(lambda runner: method)(lambda self: estimate)(runner)
+        model_config = SimpleNamespace(get_vocab_size=lambda: vocab)
+        vllm_config = SimpleNamespace(compilation_config=config, model_config=model_config)
+        runner = SimpleNamespace(vllm_config=vllm_config, max_num_reqs=1024)
+        return with_draft_graphs(lambda runner: sets)(lambda self: estimate)(runner)
 
-    mib = 2**20
-    estimate = 20 * mib * len(own)
-    assert profiled(estimate, TritonAttentionBackend, 2) == estimate + 2 * 9 * 20 * mib
-    assert profiled(len(own), TritonAttentionBackend, 2) == len(own) + 2 * 9 * mib, "a MiB each at least"
-    for nothing in (
-        (0, TritonAttentionBackend, 2),
-        (estimate, CPUAttentionBackend, 2),
-        (estimate, TritonAttentionBackend, None),
-    ):
+    estimate, logits = 20 * mib * len(own), 256 * vocab * (4 + 4 + 4)
+    assert profiled(estimate, TritonAttentionBackend, 2) == estimate + 2 * 9 * 20 * mib + logits
+    assert profiled(len(own), TritonAttentionBackend, 2) == len(own) + 2 * 9 * mib + logits, "a MiB each at least"
+    triton, cpu = TritonAttentionBackend, CPUAttentionBackend
+    for nothing in ((0, triton, 2), (estimate, triton, 0), (estimate, cpu, 2), (estimate, triton, None)):
         assert profiled(*nothing) == nothing[0]
 
 
-def test_vllm_asks_both_runners_for_the_memory_of_graphs() -> None:
+def test_both_runners_are_asked_how_much_graphs_of_draft_passes_take() -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 
-    from freedraft.engines.hooks import check
-    from freedraft.engines.vllm.hooks import GRAPH_MEMORY_HOOKS
+    from freedraft.engines.vllm.patching import MARK
+    from freedraft.engines.vllm.v1.runner import install as install_v1
+    from freedraft.engines.vllm.v2.install import install as install_v2
 
-    assert not check(GRAPH_MEMORY_HOOKS) and all(hasattr(runner, "profile_cudagraph_memory") for runner in (V1, V2))
+    install_v1(), install_v2()
+    assert all(hasattr(runner.profile_cudagraph_memory, MARK) for runner in (V1, V2))

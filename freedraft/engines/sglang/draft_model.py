@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 
 from freedraft.draft_model import Drafted, DraftModel, DraftRound, Recipe, T, Window
 from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.engines.on_device import on_device
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.graphs import Captured, capture, free_bytes, swapped_in
 from freedraft.engines.sglang.layers import Stages, check_structure, run_stages, stages_of
-from freedraft.engines.sglang.on_device import on_device
 from freedraft.engines.sglang.set_scores import SetScores
 from freedraft.engines.sglang.window_rows import WindowRows
 from freedraft.method import Step

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from freedraft.draft_model import MatchnessScorer, Recipe, T, Visit
 from freedraft.engines.many_sets import SETS, forward, run_sublayer, sublayers_of
-from freedraft.engines.sglang.on_device import on_device
+from freedraft.engines.on_device import on_device
 from freedraft.engines.sglang.verify import SPARE_SLOT
 from freedraft.method import Step
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft_model import Window
-from freedraft.engines.sglang.on_device import on_device
+from freedraft.engines.on_device import on_device
 
 MAX_ROWS = 256
 

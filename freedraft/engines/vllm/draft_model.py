@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from freedraft.draft_model import DraftModel, Recipe
 from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.engines.on_device import on_device
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import DraftPass, PagedDraftRound
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
@@ -114,8 +115,7 @@ class PagedDraftModel(DraftModel):
         return SetScores(self, window)
 
     def tensor(self, values: NDArray[Any]) -> torch.Tensor:
-        """A copy on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+        return on_device(values, self.device)
 
     def run(
         self,

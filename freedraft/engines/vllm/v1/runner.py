@@ -20,7 +20,7 @@ from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
-from freedraft.engines.vllm.draft_graphs import with_draft_graphs
+from freedraft.engines.vllm.draft_graphs import passes_on_all_ranks, with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, LOGITS_HOOKS
@@ -33,7 +33,7 @@ from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
 from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import METHODS, Method, Step
+from freedraft.method import METHODS, Step
 
 logger = logging.getLogger(__name__)
 
@@ -298,8 +298,8 @@ def install() -> None:
         wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
     if not check(DRAFT_GRAPH_HOOKS):
         wrap_once(GPUModelRunner, "capture_model", _capture)
-    if hasattr(GPUModelRunner, "profile_cudagraph_memory"):
-        wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(_method))
+        if hasattr(GPUModelRunner, "profile_cudagraph_memory"):
+            wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(_passes))
 
 
 def _drafting(runner: Any) -> MethodProposer | None:
@@ -374,8 +374,10 @@ def _capture(original: Callable[..., Any]) -> Callable[..., Any]:
     return capture_model
 
 
-def _method(runner: Any) -> Method | None:
-    return None if (drafter := _drafting(runner)) is None else drafter.guarded.method
+def _passes(runner: Any) -> int | None:
+    if not isinstance(drafter := getattr(runner, "drafter", None), MethodProposer):
+        return None
+    return passes_on_all_ranks(drafter.guarded.method if drafter.drafts else None)
 
 
 def _prepare(runner: Any) -> None:

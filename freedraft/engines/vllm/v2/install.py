@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freedraft.engines.hooks import check
-from freedraft.engines.vllm.draft_graphs import with_draft_graphs
-from freedraft.engines.vllm.hooks import V2_LOGITS_HOOKS, V2_TREE_HOOKS
+from freedraft.engines.vllm.draft_graphs import passes_on_all_ranks, with_draft_graphs
+from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, V2_LOGITS_HOOKS, V2_TREE_HOOKS
 from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.patching import with_kv_cache, wrap_once
 from freedraft.engines.vllm.v2.lengths import send_lengths
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
-from freedraft.method import METHODS, Method
+from freedraft.method import METHODS
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.trees import Trees
@@ -37,8 +37,8 @@ def install() -> None:
     wrap_once(model_runner.GPUModelRunner, "add_requests", _add)
     wrap_once(model_runner.GPUModelRunner, "sample_tokens", _sample)
     wrap_once(model_runner.GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
-    if hasattr(model_runner.GPUModelRunner, "profile_cudagraph_memory"):
-        wrap_once(model_runner.GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(_method))
+    if hasattr(model_runner.GPUModelRunner, "profile_cudagraph_memory") and not check(DRAFT_GRAPH_HOOKS):
+        wrap_once(model_runner.GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(_passes))
     if not check(V2_LOGITS_HOOKS):
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -62,9 +62,10 @@ def _drafting(runner: Any) -> MethodSpeculator | None:
     return speculator if isinstance(speculator, MethodSpeculator) and speculator.guarded is not None else None
 
 
-def _method(runner: Any) -> Method | None:
-    ours = _drafting(runner)
-    return None if ours is None or ours.guarded is None else ours.guarded.method
+def _passes(runner: Any) -> int | None:
+    if not isinstance(ours := getattr(runner, "speculator", None), MethodSpeculator):
+        return None
+    return passes_on_all_ranks(None if ours.guarded is None else ours.guarded.method)
 
 
 def _finish(original: Callable[..., Any]) -> Callable[..., Any]:
