@@ -42,10 +42,15 @@ def figures() -> str:
     batches = (1, 4, 16)
     auto = " / ".join(f"{budget[n]['auto']:.2f}" for n in batches)
     fixed = " / ".join(f"{max(budget[n]['fixed 4'], budget[n]['fixed 8']):.2f}" for n in batches)
-    # Of later code than the other models' file, until one run measures all of them again.
-    deep = result("layer-skip-vllm-cpu-deep.json")["deep model, bf16, compiled"]["batch 1"]
+    deep = result("layer-skip-vllm-cpu.json")["deep model, bf16, compiled"]["batch 1"]
     deep_sglang = result("layer-skip-sglang-cpu.json")["batches"][0]
     by_engine = ((deep["ratio"], *deep["ratio_quarters"]), (deep_sglang["ratio"], *deep_sglang["ratio_spread"]))
+    windows = " / ".join(
+        f"{row['ratio']:.2f}"
+        for engine in ("vllm", "sglang")
+        for row in result(f"windowed-{engine}-cpu.json")["rows"]
+        if (row["batch"], row["context"]) == (8, 7500)
+    )
     rows = {
         "`make demo`, vLLM, one request at a time: copying / code / chat / story": demo,
         "`make demo-sglang`, trees: the same prompts": demo_sglang,
@@ -55,6 +60,7 @@ def figures() -> str:
         "`layerskip`, deep synthetic model, bf16 (some answers part at near ties), batch 1, vLLM / SGLang (spread)": (
             " / ".join("{:.2f} ({:.2f}-{:.2f})".format(*three) for three in by_engine)
         ),
+        "`layerskip`, `window: auto`, 8 requests of 7,500 tokens, fp32, vLLM / SGLang": windows,
     }
     fleet = result("fleet.json")["vllm"]
     by_drafter = {

@@ -254,21 +254,24 @@ def fuzz(result: Any) -> str:
     )
 
 
-def layer_skip(*results: Any) -> str:
-    rows = []
-    for result in results:
-        for model, batches in result.items():
-            if not isinstance(batches, dict) or "fp32" in model:
-                continue
+def layer_skip(result: Any) -> str:
+    rows, said = [], []
+    for model, batches in result.items():
+        name = model.partition(",")[0].replace("_", " ")
+        if "fp32" in model:
+            same = "all answers are those of plain decoding" if batches["token_identical"] else "answers differ"
+            said.append(f"{name}: {batches['acceptance']:.1%} of draft tokens accepted one by one, {same}")
+        elif isinstance(batches, dict):
             cells = {"four skip sets, batch 4": batches} if model == "mixed_sets" else batches
-            for name, r in cells.items():
-                share = f"{r['share_of_formula']:.0%}" if "share_of_formula" in r else ""
+            for cell, r in cells.items():
+                drafts = ["-"] * 3
+                if "M" in r:
+                    drafts = [f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}"]
                 low, high = r["ratio_quarters"]
-                rows.append([model.replace("_", " "), name, f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}",
-                             f"**{r['ratio']:.2f}** ({low:.2f}-{high:.2f})", share])  # fmt: skip
-    return table(
-        ["model", "", "tokens per step", "accepted", "cost of a pass", "over plain (quarters)", "of the formula"], rows
-    )
+                share = f"{r['share_of_formula']:.0%}" if "share_of_formula" in r else "-"
+                rows.append([name, cell, *drafts, f"**{r['ratio']:.2f}** ({low:.2f}-{high:.2f})", share])
+    head = ["model", "", "tokens per step", "accepted", "cost of a pass", "over plain (quarters)", "of the formula"]
+    return table(head, rows) + f"\n\nIn fp32, eager: {'; '.join(said)}."
 
 
 def layer_skip_sglang(result: Any) -> str:
@@ -600,14 +603,9 @@ SECTIONS = (
     ),
     Section(
         "Layer skipping on vLLM",
-        (
-            "layer-skip-vllm-cpu.json",
-            "layer-skip-vllm-cpu-deep.json",
-            "layer-skip-vllm-cpu-mixed-sets.json",
-        ),
+        ("layer-skip-vllm-cpu.json",),
         "bf16, compiled, lookahead `cost`. The deep model is a synthetic one, half of whose sublayers can be "
-        "skipped; the demo model cannot spare layers, and drafting stops by itself. The first file is of before "
-        "one cost model for all methods, the second of after it.",
+        "skipped; the demo model cannot spare layers, and drafting stops by itself.",
         layer_skip,
     ),
     Section(

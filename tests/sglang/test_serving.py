@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import urllib.request
+
 import pytest
 
+from bench.lib import servers
 from tests.sglang.conftest import read_counts, sglang_engine
 from tests.support.models import continuations
 from tests.support.prompts import SHORT
@@ -36,3 +41,25 @@ def test_bad_options_stop_the_start(tiny):
         sglang_engine(tiny, speculative_algorithm="sssd", attention_backend="triton"),
     ):
         pass
+
+
+def test_the_server_s_own_page_has_its_metrics_and_ours(tiny, tmp_path):
+    """SGLang collects the metrics of all its processes, where ours find that out before they are made."""
+    speculative = {"method": "sssd", "num_speculative_tokens": 8}
+    server = servers.build("page", "sglang", tiny, tmp_path / "log", speculative=speculative, python=sys.executable)
+    server.start()
+    try:
+        server.wait_until_ready()
+        asked = {"text": SHORT[0], "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}}
+        request = urllib.request.Request(
+            f"{server.url}/generate", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            assert json.load(answer)["meta_info"]["completion_tokens"] == 24
+        page = server.get("/metrics")
+    finally:
+        server.stop()
+    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[:1] != "#")
+    tokens = [float(values[name]) for name in values if name.startswith("freedraft_tokens_total{")]
+    generated = [float(values[name]) for name in values if name.startswith("sglang:generation_tokens_total{")]
+    assert sum(generated) == 24 and 20 <= sum(tokens) <= 24, page
