@@ -125,9 +125,9 @@ def test_passes_that_check_n_grams_leave_the_output_alone(
         return lengths
 
     class Watched(layerskip.Passes):
-        def _run(self, number: int, rows: Any, tokens: Any, position: Any, count: int) -> None:
-            passes.append(len(rows))
-            super()._run(number, rows, tokens, position, count)
+        def _run(self, parts: Any, count: int) -> None:
+            passes.extend(len(rows) for _, rows, _, _ in parts)
+            super()._run(parts, count)
 
     def propose_for(*args: Any) -> Any:
         draft = original(*args)
