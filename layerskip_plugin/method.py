@@ -356,7 +356,7 @@ class LayerSkipMethod(ModelMethod):
 
     def _pass_seconds(self, place: int, tokens: int) -> float:
         """What a pass is expected to take; 0 where it never ran."""
-        if self.auto is None:  # nobody asks
+        if self.auto is None:  # times are not kept
             return 1.0
         recipe = self.recipes[place]
         return float(self.auto.pass_seconds(recipe, tokens)) if self.auto.times.warm(recipe, tokens) else 0.0
