@@ -20,9 +20,9 @@ from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
-from freedraft.engines.vllm.draft_graphs import passes_on_all_ranks, with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.fixes import apply_fixes
+from freedraft.engines.vllm.graph_memory import passes_on_all_ranks, with_draft_graphs
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, LOGITS_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.methods import configured
