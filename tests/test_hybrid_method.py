@@ -159,23 +159,32 @@ def test_a_draft_is_counted_for_the_part_that_made_it(registered: None) -> None:
     def count(name: str, part: str) -> float:
         return REGISTRY.get_sample_value(f"freedraft_{name}_tokens_total", {"method": part}) or 0.0
 
+    def of_all(name: str) -> float:
+        parts = ("host", "model", "hybrid")
+        return sum(REGISTRY.get_sample_value(f"freedraft_{name}_total", {"method": part}) or 0.0 for part in parts)
+
+    steps, tokens = of_all("request_steps"), of_all("tokens")
     before = {part: (count("draft", part), count("accepted", part)) for part in ("host", "model")}
     hybrid = method()
-    drive_counted(hybrid, ["copy-1", "new-1"], 40)
+    gained = drive_counted(hybrid, ["copy-1", "new-1"], 40)
+    assert of_all("request_steps") - steps == 2 * 40 and of_all("tokens") - tokens == gained
     for part in ("host", "model"):
         assert count("draft", part) > before[part][0]
     assert count("accepted", "host") > before["host"][1] and count("accepted", "model") > before["model"][1]
 
 
-def drive_counted(hybrid: HybridMethod, names: list[str], steps: int) -> None:
-    original = hybrid.draft
+def drive_counted(hybrid: HybridMethod, names: list[str], steps: int) -> int:
+    """As `drive`; the tokens that requests gained."""
+    original, gained = hybrid.draft, list[int]()
 
     def draft(step: Step) -> DraftBatch:
         hybrid.record_acceptance(step)
+        gained.append(int(step.gained.sum()))
         return original(step)
 
     hybrid.draft = draft  # type: ignore[method-assign]
     drive(hybrid, names, steps, accept="both")
+    return sum(gained)
 
 
 @pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])

@@ -140,6 +140,8 @@ class HybridMethod(Method):
         by_model = np.fromiter((i in self._by_model for i in step.request_ids), np.bool_, step.batch_size)
         self._by_model = set()
         for part, rows in ((self.host, ~by_model), (self.model, by_model)):
+            part.metrics.request_steps.inc(int(rows.sum()))
+            part.metrics.tokens.inc(int(step.gained[rows].sum()))
             part.metrics.drafted.inc(int(step.drafted[rows].sum()))
             part.metrics.accepted.inc(int(step.accepted[rows].sum()))
 
