@@ -263,6 +263,20 @@ def test_the_end_of_a_request(parameters, output):
     assert not seam.guarded.running
 
 
+def test_a_request_that_ends_with_its_prefill_is_not_kept():
+    """SGLang tells of those that end with a decoding step."""
+    seam = drafting()
+    method = seam.guarded.method
+    a, b = request("a", [1, 2], max_new_tokens=1), request("b", [3])
+    seam.begin([a])
+    read_result({a: [5]})
+    assert a.finished()
+    method.take()
+    seam.begin([b])
+    assert method.take() == [("finish", "a", [5], False), ("begin", "b", [3], None, {})]
+    assert seam.guarded.running == {"b"}
+
+
 def test_a_request_that_runs_after_its_end_is_not_kept():
     """With a grammar SGLang runs a request once more after its end."""
     seam = drafting()

@@ -113,6 +113,9 @@ class Drafting:
         """Prefill starts, or goes on with a later chunk; of a request that was retracted, with its output so far."""
 
         def begin_each() -> None:
+            # SGLang does not tell of those that have ended with their prefill.
+            for request_id in [i for i, known in self._requests.items() if known.request.finished()]:
+                self.finish(request_id)
             for request in requests:
                 known = self._requests.get(request.rid, UNKNOWN)
                 length = len(request.origin_input_ids) + len(request.output_ids)
