@@ -153,3 +153,24 @@ def test_an_output_ends_with_the_token_that_completes_a_stop_string(demo_model: 
         shortened += len(found) < len(tokens)
         assert output_of(sampling, tokens).tolist() == tokens
     assert shortened > 20
+
+
+def test_no_stop_string_costs_more_than_a_few_readings_of_the_output(demo_model: Path) -> None:
+    from transformers import AutoTokenizer
+    from vllm import SamplingParams
+
+    class Counting:
+        tokenizer = AutoTokenizer.from_pretrained(demo_model)
+        decoded = 0
+
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            self.decoded += len(tokens)
+            return str(self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
+
+    tokens = np.random.default_rng(0).integers(10, len(Counting.tokenizer), 20_000).tolist()
+    longest = "x" * 1_000_000
+    late = Counting.tokenizer.decode(tokens[-1_000:-20])[1:-1]
+    for stops, ends in (([longest], [20_000]), ([longest, late], [19_980, 19_981])):
+        tokenizer = Counting()
+        assert len(output_of(SamplingParams(max_tokens=None, stop=stops), tokens, tokenizer)) in ends
+        assert tokenizer.decoded < 8 * len(tokens)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 256  # tokens that are decoded at once
+_LOST = 4  # characters of them that their neighbours would have brought, at most: a space at the start, parts of one
 UNLIMITED = 1 << 31
 
 
@@ -36,19 +37,34 @@ def output_of(parameters: Any, tokens: Sequence[int], tokenizer: Any = None) -> 
 
 
 def _through_stop_string(parameters: Any, tokens: Sequence[int], tokenizer: Any) -> int:
-    """The number of tokens through the one that completes a stop string, behind the first `min_tokens`; all without."""
-    overlap = max(len(stop.encode()) for stop in parameters.stop)  # tokens that may hold its beginning
+    """The number of tokens through the one that completes a stop string, behind the first `min_tokens`; all without.
+
+    Clients choose stop strings: no text is decoded more than a few times, however long they are.
+    """
 
     def text(begin: int, end: int) -> str:
         return str(tokenizer.decode(tokens[begin:end], skip_special_tokens=parameters.skip_special_tokens))
 
-    for start in range(parameters.min_tokens, len(tokens), _BLOCK):
-        begin, end = max(0, start - overlap), min(start + _BLOCK, len(tokens))
+    whole, first = text(0, len(tokens)), parameters.min_tokens
+    read = len(text(0, first)) if first else 0
+    found = [(whole.find(stop, max(0, read - len(stop) + 1)), stop) for stop in parameters.stop]
+    stops = [stop for at, stop in found if at >= 0]
+    if not stops:
+        return len(tokens)
+    ends = min(at + len(stop) for at, stop in found if at >= 0)  # characters
+    overlap = max(len(stop.encode()) for stop in stops)  # tokens that may hold its beginning
+    for start in range(first, len(tokens), _BLOCK):
+        end = min(start + _BLOCK, len(tokens))
+        if read < ends:
+            read += len(text(start, end)) + _LOST
+        if read < ends:
+            continue
+        begin = max(0, start - overlap)
         before = len(text(begin, start))
 
         def completed(end: int, begin: int = begin, before: int = before) -> bool:
             part = text(begin, end)
-            return any(part.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in parameters.stop)
+            return any(part.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in stops)
 
         if completed(end):
             return start + 1 + bisect_left(range(start + 1, end), True, key=completed)
