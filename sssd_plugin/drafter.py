@@ -22,7 +22,7 @@ from sssd_plugin.datastore.live.learnt_runs import SEARCHED
 from sssd_plugin.datastore.live.store import LiveDatastore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP, Recycled
-from sssd_plugin.request_index import RequestIndex, request_at
+from sssd_plugin.request_index import OUTSIDE, RequestIndex, request_at
 from sssd_plugin.scoring import attribution, candidates, learned, paper
 from sssd_plugin.scoring.views import Store, Tree
 from sssd_plugin.scoring.weights import Weights
@@ -93,7 +93,8 @@ def _recycle_batch(
 class Drafter:
     """Drafts from each request's own tokens and a datastore snapshot. Its state is keyed by request id.
 
-    It is safe to call from several threads: calls are serialised.
+    It is safe to call from several threads: calls are serialised. Ids that the vocabulary does not have, as prompts
+    with images hold, match each other and are never drafted: the model could not embed them.
 
     Args:
         vocab_size: of the model; the snapshot must not hold larger ids (`Datastore.open` sees to it).
@@ -361,6 +362,8 @@ class Drafter:
                 self._set_view(self._live.view()[0])
 
     def _replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
+        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
+            tokens = np.where((tokens >= 0) & (tokens < self.vocab_size), tokens, np.int32(OUTSIDE))
         with self._lock:
             self._index.replace(request_id, tokens)
 

@@ -109,7 +109,7 @@ class SssdMethod(Method):
         recycles = context.gives_logits and options.scoring == "learned"
         self.recycling = RecycleChoice(options.recycle if recycles else "off")
         self._recycles = self.recycling.on
-        self._prompt_lengths: dict[str, int] = {}  # of requests to learn from
+        self._prompt_lengths: dict[str, int] = {}  # where it learns
         self._requests = 0  # begun; requests of no tenant keep their logits for themselves
         self.drafter = Drafter(
             vocab_size=context.vocab_size,
@@ -160,11 +160,9 @@ class SssdMethod(Method):
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         if self.live is not None:
-            number = self.live.tenant(tenant)
-            self.drafter.set_tenant(request_id, number)
-            if self.live.learns(number):
-                # A request that was preempted begins anew, with what it wrote behind its prompt.
-                self._prompt_lengths.setdefault(request_id, len(tokens))
+            self.drafter.set_tenant(request_id, self.live.tenant(tenant))
+            # A request that was preempted begins anew, with what it wrote behind its prompt.
+            self._prompt_lengths.setdefault(request_id, len(tokens))
         if self._recycles and self.options.isolation == "tenant":
             self._requests += 1
             self.drafter.set_owner(request_id, owner_of(tenant) or self._requests)

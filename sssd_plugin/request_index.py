@@ -28,6 +28,8 @@ COLUMNS = 12
 
 GRAM = 4
 """Tokens that `gram_heads` hashes."""
+OUTSIDE = -2
+"""In place of ids that the vocabulary does not have, as those of an image's place: no store holds it, and no draft."""
 
 _MIN_TABLE = 64
 _MIN_GRAM_TABLE = 16

@@ -135,7 +135,12 @@ def scratch(max_nodes: int, max_sub_indices: int) -> Scratch:
 
 @njit(nogil=True, cache=True)
 def _row(token, may_add, stamp, entries, candidates, counts, n):
-    """Return the row of `token` among the n candidates, -1 if it has none and gets none, and their number then."""
+    """Return the row of `token` among the n candidates, -1 if it has none and gets none, and their number then.
+
+    What is no token (`OUTSIDE`) gets none.
+    """
+    if token < 0:
+        return np.int64(-1), n
     h = np.int64(((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - _HASH_BITS))
     while entries[h].stamp == stamp:
         if entries[h].token == token:

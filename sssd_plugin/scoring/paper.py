@@ -193,7 +193,7 @@ def _expand(tokens, node, groups, counts, members, used, filled):
     parent.first = first
     for i in range(parent.begin, parent.end):
         at, match = members[i].position, members[i].match
-        if match + depth >= GRAM or at + depth + 1 >= len(tokens):
+        if match + depth >= GRAM or at + depth + 1 >= len(tokens) or tokens[at + depth + 1] < 0:
             continue
         token = tokens[at + depth + 1]
         child = first
@@ -214,7 +214,7 @@ def _expand(tokens, node, groups, counts, members, used, filled):
         groups[child].end = groups[child].begin
     for i in range(parent.begin, parent.end):
         at, match = members[i].position, members[i].match
-        if match + depth >= GRAM or at + depth + 1 >= len(tokens):
+        if match + depth >= GRAM or at + depth + 1 >= len(tokens) or tokens[at + depth + 1] < 0:
             continue
         child = first
         while groups[child].token != tokens[at + depth + 1]:

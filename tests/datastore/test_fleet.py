@@ -39,7 +39,7 @@ from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.live.clock import SteadyClock
 from sssd_plugin.datastore.live.store import LiveDatastore, check_live, open_live
 from sssd_plugin.datastore.live.tenants import tenant_digest
-from sssd_plugin.datastore.records import Erasure, Record
+from sssd_plugin.datastore.records import Changes, Erasure, Record
 from tests.support.stores import build_store, documents_of
 from tests.support.waiting import wait_until
 
@@ -408,6 +408,27 @@ def test_a_bucket_that_is_down_stops_nothing(
     wait_until(lambda: count(other, A, SECRET) == 1 and count(one, A, [1, 2, 3]) == 1)
     one.close()
     other.close()
+
+
+def test_a_bucket_that_may_not_be_listed(
+    folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was built is found without; what is learnt is not."""
+    build_store(tmp_path / "bucket", [[1, 2, 3]], VOCAB)
+
+    def denied(self: Bucket, path: str) -> list[str]:
+        raise buckets.UnreachableError("not allowed")
+
+    original, read = Bucket.read, list[str]()
+    monkeypatch.setattr(Bucket, "_list", denied)
+    monkeypatch.setattr(Bucket, "read", lambda self, name: (read.append(name), original(self, name))[1])
+    with pytest.raises(DatastoreError, match="s3:ListBucket"):
+        check_live(folder_url, VOCAB, None, "tenant")
+    log = replica.FleetLog(Bucket(folder_url), VOCAB, None, "tenant")
+    for _ in range(2):
+        assert log.sync() == Changes([], [])
+    assert len(read) < 40
+    assert len([line for line in caplog.messages if "s3:ListBucket" in line]) == 1
 
 
 def test_an_answer_that_is_lost_loses_no_text(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

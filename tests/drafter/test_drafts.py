@@ -48,6 +48,26 @@ def children_of(nodes: list[tuple[int, int, float]]) -> dict[int, list[int]]:
 documents = st.lists(st.integers(0, 4), max_size=12)
 
 
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+@pytest.mark.parametrize("scoring", SCORINGS)
+@given(
+    request=st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 700, -1, 2**31 - 1]), min_size=1, max_size=30),
+    document=st.lists(st.integers(0, 4), max_size=12),
+)
+@settings(max_examples=60, **SLOW)
+def test_nothing_outside_of_the_vocabulary_is_drafted(
+    scoring: str, shape: str, request: list[int], document: list[int]
+) -> None:
+    """As prompts with images hold it. What stands around it is."""
+    drafter, names = drafter_over([[document]], [request], scoring, vocab_size=5)
+    append(drafter, names[0], [0])
+    draft = drafter.draft(names, max_nodes=64, shape=shape)  # type: ignore[arg-type]
+    tokens = draft.tokens[0, 1 : draft.counts[0]]
+    assert ((tokens >= 0) & (tokens < 5)).all()
+    followed = {b for a, b in itertools.pairwise([*request, 0]) if a == 0} & set(range(5))
+    assert shape == "chain" or followed <= set(tokens.tolist())
+
+
 @pytest.mark.parametrize("scoring", SCORINGS)
 @given(
     sub_indices=st.lists(st.lists(documents, max_size=8), max_size=3),

@@ -85,3 +85,14 @@ def test_what_would_fail_later_is_refused_before(tmp_path: Path) -> None:
         check(SssdOptions(weights=tmp_path / "weights.json"), context)
     with pytest.raises(ValueError, match=str(tmp_path / "nothing")):
         check(SssdOptions(datastore=tmp_path / "nothing"), context)
+
+
+def test_requests_of_no_tenant_are_counted_as_not_learnt_from() -> None:
+    """Which is what an alert goes by, where nobody has a `cache_salt`."""
+    sssd = method(live=True)
+    for tenant, dropped in ((None, {"tenant": 1}), ("somebody", {"tenant": 1})):
+        sssd.begin("a", np.array(PROMPT, np.int32), tenant, {})
+        sssd.finish("a", np.array([1, 2, 3], np.int32), False)
+        assert sssd.live is not None and sssd.live.stats().dropped == dropped
+    assert sssd.live.stats().documents == 1
+    sssd.close()

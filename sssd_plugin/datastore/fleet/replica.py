@@ -167,19 +167,25 @@ class FleetLog:
             self.pending.give_back(records)
             raise
 
-    def _poll(self) -> Changes:
+    def _poll(self, least: int = 0) -> Changes:
+        """What is new. least: number of the generation that there is at least."""
         newest = self._bucket.newest(self._generation)
         if newest is not None and newest == self._generation:
             return Changes([], [])
         found = self._bucket.fetch_newest()
+        if (found[0].number if found else 0) < least:
+            raise DatastoreError(
+                f"{self._bucket.url}: what was just written is not found: allow its files to be listed (s3:ListBucket)"
+            )
         manifest = read_manifest(found[1]) if found else None
         if manifest is not None:
             self._check(manifest)
         if found is None or manifest is None or manifest.learnt is None:
             tokenizer = TokenizerEntry(name="model", fingerprint=self._fingerprint) if self._fingerprint else None
             first = start(self._vocab_size, tokenizer, self._isolation, manifest)
-            self._bucket.publish(first, found[0].number + 1 if found else 1)  # or somebody else has
-            return self._poll()
+            number = found[0].number + 1 if found else 1
+            self._bucket.publish(first, number)  # or somebody else has
+            return self._poll(number)
         generation, path = found
         erasures = set(manifest.learnt.forgotten)
         consumed = manifest.learnt.consumed.get(self._replica)
