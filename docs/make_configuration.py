@@ -30,8 +30,9 @@ HEAD = f"""\
 
 <!-- Written by docs/make_configuration.py from the options' models: change those, then run it. -->
 
-Options come from three places; each is checked by itself, and an unknown option or a wrong value stops the engine with
-a line that names it. Where one is given twice, the first of these counts:
+Options come from three places; each is checked by itself, and an unknown option (of unknown variables only those that
+resemble an option) or a wrong value stops the engine with a line that names it. Where one is given twice, the first of
+these counts:
 
 1. the engine's flags: on vLLM, keys of `--speculative-config` beside `method` and `num_speculative_tokens`;
 2. the YAML file that `{CONFIG_VARIABLE}` names, with lines `option: value`;
@@ -41,8 +42,10 @@ SGLang has no flag for them: use the file or the variables.
 
 | engine | method | most draft tokens |
 |---|---|---|
-| vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, required: of a request's chain |
-| SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, or 16: nodes of a tree with its root |
+| vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, required, 1 to 64: \
+draft tokens of a request, chain or tree, root not counted |
+| SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, 1 to 256, or 16: \
+nodes of a tree with its root |
 
 How many of these a step really drafts is decided by `policy` (sssd) and `lookahead` (layerskip); see
 [how much to draft](cost-model.md). Method `{HYBRID}` drafts with both.

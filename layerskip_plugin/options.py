@@ -74,15 +74,17 @@ class LayerSkipOptions(PluginOptions):
             the present context length, by the plan in `selection_file`; without one, KnapSpec's search while serving.
         selection_file: of "knn" and "knapsack", made by `freedraft calibrate knn` and `freedraft calibrate knapsack`.
         search_share: of serving time that a search may take.
-        skip_set: files with skip sets, at most 4; requests take the first unless they choose. None skips nothing, which
-            drafts with the whole model: right for testing, never worth its time.
+        skip_set: files with skip sets, at most 4 (in a variable with commas between them); requests take the first
+            unless they choose. None skips nothing, which drafts with the whole model: right for testing, never worth
+            its time.
         window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
             "auto" chooses among 512, 2,048, 8,192 and all, by what passes take and by what is accepted (on vLLM by
             model runner V1, without async scheduling); None reads all.
         sinks: of `window`, tokens at the beginning.
         lookahead: which policy says how far to draft. "cost" goes on while one more token pays, and stops drafting
             altogether where none does.
-        threshold: top-1 probability of policy "confidence", the first one of "adaptive" and "roc"; None takes theirs.
+        threshold: top-1 probability of policy "confidence", the first one of "adaptive" and "roc". None: .7, for "roc"
+            .4.
         disco: file of the classifier of policy "disco", made by `freedraft calibrate disco`.
         record: file for verifications of the first skip set's drafts, from which `freedraft calibrate disco` learns.
         tree: where the engine verifies trees (SGLang), verify the draft's other candidates beside its chain (SWIFT's
