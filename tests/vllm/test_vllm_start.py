@@ -213,6 +213,27 @@ def test_replicas_that_share_experts_draft_one_length(tiny_model: Path, tmp_path
         assert (type(make_controller(context)) is Fixed) == (lengths is not None)
 
 
+def test_replicas_of_a_dense_model_draft_by_batch_size(
+    tiny_model: Path, as_with_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On model runner V2, where vLLM takes lengths by batch size away from all replicas."""
+    from freedraft.engines.vllm.context import context_of_engine
+
+    given = GOOD | {"hardware": "h100"}
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    one = config_of(tiny_model, given)
+    assert len(methods.configured(one).lengths) > 2
+    two = config_of(tiny_model, given, data_parallel_size=2)
+    for name in ("num_speculative_tokens_per_batch_size", methods.ATTRIBUTE):
+        assert getattr(two.speculative_config, name) == getattr(one.speculative_config, name)
+    # In one process with others, ranks take their steps together.
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    two = config_of(tiny_model, given, data_parallel_size=2)
+    assert two.speculative_config.num_speculative_tokens_per_batch_size is None
+    assert methods.configured(two).lengths == ()
+    assert context_of_engine(two, v2_lengths=(8,)).lengths == (8,)
+
+
 def test_other_methods_are_left_alone(tiny_model: Path) -> None:
     assert config_of(tiny_model, None).speculative_config is None
     config = config_of(tiny_model, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})

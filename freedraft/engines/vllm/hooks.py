@@ -12,6 +12,7 @@ TESTED_VERSIONS = ("0.32",)
 # Needed to give an engine's speculative config a method name of ours, or to take it out again.
 CONFIG_HOOKS = (
     Hook("vllm.engine.arg_utils.EngineArgs", "create_speculative_config", purpose="method names"),
+    Hook("vllm.engine.arg_utils.EngineArgs", "create_engine_config", purpose="what vLLM decides last"),
     Hook("vllm.engine.arg_utils.EngineArgs", fields=("speculative_config",), purpose="method names"),
 )  # fmt: skip
 
@@ -33,7 +34,6 @@ RUNNER_HOOKS = (
 
 # Needed besides to run the target itself as the drafter.
 MODEL_DRAFT_HOOKS = (
-    Hook("vllm.engine.arg_utils.EngineArgs", "create_engine_config", purpose="windows of whole pages"),
     Hook("vllm.config.VllmConfig", "num_lookahead_tokens", purpose="KV slots for drafts"),
     Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "initialize_kv_cache", purpose="building draft passes"),
     Hook("vllm.distributed.parallel_state.GroupCoordinator", "broadcast_object", parameters=("obj", "src"),
@@ -120,6 +120,8 @@ V2_HOOKS = (
          purpose="draft lengths in model runner V2"),
     Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "initialize_kv_cache",
          purpose="draft passes in model runner V2"),
+    Hook("vllm.v1.worker.gpu_worker.Worker", "compile_or_warm_up_model",
+         purpose="telling made-up requests apart in model runner V2"),
     Hook("vllm.v1.worker.gpu.block_table", "BlockTables", purpose="draft passes in model runner V2"),
     Hook("vllm.v1.worker.worker_base.WorkerBase", "__init__", parameters=("vllm_config",),
          purpose="drafting in model runner V2"),

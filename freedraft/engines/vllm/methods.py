@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
-from freedraft.cost.batch_lengths import candidate_lengths
+from freedraft.cost.batch_lengths import Rows, candidate_lengths
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
 from freedraft.engines.vllm.fixes import apply_fixes
@@ -61,12 +61,14 @@ class Configured:
     Attributes:
         name: of the method; options: as the user gave them.
         lengths: draft tokens per request that model runner V2 chooses from while serving; none where it does not.
+        schedule: of these, what it begins with: SCHEDULE of SpeculativeConfig.
         graph_mode_given: whether the user has chosen a mode of CUDA graphs.
     """
 
     name: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[int, ...] = ()
+    schedule: Rows | None = None
     graph_mode_given: bool = False
 
 
@@ -87,8 +89,8 @@ def register(spec: MethodSpec) -> bool:
     METHODS[spec.name] = spec
     if spec.runs_model and not check(MODEL_DRAFT_HOOKS):
         reserve_slots(_runs_model)
-        wrap_once(EngineArgs, "create_engine_config", _with_pages)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
+    wrap_once(EngineArgs, "create_engine_config", _with_the_rest)
     if HAS_TRITON:
         from vllm.v1.worker.worker_base import WorkerBase
 
@@ -154,32 +156,37 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             model_config = kwargs.get("target_model_config", args[0] if args else None)
             context = context_of_arguments(self, model_config, config[K], candidate_lengths(config[K]) if v2 else None)
             _check(self, spec, options, model_config, context)
-            learnt: tuple[int, ...] = ()
+            learnt, at_first = tuple[int, ...](), None
             if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
                 # vLLM decides by the batch's size how much a step verifies, before it is drafted.
                 schedule = spec.schedule(options, context)
                 if schedule is not None:
-                    config[SCHEDULE], learnt = schedule
+                    at_first, learnt = schedule
+                    config[SCHEDULE] = at_first
         except ConfigError as error:
             _stop(error)
         with _rewritten(self, config):
             made = original(self, *args, **kwargs)
         given = options.model_dump(mode="json", exclude_none=True)
         graph_mode_given = self.compilation_config.cudagraph_mode is not None
-        setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given))
+        setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, at_first, graph_mode_given))
         return made
 
     return create_speculative_config
 
 
-def _with_pages(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Check what draft passes read of pages, whose size vLLM may choose after `create_speculative_config`."""
+def _with_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
+    """See to what vLLM decides after `create_speculative_config`: what replicas draft, and the size of pages."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(self, *args, **kwargs)
-        spec = METHODS.get((ours := configured(made)).name)
-        windows = None if spec is None else getattr(spec.option_type.parse(ours.options), "windows", None)
-        if spec is not None and windows is not None:
+        ours = configured(made)
+        if (spec := METHODS.get(ours.name)) is None:
+            return made
+        if ours.lengths and getattr(made.speculative_config, SCHEDULE) is None:
+            _set_lengths_of_replicas(made)
+        windows = getattr(spec.option_type.parse(ours.options), "windows", None)
+        if windows is not None:
             try:
                 windows(context_of_engine(made))
             except ValueError as error:
@@ -187,6 +194,20 @@ def _with_pages(original: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return create_engine_config
+
+
+def _set_lengths_of_replicas(vllm_config: Any) -> None:
+    """vLLM has taken draft lengths by batch size away, as it does under data parallelism. Replicas of a dense model
+    know nothing of each other, each in processes of its own: theirs come back. All others draft one length."""
+    from vllm import envs
+
+    config, ours = vllm_config.speculative_config, configured(vllm_config)
+    experts = getattr(vllm_config.model_config, "is_moe", False)
+    if vllm_config.parallel_config.data_parallel_size > 1 and not experts and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        setattr(config, SCHEDULE, ours.schedule)
+        logger.info("freedraft: replicas of a dense model draft by their own batch size all the same")
+    else:
+        setattr(config, ATTRIBUTE, dataclasses.replace(ours, lengths=(), schedule=None))
 
 
 @contextmanager

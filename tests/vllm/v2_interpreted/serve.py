@@ -3,10 +3,10 @@
     python serve.py MODEL '{"speculative_config": ..., "cases": {name: {"prompts": ..., "parameters": ...}}, ...}'
 
 Cases come one after the other: all prompts of one at once. "abort" gives up each request after so many steps, and asks
-it anew under the same id; "chains" are requests whose parameters allow no trees; "salt" stands in front of the prompts'
-own. "adaptive" asks the speculator for confidences, "kv" notes the KV of all steps, "drafts" those of chains, "graphs"
-lets draft passes run as CUDA graphs do, "graph_sizes" are those of vLLM's own. The rest of the JSON are arguments of
-the engine.
+it anew under the same id; "chains" are requests whose parameters allow no trees, "greedy" such as are not sampled;
+"salt" stands in front of the prompts' own. "adaptive" asks the speculator for confidences, "kv" notes the KV of all
+steps, "drafts" those of chains, "graphs" lets draft passes run as CUDA graphs do, "graph_sizes" are those of vLLM's
+own, "warm_up" compiles kernels as vLLM does on devices. The rest of the JSON are arguments of the engine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,15 @@ from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import PagedDraftRound
+from freedraft.engines.vllm.v2 import trees as v2_trees
+from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+from tests.support.models import VOCAB_SIZE
 from tests.support.recycled import recorded
 
 
@@ -89,6 +94,7 @@ def answers(
     parameters: dict[str, Any],
     abort: int = 0,
     chains: Collection[int] = (),
+    greedy: Collection[int] = (),
     salt: str = "",
 ) -> list[list[int]]:
     engine = llm.llm_engine
@@ -98,7 +104,7 @@ def answers(
 
     def add(i: int) -> None:
         prompt = TokensPrompt(prompt_token_ids=prompts[i], cache_salt=f"{salt}salt {i % 2}")
-        asked = parameters | ({"logprobs": 1} if i in chains else {})
+        asked = parameters | ({"logprobs": 1} if i in chains else {}) | ({"temperature": 0} if i in greedy else {})
         engine.add_request(f"request {i}", prompt, SamplingParams(detokenize=False, **asked))
 
     for i in range(len(prompts)):
@@ -156,6 +162,76 @@ def note_confidences(speculator: Any) -> list[Any]:
         return drafts
 
     speculator.propose = propose
+    return noted
+
+
+def warm_up_as_on_devices() -> list[int]:
+    """vLLM's worker for devices compiles kernels with made-up requests, by functions that are called here in its place;
+    the tokens of each step."""
+    steps = list[int]()
+
+    def compile_or_warm_up_model(worker: Any) -> None:
+        def execute_model(scheduled: Any) -> Any:
+            steps.append(scheduled.total_num_scheduled_tokens)
+            return worker.execute_model(scheduled)
+
+        synchronize, torch.accelerator.synchronize = torch.accelerator.synchronize, lambda *args: None
+        run_mixed_prefill_decode_warmup(worker.model_runner, execute_model, worker.sample_tokens, 16)
+        warmup_kernels(worker.model_runner, execute_model, worker.sample_tokens)
+        torch.accelerator.synchronize = synchronize
+
+    # The interpreter does not run vLLM's kernel for top-k.
+    SamplingParams.for_sampler_warmup = classmethod(lambda cls: cls())  # type: ignore[assignment, method-assign]
+    gpu_worker.Worker.compile_or_warm_up_model = compile_or_warm_up_model  # type: ignore[assignment, method-assign]
+    return steps
+
+
+def profile_graphs_as_on_devices() -> list[set[int]]:
+    """vLLM's worker for devices lists its graphs twice, first to see what memory they take; the draft lengths that they
+    are captured for the second time."""
+    original, lengths = MethodSpeculator.init_cudagraph_manager, list[set[int]]()
+
+    def init_cudagraph_manager(self: Any, mode: Any) -> None:
+        original(self, mode)
+        schedule = self._vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+        lengths.append({length for _, _, length in schedule or ()})
+        original(self, mode)
+
+    MethodSpeculator.init_cudagraph_manager = init_cudagraph_manager  # type: ignore[method-assign]
+    return lengths
+
+
+def warm_up(worker: Any, guarded: Any) -> dict[str, list[Any]]:
+    """What is known of documents, step times and acceptance before and after."""
+    method, controller = guarded.method, guarded.method.controller
+
+    def known() -> list[Any]:
+        lengths = np.arange(controller.max_draft_tokens + 1)
+        return [method.live.stats().documents, controller.times.seen, controller.yields.tokens(lengths).tolist()]
+
+    before = known()
+    gpu_worker.Worker.compile_or_warm_up_model(worker)
+    return {"before": before, "after": known()}
+
+
+def note_probabilities(trees: Any) -> list[list[int]]:
+    """Of each part of a step whose trees are verified: sampled requests, all requests, and those whose probabilities
+    were held at once."""
+    original, noted = trees._verify, list[list[int]]()
+
+    def verify(sampler: Any, logits: Any, given: Any, rows: Any, slots: Any, *args: Any) -> Any:
+        sampled = np.count_nonzero(sampler.sampling_states.temperature.np[slots])
+        noted.append([int(sampled), len(slots)])
+        return original(sampler, logits, given, rows, slots, *args)
+
+    def verify_sampled(tree: Any, probs: torch.Tensor, *args: Any) -> Any:
+        assert probs.numel() <= v2_trees._MOST_PROBABILITIES
+        noted[-1].append(len(probs))
+        return kernel(tree, probs, *args)
+
+    kernel = v2_trees.verify_sampled
+    trees._verify, v2_trees.verify_sampled = verify, verify_sampled  # type: ignore[assignment]
+    v2_trees._MOST_PROBABILITIES = 2 * 9 * VOCAB_SIZE  # two of the largest trees
     return noted
 
 
@@ -223,14 +299,18 @@ def main() -> None:
     given = json.loads(sys.argv[2])
     cases, adaptive = given.pop("cases"), given.pop("adaptive", False)
     with_kv, with_graphs, with_drafts = (given.pop(name, False) for name in ("kv", "graphs", "drafts"))
-    graph_sizes = given.pop("graph_sizes", None)
+    graph_sizes, with_warm_up = given.pop("graph_sizes", None), given.pop("warm_up", False)
+    steps, graph_lengths = warm_up_as_on_devices(), profile_graphs_as_on_devices()
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
-    runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    worker: Any = llm.llm_engine.model_executor.driver_worker.worker
+    runner = worker.model_runner
     guarded = runner.speculator.guarded
+    result: dict[str, Any] = {"warm up": warm_up(worker, guarded) | {"steps": steps}} if with_warm_up else {}
     drafter, controller = getattr(guarded.method, "drafter", ()), guarded.method.controller
     confidences = note_confidences(runner.speculator) if adaptive else []
     trees = runner.speculator.trees
     branches = note_branches(trees) if trees is not None else []
+    probabilities = note_probabilities(trees) if trees is not None else []
     kv = note_kv(runner) if with_kv else {}
     graphs, reads = record_graphs(runner, graph_sizes) if with_graphs else [], note_reads()
     drafts = note_drafts(guarded) if with_drafts else []
@@ -238,7 +318,6 @@ def main() -> None:
     if drafter != ():
         recorded(guarded, said)
     drafted, accepted = guarded.metrics.drafted._value, guarded.metrics.accepted._value
-    result: dict[str, Any] = {}
     counts = {}
     for name, case in cases.items():
         before = drafted.get(), accepted.get()
@@ -264,11 +343,13 @@ def main() -> None:
         "counts": counts,
         "trees": trees is not None and trees.enabled,
         "branches": branches,
+        "probabilities": probabilities,
         "kv": largest_difference(kv),
         "replays": [graph.replays for graph in graphs],
         "reads": reads,
         "most checked": getattr(runner.speculator.draft_model, "max_rows", 0),
         "drafts": drafts,
+        "graph lengths": [sorted(lengths) for lengths in graph_lengths],
         "lookup": core.scheduler.dynamic_sd_lookup,
         "decided": [[*batches, length] for batches, (length, _) in getattr(controller, "_decided", {}).items()],
         "verified": sorted({length for _, length, _ in getattr(controller, "_errors", {})}),

@@ -29,9 +29,11 @@ SPECULATOR = "_freedraft_speculator"
 
 def install() -> None:
     """Hook vLLM's model runner V2, once per process. Speculators of others see no difference."""
+    from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu import model_runner
     from vllm.v1.worker.gpu.spec_decode.ngram import speculator
 
+    wrap_once(gpu_worker.Worker, "compile_or_warm_up_model", _warm_up)
     wrap_once(speculator, "NgramGPUSpeculator", _or_ours)
     wrap_once(model_runner.GPUModelRunner, "finish_requests", _finish)
     wrap_once(model_runner.GPUModelRunner, "add_requests", _add)
@@ -56,14 +58,35 @@ def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _drafting(runner: Any) -> MethodSpeculator | None:
-    """Our speculator, in the rank that drafts."""
+def _ours(runner: Any) -> MethodSpeculator | None:
+    """Our speculator, in every rank."""
     speculator = getattr(runner, "speculator", None)
-    return speculator if isinstance(speculator, MethodSpeculator) and speculator.guarded is not None else None
+    return speculator if isinstance(speculator, MethodSpeculator) else None
+
+
+def _drafting(runner: Any) -> MethodSpeculator | None:
+    """Our speculator, in the rank that drafts, while requests are real."""
+    ours = _ours(runner)
+    return ours if ours is not None and ours.guarded is not None and not ours.warming_up else None
+
+
+def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM compiles kernels with requests that it makes up: nothing is drafted for them, or learnt from them."""
+
+    def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (ours := _ours(self.model_runner)) is None:
+            return original(self, *args, **kwargs)
+        ours.warming_up = True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            ours.warming_up = False
+
+    return compile_or_warm_up_model
 
 
 def _passes(runner: Any) -> int | None:
-    if not isinstance(ours := getattr(runner, "speculator", None), MethodSpeculator):
+    if (ours := _ours(runner)) is None:
         return None
     return passes_on_all_ranks(None if ours.guarded is None else ours.guarded.method)
 
@@ -94,12 +117,12 @@ def _add(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _trees(runner: Any) -> Trees | None:
     """Ours, in every rank."""
-    speculator = getattr(runner, "speculator", None)
-    return speculator.trees if isinstance(speculator, MethodSpeculator) else None
+    ours = _ours(runner)
+    return None if ours is None else ours.trees
 
 
 def _prepare(runner: Any) -> None:
-    if isinstance(ours := getattr(runner, "speculator", None), MethodSpeculator):
+    if (ours := _ours(runner)) is not None:
         ours.prepare(runner)
         if runner.rejection_sampler is not None:
             setattr(runner.rejection_sampler, SPECULATOR, ours)

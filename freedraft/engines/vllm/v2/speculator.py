@@ -100,7 +100,7 @@ class MethodSpeculator(BaseSpeculator):
         config, ours = vllm_config.speculative_config, configured(vllm_config)
         self.length: int = config.num_speculative_tokens
         self._schedule = getattr(config, SCHEDULE)
-        if ours.lengths:  # so that graphs are captured for each of them, until `init_cudagraph_manager`
+        if ours.lengths:  # until `prepare`, so that vLLM lists CUDA graphs for each of them, when it profiles and later
             setattr(config, SCHEDULE, [(i, i, length) for i, length in enumerate(reversed(ours.lengths), 1)])
         self.max_model_len: int = vllm_config.model_config.max_model_len
         slots: int = req_states.max_num_reqs
@@ -126,6 +126,7 @@ class MethodSpeculator(BaseSpeculator):
         self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # by the newest step, the last one
         self.logits = LogitsCopy()
         self._pending = False  # whether the newest step's tokens are still to be taken
+        self.warming_up = False  # vLLM makes up requests, whose outcomes say nothing
         self._steps, self._drafted_at = 0, -1
         pinned = device.type != "cpu"
         self._proposed = torch.zeros(len(self._drafts), dtype=torch.int64, pin_memory=pinned)
@@ -140,10 +141,7 @@ class MethodSpeculator(BaseSpeculator):
         self.draft_token_confidence_probs = self.confidences.device
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """The model is loaded, vLLM knows what graphs to capture, and we have none."""
-        setattr(self._vllm_config.speculative_config, SCHEDULE, self._schedule)
-        if self.guarded is not None:
-            logger.info(start_line(self._vllm_config, configured(self._vllm_config).name, v2=True))
+        """The model is loaded, and vLLM knows what graphs to capture; we have none."""
 
     def capture(self) -> None:
         """vLLM has captured CUDA graphs of its own."""
@@ -156,12 +154,16 @@ class MethodSpeculator(BaseSpeculator):
         Raises:
             UnsupportedModel, RuntimeError: draft passes cannot run here, or on another rank.
         """
+        name = configured(self._vllm_config).name
+        setattr(self._vllm_config.speculative_config, SCHEDULE, self._schedule)
+        if self.guarded is not None:
+            logger.info(start_line(self._vllm_config, name, v2=True))
         if self.trees is not None:
             self.trees.prepare(runner)
             if self.trees.enabled and self.lengths is not None:
                 self.lengths.yields = TreeYields(self.length)
         self.runner = runner
-        if not METHODS[configured(self._vllm_config).name].runs_model:
+        if not METHODS[name].runs_model:
             return
         # Told of no pass until all ranks can follow.
         self.draft_model = model = DraftRanks(self._ranks).ready(
@@ -235,7 +237,11 @@ class MethodSpeculator(BaseSpeculator):
         if dummy_run or is_profile:
             return drafts
         guarded = self.guarded
-        if guarded is not None:
+        if self.warming_up:
+            packed.zero_()
+            if confidences is not None:
+                confidences.device[:batch].zero_()
+        elif guarded is not None:
             most = self.length if num_speculative_tokens is None else num_speculative_tokens
             with nullcontext() if self.draft_model is None else self.draft_model.ranks.leading():
                 drafted = guarded.call(lambda: self._draft(input_batch, num_sampled, most, last_hidden_states, drafts))

@@ -35,6 +35,7 @@ def why_chains(runner: Any, vllm_config: Any) -> str | None:
         "logits processors": sampler is not None and len(sampler.logits_processors) > _STOCK_PROCESSORS,
         "positions of several dimensions": getattr(runner.model_state, "rope_state", None) is not None,
         "MLA": model.use_mla,
+        "attention that quantises its output": vllm_config.compilation_config.pass_config.fuse_attn_quant,
         "an encoder": runner.is_encoder_decoder,
         "fast prefill of shared KV": runner.fast_prefill is not None,
     }

@@ -43,6 +43,9 @@ _PROCESSED_BY = (
 )
 """Arguments of RejectionSampler._verify that Sampler.apply_sampling_params takes, in its order."""
 
+_MOST_PROBABILITIES = 1 << 26
+"""That sampled trees are verified with at once, float32: vLLM leaves no memory for more than it samples from itself."""
+
 
 class Trees:
     """The trees of a runner, in each tensor-parallel rank. B requests of a step, K = most draft tokens of a request.
@@ -183,18 +186,21 @@ class Trees:
         drafted = given["draft_sampled"][node]
         tree = TreeBatch(drafted, self._parents[token], column.int().expand_as(drafted).contiguous(), counts)
         state = sampler.sampling_states
-        temperatures = state.temperature.np[slots]
-        verified = None
-        if (temperatures == 0).any():
+        some = np.flatnonzero(state.temperature.np[slots])
+        if len(some) < len(slots):
             verified = verify_greedy(tree, logits.argmax(-1)[node])
-        if (temperatures != 0).any():
-            at = batch.idx_mapping[first + rows]
-            probs = logits.float().softmax(-1)[node]
-            roots = given["pos"][starts[:, 0]]
-            sampled = verify_sampled(tree, probs, state.seeds.gpu[at], roots)
-            greedy = state.temperature.gpu[at] == 0
-            verified = sampled if verified is None else _either(greedy, verified, sampled)
-        assert verified is not None and self._pool is not None and self._slots is not None
+        else:
+            empty, of_each = torch.empty_like(drafted), torch.empty_like(counts)
+            verified = Verification(empty, of_each, empty.clone(), of_each.clone())
+        at_once = max(_MOST_PROBABILITIES // (width * logits.shape[1]), 1)
+        for i in range(0, len(some), at_once):
+            part = async_tensor_h2d(some[i : i + at_once], device=self._device, dtype=torch.int64)
+            of_part = TreeBatch(*(each[part] for each in (tree.tokens, tree.parents, tree.depths, tree.counts)))
+            seeds, roots = state.seeds.gpu[batch.idx_mapping[first + rows[part]]], given["pos"][starts[part, 0]]
+            outcome = verify_sampled(of_part, _probabilities(logits[node[part]]), seeds, roots)
+            for name in ("accepted", "lengths", "tokens", "bonus"):
+                getattr(verified, name)[part] = getattr(outcome, name)
+        assert self._pool is not None and self._slots is not None
         # Slot 0 is of a page that nobody has.
         self._pool.compact(torch.where(inside, self._slots[token], 0), verified)
         return verified
@@ -205,8 +211,8 @@ def _row(cache: torch.Tensor) -> tuple[int, int]:
     return cache.shape[1], cache.shape[3]
 
 
-def _either(first: torch.Tensor, a: Verification, b: Verification) -> Verification:
-    """`a` where bool [B] says so, else `b`."""
-    names = ("accepted", "lengths", "tokens", "bonus")
-    pairs = ((getattr(a, name), getattr(b, name)) for name in names)
-    return Verification(*(torch.where(first if x.dim() == 1 else first[:, None], x, y) for x, y in pairs))
+def _probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """float32 [R, N, V] of logits, in whose place they may be written."""
+    logits = logits.float()
+    logits.sub_(logits.amax(-1, keepdim=True)).exp_()
+    return logits.div_(logits.sum(-1, keepdim=True))
