@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench.lib.plots import nice
 from bench.lib.results import ROOT, checked
 
 PAGE = ROOT / "README.md"
@@ -54,7 +55,7 @@ def figures() -> str:
     rows = {
         "`make demo`, vLLM, one request at a time: copying / code / chat / story": demo,
         "`make demo-sglang`, trees: the same prompts": demo_sglang,
-        f"half of Spec-Bench over HTTP, {' / '.join(map(str, at))} at a time, `live` and shared by all (`suffix`: "
+        f"Spec-Bench over HTTP, {' / '.join(map(str, at))} at a time, `live` and shared by all (`suffix`: "
         f"{suffix})": sssd,
         f"mixed prompts, `policy: auto`, batch 1 / 4 / 16 (the better of 4 and 8 tokens: {fixed})": auto,
         "`layerskip`, deep synthetic model, bf16 (some answers part at near ties), batch 1, vLLM / SGLang (spread)": (
@@ -88,7 +89,7 @@ def of_sssd() -> Iterator[tuple[float, str]]:
         yield row["ratio"]["auto"], f"replayed traffic, {row['batch']} at a time"
     for row in result("serve-vllm-cpu.json")["rows"]:
         if row["arm"] == "sssd":
-            yield row["ratio"], f"{row['group']}, {row['concurrency']} at a time"
+            yield row["ratio"], f"{nice(row['group'])}, {row['concurrency']} at a time"
 
 
 def of_layerskip() -> Iterator[tuple[float, str]]:

@@ -107,11 +107,30 @@ def serve(result: Any, noise: Any) -> str:
         if r["arm"] == "suffix" and r["group"] == "all":
             ratio, low, high = (1 / value for value in (r["over"]["sssd"][i] for i in (0, 2, 1)))
             over.append(f"{ratio:.2f} ({low:.2f}-{high:.2f}) at {r['concurrency']}")
+    alone = [b for b in result["blocks"] if b["arm"] == "plain" and b["repeat"] == 0]
+    questions = {n: sum(len(b["tokens"]) for b in alone if b["concurrency"] == n) for n in at_a_time(result)}
+    asked = ", ".join(f"{count} at {n}" for n, count in questions.items())
     return (
-        f"Answers of {result['settings']['max_tokens']} tokens.\n\n"
+        f"Questions: {asked} at a time; answers of {result['settings']['max_tokens']} tokens. {by_pass(result)}\n\n"
         f"{report.markdown(result)}\n\n`sssd` over `suffix`, all questions: {', '.join(over)} at a time. A second "
         f"plain server, measured the same way, over the first: {said}."
     )
+
+
+def at_a_time(result: Any) -> list[int]:
+    return sorted({r["concurrency"] for r in result["rows"]})
+
+
+def by_pass(result: Any) -> str:
+    """How far passes over the same questions differ."""
+    passes = {
+        (r["arm"], r["concurrency"]): r["tokens_per_second_by_pass"] for r in result["rows"] if r["group"] == "all"
+    }
+    said = [
+        " and ".join(f"{a / b:.2f}" for a, b in zip(passes["sssd", n], passes["plain", n], strict=True)) + f" at {n}"
+        for n in at_a_time(result)
+    ]
+    return f"`sssd` over plain in each pass: {', '.join(said)} at a time."
 
 
 def budget(result: Any) -> str:
@@ -483,7 +502,7 @@ SECTIONS = (
             "serve-vllm-cpu.json",
             "serve-vllm-cpu-noise.json",
         ),
-        "Half of Spec-Bench; `sssd` starts with an empty datastore and learns from what it "
+        "Questions of Spec-Bench, as many of each group; `sssd` starts with an empty datastore and learns from what it "
         "answers; `suffix` (ArcticInference) runs with the settings of vLLM's documentation. Throughput over "
         "plain with 95 % intervals over blocks of questions (none where a group is one block), prefill included.\n\n"
         "![Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)",

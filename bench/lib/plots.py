@@ -116,16 +116,25 @@ def ratios(name: str, rows: Rows) -> Plot | None:
     compared = [r for r in rows if "ratio" in r]
     if not compared:
         return None
-    concurrencies, groups, arms = (names(compared, f) for f in ("concurrency", "group", "arm"))
-    n = len(concurrencies)
-    figure, axes = plt.subplots(n, 1, figsize=(9, 1 + 2.6 * n), sharex=True, squeeze=False)
-    for axis, concurrency in zip(axes[:, 0], concurrencies, strict=True):
+    arms, panels = names(compared, "arm"), list[tuple[str, Rows]]()
+    for concurrency in names(compared, "concurrency"):
         here = [r for r in compared if r["concurrency"] == concurrency]
-        grouped_bars(axis, here, groups, arms, "ratio", "ratio_interval")
+        if len(names(here, "group")) > 1:
+            panels.append((f"{concurrency} at a time", [r for r in here if r["group"] != ALL]))
+    every = [r | {"group": f"{r['concurrency']} at a time"} for r in overall(compared)]
+    panels.append(("all questions", every))
+    columns = 1 if len(panels) < 3 else 2
+    rows_of_panels = -(-len(panels) // columns)
+    size = 7.0 * columns, 0.6 + 2.2 * rows_of_panels
+    figure, axes = plt.subplots(rows_of_panels, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, (title, shown) in zip(axes.flat, panels, strict=False):
+        grouped_bars(axis, shown, names(shown, "group"), arms, "ratio", "ratio_interval")
         axis.axhline(1, color="#555555", linewidth=1.2)
-        axis.set_ylabel("throughput over plain")
-        axis.set_title(f"{concurrency} at a time", loc="left", fontsize=11)
-    axes[0, 0].legend(ncols=len(arms), loc="upper right", bbox_to_anchor=(1, 1.22))
+        axis.set_ylabel("over plain")
+        axis.set_title(title, loc="left", fontsize=11)
+    axes[0, -1].legend(ncols=len(arms), loc="upper right")
     return Plot(
         f"{name}-ratios",
         figure,
