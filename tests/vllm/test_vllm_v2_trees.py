@@ -23,6 +23,7 @@ ENGINE = {
     "block_size": 16,
     "gpu_memory_utilization": 0.2,
 }
+GREEDY_ONES = range(0, SAMPLES, 5)  # of those that are sampled otherwise
 FLASH, TRITON = {"attention": "flash"}, {"attention": "triton"}
 GREEDY = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
 
@@ -41,10 +42,10 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
         "sampled": {
             "prompts": [SAMPLED_PROMPT] * SAMPLES,
             "parameters": {"max_tokens": 4, "ignore_eos": True},
-            "chains": range(0, SAMPLES, 4),
+            "chains": list(range(0, SAMPLES, 4)),
+            "greedy": list(GREEDY_ONES),
         },
     }
-    cases = {name: case | {"chains": list(case.get("chains", ()))} for name, case in cases.items()}
     return serve(tiny_model, cases=cases, speculative_config=SSSD | {"shape": "tree"}, kv=True, **ENGINE | FLASH)
 
 
@@ -79,10 +80,20 @@ def test_the_kv_cache_holds_what_plain_decoding_leaves(served: dict[str, Any]) -
 
 
 def test_sampled_answers_have_the_models_distribution(served: dict[str, Any], plain_tiny: PlainTiny) -> None:
-    sampled = [tuple(tokens) for tokens in served["sampled"]]
-    trees = [tokens for i, tokens in enumerate(sampled) if i % 4]
-    for tokens in (sampled, trees):
+    sampled = {i: tuple(tokens) for i, tokens in enumerate(served["sampled"]) if i not in GREEDY_ONES}
+    trees = [tokens for i, tokens in sampled.items() if i % 4]
+    for tokens in ([*sampled.values()], trees):
         assert p_value(tokens, plain_tiny.sampled[1.0, 1.0, 0, False]) > 1e-3
+
+
+def test_greedy_requests_among_sampled_ones(served: dict[str, Any]) -> None:
+    """Verified as trees, and by vLLM as chains; of sampled ones alone there are probabilities, few at a time."""
+    assert len({tuple(served["sampled"][i]) for i in GREEDY_ONES}) == 1
+    noted = served["engine"]["probabilities"]
+    assert any(0 < sampled < requests for sampled, requests, *_ in noted)
+    for sampled, _, *held in noted:
+        assert sum(held) == sampled
+    assert max(len(held) for _, _, *held in noted) > 1
 
 
 def test_logits_of_all_nodes_are_recycled(served: dict[str, Any], plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
