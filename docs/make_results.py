@@ -141,7 +141,8 @@ def budget(result: Any) -> str:
         for r in result["rows"]
     ]  # fmt: skip
     return table(["batch", *arms, "spread of auto", "identical"], rows) + (
-        f"\n\nThe controller takes {result['controller_us']:.0f} us per step at batch 32."
+        f"\n\nAnswers of {result['tokens']} tokens, {result['rounds']} passes. "
+        f"The controller takes {result['controller_us']:.0f} us per step at batch 32."
         "\n\n![Throughput by batch](../bench/results/budget-vllm-cpu.png)"
     )
 
@@ -511,8 +512,8 @@ SECTIONS = (
     Section(
         "How much is drafted, by batch",
         ("budget-vllm-cpu.json",),
-        "Through vLLM: fp32, eager, SmolLM2-135M, no datastore, the demo's four kinds of prompts mixed, 48 tokens "
-        "each. Throughput over plain.",
+        "Through vLLM: fp32, eager, SmolLM2-135M, no datastore, the demo's four kinds of prompts mixed. Throughput "
+        "over plain.",
         budget,
     ),
     Section(
