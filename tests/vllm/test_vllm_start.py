@@ -213,16 +213,18 @@ def test_replicas_that_share_experts_draft_one_length(tiny_model: Path, tmp_path
         assert (type(make_controller(context)) is Fixed) == (lengths is not None)
 
 
+@pytest.mark.parametrize("policy", ["auto", "knee"])
 def test_replicas_of_a_dense_model_draft_by_batch_size(
-    tiny_model: Path, as_with_triton: None, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, as_with_triton: None, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """On model runner V2, where vLLM takes lengths by batch size away from all replicas."""
     from freedraft.engines.vllm.context import context_of_engine
 
-    given = GOOD | {"hardware": "h100"}
+    given = GOOD | {"hardware": "h100", "policy": policy}
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     one = config_of(tiny_model, given)
-    assert len(methods.configured(one).lengths) > 2
+    assert (len(methods.configured(one).lengths) > 2) == (policy == "auto")
+    assert one.speculative_config.num_speculative_tokens_per_batch_size
     two = config_of(tiny_model, given, data_parallel_size=2)
     for name in ("num_speculative_tokens_per_batch_size", methods.ATTRIBUTE):
         assert getattr(two.speculative_config, name) == getattr(one.speculative_config, name)

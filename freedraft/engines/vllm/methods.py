@@ -61,7 +61,7 @@ class Configured:
     Attributes:
         name: of the method; options: as the user gave them.
         lengths: draft tokens per request that model runner V2 chooses from while serving; none where it does not.
-        schedule: of these, what it begins with: SCHEDULE of SpeculativeConfig.
+        schedule: draft tokens by batch size that it begins with, by the method: SCHEDULE of SpeculativeConfig.
         graph_mode_given: whether the user has chosen a mode of CUDA graphs.
     """
 
@@ -183,7 +183,7 @@ def _with_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
         ours = configured(made)
         if (spec := METHODS.get(ours.name)) is None:
             return made
-        if ours.lengths and getattr(made.speculative_config, SCHEDULE) is None:
+        if ours.schedule is not None and getattr(made.speculative_config, SCHEDULE) is None:
             _set_lengths_of_replicas(made)
         windows = getattr(spec.option_type.parse(ours.options), "windows", None)
         if windows is not None:

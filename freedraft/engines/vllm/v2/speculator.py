@@ -238,6 +238,8 @@ class MethodSpeculator(BaseSpeculator):
             return drafts
         guarded = self.guarded
         if self.warming_up:
+            if guarded is not None:  # its kernel is compiled, too
+                self._gained[0].copy(input_batch, num_sampled, self._states, self._steps, drafts)
             packed.zero_()
             if confidences is not None:
                 confidences.device[:batch].zero_()
