@@ -174,8 +174,8 @@ class FleetLog:
             return Changes([], [])
         found = self._bucket.fetch_newest()
         if (found[0].number if found else 0) < least:
-            raise DatastoreError(
-                f"{self._bucket.url}: what was just written is not found: allow its files to be listed (s3:ListBucket)"
+            raise UnreachableError(
+                f"{self._bucket.url} cannot be listed: it is down, or that is not allowed (s3:ListBucket)"
             )
         manifest = read_manifest(found[1]) if found else None
         if manifest is not None:
