@@ -16,7 +16,7 @@ from freedraft_kernels.tree import TreeBatch
 from freedraft_kernels.tree_attention import TreeQueries, scratch_size, tree_attention
 from freedraft_kernels.tree_queries import NodeMasks, write_tree_queries
 from freedraft_kernels.verification import Verification, verify_greedy, verify_sampled
-from freedraft_kernels.warm_up import warm_up
+from freedraft_kernels.warm_up import warm_up, warm_up_verification
 
 __all__ = [
     "KVPool",
@@ -35,5 +35,6 @@ __all__ = [
     "verify_greedy",
     "verify_sampled",
     "warm_up",
+    "warm_up_verification",
     "write_tree_queries",
 ]

@@ -1,8 +1,8 @@
-"""`warm_up`: kernels are compiled before the first step needs them."""
+"""`warm_up` and `warm_up_verification`: kernels are compiled before the first step needs them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -38,18 +38,37 @@ def warm_up(
     if not use_triton(device):
         return
     powers = [1 << i for i in range((max_batch - 1).bit_length() + 1)]  # of which the mask's kernel has one each
+    one = torch.ones(1, device=device)
     for nodes in widths:
-        for batch in reversed(powers):
-            none = np.zeros((batch, nodes), np.int32)
-            tree = TreeBatch.from_numpy(none, none - 1, none, np.ones(batch, np.int32), device)
+        for batch in powers:
             lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-            tree_inputs(tree, lengths, layout="full", seq_lens_sum=0)
-        # What is left is the tree of one request; the other kernels are the same for all batches.
-        rows = logits.expand(nodes, vocab).contiguous()
-        top_tokens(rows, top)
-        verified = verify_greedy(tree, rows.argmax(-1)[None])
-        one = torch.ones(1, device=device)
-        probs = target_probs(rows[None], one, top_ks=one.int(), top_ps=one, min_ps=one, counts=tree.counts)
-        verify_sampled(tree, probs, lengths, lengths)
+            tree_inputs(_roots(batch, nodes, device), lengths, layout="full", seq_lens_sum=0)
+        rows = logits.expand(1, nodes, vocab).contiguous()
+        counts = one.int()
+        target_probs(rows, one, top_ks=counts, top_ps=one, min_ps=one, counts=counts)
+    top_tokens(logits, top)
+    warm_up_verification(widths, logits, pool=pool, slot=slot)
+
+
+def warm_up_verification(
+    widths: Iterable[int], logits: torch.Tensor, *, pool: KVPool | None = None, slot: int = 0
+) -> None:
+    """The part of `warm_up` that verifies trees, with the same arguments."""
+    device, vocab = logits.device, logits.shape[1]
+    if not use_triton(device):
+        return
+    # The kernels are the same for all batches, and for widths up to the same power of two unless 16 divides one.
+    kinds = {((nodes - 1).bit_length(), nodes % 16 == 0): nodes for nodes in widths}
+    position = torch.zeros(1, dtype=torch.int64, device=device)
+    for nodes in kinds.values():
+        tree = _roots(1, nodes, device)
+        verified = verify_greedy(tree, torch.zeros(1, nodes, dtype=torch.int64, device=device))
+        verify_sampled(tree, torch.zeros(1, nodes, vocab, device=device), position, position)
         if pool is not None:
             pool.compact(torch.full((1, nodes), slot, dtype=torch.int64, device=device), verified)
+
+
+def _roots(batch: int, nodes: int, device: torch.device) -> TreeBatch:
+    """Trees of no draft tokens, as wide as such of `nodes` nodes."""
+    none = np.zeros((batch, nodes), np.int32)
+    return TreeBatch.from_numpy(none, none - 1, none, np.ones(batch, np.int32), device)

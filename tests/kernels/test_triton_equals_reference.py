@@ -30,6 +30,7 @@ from test_kernel_top_tokens import random_logits
 from test_kernel_verification import chi_square
 
 from freedraft.draft import DraftBatch
+from tests.support.triton_launches import record_launches
 
 pytest.importorskip("triton")
 
@@ -48,25 +49,7 @@ def same(ours: Verification, reference: Verification) -> None:
 @runs_triton
 @pytest.mark.skipif(GPU, reason="records launches in the interpreter")
 def test_a_warm_up_compiles_what_steps_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is compiled for its compile-time arguments, for numbers that are 1 or divisible by 16, and for addresses
-    that are divisible by 16."""
-    import triton.runtime.interpreter as interpreter
-
-    launched: set[tuple] = set()
-
-    def record(self, *args, **kwargs):  # and do not run: what comes out is not looked at
-        def kind(name, value):
-            if isinstance(value, torch.Tensor):
-                return str(value.dtype), value.data_ptr() % 16 == 0
-            if name in self.constexprs:
-                return value
-            apart = name not in ("size", "vocab", "chunks")  # do_not_specialize
-            return (value == 1, value % 16 == 0) if apart else None
-
-        given = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        launched.add((self.fn.__name__, tuple((name, kind(name, value)) for name, value in sorted(given.items()))))
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", record)
+    launched = record_launches(monkeypatch, run=False)  # what comes out is not looked at
     vocab, widths, max_batch = 40, (1, 2, 4, 6, 8), 9
     buffers = [torch.zeros(400, 2, 8) for _ in range(2)]
     pool = KVPool(buffers)

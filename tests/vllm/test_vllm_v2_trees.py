@@ -46,7 +46,9 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
             "greedy": list(GREEDY_ONES),
         },
     }
-    return serve(tiny_model, cases=cases, speculative_config=SSSD | {"shape": "tree"}, kv=True, **ENGINE | FLASH)
+    return serve(
+        tiny_model, cases=cases, speculative_config=SSSD | {"shape": "tree"}, kv=True, warm_up=True, **ENGINE | FLASH
+    )
 
 
 def test_drafts_are_trees(served: dict[str, Any]) -> None:
@@ -57,6 +59,16 @@ def test_drafts_are_trees(served: dict[str, Any]) -> None:
     chains, branches = engine["branches"]
     assert branches > 30, "paths that leave the first chain were accepted"
     assert chains > 30
+
+
+def test_kernels_are_compiled_before_requests_come(served: dict[str, Any]) -> None:
+    """Of the widths, types and addresses of steps to come, with vLLM's own made-up requests and with ours; those for
+    attention of decoding alone with the CUDA graphs, for each draft length, which this CPU has not."""
+    engine = served["engine"]
+    with_graphs = [
+        kind for kind in engine["compiled late"] if "tree_attention" in kind and "'TREES_ONLY', False" in kind
+    ]
+    assert engine["compiled"] >= 12 and engine["compiled late"] == with_graphs
 
 
 @pytest.mark.parametrize("case", ["trees", "mixed"])

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_queries"])
 def tree_attention_kernel(
     query,  # [T, H, D]
     keys,  # [P, S, G, D]
@@ -119,7 +119,7 @@ def tree_attention_kernel(
         tl.store(bounds + part * 2 + 1, total, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_queries"])
 def sum_parts_kernel(
     parts,  # float32 [B, max_queries, H, SEGMENTS, D]
     bounds,  # float32 [B, max_queries, H, SEGMENTS, 2]

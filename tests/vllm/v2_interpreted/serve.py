@@ -6,7 +6,8 @@ Cases come one after the other: all prompts of one at once. "abort" gives up eac
 it anew under the same id; "chains" are requests whose parameters allow no trees, "greedy" such as are not sampled;
 "salt" stands in front of the prompts' own. "adaptive" asks the speculator for confidences, "kv" notes the KV of all
 steps, "drafts" those of chains, "graphs" lets draft passes run as CUDA graphs do, "graph_sizes" are those of vLLM's
-own, "warm_up" compiles kernels as vLLM does on devices. The rest of the JSON are arguments of the engine.
+own, "warm_up" compiles kernels as vLLM does on devices, and notes which of ours are launched that were not then. The
+rest of the JSON are arguments of the engine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm import LLM, SamplingParams
@@ -31,12 +33,14 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
+from freedraft.cost.batch_lengths import BatchLengths
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from freedraft.engines.vllm.v2 import trees as v2_trees
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from tests.support.models import VOCAB_SIZE
 from tests.support.recycled import recorded
+from tests.support.triton_launches import record_launches
 
 
 class Recorded:
@@ -180,8 +184,8 @@ def warm_up_as_on_devices() -> list[int]:
         warmup_kernels(worker.model_runner, execute_model, worker.sample_tokens)
         torch.accelerator.synchronize = synchronize
 
-    # The interpreter does not run vLLM's kernel for top-k.
-    SamplingParams.for_sampler_warmup = classmethod(lambda cls: cls())  # type: ignore[assignment, method-assign]
+    # The interpreter does not run vLLM's kernels for top-k and for what else is in its parameters.
+    SamplingParams.for_sampler_warmup = classmethod(lambda cls: cls(logprobs=5))  # type: ignore[assignment, method-assign]
     gpu_worker.Worker.compile_or_warm_up_model = compile_or_warm_up_model  # type: ignore[assignment, method-assign]
     return steps
 
@@ -202,10 +206,12 @@ def profile_graphs_as_on_devices() -> list[set[int]]:
 
 
 def warm_up(worker: Any, guarded: Any) -> dict[str, list[Any]]:
-    """What is known of documents, step times and acceptance before and after."""
+    """What is known of documents, step times and acceptance before and after, where it is learnt."""
     method, controller = guarded.method, guarded.method.controller
 
     def known() -> list[Any]:
+        if method.live is None or not isinstance(controller, BatchLengths):
+            return []
         lengths = np.arange(controller.max_draft_tokens + 1)
         return [method.live.stats().documents, controller.times.seen, controller.yields.tokens(lengths).tolist()]
 
@@ -305,7 +311,9 @@ def main() -> None:
     worker: Any = llm.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
     guarded = runner.speculator.guarded
+    launched = record_launches(pytest.MonkeyPatch(), run=True) if with_warm_up else set()
     result: dict[str, Any] = {"warm up": warm_up(worker, guarded) | {"steps": steps}} if with_warm_up else {}
+    compiled = set(launched)
     drafter, controller = getattr(guarded.method, "drafter", ()), guarded.method.controller
     confidences = note_confidences(runner.speculator) if adaptive else []
     trees = runner.speculator.trees
@@ -354,6 +362,8 @@ def main() -> None:
         "decided": [[*batches, length] for batches, (length, _) in getattr(controller, "_decided", {}).items()],
         "verified": sorted({length for _, length, _ in getattr(controller, "_errors", {})}),
         "confidences": confidences,
+        "compiled": len(compiled),
+        "compiled late": [str(kind) for kind in launched - compiled],
         "said": [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1],
         "held": [len(drafter), len(guarded.running), len(runner.speculator.requests.slots)],
         "learnt": tokens,

@@ -76,11 +76,11 @@ def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (ours := _ours(self.model_runner)) is None:
             return original(self, *args, **kwargs)
-        ours.warming_up = True
+        ours.warm_up(True)
         try:
             return original(self, *args, **kwargs)
         finally:
-            ours.warming_up = False
+            ours.warm_up(False)
 
     return compile_or_warm_up_model
 
@@ -131,10 +131,8 @@ def _prepare(runner: Any) -> None:
 def _take_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
-        if ours is not None and (guarded := ours.guarded) is not None and guarded.needs_logits:
-            guarded.call(lambda: ours.take_logits(logits, input_batch))
-        if ours is not None and ours.trees is not None:
-            ours.trees.restore_positions(input_batch)
+        if ours is not None:
+            ours.take_logits(logits, input_batch)
         return original(self, logits, input_batch, *args, **kwargs)
 
     return __call__

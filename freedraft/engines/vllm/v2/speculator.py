@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from freedraft_kernels import top_tokens
 from numpy.typing import NDArray
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
@@ -37,7 +38,7 @@ from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
 from freedraft.engines.vllm.v2.requests import NO_SLOT, Requests
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import METHODS, Step
+from freedraft.method import METHODS, TOP_TOKENS, Step
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.trees import Trees
@@ -126,13 +127,19 @@ class MethodSpeculator(BaseSpeculator):
         self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # by the newest step, the last one
         self.logits = LogitsCopy()
         self._pending = False  # whether the newest step's tokens are still to be taken
-        self.warming_up = False  # vLLM makes up requests, whose outcomes say nothing
+        self.warming_up = False  # see `warm_up`
         self._steps, self._drafted_at = 0, -1
         pinned = device.type != "cpu"
         self._proposed = torch.zeros(len(self._drafts), dtype=torch.int64, pin_memory=pinned)
         self.confidences: Confidences | None = None
         if getattr(config, ADAPTIVE, False):
             self.verify_adaptively(device)
+
+    def warm_up(self, now: bool) -> None:
+        """Whether vLLM makes up requests now, to compile kernels; their outcomes say nothing."""
+        self.warming_up = now
+        if self.trees is not None:
+            self.trees.warm_up(now)
 
     def verify_adaptively(self, device: torch.device) -> None:
         """Give vLLM's adaptive verification what it asks for: confidences, by these names."""
@@ -334,11 +341,20 @@ class MethodSpeculator(BaseSpeculator):
         return (self._step(gained, rows, drafted, most) if len(rows) else None), rows
 
     def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
-        """What the target says behind each root and draft token of ours that a step verifies.
+        """A step has been run; logits: float [R, V], those of a request behind each other."""
+        guarded, trees = self.guarded, self.trees
+        if guarded is not None and guarded.needs_logits:
+            if self.warming_up:
+                top_tokens(logits[:1], TOP_TOKENS)
+            else:
+                guarded.call(lambda: self._recycle(logits, input_batch))
+        if trees is not None and self.warming_up:
+            trees.warm_up_verification(logits)
+        if trees is not None:
+            trees.restore_positions(input_batch)
 
-        Args:
-            logits: float [R, V], those of a request behind each other.
-        """
+    def _recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
+        """What the target says behind each root and draft token of ours that a step verifies."""
         slots, scheduled = input_batch.idx_mapping_np[: input_batch.num_reqs], input_batch.num_draft_tokens_per_req
         lengths = np.minimum(self.requests.drafted[slots], scheduled[: len(slots)]).astype(np.int64)
         rows = np.flatnonzero(lengths)

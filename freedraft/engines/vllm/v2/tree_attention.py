@@ -8,6 +8,7 @@ full CUDA graphs of such steps can be replayed with other trees.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ class TreeBuffers:
         prefixes, masks, trees: as in `TreeQueries`, of the newest step with drafts.
         enabled: whether graphs and steps use them at all.
         verifying: whether the step that is prepared verifies trees; mixed: whether it has prompts besides.
+        warming_up: whether it is made up, so that kernels are compiled.
     """
 
     def __init__(self, requests: int, tokens: int, max_queries: int, device: torch.device) -> None:
@@ -45,7 +47,7 @@ class TreeBuffers:
         self.prefixes = torch.ones(tokens, dtype=torch.int32, device=device)
         self.masks = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.trees = torch.zeros(requests, dtype=torch.int32, device=device)
-        self.enabled = self.verifying = self.mixed = False
+        self.enabled = self.verifying = self.mixed = self.warming_up = False
 
     def queries(self, starts: torch.Tensor, seq_lens: torch.Tensor) -> TreeQueries:
         """Those of a step. starts: int32 [B + 1]; seq_lens: int32 [B]."""
@@ -53,10 +55,15 @@ class TreeBuffers:
 
 
 class TreeStep(NamedTuple):
-    """What attention needs in a step that verifies trees."""
+    """What attention needs in a step that verifies trees.
+
+    Attributes:
+        longest: most tokens of a request; several where the kernel for each of them is to be compiled.
+    """
 
     queries: TreeQueries
     max_queries: int
+    longest: Sequence[int]
     mixed: bool
     scratch: torch.Tensor
 
@@ -92,15 +99,19 @@ class TreeMetadata:
         return metadata
 
     def _step(self, buffers: TreeBuffers, metadata: Any, mixed: bool) -> TreeStep:
+        limit: int = self.vllm_config.model_config.max_model_len
         if self._scratch is None:
             shape = self.num_heads_q, self.num_heads_kv, self.headdim
-            longest = self.vllm_config.model_config.max_model_len
-            size = scratch_size(buffers.requests, *shape, buffers.max_queries, longest)
+            size = scratch_size(buffers.requests, *shape, buffers.max_queries, limit)
             self._scratch = torch.empty(size, dtype=torch.float32, device=self.device)
         mixed |= metadata.max_query_len > buffers.max_queries
         queries = buffers.queries(metadata.query_start_loc, metadata.seq_lens)
         max_queries = buffers.max_queries if mixed else metadata.max_query_len
-        return TreeStep(queries, max_queries, mixed, self._scratch)
+        # CUDA graphs are captured for the longest; steps beside prompts, which run without, meet all lengths.
+        longest: Sequence[int] = (metadata.max_seq_len,)
+        if mixed and buffers.warming_up:
+            longest = [min(1 << i, limit) for i in range(limit.bit_length() + 1)]
+        return TreeStep(queries, max_queries, longest, mixed, self._scratch)
 
 
 class TreeAttention:
@@ -142,19 +153,20 @@ class TreeAttention:
         if trees is not None:
             tokens, size = attn_metadata.num_actual_tokens, self.head_size
             cache = kv_cache.transpose(1, 2)
-            tree_attention(
-                query[:tokens],
-                cache[..., :size],
-                cache[..., size:],
-                trees.queries,
-                attn_metadata.block_table,
-                output[:tokens],
-                scale=self.scale,
-                max_queries=trees.max_queries,
-                max_seq_len=attn_metadata.max_seq_len,
-                trees_only=trees.mixed,
-                scratch=trees.scratch,
-            )
+            for longest in trees.longest:
+                tree_attention(
+                    query[:tokens],
+                    cache[..., :size],
+                    cache[..., size:],
+                    trees.queries,
+                    attn_metadata.block_table,
+                    output[:tokens],
+                    scale=self.scale,
+                    max_queries=trees.max_queries,
+                    max_seq_len=longest,
+                    trees_only=trees.mixed,
+                    scratch=trees.scratch,
+                )
         return output
 
 

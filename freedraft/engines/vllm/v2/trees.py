@@ -20,6 +20,7 @@ from freedraft_kernels import (
     Verification,
     verify_greedy,
     verify_sampled,
+    warm_up_verification,
     write_tree_queries,
 )
 from numpy.typing import NDArray
@@ -94,7 +95,17 @@ class Trees:
         """vLLM's NewRequestData have got slots."""
         for request in requests:
             slot = self._states.req_id_to_index[request.req_id]
-            self.allowed[slot] = self.enabled and not needs_chain(request)
+            self.allowed[slot] = self.enabled and (self._buffers.warming_up or not needs_chain(request))
+
+    def warm_up(self, now: bool) -> None:
+        """Whether vLLM makes up requests now, whose drafts are to be trees whatever they ask for."""
+        self._buffers.warming_up = now
+
+    def warm_up_verification(self, logits: torch.Tensor) -> None:
+        """Compile what verifies trees of all widths. logits: float [R, V], of a step that vLLM has made up."""
+        if self.enabled:
+            # Slot 0 is of a page that nobody has.
+            warm_up_verification(range(2, 1 + len(self._columns)), logits[:1], pool=self._pool)
 
     def put(self, slots: torch.Tensor, masks: torch.Tensor) -> None:
         """What requests verify next. slots: int64 [B]; masks: int64 [B, K], as `NodeMasks`."""
@@ -122,7 +133,9 @@ class Trees:
             self._counts,
         )
         if (self.allowed[batch.idx_mapping_np] & (batch.num_draft_tokens_per_req > 0)).any():
-            self._batch, buffers.verifying, buffers.mixed = batch, True, bool(batch.has_prefill)
+            # Of made-up steps none has prompts besides, whose attention is to be compiled, too.
+            mixed = not buffers.mixed if buffers.warming_up else bool(batch.has_prefill)
+            self._batch, buffers.verifying, buffers.mixed = batch, True, mixed
 
     def restore_positions(self, batch: Any) -> None:
         """The model has run: give InputBatch a chain's positions back, which vLLM's samplers go by."""
