@@ -218,8 +218,16 @@ def test_replicas_of_a_dense_model_draft_by_batch_size(
     tiny_model: Path, as_with_triton: None, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """On model runner V2, where vLLM takes lengths by batch size away from all replicas."""
+    from vllm.config import VllmConfig
+
     from freedraft.engines.vllm.context import context_of_engine
 
+    seen = []
+    monkeypatch.setattr(  # what comes next before the sizes of CUDA graphs, which only GPUs' platforms choose
+        VllmConfig,
+        "_maybe_override_dynamic_sd_cudagraph_mode",
+        lambda self: seen.append(self.speculative_config.num_speculative_tokens_per_batch_size),
+    )
     given = GOOD | {"hardware": "h100", "policy": policy}
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     one = config_of(tiny_model, given)
@@ -228,6 +236,11 @@ def test_replicas_of_a_dense_model_draft_by_batch_size(
     two = config_of(tiny_model, given, data_parallel_size=2)
     for name in ("num_speculative_tokens_per_batch_size", methods.ATTRIBUTE):
         assert getattr(two.speculative_config, name) == getattr(one.speculative_config, name)
+    assert seen[-1] == seen[0] is not None, "CUDA graphs have the sizes of batches at these lengths"
+    own = given | {"num_speculative_tokens_per_batch_size": [(1, 4, 8), (5, 64, 2)]}
+    for replicas in (1, 2):
+        config = config_of(tiny_model, own, data_parallel_size=replicas)
+        assert [*map(tuple, config.speculative_config.num_speculative_tokens_per_batch_size)] == [(1, 4, 8), (5, 64, 2)]
     # In one process with others, ranks take their steps together.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     two = config_of(tiny_model, given, data_parallel_size=2)

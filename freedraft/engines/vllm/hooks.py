@@ -118,7 +118,7 @@ V2_HOOKS = (
     *SCHEDULER_HOOKS,
     Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "sample_tokens",
          purpose="draft lengths in model runner V2"),
-    Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "initialize_kv_cache",
+    Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "initialize_kv_cache", parameters=("is_profiling",),
          purpose="draft passes in model runner V2"),
     Hook("vllm.v1.worker.gpu_worker.Worker", "compile_or_warm_up_model",
          purpose="telling made-up requests apart in model runner V2"),

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
-from freedraft.cost.batch_lengths import Rows, candidate_lengths
+from freedraft.cost.batch_lengths import candidate_lengths
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
 from freedraft.engines.vllm.fixes import apply_fixes
@@ -51,6 +51,7 @@ K = "num_speculative_tokens"
 ADAPTIVE = "enable_adaptive_verification"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
 SCHEDULE = "num_speculative_tokens_per_batch_size"
+REPLICAS = "_maybe_disable_dynamic_sd_for_data_parallel"
 ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, "rejection_sample_method")
 
 
@@ -61,14 +62,12 @@ class Configured:
     Attributes:
         name: of the method; options: as the user gave them.
         lengths: draft tokens per request that model runner V2 chooses from while serving; none where it does not.
-        schedule: draft tokens by batch size that it begins with, by the method: SCHEDULE of SpeculativeConfig.
         graph_mode_given: whether the user has chosen a mode of CUDA graphs.
     """
 
     name: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[int, ...] = ()
-    schedule: Rows | None = None
     graph_mode_given: bool = False
 
 
@@ -82,6 +81,7 @@ def register(spec: MethodSpec) -> bool:
     if missing := check(CONFIG_HOOKS):
         _warn(spec, missing, "not registered")
         return False
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.triton_utils import HAS_TRITON
 
@@ -91,6 +91,8 @@ def register(spec: MethodSpec) -> bool:
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     wrap_once(EngineArgs, "create_engine_config", _with_the_rest)
+    if hasattr(VllmConfig, REPLICAS):
+        wrap_once(VllmConfig, REPLICAS, _keep_lengths_of_replicas)
     if HAS_TRITON:
         from vllm.v1.worker.worker_base import WorkerBase
 
@@ -156,35 +158,32 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             model_config = kwargs.get("target_model_config", args[0] if args else None)
             context = context_of_arguments(self, model_config, config[K], candidate_lengths(config[K]) if v2 else None)
             _check(self, spec, options, model_config, context)
-            learnt, at_first = tuple[int, ...](), None
+            learnt = tuple[int, ...]()
             if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
                 # vLLM decides by the batch's size how much a step verifies, before it is drafted.
                 schedule = spec.schedule(options, context)
                 if schedule is not None:
-                    at_first, learnt = schedule
-                    config[SCHEDULE] = at_first
+                    config[SCHEDULE], learnt = schedule
         except ConfigError as error:
             _stop(error)
         with _rewritten(self, config):
             made = original(self, *args, **kwargs)
         given = options.model_dump(mode="json", exclude_none=True)
         graph_mode_given = self.compilation_config.cudagraph_mode is not None
-        setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, at_first, graph_mode_given))
+        setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given))
         return made
 
     return create_speculative_config
 
 
 def _with_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
-    """See to what vLLM decides after `create_speculative_config`: what replicas draft, and the size of pages."""
+    """See to what vLLM decides after `create_speculative_config`: the size of pages."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = original(self, *args, **kwargs)
         ours = configured(made)
         if (spec := METHODS.get(ours.name)) is None:
             return made
-        if ours.schedule is not None and getattr(made.speculative_config, SCHEDULE) is None:
-            _set_lengths_of_replicas(made)
         windows = getattr(spec.option_type.parse(ours.options), "windows", None)
         if windows is not None:
             try:
@@ -196,18 +195,21 @@ def _with_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-def _set_lengths_of_replicas(vllm_config: Any) -> None:
-    """vLLM has taken draft lengths by batch size away, as it does under data parallelism. Replicas of a dense model
-    know nothing of each other, each in processes of its own: theirs come back. All others draft one length."""
-    from vllm import envs
+def _keep_lengths_of_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM takes draft lengths by batch size away under data parallelism, where ranks that share experts take their
+    steps together. Replicas of a dense model, each in processes of its own, know nothing of each other."""
 
-    config, ours = vllm_config.speculative_config, configured(vllm_config)
-    experts = getattr(vllm_config.model_config, "is_moe", False)
-    if vllm_config.parallel_config.data_parallel_size > 1 and not experts and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
-        setattr(config, SCHEDULE, ours.schedule)
-        logger.info("freedraft: replicas of a dense model draft by their own batch size all the same")
-    else:
-        setattr(config, ATTRIBUTE, dataclasses.replace(ours, lengths=(), schedule=None))
+    def disable(self: Any) -> None:
+        from vllm import envs
+
+        ours, experts = configured(self), getattr(self.model_config, "is_moe", False)
+        if ours.name in METHODS and not experts and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+            return
+        original(self)
+        if ours.lengths and getattr(self.speculative_config, SCHEDULE) is None:
+            setattr(self.speculative_config, ATTRIBUTE, dataclasses.replace(ours, lengths=()))
+
+    return disable
 
 
 @contextmanager

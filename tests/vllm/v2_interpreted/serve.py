@@ -30,6 +30,7 @@ from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
@@ -191,17 +192,29 @@ def warm_up_as_on_devices() -> list[int]:
 
 
 def profile_graphs_as_on_devices() -> list[set[int]]:
-    """vLLM's worker for devices lists its graphs twice, first to see what memory they take; the draft lengths that they
-    are captured for the second time."""
-    original, lengths = MethodSpeculator.init_cudagraph_manager, list[set[int]]()
+    """vLLM's worker for devices first gives the runner a small KV cache, to see what memory its graphs take; the draft
+    lengths that graphs are listed for then and later."""
+    initialize, list_graphs = GPUModelRunner.initialize_kv_cache, MethodSpeculator.init_cudagraph_manager
+    lengths = list[set[int]]()
 
     def init_cudagraph_manager(self: Any, mode: Any) -> None:
-        original(self, mode)
         schedule = self._vllm_config.speculative_config.num_speculative_tokens_per_batch_size
         lengths.append({length for _, _, length in schedule or ()})
-        original(self, mode)
+        list_graphs(self, mode)
+
+    def initialize_kv_cache(self: Any, config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
+        if not is_profiling:
+            synchronize, torch.accelerator.synchronize = torch.accelerator.synchronize, lambda *args: None
+            empty_cache, torch.accelerator.empty_cache = torch.accelerator.empty_cache, lambda: None
+            blocks, self.compilation_config.max_cudagraph_capture_size = self.cache_config.num_gpu_blocks, 8
+            cudagraph_utils._init_minimal_kv_cache_for_profiling(self)
+            cudagraph_utils._teardown_profiling_state(self)
+            self.cache_config.num_gpu_blocks, self.compilation_config.max_cudagraph_capture_size = blocks, None
+            torch.accelerator.synchronize, torch.accelerator.empty_cache = synchronize, empty_cache
+        initialize(self, config, is_profiling, *args, **kwargs)
 
     MethodSpeculator.init_cudagraph_manager = init_cudagraph_manager  # type: ignore[method-assign]
+    GPUModelRunner.initialize_kv_cache = initialize_kv_cache  # type: ignore[method-assign]
     return lengths
 
 
