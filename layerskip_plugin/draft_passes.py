@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft_model import Drafted, DraftRound
+from freedraft.method import Step
 
 
 class Round:
@@ -27,6 +28,39 @@ class Round:
         self.probabilities = np.zeros((batch, depth, top_k), np.float32)
         self.entropy = np.zeros((batch, depth), np.float32)
         self.drafted = np.zeros(batch, np.int32)
+
+    def outcome(self, step: Step) -> Outcome | None:
+        """What the step that verified it accepted; None where none of its requests had drafts and is still there."""
+        row_of = {request_id: row for row, request_id in enumerate(step.request_ids)}
+        some = np.flatnonzero(self.drafted > 0).tolist()
+        pairs = [(i, row_of[r]) for i in some if (r := self.request_ids[i]) in row_of]
+        if not pairs:
+            return None
+        before, now = np.array(pairs, np.intp).T
+        # The chain comes first in a tree, so that what the engine or a controller cut off is its end.
+        verified = np.minimum(self.drafted[before], step.drafted[now])
+        chain = self.tokens[before, :, 0]
+        positions = np.arange(chain.shape[1])
+        place = step.starts[now][:, None] + positions
+        # The last token gained is the bonus, which no draft token stands for.
+        inside = (place < step.ends[now][:, None] - 1) & (positions < verified[:, None])
+        same = inside & (step.tokens[np.minimum(place, len(step.tokens) - 1)] == chain)
+        accepted = np.cumprod(same, 1).sum(1).astype(np.int32)
+        return Outcome([self.request_ids[i] for i in before.tolist()], verified, accepted, step.accepted[now])
+
+
+class Outcome(NamedTuple):
+    """What became of a round's chains: as far as the tokens that each of R requests gained agree with its chain. A
+    sibling that was accepted ends the chain before it.
+
+    Attributes:
+        verified, accepted: int32 [R], draft tokens of its chain; of_step: int32 [R], all that the step accepted.
+    """
+
+    request_ids: list[str]
+    verified: NDArray[np.int32]
+    accepted: NDArray[np.int32]
+    of_step: NDArray[np.int32]
 
 
 Part: TypeAlias = "tuple[int, NDArray[np.intp], NDArray[np.int32], int | NDArray[np.int64]]"

@@ -366,33 +366,18 @@ class LayerSkipMethod(ModelMethod):
             self.auto.record_pass(self.recipes[place], tokens, seconds, count)
 
     def _record_acceptance(self, step: Step) -> None:
-        """Report to policy and selection how much of the last round's chains was accepted: as far as the tokens that
-        each request gained agree with its chain. A sibling that was accepted ends the chain before it."""
+        """Report to policy and selection how much of the last round's chains was accepted."""
         last, self._last = self._last, None
         if last is None:
             return
-        row_of = {request_id: row for row, request_id in enumerate(step.request_ids)}
-        pairs = [(i, row_of[r]) for i, r in enumerate(last.request_ids) if r in row_of]
-        before, now = np.array(pairs, np.intp).reshape(-1, 2).T
-        # The chain comes first in a tree, so that what the engine or a controller cut off is its end.
-        verified = np.minimum(last.drafted[before], step.drafted[now])
-        some = np.flatnonzero(last.drafted[before] > 0)
-        if not len(some):
+        if (outcome := last.outcome(step)) is None:
             return
-        before, now, verified = before[some], now[some], verified[some]
-        chain = last.tokens[before, :, 0]
-        positions = np.arange(chain.shape[1])
-        place = step.starts[now][:, None] + positions
-        # The last token gained is the bonus, which no draft token stands for.
-        inside = (place < step.ends[now][:, None] - 1) & (positions < verified[:, None])
-        same = inside & (step.tokens[np.minimum(place, len(step.tokens) - 1)] == chain)
-        accepted = np.cumprod(same, 1).sum(1).astype(np.int32)
-        request_ids = [last.request_ids[i] for i in before.tolist()]
+        request_ids, verified, accepted, of_step = outcome
         judged = np.flatnonzero(verified > 0).tolist()
         if judged:
             ids = [request_ids[i] for i in judged]
             self.selector.selection.record_acceptance(ids, verified[judged], accepted[judged])
-        self.lookahead.record_acceptance(request_ids, verified, accepted, step.accepted[now])
+        self.lookahead.record_acceptance(request_ids, verified, accepted, of_step)
 
     def _propose(self, weights: tuple[int, int], max_weight: int, base: SkipSet) -> list[SkipSet]:
         """KnapSpec's sets on the newest tokens."""

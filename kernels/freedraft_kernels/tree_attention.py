@@ -59,9 +59,15 @@ def split_keys(requests: int, heads: int, kv_heads: int, max_queries: int, max_s
 
 
 def scratch_size(requests: int, heads: int, kv_heads: int, head_size: int, max_queries: int, max_seq_len: int) -> int:
-    """Floats of scratch that `tree_attention` needs for steps of at most so many requests."""
-    parts = {n: split_keys(n, heads, kv_heads, max_queries, max_seq_len) for n in range(1, requests + 1)}
-    return max(n * count for n, count in parts.items() if n == 1 or count > 1) * max_queries * heads * (head_size + 2)
+    """Floats of scratch that `tree_attention` needs for steps of at most so many requests, queries and keys."""
+    most = 0
+    for queries in range(1, max_queries + 1):  # of fewer, the keys are split further
+        for n in range(1, requests + 1):
+            segments = split_keys(n, heads, kv_heads, queries, max_seq_len)
+            if n > 1 and segments == 1:
+                break  # as with all that are more
+            most = max(most, n * queries * segments)
+    return most * heads * (head_size + 2)
 
 
 def tree_attention(
@@ -107,10 +113,13 @@ def tree_attention(
         check_tensor(name, getattr(queries, name), (shape,), (torch.int32,), query.device)
     if min(len(queries.prefixes), len(queries.masks)) < tokens:
         raise ValueError(f"prefixes and masks are shorter than query, which has {tokens} tokens")
+    segments = split_keys(requests, heads, keys.shape[2], max_queries, max_seq_len)
+    needed = requests * max_queries * heads * segments * (size + 2) if segments > 1 else 0
+    if scratch is not None and scratch.numel() < needed:
+        raise ValueError(f"scratch has {scratch.numel()} numbers, expected {needed}: see scratch_size")
     if use_triton(query.device, backend):
         from freedraft_kernels.device.tree_attention import launch_tree_attention
 
-        segments = split_keys(requests, heads, keys.shape[2], max_queries, max_seq_len)
         launch_tree_attention(
             query, keys, values, queries, pages, out, scratch, scale, max_queries, segments, trees_only
         )

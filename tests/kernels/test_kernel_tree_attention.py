@@ -228,6 +228,9 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="trees has shape"):
         short = TreeQueries(queries.starts, queries.seq_lens, queries.prefixes, queries.masks, queries.trees[1:])
         tree_attention(cache.query, cache.keys, cache.values, short, cache.pages, out, **how)
+    with pytest.raises(ValueError, match="scratch has 9 numbers, expected"):
+        long = how | {"max_seq_len": 4096, "scratch": torch.zeros(9)}
+        tree_attention(cache.query, cache.keys, cache.values, queries, cache.pages, out, **long)
     wide = NodeMasks(torch.zeros(2, 65, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="at most 64"):
         write_tree_queries(wide, case.slots, case.nodes, queries, out, out, out)

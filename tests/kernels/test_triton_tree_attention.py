@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from freedraft_kernels.tree_attention import split_keys
+from freedraft_kernels.tree_attention import scratch_size, split_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_triton import DEVICE, GPU, run_in_interpreter, runs_triton, starts_interpreter
@@ -62,3 +62,28 @@ def test_keys_are_split_where_that_fills_a_gpu() -> None:
     assert split_keys(8, 32, 8, 33, 1 << 17) == 2
     assert split_keys(64, 32, 8, 33, 1 << 17) == 1
     assert split_keys(1, 32, 8, 33, 100) == 1, "a short context is read at once"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([(32, 8), (28, 4), (64, 8), (8, 1), (4, 2), (9, 3)]),
+    st.integers(1, 300),
+    st.integers(2, 65),
+    st.integers(1, 1 << 17),
+    st.data(),
+)
+def test_scratch_is_enough_for_all_smaller_steps(
+    heads: tuple[int, int], requests: int, queries: int, keys: int, data: st.DataObject
+) -> None:
+    """Of fewer queries keys are split further, as in CUDA graphs of K/2 and K/4 draft tokens."""
+    size = scratch_size(requests, *heads, 128, queries, keys)
+    n, q, k = (data.draw(st.integers(1, most)) for most in (requests, queries, keys))
+    parts = split_keys(n, *heads, q, k)
+    rows = n * q * heads[0] * parts  # each of what a head reads, its maximum and its sum
+    assert parts == 1 or rows * (128 + 2) <= size
+
+
+def test_scratch_of_a_quarter_of_the_draft_tokens() -> None:
+    size = scratch_size(256, 28, 4, 128, 33, 32768)
+    for n in (8, 15, 16, 30, 32, 59, 65):
+        assert n * 9 * 28 * split_keys(n, 28, 4, 9, 32768) * (128 + 2) <= size

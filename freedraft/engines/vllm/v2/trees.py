@@ -158,7 +158,7 @@ class Trees:
         first = int(np.flatnonzero(batch.idx_mapping_np == slots[0])[0])  # of the step's requests
         drafts = batch.num_draft_tokens_per_req[first : first + len(slots)]
         ours = np.flatnonzero(self.allowed[slots] & (drafts > 0))
-        if len(ours) < len(slots):
+        if len(ours) < len(slots) or self._buffers.warming_up:  # which compiles vLLM's own kernels, too
             logits, tokens, lengths = original(sampler, **given)
             if not len(ours):
                 return logits, tokens, lengths
