@@ -46,6 +46,7 @@ class KVPool:
             if buffer.shape[0] and not buffer[0].is_contiguous():
                 raise ValueError(f"the rows of KV buffer {i} are not contiguous (strides {buffer.stride()})")
         self._buffers = tuple(buffers)
+        self._row_bytes = max(b[0].numel() * b.element_size() if b.shape[0] else 0 for b in buffers)
         self._table: torch.Tensor | None = None
         if use_triton(self.device):  # now: a copy to the device cannot be captured in a CUDA graph
             from freedraft_kernels.device.kv_pool import buffer_table
@@ -85,8 +86,7 @@ class KVPool:
             from freedraft_kernels.device.kv_pool import launch_compact
 
             assert self._table is not None  # Triton is possible now, so it was when this was made
-            row_bytes = max(b[0].numel() * b.element_size() for b in self._buffers)
-            launch_compact(self._table, row_bytes, slots, accepted, lengths)
+            launch_compact(self._table, self._row_bytes, slots, accepted, lengths)
             return
         step = torch.arange(width, device=self.device)
         node = torch.where(step < lengths[:, None], accepted, step).to(torch.int64)  # beyond the path: onto itself

@@ -28,12 +28,12 @@ def top_tokens(logits: torch.Tensor, count: int, *, backend: Backend = "auto") -
     if use_triton(logits.device, backend):
         from freedraft_kernels.device.top_tokens import launch_top_keys
 
-        keys = launch_top_keys(logits, count)
+        keys, log_sum = launch_top_keys(logits, count)
     else:
-        keys = _top_keys(logits, count)
+        keys, log_sum = _top_keys(logits, count), torch.logsumexp(logits.float(), -1, keepdim=True)
     keys = keys.topk(count, -1).values
     values, tokens = _ordered(keys >> 32).to(torch.int32).view(torch.float32), _LAST - (keys & _LAST)
-    log_probs = values - torch.logsumexp(logits.float(), -1, keepdim=True)
+    log_probs = values - log_sum
     finite = log_probs.isfinite()
     return (
         torch.where(finite, tokens, -1).to(torch.int32),

@@ -18,7 +18,7 @@ from freedraft_kernels.dispatch import Backend, use_triton
 MAX_DRAFT_NODES = 64
 """Draft nodes of a tree, as many as a mask has bits."""
 _SEGMENT = 128  # keys of a request that are worth a program of their own, at least
-_MAX_SEGMENTS = 16
+_MAX_SEGMENTS = 64
 _PROGRAMS = 264  # that fill a large GPU: two for each of its 132 multiprocessors
 
 

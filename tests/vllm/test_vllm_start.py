@@ -197,6 +197,19 @@ def test_ranks_that_nobody_drafts_on(tiny_model: Path) -> None:
         assert f"'{method}'" in message and "--pipeline-parallel-size 1" in message
 
 
+def test_ranks_with_a_scheduler_each_are_refused(tiny_model: Path) -> None:
+    launched = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    assert "external_launcher" in refusal(tiny_model, GOOD, **launched)
+
+
+def test_weights_that_are_fetched_layer_by_layer_are_refused(tiny_model: Path) -> None:
+    """Draft passes call the layers' parts, behind what fetches them."""
+    skipping = {"method": "layerskip", "num_speculative_tokens": 3}
+    for given in ({"offload_group_size": 4, "offload_num_in_group": 1}, {"offload_backend": "prefetch"}):
+        assert "--offload-group-size" in refusal(tiny_model, skipping, **given)
+    config_of(tiny_model, skipping | {"window": 64}, block_size=64, offload_backend="uva", offload_group_size=4)
+
+
 def test_replicas_that_share_experts_draft_one_length(tiny_model: Path, tmp_path: Path) -> None:
     from transformers import MixtralConfig
 

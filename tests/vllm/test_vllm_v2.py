@@ -66,6 +66,12 @@ def test_runs_there_with_async_scheduling(served: dict[str, Any]) -> None:
     assert engine["drafted"] > 200 and 0 < engine["accepted"] < engine["drafted"]
 
 
+def test_no_step_waits_for_the_last_ones_tokens(served: dict[str, Any]) -> None:
+    """Those that are drafted for wait while the next one's model runs; others wait for nothing."""
+    early, waits = served["engine"]["waits"]
+    assert early == 0 and waits > 50
+
+
 @pytest.mark.parametrize("case", ["greedy", "again", "aborted"])
 def test_greedy_answers_are_the_models_own(served: dict[str, Any], plain_tiny: PlainTiny, case: str) -> None:
     assert served[case] == plain_tiny.answers

@@ -17,6 +17,7 @@ from freedraft.engines.sglang.accepted import AcceptedTokens, Gained, OneCopy
 from freedraft.engines.sglang.requests import (
     drafted_from,
     extra_of,
+    longest_answer,
     output_of,
     padding_of,
     tenant_of,
@@ -31,15 +32,16 @@ NOTHING = np.zeros(0, np.int32)
 
 class Known(NamedTuple):
     """A request as it began: SGLang's, its number of tokens, the tokens more that its image padding takes in the KV
-    cache, and from which number of generated tokens on it may have drafts."""
+    cache, from which number of generated tokens on it may have drafts, and how many it may generate."""
 
     request: Any
     length: int
     padding: int
     drafted_from: int
+    longest: int
 
 
-UNKNOWN = Known(None, 0, 0, 0)
+UNKNOWN = Known(None, 0, 0, 0, 0)
 
 
 class NextStep(NamedTuple):
@@ -48,7 +50,7 @@ class NextStep(NamedTuple):
     Attributes:
         batch: SGLang's ScheduleBatch; requests, ids: B; rows: int64 [B], of the requests' pool.
         accepted: of the last step.
-        known: int64 [B, 3], the numbers of each `Known`.
+        known: int64 [B, 4], the numbers of each `Known`.
         new: rows of the batch whose requests begin with this step.
         logits: of the last step's nodes.
         states: prompt states that have not been told, by id; drafted, previous: see `Step`.
@@ -127,7 +129,8 @@ class Drafting:
 
     def _know(self, request: Any) -> None:
         length = len(request.origin_input_ids) + len(request.output_ids)
-        self._requests[request.rid] = Known(request, length, padding_of(request), drafted_from(request))
+        numbers = length, padding_of(request), drafted_from(request), longest_answer(request)
+        self._requests[request.rid] = Known(request, *numbers)
         self._drafted.pop(request.rid, None)
 
     def _begin(self, request: Any, tokens: NDArray[np.int32]) -> Callable[[], None]:
@@ -246,8 +249,11 @@ class Drafting:
 
     def _step(self, upcoming: NextStep, gained: Gained) -> Step:
         tokens, starts, ends, seq_lens = gained
-        began, padding, least = upcoming.known.T
+        began, padding, least, longest = upcoming.known.T
         lengths = seq_lens + 1  # the root is not in the KV cache
+        generated = lengths - began
+        # The last token of a request comes after all drafts.
+        room = np.where(generated < least, 0, longest - generated - 1).clip(0, self._widths[-1] - 1)
         contexts = (lengths - padding).astype(np.int32)
 
         def history(b: int) -> NDArray[np.int32]:
@@ -261,7 +267,7 @@ class Drafting:
             starts=starts,
             ends=ends,
             contexts=contexts,
-            capacities=np.where(lengths - began < least, 0, self._widths[-1] - 1).astype(np.int32),
+            capacities=room.astype(np.int32),
             drafted=upcoming.drafted,
             widths=self._widths,
             previous=upcoming.previous,

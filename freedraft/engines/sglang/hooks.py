@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from freedraft.engines.hooks import Hook
 from freedraft.engines.sglang.cpu import torchvision_stand_in
-from freedraft.engines.sglang.patches import ASSIGN_SLOTS, CORPUS_SPEC
+from freedraft.engines.sglang.patches import ASSIGN_SLOTS, CORPUS_SPEC, ROW_ROOM
 
 _SRT = "sglang.srt"
 
@@ -56,7 +56,8 @@ HOOKS: tuple[Hook, ...] = (
          "output_ids", "sampling_params", "custom_logit_processor", "extra_key", "cache_salt", "finished",
          "finished_reason", "finished_len"), purpose="the tokens of each request"),
     Hook(f"{_SRT}.sampling.sampling_params", "SamplingParams", assigned=("custom_params", "frequency_penalty",
-         "presence_penalty", "repetition_penalty", "min_new_tokens"), purpose="no drafts beside penalties"),
+         "presence_penalty", "repetition_penalty", "min_new_tokens", "max_new_tokens"),
+         purpose="no drafts beside penalties, or beyond a request's end"),
     Hook(f"{_SRT}.managers.tp_worker.TpModelWorker", "forward_batch_generation", ("is_verify",),
          purpose="the verifying forward pass"),
     Hook(f"{_SRT}.managers.tp_worker", "TpModelWorker", assigned=("get_memory_pool", "model_runner", "tokenizer"),
@@ -109,6 +110,9 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_SRT}.layers.sampler", "apply_custom_logit_processor", ("num_tokens_in_batch",),
          purpose="custom logit processors"),
     Hook(f"{_SRT}.plugins.hook_registry.HookRegistry", "register", ("target", "hook"), purpose="the patches"),
+    _patched(ROW_ROOM, (), "room for drafts at the end of the context"),
+    Hook(f"{_SRT}.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode",
+         purpose="room for drafts at the end of the context"),
     Hook(f"{_SRT}.utils.hf_transformers_utils", "get_config", ("model", "trust_remote_code", "revision"),
          purpose="the model's configuration"),
 )  # fmt: skip

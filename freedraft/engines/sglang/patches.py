@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 CORPUS_SPEC = "sglang.srt.managers.tokenizer_control_mixin.get_spec"
 
 
@@ -33,6 +34,18 @@ def assign_slots(
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
         taken += end - start
+
+
+def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) -> int:
+    """Columns of `req_to_token` behind the longest context. With pages of one token SGLang adds room for one tree, and
+    reserves slots for two at each step, which a request near that context has written over the next one's row."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+    from sglang.srt.runtime_context import get_spec
+
+    columns = original()
+    if (get_spec().speculative_algorithm or "") in names():
+        columns = max(columns, get_alloc_reserve_per_decode() + 4)
+    return columns
 
 
 class _AsNgram:

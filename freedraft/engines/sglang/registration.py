@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from freedraft.engines.hooks import check, installed_version
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.hooks import CORPUS_HOOKS, CPU_HOOKS, DISTRIBUTIONS, HOOKS, MODEL_HOOKS
-from freedraft.engines.sglang.patches import ASSIGN_SLOTS, assign_slots, let_corpora_through
+from freedraft.engines.sglang.patches import ASSIGN_SLOTS, ROW_ROOM, assign_slots, let_corpora_through, room_for_drafts
 from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,11 @@ def register(spec: MethodSpec) -> bool:
     return True
 
 
+def _algorithms() -> set[str]:
+    """Ours, as `--speculative-algorithm` has them."""
+    return {name.upper() for name in METHODS}
+
+
 def _patch_once() -> None:
     """Patches, by SGLang's own hook registry, which applies them after all plugins are loaded."""
     global _patched
@@ -47,6 +53,7 @@ def _patch_once() -> None:
     _patched = True
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register(ROW_ROOM, partial(room_for_drafts, names=_algorithms), HookType.AROUND)
     if not check(CORPUS_HOOKS):
         let_corpora_through(lambda: {name.upper() for name, spec in METHODS.items() if spec.takes_corpora})
     if not selected():

@@ -64,3 +64,8 @@ def drafted_from(request: Any) -> int:
         or request.custom_logit_processor is not None
     )
     return NEVER if looks_back else sampling.min_new_tokens
+
+
+def longest_answer(request: Any) -> int:
+    """How many tokens more a request may generate, now that SGLang has cut that to the longest context."""
+    return int(request.sampling_params.max_new_tokens) - len(request.output_ids)

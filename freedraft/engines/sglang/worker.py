@@ -125,6 +125,16 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         if self._ranks.first:
             logger.info(start_line(runner, self._spec.name, self._backend, self.widths, chains=self._chains))
 
+    def prewarm_sampling(self) -> Any:
+        """What verification takes besides, for SGLang to leave out of a KV cache that it sizes after its CUDA graphs:
+        float32 probabilities of all nodes, and what they are made of."""
+        from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
+
+        runner = self.model_runner
+        floats = 2 * runner.max_running_requests * self.max_nodes * runner.model_config.vocab_size
+        runner.sampling_prewarm_result = SamplingPrewarmResult(sampling_headroom_bytes=4 * floats)
+        return runner.sampling_prewarm_result
+
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def forward_batch_generation(
@@ -179,6 +189,9 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
                 drafted = self._drafting.draft(batch)
         elif model is not None:
             model.follow(batch)
+        if model is not None:
+            # SGLang waits for it before it writes what attention reads: that of a captured draft pass is over earlier.
+            self.model_runner.shared_read_done_event = None
         return self._ranks.share_draft(drafted, len(batch.reqs))
 
     def _decode(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:

@@ -16,6 +16,13 @@ def check_ranks(engine_args: Any) -> None:
         raise ValueError(
             f"drafts on the host would stop the pipeline at every step: set --pipeline-parallel-size 1, not {stages}"
         )
+    ranks = getattr(engine_args, "tensor_parallel_size", 1) or 1
+    if ranks > 1 and getattr(engine_args, "distributed_executor_backend", None) == "external_launcher":
+        # Each rank has a scheduler of its own, and the first one alone drafts.
+        raise ValueError(
+            f"cannot draft for {ranks} ranks with a scheduler each: use another --distributed-executor-backend than "
+            "external_launcher, or one rank"
+        )
 
 
 def check_engine(engine_args: Any) -> None:
@@ -33,6 +40,12 @@ def check_engine(engine_args: Any) -> None:
             raise ValueError(
                 f"cannot draft with KV transfer, which may move pages during a draft: remove --{name.replace('_', '-')}"
             )
+    backend = getattr(engine_args, "offload_backend", "auto")
+    if backend == "prefetch" or (backend == "auto" and getattr(engine_args, "offload_group_size", 0)):
+        raise ValueError(
+            "cannot draft with weights that are fetched layer by layer: remove --offload-group-size and "
+            "--offload-backend prefetch (--cpu-offload-gb works)"
+        )
     if getattr(engine_args, "enable_lora", False):
         raise ValueError("cannot draft with LoRA adapters, which are set up for the target's tokens only: remove them")
 

@@ -33,14 +33,19 @@ def keep_likeliest_kernel(
         mass = tl.load(masses + request)
         here = tl.arange(0, BLOCK)
         top = tl.zeros([BLOCK], tl.float32)
+        all_weight = tl.zeros([BLOCK], tl.int64)
         for start in range(0, vocab, BLOCK):
             p = tl.load(first + start + here, mask=start + here < vocab, other=0.0)
-            top = tl.maximum(top, tl.where(p > 0, p, 0.0))
+            p = tl.where(p > 0, p, 0.0)
+            top = tl.maximum(top, p)
+            all_weight += weight(p)
         # Floats of one sign are in the order of their bits. `high` is the least probability found so far of which the
         # first token is kept, and what is below `low` is not kept.
         largest = tl.max(top, 0)
         high = largest.to(tl.int32, bitcast=True)
         low = (largest * tl.load(shares + request)).to(tl.int32, bitcast=True)
+        if (rank >= vocab) & (tl.sum(all_weight, 0) <= mass):
+            high = low  # as of requests without top-k and top-p: nothing is to be searched
         above = tl.zeros([], tl.int64)  # tokens above `high`
         before = tl.zeros([], tl.int64)  # their weight
         while low < high:

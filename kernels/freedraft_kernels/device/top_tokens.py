@@ -12,19 +12,23 @@ _BLOCK = 4096
 @triton.jit
 def top_keys_kernel(
     logits,  # float [R, V], rows `stride` apart
-    keys,  # int64 [R, blocks, COUNT]
+    keys,  # out int64 [R, blocks, COUNT]
+    sums,  # out float32 [R, blocks, 2]
     vocab,
     stride,
     COUNT: tl.constexpr,
     COUNT_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (r, b) writes the largest keys of row r's tokens from b * BLOCK on."""
+    """Program (r, b) writes the largest keys of row r's tokens from b * BLOCK on, their largest logit, and the sum of
+    exponentials of what they are above it: NaN with a NaN or +inf among them."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("-inf")) + 0.0
+    given = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+    x = tl.where(given == given, given, float("-inf")) + 0.0
+    highest = tl.max(x, 0)
+    exponentials = tl.exp(given - tl.where(highest == float("-inf"), 0.0, highest))
     bits = x.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     key = (ordered << 32) | (0xFFFFFFFF - ids.to(tl.int64))
@@ -36,17 +40,23 @@ def top_keys_kernel(
         key = tl.where(key == largest, -0x7FFFFFFFFFFFFFFF, key)
     out = (row * tl.num_programs(1) + block) * COUNT
     tl.store(keys + out + places, best, mask=places < COUNT)
+    at = (row * tl.num_programs(1) + block) * 2
+    tl.store(sums + at, highest)
+    tl.store(sums + at + 1, tl.sum(exponentials, 0))
 
 
-def launch_top_keys(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [R, K], keys among which are the largest `count` of each row."""
+def launch_top_keys(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [R, K], keys among which are the largest `count` of each row; float32 [R, 1], logarithms of the sums of
+    exponentials. No copy of the logits in float32 is made, which would be of gigabytes."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, _BLOCK)
     keys = torch.empty(rows, blocks, count, dtype=torch.int64, device=logits.device)
+    sums = torch.empty(rows, blocks, 2, dtype=torch.float32, device=logits.device)
     if rows:
         top_keys_kernel[(rows, blocks)](
-            logits, keys, vocab, logits.stride(0), count, triton.next_power_of_2(count), _BLOCK
+            logits, keys, sums, vocab, logits.stride(0), count, triton.next_power_of_2(count), _BLOCK
         )
-    return keys.flatten(1)
+    highest, of_block = sums.unbind(-1)
+    return keys.flatten(1), torch.logsumexp(highest + of_block.log(), -1, keepdim=True)

@@ -50,14 +50,15 @@ def tree_attention_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (b, i, s) reads part s of the keys of request b, with ROWS of the queries of the heads that share one.
+    """Program (i, b, s) reads part s of the keys of request b, with ROWS of the queries of the heads that share one.
 
-    i counts blocks of rows, KV head by KV head. Row r of a head is query r // GROUP in query head r % GROUP of it.
+    i counts blocks of rows, KV head by KV head: those that read the same keys run at the same time. Row r of a head is
+    query r // GROUP in query head r % GROUP of it.
     """
-    request = tl.program_id(0).to(tl.int64)
-    blocks = tl.num_programs(1) // (HEADS // GROUP)
-    kv_head = tl.program_id(1) // blocks
-    block = tl.program_id(1) % blocks
+    request = tl.program_id(1).to(tl.int64)
+    blocks = tl.num_programs(0) // (HEADS // GROUP)
+    kv_head = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
     segment = tl.program_id(2)
     start = tl.load(starts + request)
     count = tl.load(starts + request + 1) - start
@@ -180,7 +181,7 @@ def launch_tree_attention(
     if segments > 1 and scratch is None:
         scratch = torch.empty(results * (size + 2), dtype=torch.float32, device=query.device)
     parts, bounds = (out, out) if scratch is None or segments == 1 else (scratch, scratch[results * size :])
-    grid = (requests, kv_heads * triton.cdiv(max_queries * group, rows), segments)
+    grid = (kv_heads * triton.cdiv(max_queries * group, rows), requests, segments)
     shape = {"SIZE": size, "SIZE_BLOCK": size_block, "SEGMENTS": segments, "TREES_ONLY": trees_only}
     tree_attention_kernel[grid](
         query,
@@ -213,5 +214,13 @@ def launch_tree_attention(
     )
     if segments > 1:
         sum_parts_kernel[(requests, max_queries, heads)](
-            parts, bounds, queries.starts, queries.trees, out, max_queries, *out.stride()[:2], num_warps=1, **shape
+            parts,
+            bounds,
+            queries.starts,
+            queries.trees,
+            out,
+            max_queries,
+            *out.stride()[:2],
+            num_warps=4 if segments > 16 else 1,
+            **shape,
         )

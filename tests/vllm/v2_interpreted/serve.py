@@ -38,6 +38,7 @@ from freedraft.cost.batch_lengths import BatchLengths
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from freedraft.engines.vllm.v2 import trees as v2_trees
+from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from tests.support.models import VOCAB_SIZE
 from tests.support.recycled import recorded
@@ -91,6 +92,25 @@ def note_reads() -> list[int]:
 
     PagedDraftRound.read = read  # type: ignore[method-assign]
     return reads
+
+
+def note_waits() -> list[int]:
+    """How often the host waits for a step's tokens before the next step is launched, and how often at all."""
+    finish_requests, wait, counts, launching = GPUModelRunner.finish_requests, GainedTokens.wait, [0, 0], False
+
+    def finish(self: Any, scheduled: Any) -> None:
+        nonlocal launching
+        launching = scheduled.total_num_scheduled_tokens > 0
+        finish_requests(self, scheduled)
+        launching = False
+
+    def wait_for(self: Any) -> Any:
+        counts[0] += launching
+        counts[1] += 1
+        return wait(self)
+
+    GPUModelRunner.finish_requests, GainedTokens.wait = finish, wait_for  # type: ignore[method-assign]
+    return counts
 
 
 def answers(
@@ -336,6 +356,7 @@ def main() -> None:
     graphs, reads = record_graphs(runner, graph_sizes) if with_graphs else [], note_reads()
     drafts = note_drafts(guarded) if with_drafts else []
     said: dict[tuple[int, ...], set[int]] = {}
+    waits = note_waits()
     if drafter != ():
         recorded(guarded, said)
     drafted, accepted = guarded.metrics.drafted._value, guarded.metrics.accepted._value
@@ -368,6 +389,7 @@ def main() -> None:
         "kv": largest_difference(kv),
         "replays": [graph.replays for graph in graphs],
         "reads": reads,
+        "waits": waits,
         "most checked": getattr(runner.speculator.draft_model, "max_rows", 0),
         "drafts": drafts,
         "graph lengths": [sorted(lengths) for lengths in graph_lengths],

@@ -9,8 +9,9 @@ Every tensor-parallel rank verifies its own copy of the drafts: rank 0 drafts, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -126,6 +127,7 @@ class MethodSpeculator(BaseSpeculator):
         self._drafts = torch.zeros(self._parts * slots * self.length, dtype=torch.int64, device=device)
         self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # by the newest step, the last one
         self.logits = LogitsCopy()
+        self._events: list[Callable[[], None]] = []  # of requests, since the newest step
         self._pending = False  # whether the newest step's tokens are still to be taken
         self.warming_up = False  # see `warm_up`
         self._steps, self._drafted_at = 0, -1
@@ -183,34 +185,46 @@ class MethodSpeculator(BaseSpeculator):
             guarded.prepare(model)
 
     # -- requests ------------------------------------------------------------------------------------------------------
+    # What happens to them before a step is looked at behind it, when the last one's tokens are there without a wait.
 
     def begin(self, requests: Sequence[Any]) -> None:
         """vLLM's NewRequestData have got slots: new ones, or such as were preempted."""
+        slots = [self._states.req_id_to_index[request.req_id] for request in requests]
+        self._events.append(partial(self._begin, requests, slots))
+
+    def end(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
+        """These requests have ended, and those have lost their slots."""
+        ids, slotless = [*finished], [*preempted]
+        if ids or slotless:
+            self._events.append(partial(self._end, ids, slotless))
+
+    def catch_up(self) -> None:
+        """Look at all of that now, and at the newest step."""
+        if self.guarded is not None:
+            self.guarded.call(self._catch_up)
+
+    def _begin(self, requests: Sequence[Any], slots: list[int]) -> None:
         assert self.guarded is not None
-        for request in requests:
+        for request, slot in zip(requests, slots, strict=True):
             if self.requests.slots.get(request.req_id, NO_SLOT) != NO_SLOT:  # an id that starts anew: streamed input
-                self.finish([request.req_id])
+                self._end([request.req_id], ())
             if getattr(request, "prompt_embeds", None) is not None:  # its tokens are not known
                 continue
             tokens = self.requests.add(
-                request.req_id,
-                self._states.req_id_to_index[request.req_id],
-                request.prefill_token_ids,
-                request.prompt_len,
-                request.sampling_params,
+                request.req_id, slot, request.prefill_token_ids, request.prompt_len, request.sampling_params
             )
             extra = getattr(request.sampling_params, "extra_args", None)
             self.guarded.begin(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
             if self.guarded.needs_prompt_states:
                 self.in_prompt.add(request.req_id)
 
-    def finish(self, request_ids: Iterable[str]) -> None:
-        """These requests have ended."""
+    def _end(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
         assert self.guarded is not None
-        self._catch_up()
-        for request_id in request_ids:
+        for request_id in finished:
             self.in_prompt.discard(request_id)
             self.guarded.finish(request_id, self.requests.finish(request_id))
+        for request_id in preempted:
+            self.requests.preempt(request_id)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -256,9 +270,10 @@ class MethodSpeculator(BaseSpeculator):
                 drafted = guarded.call(lambda: self._draft(input_batch, num_sampled, most, last_hidden_states, drafts))
             if drafted:
                 packed.copy_(self._of_batch(self._proposed, batch), non_blocking=True)
-            elif drafted is None:  # it failed, perhaps before it filled them
-                drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
+            else:
                 packed[1:].zero_()
+            if drafted is None:  # it failed, perhaps before it filled them
+                drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
             if confidences is not None:
                 confidences.send(batch) if drafted else confidences.device[:batch].zero_()
             if self.lengths is not None:
@@ -297,11 +312,14 @@ class MethodSpeculator(BaseSpeculator):
         self._pending = True
         if self.in_prompt:
             self._set_prompt_states(input_batch, hidden_states)
-        if most == 0:  # what was gained is looked at later, when nobody has to wait for it
+        batch = input_batch.num_reqs
+        ends = self._states.prefill_len.np[input_batch.idx_mapping_np[:batch]]
+        prompts = bool((input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] < ends).all())  # in which it is exact
+        if most == 0 or prompts:  # what was gained, if anything, is looked at later, when nobody has to wait for it
             return False
         step, rows = self._take(most)
         tokens = gained.wait()
-        proposed = self._of_batch(self._proposed, input_batch.num_reqs).numpy()
+        proposed = self._of_batch(self._proposed, batch).numpy()
         proposed[0], proposed[1:] = tokens[:, -1:], 0
         if step is not None:
             self._drafted_at = self._steps
@@ -365,11 +383,13 @@ class MethodSpeculator(BaseSpeculator):
             self.logits.put_nodes(request_ids, nodes, lengths[rows], first[rows].astype(np.int64), logits, parents)
 
     def _catch_up(self) -> None:
-        """Take the tokens of a step that was not drafted for."""
+        """Take the tokens of a step that was not drafted for, then what has happened to requests since."""
         if self._pending and self.guarded is not None:
             step, _ = self._take(0)
             if step is not None:
                 self.guarded.observe(step)
+        while self._events:
+            self._events.pop(0)()
 
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor) -> None:
         """Hand on the hidden states behind the prompts that this step has ended."""
