@@ -54,7 +54,7 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
     }
     compact = {"table": "*i64", "slots": "*i64", "accepted": "*i32", "lengths": "*i32", "nodes": "i32", "width": "i32"}
     block = {"CHUNK": 4096, "VOCAB_BLOCK": 1024}
-    top = {"logits": "*fp32", "keys": "*i64", "vocab": "i32", "stride": "i64"}
+    top = {"logits": "*fp32", "keys": "*i64", "sums": "*fp32", "vocab": "i32", "stride": "i64"}
     eight = {"COUNT": 8, "COUNT_BLOCK": 8, "BLOCK": 4096}
     likeliest = {
         "probs": "*fp32",
@@ -96,6 +96,12 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
             {**heads, **parts, "out": "*bf16", "out_stride": "i32", "out_head_stride": "i32"},
             sizes,
             1,
+        ),
+        "sum of many parts": (
+            tree_attention.sum_parts_kernel,
+            {**heads, **parts, "out": "*bf16", "out_stride": "i32", "out_head_stride": "i32"},
+            {**sizes, "SEGMENTS": 64},
+            4,
         ),
         "queries of trees": (tree_queries.tree_queries_kernel, queries, {"NODE_BLOCK": 128, "BLOCK": 256}, 4),
         "filters": (filters.keep_likeliest_kernel, {**likeliest, **ints}, {"BLOCK": 4096}, 8),
