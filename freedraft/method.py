@@ -61,7 +61,7 @@ class Step:
             decode, or if nothing is known of it.
         history: gives all tokens of request b, int32 [contexts[b]], for drafters that missed some.
         trees: whether drafts may be trees also without widths.
-        engine: what the engine's `DraftModel` needs to know of the step.
+        engine: what the engine's `DraftModel` needs to know of the step; None where that is over.
     """
 
     request_ids: Sequence[str]

@@ -43,7 +43,7 @@ def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) 
     from sglang.srt.runtime_context import get_spec
 
     columns = original()
-    if (get_spec().speculative_algorithm or "") in names():
+    if (get_spec().speculative_algorithm or "").upper() in names():
         columns = max(columns, get_alloc_reserve_per_decode() + 4)
     return columns
 

@@ -40,6 +40,8 @@ class SetScores(MatchnessScorer):
         self.page: Any = None
 
     def observe(self, step: Step) -> bool:
+        if step.engine is None:  # the step is over, and its pages may be others'
+            return False
         # `window` tokens, each followed by one that was generated.
         eligible = np.flatnonzero(step.contexts - step.engine.prompt_lengths() > self.window)
         if not len(eligible):

@@ -44,7 +44,7 @@ def keep_likeliest_kernel(
         largest = tl.max(top, 0)
         high = largest.to(tl.int32, bitcast=True)
         low = (largest * tl.load(shares + request)).to(tl.int32, bitcast=True)
-        if (rank >= vocab) & (tl.sum(all_weight, 0) <= mass):
+        if (rank >= vocab) & (tl.sum(all_weight, 0) < mass):
             high = low  # as of requests without top-k and top-p: nothing is to be searched
         above = tl.zeros([], tl.int64)  # tokens above `high`
         before = tl.zeros([], tl.int64)  # their weight

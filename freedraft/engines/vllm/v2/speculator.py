@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -128,6 +129,7 @@ class MethodSpeculator(BaseSpeculator):
         self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # by the newest step, the last one
         self.logits = LogitsCopy()
         self._events: list[Callable[[], None]] = []  # of requests, since the newest step
+        self._begun: list[int] = []  # slots that they are about
         self._pending = False  # whether the newest step's tokens are still to be taken
         self.warming_up = False  # see `warm_up`
         self._steps, self._drafted_at = 0, -1
@@ -190,6 +192,7 @@ class MethodSpeculator(BaseSpeculator):
     def begin(self, requests: Sequence[Any]) -> None:
         """vLLM's NewRequestData have got slots: new ones, or such as were preempted."""
         slots = [self._states.req_id_to_index[request.req_id] for request in requests]
+        self._begun += slots
         self._events.append(partial(self._begin, requests, slots))
 
     def end(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
@@ -222,9 +225,9 @@ class MethodSpeculator(BaseSpeculator):
         assert self.guarded is not None
         for request_id in finished:
             self.in_prompt.discard(request_id)
-            self.guarded.finish(request_id, self.requests.finish(request_id))
+            self.guarded.finish(request_id, self.guarded.call(partial(self.requests.finish, request_id)))
         for request_id in preempted:
-            self.requests.preempt(request_id)
+            self.guarded.call(partial(self.requests.preempt, request_id))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -375,6 +378,8 @@ class MethodSpeculator(BaseSpeculator):
         """What the target says behind each root and draft token of ours that a step verifies."""
         slots, scheduled = input_batch.idx_mapping_np[: input_batch.num_reqs], input_batch.num_draft_tokens_per_req
         lengths = np.minimum(self.requests.drafted[slots], scheduled[: len(slots)]).astype(np.int64)
+        if self._begun:  # what is drafted there is of those who had them before
+            lengths[np.isin(slots, self._begun)] = 0
         rows = np.flatnonzero(lengths)
         first = input_batch.cu_num_logits_np
         if len(rows) and len(logits) == first[len(slots)]:
@@ -384,12 +389,15 @@ class MethodSpeculator(BaseSpeculator):
 
     def _catch_up(self) -> None:
         """Take the tokens of a step that was not drafted for, then what has happened to requests since."""
-        if self._pending and self.guarded is not None:
+        assert self.guarded is not None
+        if self._pending:
             step, _ = self._take(0)
             if step is not None:
-                self.guarded.observe(step)
+                # vLLM may have given their slots and pages to others since.
+                self.guarded.observe(replace(step, engine=None) if self._events else step)
         while self._events:
-            self._events.pop(0)()
+            self.guarded.call(self._events.pop(0))
+        self._begun.clear()
 
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor) -> None:
         """Hand on the hidden states behind the prompts that this step has ended."""
