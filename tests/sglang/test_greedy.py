@@ -169,25 +169,6 @@ def test_same_answers(drafting, stock):
         assert sum(name.startswith("width") for name in done) >= 4, "the width did not change"
 
 
-SHORT = {"context_length": 96, "page_size": 1}
-
-
-@pytest.mark.parametrize("sync", [False, True])
-def test_requests_run_to_the_end_of_the_context(tiny, tmp_path, sync):
-    """Where SGLang's rows of KV slots end, too."""
-    prompts = [[7, 8, 9] * n for n in (4, 9, 20, 28)]
-    asked = {"input_ids": prompts, "sampling_params": [{**GREEDY, "max_new_tokens": 96 - len(p)} for p in prompts]}
-    with sglang_engine(tiny, disable_overlap_schedule=True, **SHORT) as engine:
-        expected = ids(engine.generate(**asked))
-    assert max(len(p) + len(a) for p, a in zip(prompts, expected, strict=True)) >= 94
-    settings = CYCLING | SYNC if sync else CYCLING
-    env = {"TREE_TEST_WIDTHS": "16"}
-    with sglang_engine(
-        tiny, tmp_path / "counts.json", env, speculative_num_draft_tokens=16, **settings | SHORT
-    ) as engine:
-        assert ids(engine.generate(**asked)) == expected == ids(engine.generate(**asked))
-
-
 WORDS = [" the", " of", " and", " a", " to", " in", " is", " was", " for", " on", " with", " as", " by", " at"]
 
 
