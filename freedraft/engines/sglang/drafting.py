@@ -252,8 +252,11 @@ class Drafting:
         began, padding, least, longest = upcoming.known.T
         lengths = seq_lens + 1  # the root is not in the KV cache
         generated = lengths - began
-        # The last token of a request comes after all drafts.
-        room = np.where(generated < least, 0, longest - generated - 1).clip(0, self._widths[-1] - 1)
+        most = self._widths[-1] - 1
+        # The last token of a request comes after all drafts; a tree may be as wide as ever before it.
+        room = np.where(generated < least, 0, longest - generated - 1).clip(0, most)
+        if not self._chains:
+            room[room > 0] = most
         contexts = (lengths - padding).astype(np.int32)
 
         def history(b: int) -> NDArray[np.int32]:
