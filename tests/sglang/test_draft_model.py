@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from freedraft.draft_model import Window
+from freedraft.engines.draft_ranks import DraftRanks
+from tests.sglang.test_drafting import NODES, decoding_batch, request, scheduler_configuration
+
+META = torch.device("meta")  # which stands for a device
+__all__ = ["scheduler_configuration"]
 
 
 @pytest.fixture
@@ -33,50 +37,53 @@ class Transfers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def one_rank():
-    from freedraft.engines.draft_ranks import DraftRanks
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    """SGLang's group of one tensor-parallel rank."""
+    from sglang.srt.distributed import parallel_state
 
-    return DraftRanks(SimpleNamespace(world_size=1, rank_in_group=0))
+    address = f"file://{tmp_path_factory.mktemp('ranks') / 'store'}"
+    parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
+    yield parallel_state.init_model_parallel_group([[0]], 0, "gloo", use_custom_allreduce=False)
+    parallel_state.destroy_distributed_environment()
 
 
 @pytest.mark.parametrize("window, copies", [(None, 1), (Window(4, 8), 3)], ids=["whole", "window"])
-def test_a_round_sends_to_the_device_once(draft_model, monkeypatch, window, copies):
+def test_a_round_sends_to_the_device_once(draft_model, group, monkeypatch, window, copies):
     """Its tokens, where they belong and where they stand; through a window what it leaves out, and its table, too."""
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
     from freedraft.engines import on_device
     from freedraft.engines.sglang import window_rows
+    from freedraft.engines.sglang.accepted import AcceptedTokens
 
     def unpinned(values, device):  # there is no device to pin memory for
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)
 
+    def no_slots(**_):  # SGLang's kernel, which there is no device for
+        return torch.zeros(3 * 4, dtype=torch.int64, device=META)
+
     for module in (on_device, draft_model, window_rows):
         monkeypatch.setattr(module, "on_device", unpinned, raising=False)
+    monkeypatch.setattr(draft_model, "assign_extend_cache_locs_func", no_slots)
     monkeypatch.setattr(draft_model.ForwardBatch, "init_new", lambda part, *_, **__: part)
-    meta = torch.device("meta")
-    batch = SimpleNamespace(
-        reqs=["a", "b", "c"],
-        seq_lens=torch.zeros(3, dtype=torch.int64, device=meta),
-        seq_lens_cpu=torch.tensor([30, 40, 50]),
-        req_pool_indices=torch.zeros(3, dtype=torch.int64, device=meta),
-        orig_seq_lens=None,
-        sampling_info=SimpleNamespace(logit_bias=None, is_all_greedy=True),
-    )
+    requests = [request(name, [1] * length) for name, length in (("a", 30), ("b", 40), ("c", 50))]
+    batch = decoding_batch({each: [2] for each in requests}, AcceptedTokens(256, NODES, "cpu"))
+    batch.seq_lens, batch.req_pool_indices = batch.seq_lens.to(META), batch.req_pool_indices.to(META)
+    batch.sampling_info.temperatures = batch.sampling_info.temperatures.to(META)
     lengths = []
 
     class Model(draft_model.PagedDraftModel):
         def __init__(self):
-            self.ranks, self.runner, self.attended, self._graphs = one_rank(), None, None, {}
-            self.window_rows = window_rows.WindowRows.__new__(window_rows.WindowRows)
-            pool = SimpleNamespace(req_to_token=torch.zeros(9, 64, dtype=torch.int32, device=meta))
-            self.window_rows._pool, self.window_rows._page_size = pool, 1
-            self.window_rows.rows = torch.zeros(4, dtype=torch.int64, device=meta)
+            self.ranks, self.runner, self.attended, self._graphs = DraftRanks(group), None, None, {}
+            pool = ReqToTokenPool(size=4, max_context_len=64, device=META, enable_memory_saver=False)
+            self.window_rows = window_rows.WindowRows(pool, 1)
 
         def run(self, stages, part):
             lengths.append(part.seq_lens_cpu.tolist())
-            return torch.zeros(2, 16, device=meta)
+            return torch.zeros(2, 16, device=META)
 
-    round_ = draft_model.PagedRound.__new__(draft_model.PagedRound)
-    round_._model, round_._batch, round_._max_draft_len, round_._read = Model(), batch, 4, None
-    round_.slots = torch.zeros(3, 4, dtype=torch.int64, device=meta)
+    round_ = draft_model.PagedRound(Model(), batch, 4)
     draft_pass = draft_model.DraftPass((), window, 1, False, 1)
     with Transfers() as transfers:
         found = round_.launch(draft_pass, np.array([2, 0]), np.array([7, 8], np.int32), 1, count=3)
@@ -86,38 +93,43 @@ def test_a_round_sends_to_the_device_once(draft_model, monkeypatch, window, copi
     assert transfers.number == copies
 
 
-def test_the_log_says_what_graphs_of_draft_passes_take(draft_model, monkeypatch, caplog):
+class Runner:
+    """As much of SGLang's ModelRunner, which takes a model and a device, as says that graphs are captured."""
+
+    decode_cuda_graph_runner = object()
+
+
+def to_capture(draft_model, group, *names):
+    model = draft_model.PagedDraftModel.__new__(draft_model.PagedDraftModel)
+    model.runner, model.ranks, model._model, model.decoder = Runner(), DraftRanks(group), torch.nn.Module(), None
+    model._to_capture, model._graphs = {(name,): None for name in names}, {}
+    return model
+
+
+def test_the_log_says_what_graphs_of_draft_passes_take(draft_model, group, monkeypatch, caplog):
     free = iter([5 * 2**30, 4 * 2**30])
     monkeypatch.setattr(draft_model, "free_bytes", lambda: next(free), raising=False)
     monkeypatch.setattr(draft_model, "capture", lambda runner, width: (runner, width))
-    model = draft_model.PagedDraftModel.__new__(draft_model.PagedDraftModel)
-    model.runner, model.ranks = SimpleNamespace(decode_cuda_graph_runner=object()), one_rank()
-    model._model, model.decoder = SimpleNamespace(), None
-    model._to_capture, model._graphs = {("one",): None, ("two",): None}, {}
+    model = to_capture(draft_model, group, "one", "two")
     with caplog.at_level(logging.INFO):
         model.capture()
     assert "CUDA graphs of 2 draft passes take 1024 MiB" in caplog.text and "4.00 GiB are free" in caplog.text
 
 
-def test_a_rank_that_cannot_capture_leaves_no_other_waiting(draft_model, monkeypatch):
+def test_a_rank_that_cannot_capture_leaves_no_other_waiting(draft_model, group, monkeypatch):
     """One of several ends the engine, whose ranks capture together; alone it runs passes eagerly."""
-    from freedraft.engines.draft_ranks import DraftRanks
     from freedraft.guarded_method import EngineMustEnd
 
     def fail(runner, width):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(draft_model, "capture", fail)
-    model = draft_model.PagedDraftModel.__new__(draft_model.PagedDraftModel)
-    model.runner, model._model, model.decoder = (
-        SimpleNamespace(decode_cuda_graph_runner=object()),
-        SimpleNamespace(),
-        None,
-    )
-    model._to_capture, model._graphs = {("one",): None}, {("before",): None}
-    model.ranks = one_rank()
+    model = to_capture(draft_model, group, "one")
+    model._graphs = {("before",): None}
     model.capture()
     assert not model._graphs
-    model.ranks = DraftRanks(SimpleNamespace(world_size=2, rank_in_group=1))
+    monkeypatch.setattr(group, "world_size", 2)
+    monkeypatch.setattr(group, "rank_in_group", 1)
+    model.ranks, model._to_capture = DraftRanks(group), {("one",): None}
     with pytest.raises(EngineMustEnd):
         model.capture()
