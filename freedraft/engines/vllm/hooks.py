@@ -111,6 +111,7 @@ GRAPH_MEMORY_HOOKS = (
 SCHEDULER_HOOKS = (
     Hook("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", parameters=("scheduler_output",
          "model_runner_output"), purpose="draft lengths in model runner V2"),
+    Hook("vllm.config.VllmConfig", "_maybe_disable_dynamic_sd_for_data_parallel", purpose="draft lengths of replicas"),
 )  # fmt: skip
 
 # Needed to draft in model runner V2.

@@ -51,7 +51,6 @@ K = "num_speculative_tokens"
 ADAPTIVE = "enable_adaptive_verification"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
 SCHEDULE = "num_speculative_tokens_per_batch_size"
-REPLICAS = "_maybe_disable_dynamic_sd_for_data_parallel"
 ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, "rejection_sample_method")
 
 
@@ -91,8 +90,8 @@ def register(spec: MethodSpec) -> bool:
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     wrap_once(EngineArgs, "create_engine_config", _with_the_rest)
-    if hasattr(VllmConfig, REPLICAS):
-        wrap_once(VllmConfig, REPLICAS, _keep_lengths_of_replicas)
+    if not check(SCHEDULER_HOOKS):
+        wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_lengths_of_replicas)
     if HAS_TRITON:
         from vllm.v1.worker.worker_base import WorkerBase
 

@@ -40,17 +40,18 @@ class SetScores(MatchnessScorer):
         self.page: Any = None
 
     def observe(self, step: Step) -> bool:
-        if step.engine is None:  # the step is over, and its pages may be others'
+        engine: StepState | None = step.engine
+        if engine is None:  # the step is over, and its pages may be others'
             return False
         # `window` tokens, each followed by one that was generated.
-        eligible = np.flatnonzero(step.contexts - step.engine.prompt_lengths() > self.window)
+        eligible = np.flatnonzero(step.contexts - engine.prompt_lengths() > self.window)
         if not len(eligible):
             return False
         chosen = int(eligible[self.turn % len(eligible)])
         self.turn += 1
         self.first = int(step.contexts[chosen]) - self.window - 1
         self.tokens = step.history(chosen)[self.first :].astype(np.int64)
-        pages = step.engine.pages()
+        pages = engine.pages()
         self.page = pages.table[int(pages.rows[chosen])]
         return True
 

@@ -93,8 +93,8 @@ def _passes(runner: Any) -> int | None:
 
 def _finish(original: Callable[..., Any]) -> Callable[..., Any]:
     def finish_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if (ours := _drafting(self)) is not None:
-            ours.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
+        if (ours := _drafting(self)) is not None and ours.events is not None:
+            ours.events.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
             if not scheduler_output.total_num_scheduled_tokens:  # no step follows
                 ours.catch_up()
         return original(self, scheduler_output, *args, **kwargs)
@@ -108,8 +108,8 @@ def _add(original: Callable[..., Any]) -> Callable[..., Any]:
         new = scheduler_output.scheduled_new_reqs
         if (trees := _trees(self)) is not None:
             trees.add(new)
-        if new and (ours := _drafting(self)) is not None:
-            ours.begin(new)
+        if new and (ours := _drafting(self)) is not None and ours.events is not None:
+            ours.events.begin(new)
         return result
 
     return add_requests

@@ -9,11 +9,9 @@ Every tensor-parallel rank verifies its own copy of the drafts: rank 0 drafts, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,13 +29,13 @@ from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.methods import ADAPTIVE, SCHEDULE, configured
-from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.start_line import start_line
-from freedraft.engines.vllm.tenants import SALT
 from freedraft.engines.vllm.v2.confidences import Confidences
+from freedraft.engines.vllm.v2.events import RequestEvents
 from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
-from freedraft.engines.vllm.v2.requests import NO_SLOT, Requests
+from freedraft.engines.vllm.v2.requests import Requests
+from freedraft.engines.vllm.v2.step_state import V2StepState
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS, TOP_TOKENS, Step
@@ -46,27 +44,6 @@ if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.trees import Trees
 
 logger = logging.getLogger(__name__)
-
-
-class V2StepState(NamedTuple):
-    """See `StepState`.
-
-    Attributes:
-        block_tables: vLLM's BlockTables; states: its RequestState; slots: intp [B], of the step's requests.
-    """
-
-    block_tables: Any
-    states: Any
-    slots: NDArray[np.intp]
-
-    def pages(self) -> Pages:
-        tables = self.block_tables
-        blocks = tables.num_blocks.np[0, self.slots].astype(np.int64)
-        return Pages(tables.block_tables[0].gpu, self.slots, blocks, tables.block_sizes[0])
-
-    def prompt_lengths(self) -> NDArray[Any]:
-        lengths: NDArray[Any] = self.states.prompt_len.np[self.slots]
-        return lengths
 
 
 def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees | None:
@@ -110,8 +87,6 @@ class MethodSpeculator(BaseSpeculator):
         self.guarded: GuardedMethod | None = None  # in rank 0
         self.runner: Any = None  # once it has its KV cache
         self.draft_model: PagedDraftModel | None = None
-        # Requests whose prompt is not over, where the method wants the hidden states behind prompts.
-        self.in_prompt: set[str] = set()
         self.lengths: BatchLengths | None = None  # learnt while serving
         self.rows: Rows = []  # of them, what the scheduler is to know
         if self._ranks.rank_in_group == 0:
@@ -128,8 +103,7 @@ class MethodSpeculator(BaseSpeculator):
         self._drafts = torch.zeros(self._parts * slots * self.length, dtype=torch.int64, device=device)
         self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # by the newest step, the last one
         self.logits = LogitsCopy()
-        self._events: list[Callable[[], None]] = []  # of requests, since the newest step
-        self._begun: list[int] = []  # slots that they are about
+        self.events = None if self.guarded is None else RequestEvents(self.guarded, self.requests, req_states)
         self._pending = False  # whether the newest step's tokens are still to be taken
         self.warming_up = False  # see `warm_up`
         self._steps, self._drafted_at = 0, -1
@@ -187,47 +161,11 @@ class MethodSpeculator(BaseSpeculator):
             guarded.prepare(model)
 
     # -- requests ------------------------------------------------------------------------------------------------------
-    # What happens to them before a step is looked at behind it, when the last one's tokens are there without a wait.
-
-    def begin(self, requests: Sequence[Any]) -> None:
-        """vLLM's NewRequestData have got slots: new ones, or such as were preempted."""
-        slots = [self._states.req_id_to_index[request.req_id] for request in requests]
-        self._begun += slots
-        self._events.append(partial(self._begin, requests, slots))
-
-    def end(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
-        """These requests have ended, and those have lost their slots."""
-        ids, slotless = [*finished], [*preempted]
-        if ids or slotless:
-            self._events.append(partial(self._end, ids, slotless))
 
     def catch_up(self) -> None:
-        """Look at all of that now, and at the newest step."""
+        """Look at the newest step, and at what has happened to requests since, now."""
         if self.guarded is not None:
             self.guarded.call(self._catch_up)
-
-    def _begin(self, requests: Sequence[Any], slots: list[int]) -> None:
-        assert self.guarded is not None
-        for request, slot in zip(requests, slots, strict=True):
-            if self.requests.slots.get(request.req_id, NO_SLOT) != NO_SLOT:  # an id that starts anew: streamed input
-                self._end([request.req_id], ())
-            if getattr(request, "prompt_embeds", None) is not None:  # its tokens are not known
-                continue
-            tokens = self.requests.add(
-                request.req_id, slot, request.prefill_token_ids, request.prompt_len, request.sampling_params
-            )
-            extra = getattr(request.sampling_params, "extra_args", None)
-            self.guarded.begin(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
-            if self.guarded.needs_prompt_states:
-                self.in_prompt.add(request.req_id)
-
-    def _end(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
-        assert self.guarded is not None
-        for request_id in finished:
-            self.in_prompt.discard(request_id)
-            self.guarded.finish(request_id, self.guarded.call(partial(self.requests.finish, request_id)))
-        for request_id in preempted:
-            self.guarded.call(partial(self.requests.preempt, request_id))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -313,12 +251,12 @@ class MethodSpeculator(BaseSpeculator):
         gained = self._gained[0]
         gained.copy(input_batch, num_sampled, self._states, self._steps, drafts)
         self._pending = True
-        if self.in_prompt:
-            self._set_prompt_states(input_batch, hidden_states)
         batch = input_batch.num_reqs
-        ends = self._states.prefill_len.np[input_batch.idx_mapping_np[:batch]]
-        prompts = bool((input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] < ends).all())  # in which it is exact
-        if most == 0 or prompts:  # what was gained, if anything, is looked at later, when nobody has to wait for it
+        prompts = self._states.prefill_len.np[input_batch.idx_mapping_np[:batch]]
+        over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= prompts  # in which the bound is exact
+        self._set_prompt_states(input_batch, hidden_states, over)
+        # What was gained, if anything, is looked at later, when nobody has to wait for it.
+        if most == 0 or not over.any():
             return False
         step, rows = self._take(most)
         tokens = gained.wait()
@@ -378,8 +316,8 @@ class MethodSpeculator(BaseSpeculator):
         """What the target says behind each root and draft token of ours that a step verifies."""
         slots, scheduled = input_batch.idx_mapping_np[: input_batch.num_reqs], input_batch.num_draft_tokens_per_req
         lengths = np.minimum(self.requests.drafted[slots], scheduled[: len(slots)]).astype(np.int64)
-        if self._begun:  # what is drafted there is of those who had them before
-            lengths[np.isin(slots, self._begun)] = 0
+        if self.events:
+            lengths[self.events.of_others(slots)] = 0
         rows = np.flatnonzero(lengths)
         first = input_batch.cu_num_logits_np
         if len(rows) and len(logits) == first[len(slots)]:
@@ -389,24 +327,20 @@ class MethodSpeculator(BaseSpeculator):
 
     def _catch_up(self) -> None:
         """Take the tokens of a step that was not drafted for, then what has happened to requests since."""
-        assert self.guarded is not None
+        assert self.guarded is not None and self.events is not None
         if self._pending:
             step, _ = self._take(0)
             if step is not None:
                 # vLLM may have given their slots and pages to others since.
-                self.guarded.observe(replace(step, engine=None) if self._events else step)
-        while self._events:
-            self.guarded.call(self._events.pop(0))
-        self._begun.clear()
+                self.guarded.observe(replace(step, engine=None) if self.events else step)
+        self.events.look()
 
-    def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor) -> None:
-        """Hand on the hidden states behind the prompts that this step has ended."""
-        assert self.guarded is not None
-        lengths = input_batch.seq_lens_cpu_upper_bound.numpy()  # exact in prompts
-        for row, request_id in enumerate(input_batch.req_ids):
-            ended = lengths[row] >= self._states.prefill_len.np[input_batch.idx_mapping_np[row]]
-            if request_id in self.in_prompt and ended:
-                self.in_prompt.remove(request_id)
+    def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor, over: NDArray[np.bool_]) -> None:
+        """Hand on the hidden states behind the prompts that this step has ended; over: bool [B], prompts that are."""
+        assert self.guarded is not None and self.events is not None
+        for row in np.flatnonzero(over).tolist() if self.events.in_prompt else ():
+            if (request_id := input_batch.req_ids[row]) in self.events.in_prompt:
+                self.events.in_prompt.remove(request_id)
                 state = hidden_states[int(input_batch.query_start_loc_np[row + 1]) - 1]
                 self.guarded.set_prompt_state(request_id, state.float().cpu().numpy())
 
