@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from freedraft.draft_model import MatchnessScorer, Recipe, T, Visit
 from freedraft.engines.many_sets import SETS, forward, run_sublayer, sublayers_of
+from freedraft.engines.vllm.pages import StepState
 from freedraft.method import Step
 
 if TYPE_CHECKING:
