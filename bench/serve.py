@@ -377,8 +377,10 @@ def main() -> int:
     report = Report.open(args.json, settings, args.fresh)
     for text in problems:
         report.problem(text)
-    finished = Bench(args, asked, report).run()
-    report.write()
+    try:
+        finished = Bench(args, asked, report).run()
+    finally:
+        report.write()
     rows = summary.rows(report.blocks, baseline_of(report.settings["arms"]))
     for concurrency in sorted({row["concurrency"] for row in rows}):
         console.print(table(rows, concurrency))

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import re
+import time
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,9 @@ from bench.lib import load, results, summary
 from bench.lib.machine import gpu, machine, rounded, versions
 
 console = Console(highlight=False)
+
+_PAUSE = 20
+"""How many times as long as the file takes to write it is then left alone: at the end there are thousands of blocks."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Step:
 
 @dataclass
 class Report:
-    """The file of results. It is read at the start and written after every block."""
+    """The file of results. It is read at the start and written between blocks, for a small part of the time."""
 
     path: Path
     settings: dict[str, Any]
@@ -94,6 +98,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
     commands: dict[str, str] = field(default_factory=dict)
+    _next_write: float = 0.0
 
     @classmethod
     def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Report:
@@ -144,10 +149,12 @@ class Report:
             block[name] = [None if math.isnan(x) else round(x, 4) for x in block[name]]
         block["seconds"] = round(outcome.seconds, 4)
         self.blocks.append(block)
-        self.write()
+        if time.monotonic() >= self._next_write:
+            self.write()
 
     def write(self) -> None:
         """Replace the file at once, so that it is whole whenever this process ends."""
+        began = time.monotonic()
         content = {
             "benchmark": "serve",
             "settings": self.settings,
@@ -164,6 +171,8 @@ class Report:
         # One line for each list of plain values: a tenth of the lines.
         text = re.sub(r"\[\n\s+([^][{}]*?)\n\s+\]", lambda m: "[" + re.sub(r"\n\s+", " ", m[1]) + "]", text)
         results.write(self.path, text + "\n")
+        ended = time.monotonic()
+        self._next_write = ended + _PAUSE * (ended - began)
 
 
 def step_of(block: dict[str, Any]) -> Step:

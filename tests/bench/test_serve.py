@@ -13,7 +13,7 @@ import pytest
 from results import block
 
 from bench import serve
-from bench.lib import machine, results, serving
+from bench.lib import load, machine, results, serving
 
 SCRIPT = Path(serve.__file__)
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["What is a lighthouse for?"]}\n'
@@ -113,6 +113,28 @@ def test_results_go_on_only_with_the_same_settings_and_code(tmp_path: Path, monk
     (tmp_path / "serve.json").write_text("{}")
     with pytest.raises(ValueError, match="no results of this benchmark"):
         serving.Report.open(tmp_path / "serve.json", settings, fresh=False)
+
+
+def test_writing_takes_a_small_part_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, writes, made = 0.0, list[int](), results.write
+
+    def write(path: Path, text: str) -> None:
+        nonlocal now
+        now += 1.0
+        writes.append(len(json.loads(text)["blocks"]))
+        made(path, text)
+
+    monkeypatch.setattr(serving.results, "write", write)
+    monkeypatch.setattr(serving.time, "monotonic", lambda: now)
+    settings = {"device": "cpu", "arms": {"plain": serving.asdict(serving.PRESETS["plain"])}}
+    report = serving.Report(tmp_path / "serve.json", settings)
+    answered = load.Outcome(1.0, [4], [0.5], [0.1], ["a"], None, None, [])
+    for i in range(200):
+        now += 1.0
+        report.add(serving.Step("plain", 1, 0, i), "qa", i, answered)
+    assert 8 <= len(writes) <= 10 and writes[0] == 1
+    report.write()
+    assert len(serving.Report.open(tmp_path / "serve.json", settings, fresh=False).done) == 200
 
 
 def test_a_failed_block_is_asked_again(tmp_path: Path) -> None:
