@@ -218,18 +218,20 @@ def drafter(result: Any) -> str:
 
 def live(result: Any) -> str:
     update, rebuild, cold = (result[key] for key in ("update", "rebuild", "cold_start"))
-    visible = [
-        f"{name} {u['visible_after_ms_p50']:.2f} / {u['visible_after_ms_p99']:.1f}"
-        for name, u in update.items()
-        if isinstance(u, dict)
-    ]
+    visible, paced = (
+        ", ".join(
+            f"{name} {u[key]['p50']:.2f} / {u[key]['p99']:.1f}" for name, u in update.items() if isinstance(u, dict)
+        )
+        for key in ("visible_after_ms", "visible_after_ms_paced")
+    )
     merges = f"{1e3 * rebuild['sort_seconds']:.0f}, {1e3 * rebuild['merge_with_as_many_seconds']:.0f}"
     rows = [
         ["tokens per step by hundred rows, from an empty store",
          ", ".join(f"{r['tokens_per_step']:.2f}" for r in cold["by_hundred_rows"])],
         ["on rows that nobody learnt from: no store, live, static",
          "{no_store:.3f}, {live_store:.3f}, {static_store:.3f}".format(**cold["test_rows"])],
-        ["ms until a finished answer is visible, median / 99 %", ", ".join(visible)],
+        [f"ms until an answer is visible, at {update['paced_tokens_per_second']:,} tokens/s, median / 99 %", paced],
+        ["the same, while answers come as fast as they are taken", visible],
         [f"ms to sort {rebuild['delta_tokens']:,} tokens and to merge them with as many", merges],
         ["us to draft, 99 %: idle; while merges never stop",
          "{:.0f}; {:.0f}".format(*(d["p99_us"] for d in rebuild["drafting"].values()))],

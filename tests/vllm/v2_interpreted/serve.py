@@ -253,6 +253,30 @@ def warm_up(worker: Any, guarded: Any) -> dict[str, list[Any]]:
     return {"before": before, "after": known()}
 
 
+def trees_of_graphs(runner: Any) -> dict[str, list[int]]:
+    """What attention is given where vLLM captures CUDA graphs, which it does while it warms up: of steps that decode,
+    of two draft lengths, and of any step; how many kernels, for how many queries, and whether with prompts.
+    """
+    runner.speculator.warm_up(True)
+    most, noted = runner.num_speculative_steps, {}
+    for name, query_len in {"half": 1 + most // 2, "all": 1 + most, "any step": None}.items():
+        state = cudagraph_utils.prepare_inputs_to_capture(
+            2,
+            2 * (query_len or 2 + most),
+            runner.model_state,
+            runner.input_buffers,
+            runner.block_tables,
+            runner.attn_groups,
+            runner.kv_cache_config,
+            full_cudagraph=True,
+            max_query_len=query_len,
+        )
+        trees = next(iter(state.attn_metadata.values())).trees
+        noted[name] = [len(trees.longest), trees.max_queries, int(trees.mixed)]
+    runner.speculator.warm_up(False)
+    return noted
+
+
 def note_probabilities(trees: Any) -> list[list[int]]:
     """Of each part of a step whose trees are verified: sampled requests, all requests, and those whose probabilities
     were held at once."""
@@ -350,6 +374,7 @@ def main() -> None:
     drafter, controller = getattr(guarded.method, "drafter", ()), guarded.method.controller
     confidences = note_confidences(runner.speculator) if adaptive else []
     trees = runner.speculator.trees
+    of_graphs = trees_of_graphs(runner) if trees is not None and trees.enabled else {}
     branches = note_branches(trees) if trees is not None else []
     probabilities = note_probabilities(trees) if trees is not None else []
     kv = note_kv(runner) if with_kv else {}
@@ -385,6 +410,7 @@ def main() -> None:
         "counts": counts,
         "trees": trees is not None and trees.enabled,
         "branches": branches,
+        "trees of graphs": of_graphs,
         "probabilities": probabilities,
         "kv": largest_difference(kv),
         "replays": [graph.replays for graph in graphs],

@@ -87,7 +87,12 @@ class TreeMetadata:
         buffers = self._buffers
         metadata.trees = None
         if buffers is not None and buffers.verifying:
-            metadata.trees = self._step(buffers, metadata, buffers.mixed)
+            longest: Sequence[int] = (metadata.max_seq_len,)
+            if buffers.warming_up:
+                limit = self.vllm_config.model_config.max_model_len
+                longest = [min(1 << i, limit) for i in range(limit.bit_length() + 1)]
+            # Blocks for the most queries, however many there are: so one kernel does for all draft lengths.
+            metadata.trees = self._step(buffers, metadata, buffers.max_queries, longest, buffers.mixed)
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
@@ -95,22 +100,20 @@ class TreeMetadata:
         buffers = self._buffers
         # Graphs of more than one query are of steps that verify drafts: others have prompts, and run without.
         if buffers is not None and buffers.enabled and metadata.max_query_len > 1:
-            metadata.trees = self._step(buffers, metadata, False)
+            max_queries = min(metadata.max_query_len, buffers.max_queries)
+            metadata.trees = self._step(buffers, metadata, max_queries, (metadata.max_seq_len,), False)
         return metadata
 
-    def _step(self, buffers: TreeBuffers, metadata: Any, mixed: bool) -> TreeStep:
-        limit: int = self.vllm_config.model_config.max_model_len
+    def _step(
+        self, buffers: TreeBuffers, metadata: Any, max_queries: int, longest: Sequence[int], mixed: bool
+    ) -> TreeStep:
         if self._scratch is None:
             shape = self.num_heads_q, self.num_heads_kv, self.headdim
+            limit = self.vllm_config.model_config.max_model_len
             size = scratch_size(buffers.requests, *shape, buffers.max_queries, limit)
             self._scratch = torch.empty(size, dtype=torch.float32, device=self.device)
         mixed |= metadata.max_query_len > buffers.max_queries
         queries = buffers.queries(metadata.query_start_loc, metadata.seq_lens)
-        max_queries = buffers.max_queries if mixed else metadata.max_query_len
-        # CUDA graphs are captured for the longest; steps beside prompts, which run without, meet all lengths.
-        longest: Sequence[int] = (metadata.max_seq_len,)
-        if mixed and buffers.warming_up:
-            longest = [min(1 << i, limit) for i in range(limit.bit_length() + 1)]
         return TreeStep(queries, max_queries, longest, mixed, self._scratch)
 
 
