@@ -206,6 +206,7 @@ def main() -> None:
         write_json(options.json, result, indent=2, earlier=bool(before))
         print(json.dumps(result["large"], indent=2))
         return
+    measure("so that all is compiled", zipf_tokens(10_000, 1000), 1000)
     rows = [measure(f"zipf, {v} ids", zipf_tokens(options.tokens, v), v) for v in (49_152, 150_000)]
     if options.tokenizer:
         tokens, seconds = real_tokens(options.text, options.glob, options.tokenizer, options.tokens)
