@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "build" / "model")
     parser.add_argument("--store", type=Path, default=ROOT / "build" / "store", help="built when it is not there")
     parser.add_argument("--arm", default="", help="name of these rows")
-    parser.add_argument("--no-thread", action="store_true", help="SGLang's own thread drafts")
+    parser.add_argument("--draft-timeout-ms", type=float, default=0.0, help="above 0, a thread of its own drafts")
     parser.add_argument("--json", type=Path, help="rows are added to those that it holds")
     args = parser.parse_args()
     from rich.console import Console
@@ -124,9 +124,7 @@ def main() -> int:
 
     ensure_store(args.store, args.tokenizer, Console(highlight=False))
     text = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json")).encode((ROOT / "README.md").read_text()).ids
-    env = {"FREEDRAFT_DATASTORE": str(args.store)}
-    if args.no_thread:
-        env["FREEDRAFT_DRAFT_TIMEOUT_MS"] = "0"
+    env = {"FREEDRAFT_DATASTORE": str(args.store), "FREEDRAFT_DRAFT_TIMEOUT_MS": str(args.draft_timeout_ms)}
     result: dict[str, Any] = {"machine": machine(), "versions": versions("sglang", "torch"), "nodes": args.nodes}
     before = earlier_figures(args.json)
     result["rows"] = before["rows"] if before else []
