@@ -187,7 +187,7 @@ versions: $(VLLM)/project.done
 	@$(VLLM)/bin/python -m bench.versions sglang --folder build/wheels
 
 VLLM_VERSIONS := 0.29.0 0.31.0 0.32.0
-versions-run: $(MODEL)/config.json $(VLLM_VERSIONS:%=.venv/vllm-%/torch.done)
+versions-run: $(VLLM)/project.done $(MODEL)/config.json $(VLLM_VERSIONS:%=.venv/vllm-%/torch.done)
 	@mkdir -p $(LOGS); echo '$(TORCH)' > $(LOGS)/constraints.txt; failed=''; \
 	for version in $(VLLM_VERSIONS); do \
 		bin=.venv/vllm-$$version/bin; echo "== vLLM $$version"; \

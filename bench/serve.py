@@ -314,16 +314,35 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="Spec-Bench format; spec-bench, quotes, long, agent",
     )
-    add("--arms", nargs="+", type=parse_arm, default=[PRESETS[n] for n in ("plain", "sssd", "ngram")], metavar="ARM")
+    add(
+        "--arms",
+        nargs="+",
+        type=parse_arm,
+        default=[PRESETS[n] for n in ("plain", "sssd", "ngram")],
+        metavar="ARM",
+        help=f"servers to compare: {', '.join(PRESETS)}, NAME=JSON (a speculative configuration) or NAME=URL",
+    )
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
     add("--groups", nargs="+", metavar="NAME", help="only these groups of questions")
     add("--limit", type=int, metavar="N", help="questions of each group at most")
-    add("--least-rounds", type=int, default=0, metavar="N", help="but so many of each for every request at a time")
-    add("--block", type=int, default=8, metavar="N", help="questions of an arm's turn, for each request at a time")
+    add("--least-rounds", type=int, default=0, metavar="N", help="but at least N for each request at a time")
+    add(
+        "--block",
+        type=int,
+        default=8,
+        metavar="N",
+        help="questions of an arm's turn, for each request at a time",
+    )
     add("--max-tokens", type=int, default=128, metavar="N", help="length of every answer")
     add("--max-model-len", type=int, default=servers.MAX_MODEL_LEN, metavar="N", help="tokens of a request at most")
-    add("--warm-up", type=int, default=32, metavar="N", help="tokens of each of at least twelve answers before")
-    add("--repeats", type=int, default=1, metavar="N")
+    add(
+        "--warm-up",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens of each answer that warms a server up",
+    )
+    add("--repeats", type=int, default=1, metavar="N", help="passes over all questions")
     add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on")
     add("--model", type=Path, default=Path("build/model"), help="folder or name of the model")
     add("--name", help="of the model, in the results; its folder's where none is given")
@@ -336,7 +355,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built, for arm suffix")
     add("--sglang-python", type=Path, default=Path(".venv/sglang/bin/python"), help="python of SGLang's environment")
     add("--url-model", default=servers.MODEL_NAME, help="name of the model on servers that are given by URL")
-    add("--start-limit", type=float, default=servers.START_LIMIT_S, metavar="S", help="seconds that a server has")
+    add(
+        "--start-limit",
+        type=float,
+        default=servers.START_LIMIT_S,
+        metavar="S",
+        help="seconds for a start",
+    )
     add("--json", type=Path, default=Path("build/serve.json"), help="file of results")
     add("--fresh", action="store_true", help="begin again")
     args = parser.parse_args(arguments)

@@ -113,7 +113,8 @@ def measure(model: Path, batch: int, length: int, steps: int) -> dict[str, Any]:
         step()
     requests = {str(i) for i in range(batch)}
     started = time.perf_counter()
-    speculator.finish(requests)
+    speculator.events.end(requests, ())
+    speculator.events.look()
     ended = time.perf_counter() - started
     return {
         "batch": batch,

@@ -37,7 +37,7 @@ def parts(engine: str) -> dict[str, tuple[Hook, ...]]:
                 "optional": hooks.OPTIONAL_HOOKS}  # fmt: skip
     return {
         "V1": hooks.CONFIG_HOOKS + hooks.RUNNER_HOOKS,
-        "V1, layer skipping": hooks.MODEL_DRAFT_HOOKS,
+        "V1, layer skipping": hooks.MODEL_HOOKS,
         "V1, full graphs": hooks.GRAPH_HOOKS,
         "graphs of draft passes": hooks.DRAFT_GRAPH_HOOKS,
         "memory for those graphs": hooks.GRAPH_MEMORY_HOOKS,

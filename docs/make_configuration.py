@@ -44,8 +44,8 @@ SGLang has no flag for them: use the file or the variables.
 |---|---|---|
 | vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, required, 1 to 64: \
 draft tokens of a request, chain or tree, root not counted |
-| SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, 1 to 256, or 16: \
-nodes of a tree with its root |
+| SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, 1 to 256, default 16: \
+nodes of a tree, root included |
 
 How many of these a step really drafts is decided by `policy` (sssd) and `lookahead` (layerskip); see
 [how much to draft](cost-model.md). Method `{HYBRID}` drafts with both.
@@ -55,8 +55,8 @@ HYBRID_SECTION = f"""
 ## {HYBRID}
 
 `"method": "{HYBRID}"`, in SGLang `--speculative-algorithm {HYBRID}`, takes the options of both methods.
-`policy` must be `auto`, without a `knee`, and `lookahead` must be `cost`, because both drafters are weighed by measured
-times. One `metrics_port` serves the metrics of both.
+`policy` must be `auto`, without a `knee`, and `lookahead` must be `cost`: both drafters are compared by measured times.
+One `metrics_port` serves the metrics of both.
 """
 
 

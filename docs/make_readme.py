@@ -57,7 +57,7 @@ def figures() -> str:
         "`make demo-sglang`, trees: the same prompts": demo_sglang,
         f"Spec-Bench over HTTP, {' / '.join(map(str, at))} at a time, `live` and shared by all (`suffix`: "
         f"{suffix})": sssd,
-        f"mixed prompts, `policy: auto`, batch 1 / 4 / 16 (the better of 4 and 8 tokens: {fixed})": auto,
+        f"mixed prompts, `policy: auto`, batch 1 / 4 / 16 (`fixed`, the better of 4 and 8 tokens: {fixed})": auto,
         "`layerskip`, deep synthetic model, bf16 (some answers part at near ties), batch 1, vLLM / SGLang (spread)": (
             " / ".join("{:.2f} ({:.2f}-{:.2f})".format(*three) for three in by_engine)
         ),

@@ -73,9 +73,13 @@ class PluginGroup(TyperGroup):
         return {name: point for name, point in installed_commands().items() if name.startswith(self.prefix)}
 
 
+GROUPS = {"calibrate": "Search skip sets; train the scorer of sssd and DISCO's classifier."}
+"""What plugins' commands of two words are for, by the first."""
+
+
 def _group(name: str, prefix: str) -> Any:
     cls = type("PluginGroup", (PluginGroup,), {"prefix": prefix})
-    inner = typer.Typer(name=name, cls=cls, help=f"{name.capitalize()}: commands of the plugins.", no_args_is_help=True)
+    inner = typer.Typer(name=name, cls=cls, help=GROUPS.get(name, f"Commands of {name}."), no_args_is_help=True)
     inner.callback()(lambda: None)
     return typer.main.get_command(inner)
 
@@ -142,7 +146,7 @@ def doctor() -> None:
 @app.command()
 def profile(
     name: Annotated[str | None, typer.Option(help="Name of the profile (default: the device's).")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write (default: configs/hardware/NAME.yaml).")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write (default: where the device's name finds it).")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu (default: the GPU if there is one).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
 ) -> None:

@@ -24,10 +24,9 @@ class Report:
 
     Attributes:
         version: None when the engine is not installed.
-        hooks: how many were looked for.
-        problems: what is missing, one line each.
-        notes: what is missing that drafting does without, what decides the speed, and whether it is tested, one line
-            each.
+        hooks: how many were looked for and, where there are no problems, found: of all methods if all can draft.
+        problems: what is missing without which nothing drafts, one line each.
+        notes: what is missing else, what decides the speed, and whether it is tested, one line each.
     """
 
     engine: str
@@ -46,18 +45,21 @@ def examine(engine: str) -> Report:
     table = importlib.import_module(f"freedraft.engines.{engine}.hooks")
     if find_spec(table.PACKAGE) is None:
         return Report(engine, None, 0, ())
-    hooks: Sequence[Hook] = (*table.HOOKS, *getattr(table, "MODEL_HOOKS", ()))
-    problems = check(hooks)
+    for_model: Sequence[Hook] = getattr(table, "MODEL_HOOKS", ())
+    problems, of_model = check(table.HOOKS), check(for_model)
     if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
         problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")
     optional: Sequence[Hook] = getattr(table, "OPTIONAL_HOOKS", ())
     notes = [f"{problem}: no {hook.purpose}" for hook in optional if (problem := hook.problem())]
+    if of_model:
+        notes.insert(0, f"'sssd' can draft, 'layerskip' and 'freedraft' cannot: {'; '.join(of_model)}")
     found, tested = installed_version(table.DISTRIBUTIONS), getattr(table, "TESTED_VERSIONS", ())
     if tested and not is_tested(found, tested):
         notes.append(f"not a version that we test: {', '.join(tested)}")
     if not problems and hasattr(table, "setting"):
         notes.append(table.setting())
-    return Report(engine, found, len(hooks), tuple(problems), tuple(notes))
+    there = len(table.HOOKS) + (0 if of_model else len(for_model))
+    return Report(engine, found, there, tuple(problems), tuple(notes))
 
 
 def run(console: Console | None = None) -> int:
@@ -80,7 +82,7 @@ def run(console: Console | None = None) -> int:
             console.print(f"  {report.engine} {report.version}: freedraft cannot draft here", style="red")
             for problem in report.problems:
                 console.print(f"    - {problem}", style="red", markup=False)
-            console.print("    The engine runs without freedraft. Install a version of it that freedraft supports.")
+            console.print("    The engine runs without freedraft. Install a version of it that docs/versions.md names.")
     try:
         profile = HardwareProfile.detect()
         console.print(

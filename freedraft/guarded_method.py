@@ -1,4 +1,4 @@
-"""`GuardedMethod`: a method as the seams call it. What it raises costs drafts, never tokens."""
+"""`GuardedMethod`: a method as the adapters to engines call it. What it raises costs drafts, never tokens."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class GuardedMethod:
         self.call(self.method.close)
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns; None where it raises. Also for what a seam itself does for the sake of drafts."""
+        """What `work` returns; None where it raises. Also for what an adapter itself does for the sake of drafts."""
         try:
             return work()
         except Exception:

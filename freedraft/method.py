@@ -114,6 +114,7 @@ class EngineContext:
         tensor_parallel: number of tensor-parallel ranks.
         rank: of this process among those that draft: one for each data-parallel replica, or each rank where all draft;
             each serves metrics at a port of its own.
+        device: the name of the GPU, or "cpu"; None to ask torch, where a method wants to know.
         hardware: the device in words, as `freedraft calibrate` writes it; None where it is not known.
         lengths: numbers of draft tokens that a step may verify for each of its requests, where all of them have the
             same, decided before anything is drafted (`freedraft.cost.schedule`), so that shorter drafts save nothing;
@@ -132,6 +133,7 @@ class EngineContext:
     page_size: int | None = None
     tensor_parallel: int = 1
     rank: int = 0
+    device: str | None = None
     hardware: str | None = None
     lengths: tuple[int, ...] | None = None
     gives_logits: bool = False
@@ -356,7 +358,7 @@ class MethodSpec:
 
 
 METHODS: dict[str, MethodSpec] = {}
-"""The registered methods by name; an engine's seam adds those that it can serve."""
+"""The registered methods by name; an engine's adapter adds those that it can serve."""
 
 
 def spec_of_role(role: str) -> MethodSpec:

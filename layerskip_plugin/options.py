@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath
 from freedraft.draft_model import Window
+from freedraft.extras import require
 from freedraft.method import EngineContext
 from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.lookahead import (
@@ -72,19 +73,19 @@ class LayerSkipOptions(PluginOptions):
         selection: which sublayers to skip. "static": those of `skip_set`; "swift": searched while serving, on the
             traffic; "knn": the set of the domain that a prompt is most like; "knapsack": the set and draft length of
             the present context length, by the plan in `selection_file`; without one, KnapSpec's search while serving.
-        selection_file: of "knn" and "knapsack", made by `freedraft calibrate knn` and `freedraft calibrate knapsack`.
-        search_share: of serving time that a search may take.
+        selection_file: file for "knn" or "knapsack", made by `freedraft calibrate knn` or `calibrate knapsack`.
+        search_share: largest share of serving time that a search may take.
         skip_set: files with skip sets, at most 4 (in a variable with commas between them); requests take the first
             unless they choose. None skips nothing, which drafts with the whole model: right for testing, never worth
             its time.
         window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
             "auto" chooses among 512, 2,048, 8,192 and all, by what passes take and by what is accepted (on vLLM by
             model runner V1, without async scheduling); None reads all.
-        sinks: of `window`, tokens at the beginning.
+        sinks: how many tokens of `window` are the first of the request (attention sinks).
         lookahead: which policy says how far to draft. "cost" goes on while one more token pays, and stops drafting
             altogether where none does.
-        threshold: top-1 probability of policy "confidence", the first one of "adaptive" and "roc". None: .7, for "roc"
-            .4.
+        threshold: top-1 probability below which policy "confidence" stops drafting, and with which "adaptive" and "roc"
+            begin. None: .7, for "roc" .4.
         disco: file of the classifier of policy "disco", made by `freedraft calibrate disco`.
         record: file for verifications of the first skip set's drafts, from which `freedraft calibrate disco` learns.
         tree: where the engine verifies trees (SGLang), verify the draft's other candidates beside its chain (SWIFT's
@@ -177,12 +178,12 @@ class LayerSkipOptions(PluginOptions):
         if self.window == "auto":
             if self.lookahead != "cost":
                 raise ValueError(
-                    f"option 'window' is auto, which lookahead {self.lookahead} cannot weigh: give a number of tokens"
+                    f"option 'window' auto needs lookahead cost, not {self.lookahead}: set it, or give a number"
                 )
             if context.lengths is not None and len(context.lengths) == 1:
                 raise ValueError(
-                    "option 'window' is auto, which nothing weighs where data-parallel replicas share experts, and so "
-                    "one draft length: give a number of tokens"
+                    "option 'window' auto needs draft lengths chosen at each step, and data-parallel replicas that "
+                    "share experts have one: give a number of tokens"
                 )
             if context.lengths is not None:
                 raise ValueError(f"{self.needs_own_lengths}, or unset VLLM_USE_V2_MODEL_RUNNER")
@@ -204,8 +205,8 @@ class LayerSkipOptions(PluginOptions):
         do. For engines that can also leave it to the method."""
         if self.window == "auto":
             return (
-                "option 'window' is auto, which nothing weighs where vLLM decides draft lengths before drafting "
-                "(model runner V2): to be served there give a number of tokens"
+                "option 'window' auto needs draft lengths chosen at each step, which vLLM's model runner V2 decides "
+                "beforehand: to be served there give a number of tokens"
             )
         if self.selection == "knapsack" and self.searches:
             return (
@@ -255,13 +256,8 @@ class LayerSkipOptions(PluginOptions):
             raise ValueError(f"option 'skip_set' does not go with selection {name}: remove one of the two")
         layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
         if name == "swift":
-            try:
-                # They take seconds to import: now, not in the midst of serving.
-                import bayes_opt.acquisition  # noqa: F401
-                import sklearn.gaussian_process  # noqa: F401
-            except ImportError as error:
-                remedy = "in the clone of freedraft, pip install '.[calibrate]'"
-                raise ValueError(f"selection swift needs {error.name}: {remedy}") from None
+            # They take seconds to import: now, not in the midst of serving.
+            require("selection swift", "calibrate", "bayes_opt.acquisition", "sklearn.gaussian_process")
             # The first and the last layer stay, as published: a start without them would be useless.
             return Swift(layers, evaluate, model, protected=(0, 1, 2 * layers - 2, 2 * layers - 1))
         if file is None:

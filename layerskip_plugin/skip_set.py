@@ -189,8 +189,8 @@ def read_json(path: Path, form: str, what: str) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{what}: cannot read {path}: {error.strerror or error}") from None
     except ValueError:
-        raise ValueError(f"{what}: {path} is not JSON") from None
+        raise ValueError(f"{what}: {path} is not JSON: make it again with freedraft calibrate") from None
     actual = values.get("format") if isinstance(values, dict) else None
     if actual != form:
-        raise ValueError(f"{what}: {path} has the format {actual!r}, not {form!r}")
+        raise ValueError(f"{what}: {path} has the format {actual!r}, not {form!r}: make it with freedraft calibrate")
     return values

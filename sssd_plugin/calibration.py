@@ -18,7 +18,7 @@ def scorer(
         Path | None, typer.Option(help="Answers with logits (bench/record.py), for the weights of recycled logits.")
     ] = None,
 ) -> None:
-    """Train the weights of SSSD's learned scorer. Use them with the option "weights" of the engine's flag.
+    """Train the weights of SSSD's learned scorer. They are for the option "weights".
 
     Without recorded logits, the weights of recycled logits are the shipped ones.
     """

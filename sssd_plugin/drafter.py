@@ -99,7 +99,7 @@ class Drafter:
     Args:
         vocab_size: of the model; the snapshot must not hold larger ids (`Datastore.open` sees to it).
         max_nodes: largest tree per request that `draft` will be asked for, root included.
-        scoring: `learned` (calibrated probabilities) or `paper` (papers/sssd.txt, Algorithms 1-3).
+        scoring: `learned` (calibrated probabilities) or `paper` (arXiv 2411.05894, Algorithms 1-3).
         weights: file of the learned scorer's weights; None for the ones that ship with the package.
         snapshot: the datastore; None for none.
         live: a datastore that grows; it then brings the static one along, and `snapshot` must be None.

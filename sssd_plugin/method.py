@@ -38,7 +38,7 @@ def check(options: SssdOptions, context: EngineContext) -> None:
     Raises:
         ValueError: one clear line that names the option or file and the remedy.
     """
-    choose_profile(options.hardware)
+    choose_profile(options.hardware, context.device)
     check_address(options.metrics_port, options.metrics_host)
     if options.scoring == "learned" or options.weights is not None:
         from sssd_plugin.scoring.weights import Weights
@@ -50,7 +50,9 @@ def check(options: SssdOptions, context: EngineContext) -> None:
         from sssd_plugin.datastore.live.store import check_live
 
         if isinstance(options.datastore, str) and options.datastore_sha256:
-            raise ValueError("datastore_sha256 pins a store that does not change: leave it out, or live")
+            raise ValueError(
+                "option 'datastore_sha256' does not go with 'live' and a URL, whose store changes: remove one of them"
+            )
         check_live(options.datastore, context.vocab_size, context.tokenizer_fingerprint(), options.isolation)
 
 

@@ -35,11 +35,11 @@ class SssdOptions(PluginOptions):
             each other, which needs `freedraft datastore compact URL` to run.
         datastore_sha256: digest that the datastore must have, as `freedraft datastore info` shows it, for a store that
             others could change; None checks for damage only.
-        live_prompts: learn from their prompts, too.
+        live_prompts: with `live`, learn from the prompts of finished requests, too.
         live_tokens: learnt tokens held at most, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond them, who
             holds most loses its oldest text first.
-        live_max_age: hours after which what was learnt is erased; None for never. At a URL `compact
-            --max-age` does it, and servers for what it leaves, for the whole fleet.
+        live_max_age: hours after which learnt text is erased; None for never. At a URL it holds for the whole fleet:
+            give `freedraft datastore compact --max-age` the same; servers erase what that has left.
         isolation: whose text a request is drafted from: "tenant": of requests with the same cache_salt (in SGLang
             also extra_key), while requests without one neither teach nor are taught; "shared": of all; "off": of all,
             and the files do not tell tenants apart either.
@@ -51,13 +51,12 @@ class SssdOptions(PluginOptions):
             acceptance; "knee" keeps the batch at the knee; "fixed" always drafts as much as the engine allows. None is
             "auto", or "knee" where a knee is given.
         step_times: file that keeps the measured step times of "auto" from one start to the next; None forgets them.
-        shape: of drafts: "tree" or "chain"; "auto" is "tree" where the engine's attention verifies trees in all its
-            steps (vLLM's FlashAttention leaves such steps to a kernel of ours, on "tree" alone).
-        min_score: drafts with a lower estimated probability of acceptance are not verified. None: 0 under "auto"; else,
-            where lengths may differ by request (vLLM), what a token costs by the hardware profile, and 0 where they may
-            not (SGLang).
+        shape: shape of drafts, "tree" or "chain"; "auto" is "tree" where the engine's attention verifies trees in all
+            its steps (vLLM's FlashAttention leaves such steps to a kernel of ours, on "tree" alone).
+        min_score: draft tokens of a lower estimated probability of acceptance are not verified. None: 0, but under
+            "knee" and "fixed" on vLLM's model runner V1 what a token costs by the hardware profile.
         recycle: draft from the logits of verified nodes, too: "auto" where this brings tokens per second, "on", "off".
-        recycle_megabytes: memory for them; the oldest go first.
+        recycle_megabytes: memory for recycled logits; the oldest are replaced first.
         draft_timeout_ms: milliseconds that a step of SGLang waits for its drafts, which a thread makes; if they are
             late, it goes on without. 0: SGLang's own thread makes them, and waits as long as they take.
         metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).

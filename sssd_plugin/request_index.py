@@ -3,7 +3,7 @@
 Two hash chains run over the token array itself. `heads` maps a token to its newest position, and `previous[i]` links
 position i to the next older position of the same token; `gram_heads` and `gram_previous` do so for the last four tokens
 at a position, so that a copy from a long context is found however common its single tokens are. Every token is visible
-at the next step. A token costs 12 bytes plus its share of the tables, where a trie of n-grams (papers/sssd.txt A.1)
+at the next step. A token costs 12 bytes plus its share of the tables, where a trie of n-grams (arXiv 2411.05894, A.1)
 costs hundreds.
 
 The hash functions are seeded, so that no client can choose tokens that collide.

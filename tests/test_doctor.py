@@ -85,6 +85,13 @@ def test_what_drafting_does_without_is_told_and_no_failure(engine: types.ModuleT
     assert "toy_engine.Newer is missing: no drafting in newer runners" in text
 
 
+def test_what_only_some_methods_need_is_told_and_no_failure(engine: types.ModuleType) -> None:
+    engine.MODEL_HOOKS = (Hook("toy_engine.Runner", "propose"), Hook("toy_engine.Runner", "draft_pass"))
+    code, text = diagnose()
+    assert code == 0 and "all 3 hooks are there" in text
+    assert "'sssd' can draft, 'layerskip' and 'freedraft' cannot: toy_engine.Runner.draft_pass is missing" in text
+
+
 @pytest.mark.parametrize(
     ("hook", "problem"),
     [

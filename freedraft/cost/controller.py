@@ -3,7 +3,7 @@
 For every node that the drafter offers, `Acceptance` says how likely it is to be accepted; for every number of query
 tokens, `StepTimes` says how long the step would take. Taking the n likeliest nodes of the batch, a step yields
 b + p_1 + ... + p_n tokens in t(b + n) seconds; the n of the best ratio is verified, and 0 is one of them (the tokens
-per time of papers/knapspec_summary.txt, over a batch).
+per time of KnapSpec, over a batch).
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def make_controller(
     Raises:
         ConfigError: `hardware` names no usable profile.
     """
-    controller = _controller(context, policy, choose_profile(hardware), knee, step_times)
+    controller = _controller(context, policy, choose_profile(hardware, context.device), knee, step_times)
     controller.warm_up()
     return controller
 

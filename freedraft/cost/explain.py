@@ -83,7 +83,7 @@ def expected_tokens(lengths: np.ndarray, curve: dict[int, float]) -> np.ndarray:
 
 
 def plot(roofline: Roofline, context: int, rows: list[Row], path: Path, *, max_nodes: int = 64) -> None:
-    """Draw step time by speculation length (figure 3 of papers/sssd.txt for this model) and the lengths by batch size.
+    """Draw step time by speculation length (figure 3 of arXiv 2411.05894 for this model) and the lengths by batch size.
 
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.

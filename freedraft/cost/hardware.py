@@ -12,6 +12,9 @@ from freedraft.config import ConfigError, configs_dir, one_line, read_yaml, sugg
 
 logger = logging.getLogger(__name__)
 
+CPU = "cpu"
+"""What a device is called that is no GPU."""
+
 DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0}
 """Bytes per element of the number formats that a profile may give a rate for."""
 
@@ -115,14 +118,14 @@ class HardwareProfile(BaseModel):
         return {path.stem: path for path in sorted((configs_dir() / "hardware").glob("*.yaml"))}
 
     @classmethod
-    def detect(cls) -> Self:
-        """The shipped profile of the device that torch sees: the first GPU, else the CPU.
+    def detect(cls, device: str | None = None) -> Self:
+        """The shipped profile of a device: the name of a GPU, or "cpu"; None for what torch sees first.
 
         An unknown GPU gets the shipped GPU profile with the lowest ridge, which drafts least, and a log line.
         """
-        device = device_name()
+        device = device or device_name() or CPU
         profiles = [cls.load(path) for path in cls.shipped().values()]
-        if device is None:
+        if device == CPU:
             return next(p for p in profiles if p.name == "cpu")
         # The longest match wins, so that "L40S" is not taken for an "L4".
         matches = [(len(part), p) for p in profiles for part in p.devices if part.lower() in device.lower()]
@@ -131,7 +134,7 @@ class HardwareProfile(BaseModel):
         fallback = min((p for p in profiles if p.name != "cpu"), key=lambda p: p.ridge)
         logger.warning(
             "freedraft: no hardware profile for '%s', using '%s' (%d query tokens per step are free); "
-            "measure this machine with 'freedraft profile', or set option 'hardware' or 'knee'",
+            "measure this GPU with 'freedraft profile', which is then found by its name",
             device,
             fallback.name,
             fallback.ridge,
@@ -140,7 +143,8 @@ class HardwareProfile(BaseModel):
 
 
 def device_name() -> str | None:
-    """Name of the first GPU as torch reports it; None without torch or without a GPU."""
+    """Name of the first GPU as torch reports it, which initialises CUDA: a process that is to fork must not ask. None
+    without torch or without a GPU."""
     try:
         import torch
     except ImportError:
@@ -148,10 +152,10 @@ def device_name() -> str | None:
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
-def choose_profile(hardware: str) -> HardwareProfile:
-    """The profile that option `hardware` names; "auto" asks torch.
+def choose_profile(hardware: str, device: str | None = None) -> HardwareProfile:
+    """The profile that option `hardware` names; "auto" is that of the device, as for `HardwareProfile.detect`.
 
     Raises:
         ConfigError: there is no such profile, or it makes no sense.
     """
-    return HardwareProfile.detect() if hardware == "auto" else HardwareProfile.load(hardware)
+    return HardwareProfile.detect(device) if hardware == "auto" else HardwareProfile.load(hardware)

@@ -1,4 +1,4 @@
-"""The roofline of a decoding step: papers/sssd.txt, appendix B, Table 2, and the same for MLA and MoE."""
+"""The roofline of a decoding step: arXiv 2411.05894, appendix B, Table 2, and the same for MLA and MoE."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def draft_lengths(
     """
     if policy == "fixed":
         return None
-    profile, max_tokens = choose_profile(hardware), context.max_draft_tokens
+    profile, max_tokens = choose_profile(hardware, context.device), context.max_draft_tokens
     rule, learnt = Knee(profile, max_tokens, None, knee or knee_of(context, profile)), None
     if policy == "auto":
         with suppress(ConfigError):  # as in `make_controller`: by the rule

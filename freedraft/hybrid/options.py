@@ -40,9 +40,9 @@ def part_options(options: PluginOptions, role: str) -> PluginOptions:
 def check(options: Any, context: EngineContext) -> None:
     """Raises ValueError for what one of the parts refuses, or what does not go together."""
     if options.policy not in (None, "auto") or (options.policy is None and options.knee is not None):
-        raise ConfigError("option 'policy' must be auto, without a knee: it weighs both drafters by what steps take")
+        raise ConfigError("option 'policy' must be auto, without a knee: both drafters are compared by what steps take")
     if options.lookahead != "cost":
-        raise ConfigError("option 'lookahead' must be cost: it weighs both drafters by what draft passes take")
+        raise ConfigError("option 'lookahead' must be cost: both drafters are compared by what draft passes take")
     for role in ROLES:
         part = spec_of_role(role)
         if part.check is not None:

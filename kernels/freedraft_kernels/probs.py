@@ -21,6 +21,7 @@ def target_probs(
     top_ps: torch.Tensor | None = None,
     min_ps: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    in_turns: bool = False,
     backend: Backend = "auto",
 ) -> torch.Tensor:
     """float32 [B, N, V]: the distribution each node's next token is sampled from.
@@ -31,10 +32,10 @@ def target_probs(
         logits: float [B, N, V], penalties and grammar mask already applied.
         temperatures: float [B]; 0 or less is greedy: one-hot at the argmax.
         top_ks: int [B]; at most this many tokens are kept; below 1 is no limit.
-        top_ps: float [B]; the smallest set of likeliest tokens whose mass reaches p. The mass is that before top-k, as
-            in SGLang's samplers.
+        top_ps: float [B]; the smallest set of likeliest tokens whose mass reaches p.
         min_ps: float [B]; tokens of at least this share of the likeliest one's probability.
         counts: int32 [B], nodes of each request; rows beyond are padding, which is not filtered. None: all are nodes.
+        in_turns: whether the mass that top-p counts is that of what top-k keeps, or (the default) of all tokens.
 
     Raises:
         ValueError: a wrong shape.
@@ -49,6 +50,9 @@ def target_probs(
     probs = torch.softmax(logits.float() / torch.where(greedy, 1.0, temperatures[:, None, None]), -1)
     if top_ks is not None or top_ps is not None or min_ps is not None:
         nodes = torch.full_like(temperatures, logits.shape[1], dtype=torch.int32) if counts is None else counts
+        if in_turns and top_ks is not None:
+            probs /= keep_likeliest(probs, nodes, top_ks, None, None, backend=backend)[:, :, None]
+            top_ks = None
         probs /= keep_likeliest(probs, nodes, top_ks, top_ps, min_ps, backend=backend)[:, :, None]
     # In place: a second tensor of this size would cost more than all of the rest.
     best = logits.argmax(-1, keepdim=True)

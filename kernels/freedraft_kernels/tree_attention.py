@@ -8,7 +8,7 @@ A token that attends causally has the prefix that ends with itself, and an empty
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,6 +39,10 @@ class TreeQueries:
     prefixes: torch.Tensor
     masks: torch.Tensor
     trees: torch.Tensor
+
+    def first(self) -> TreeQueries:
+        """Those of the first request."""
+        return replace(self, starts=self.starts[:2], seq_lens=self.seq_lens[:1], trees=self.trees[:1])
 
 
 def split_keys(requests: int, heads: int, kv_heads: int, max_queries: int, max_seq_len: int) -> int:

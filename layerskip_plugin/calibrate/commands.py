@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from freedraft.extras import require
 from layerskip_plugin.skip_set import SkipSet
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def bayesian(
     seed: SeedOption = 0,
 ) -> None:
     """Self-SD: offline Bayesian optimisation of measured seconds per token, or of acceptance at a given share."""
+    require("calibrate bayesian", "calibrate", "bayes_opt.acquisition", "sklearn.gaussian_process")
     from layerskip_plugin.calibrate.bayesian import search
     from layerskip_plugin.calibrate.run import TIMED_CONTEXT, Run
     from layerskip_plugin.selection.bit_search import BitSearch
@@ -183,6 +185,7 @@ def knn(
     seed: SeedOption = 0,
 ) -> None:
     """KNN-SSD: anchors and a skip set per domain, from a file of prompts per domain, or from a log with --clusters."""
+    require("calibrate knn", "calibrate", "sklearn.cluster")
     import numpy as np
 
     from layerskip_plugin.calibrate import knn as offline
@@ -254,6 +257,7 @@ def disco(
 ) -> None:
     """DISCO: train the classifier that says when to stop drafting; refused when a plain threshold, a fixed length or no
     drafting does as well, in tokens per time."""
+    require("calibrate disco", "calibrate", "sklearn.neural_network")
     from layerskip_plugin.lookahead.disco import Prices, train
     from layerskip_plugin.lookahead.records import Verifications
 

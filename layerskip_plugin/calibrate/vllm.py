@@ -20,7 +20,7 @@ from freedraft.engines.hooks import check
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.draft_passes import DraftPass
 from freedraft.engines.vllm.guards import check_model
-from freedraft.engines.vllm.hooks import CALIBRATION_HOOKS, MODEL_DRAFT_HOOKS, vllm_version
+from freedraft.engines.vllm.hooks import CALIBRATION_HOOKS, MODEL_HOOKS, vllm_version
 from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.pages import Pages
 from layerskip_plugin.calibrate.model import CalibrationModel
@@ -249,7 +249,7 @@ class VllmModel(CalibrationModel):
 
 def _start(folder: Path, engine_args: dict[str, Any]) -> Any:
     """vLLM's `LLM`, in this process."""
-    if missing := check(MODEL_DRAFT_HOOKS + CALIBRATION_HOOKS):
+    if missing := check(MODEL_HOOKS + CALIBRATION_HOOKS):
         raise ValueError(f"vLLM {vllm_version()} lacks what calibration needs ({'; '.join(missing)})")
     for key, value in engine_args.items():
         if key.endswith("_parallel_size") and value != 1:

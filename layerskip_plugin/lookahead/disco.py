@@ -84,7 +84,9 @@ class Classifier:
             rule = float(values["threshold"]), int(values["max_length"])
             loaded = cls(mean, scale, w1, b1, w2, b2, *rule, str(values["model"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"disco: {path} is damaged: {error}") from None
+            raise ValueError(
+                f"disco: {path} is damaged: {error}; make it again with freedraft calibrate disco"
+            ) from None
         if model and loaded.model and model != loaded.model:
             raise ValueError(
                 f"disco: {path} was trained on another model (fingerprint {loaded.model}, here {model}); "

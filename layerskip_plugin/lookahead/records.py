@@ -83,7 +83,9 @@ class Verifications:
         if loaded.top.shape != (n, TOP) or any(
             len(getattr(loaded, f.name)) != n for f in fields(cls) if f.name not in ABOUT
         ):
-            raise ValueError(f"records: {path} is damaged: its arrays do not fit together")
+            raise ValueError(
+                f"records: {path} is damaged, its arrays do not fit together: record again with option 'record'"
+            )
         return loaded
 
 

@@ -95,7 +95,9 @@ class Plan:
             )
             plan = cls(tuple(int(e["context"]) for e in entries), choices, str(values["hardware"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"knapsack plan: {path} is damaged: {error}") from None
+            raise ValueError(
+                f"knapsack plan: {path} is damaged: {error}; make it again with freedraft calibrate knapsack"
+            ) from None
         for choice in choices:
             choice.skip.require(n_layers, model, str(path))
         if hardware and hardware != plan.hardware:

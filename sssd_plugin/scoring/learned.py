@@ -3,7 +3,7 @@
 What is called once at a node is inlined: calls copy their bundles of arrays, which took a fifth of a draft's time.
 
 Where the paper samples whole continuations once, at the root, and merges the sources with fixed discounts
-(papers/sssd.txt, Algorithm 3), this asks every source again at every node and learns how far to trust each.
+(arXiv 2411.05894, Algorithm 3), this asks every source again at every node and learns how far to trust each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The paper's scorer: papers/sssd.txt (Marzollo et al.), Algorithms 1-3, with their constants.
+"""The paper's scorer: arXiv 2411.05894, Algorithms 1-3, with their constants.
 
 Algorithm 1 looks the last 1..P tokens up in the request, Algorithm 2 the last P (then fewer) in the datastore,
 Algorithm 3 merges the continuations by count ratios, discounted by source and match length. Scores are not calibrated.

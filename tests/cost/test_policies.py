@@ -20,7 +20,7 @@ def profile(**values: object) -> HardwareProfile:
 
 
 def test_ridge_is_flops_per_byte_unless_a_knee_is_given() -> None:
-    # The worked example of papers/sssd.txt, appendix B: 165 TFLOP/s and 0.95 TB/s, b * s_q = 174.
+    # The worked example of arXiv 2411.05894, appendix B: 165 TFLOP/s and 0.95 TB/s, b * s_q = 174.
     assert profile(peak_flops=165e12, bandwidth=0.95e12).ridge == 174
     assert profile(peak_flops=165e12, bandwidth=0.95e12, knee=6).ridge == 6
 

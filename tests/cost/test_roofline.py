@@ -1,4 +1,4 @@
-"""Table 2 and the worked example of papers/sssd.txt, appendix B; what the models that it leaves out add."""
+"""Table 2 and the worked example of arXiv 2411.05894, appendix B; what the models that it leaves out add."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_nothing_is_left_of_a_tenant_on_disk(tmp_path: Path, isolation: str) -> 
         content = b"".join(path.read_bytes() for path in (tmp_path / "live").glob("learnt*"))
         assert digest_of(tmp_path, tenant) not in content
         assert verify_live(tmp_path, [f"salt {tenant}"]) is not None
-    with pytest.raises(DatastoreError, match="holds documents of this tenant"):
+    with pytest.raises(DatastoreError, match="still names this tenant"):
         verify_live(tmp_path, ["salt 2"])
     store = open_live(tmp_path, VOCAB, isolation=isolation)  # type: ignore[arg-type]
     assert [len(held(store, tenant)) for tenant in range(4)] == [120, 0, 120, 0]

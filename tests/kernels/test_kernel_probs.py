@@ -41,10 +41,29 @@ def test_temperature_alone_and_greedy() -> None:
     assert got[1, 0].tolist() == [0.0, 1.0, 0.0]
 
 
-def test_top_p_counts_the_mass_before_top_k() -> None:
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_top_p_counts_the_mass_before_top_k_or_after(in_turns: bool) -> None:
     logits = torch.tensor([[[0.4, 0.3, 0.2, 0.1]]]).log()
-    options = {"top_ks": torch.tensor([2]), "top_ps": torch.tensor([0.5])}
-    assert (target_probs(logits, torch.ones(1), **options) > 0).sum() == 2
+    options = {"top_ks": torch.tensor([2]), "top_ps": torch.tensor([0.5]), "in_turns": in_turns}
+    assert (target_probs(logits, torch.ones(1), **options) > 0).sum() == (1 if in_turns else 2)
+
+
+def test_filters_in_turns() -> None:
+    """As FlashInfer's `top_k_renorm_prob`, `top_p_renorm_prob` and `min_p_sampling_from_probs` one after the other."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 2 * torch.randn(40, 2, 9, generator=generator)
+    top_ks = torch.randint(1, 10, (40,), generator=generator)
+    top_ps, min_ps = (torch.rand(40, generator=generator) for _ in range(2))
+    got = target_probs(logits, torch.ones(40), top_ks=top_ks, top_ps=top_ps, min_ps=min_ps, in_turns=True)
+    for b in range(40):
+        for node in range(2):
+            want = logits[b, node].softmax(-1).double()
+            want[want < want.sort(descending=True)[0][top_ks[b] - 1]] = 0
+            want /= want.sum()
+            order = want.argsort(descending=True)
+            want[order[want[order].cumsum(-1) - want[order] >= top_ps[b]]] = 0
+            want[want < want.max() * min_ps[b]] = 0
+            torch.testing.assert_close(got[b, node].double(), want / want.sum(), atol=1e-5, rtol=1e-5)
 
 
 def test_masked_tokens_stay_out() -> None:

@@ -1,5 +1,6 @@
 """What SGLang's attention backends take from us, on a real ModelRunner: FA3 from tree masks, the slots of each node's
-path, in order; Triton's of several widths, from where they read page indices.
+path, in order; Triton's of several widths, from where they read page indices, with how little scratch. And what the
+worker makes of what the ModelRunner does: graphs captured anew, encoders, prompts without states.
 
 Argument: a model folder; the checks that fail, on the last line, as JSON. FA3's kernels are not for this machine: none
 is called, and no graph is captured.
@@ -10,6 +11,8 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -95,29 +98,136 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int) -> None:
             assert made.page_table[row, : len(path)].tolist() == window[path].tolist()
 
 
-def check_shared_page_indices(runner: ModelRunner) -> None:
+def check_shared_page_indices(runner: ModelRunner, hybrid: bool) -> None:
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
     from freedraft.engines.sglang.graphs import capture
 
-    runner.attn_backend = own = TritonAttnBackend(runner)
-    own.init_cuda_graph_state(BATCH, BATCH * NODES)
-    runner._get_attention_backend = lambda init_new_workspace: TritonAttnBackend(runner)
+    def triton() -> Any:
+        backend = TritonAttnBackend(runner)
+        backend.max_kv_splits = 256  # of MLA on an H100
+        return backend
+
+    def made() -> Any:
+        return HybridAttnBackend(runner, decode_backend=triton(), prefill_backend=triton()) if hybrid else triton()
+
+    def verifies(backend: Any) -> Any:
+        return backend.prefill_backend if hybrid else backend
+
+    runner.attn_backend = made()
+    runner.attn_backend.init_cuda_graph_state(BATCH, BATCH * NODES)
+    own = verifies(runner.attn_backend).cuda_graph_kv_indices
+    runner._get_attention_backend = lambda init_new_workspace: made()
     for window in (None, 64):
         runner.sliding_window_size = window
         for width in (1, 4):
-            backend = capture(runner, width).backend
-            backend.init_cuda_graph_state(BATCH, BATCH * width)
+            whole = capture(runner, width).backend
+            whole.init_cuda_graph_state(BATCH, BATCH * width)
+            backend = verifies(whole)
             assert backend.num_draft_tokens == width
-            shared = backend.cuda_graph_kv_indices.data_ptr() == own.cuda_graph_kv_indices.data_ptr()
-            assert shared == (window is None)
+            assert (backend.cuda_graph_kv_indices.data_ptr() == own.data_ptr()) == (window is None)
             assert len(backend.cuda_graph_kv_indices) >= BATCH * width * backend.max_context_len
+            scratch = backend.cuda_graph_attn_logits.numel()
+            assert scratch == BATCH * width * backend.num_head * backend.v_head_dim, "for one part of the keys"
+
+
+def worker_of(runner: ModelRunner, **given: Any) -> Any:
+    from freedraft.engines.sglang.graphs import WidthGraphs
+    from freedraft.engines.sglang.worker import TreeVerifyWorker
+
+    worker = TreeVerifyWorker.__new__(TreeVerifyWorker)
+    worker.model_runner, worker._graphs, worker.widths = runner, WidthGraphs(runner), (1, 4, NODES)
+    worker._backend, worker._draft_model = "triton", None
+    for name, value in given.items():
+        setattr(worker, name, value)
+    return worker
+
+
+def check_graphs_captured_anew(runner: ModelRunner) -> None:
+    """As SGLang does where weights are loaded with `recapture_cuda_graph`."""
+    from sglang.srt.model_executor import model_runner as module
+
+    from freedraft.engines.sglang.graphs import Captured
+
+    class Graphs:
+        capture_bs = (1,)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.of = weights[0]
+
+    class DraftModel:
+        def __init__(self) -> None:
+            self.captured = list[str]()
+
+        def clear(self) -> None:
+            self.captured.clear()
+
+        def capture(self) -> None:
+            self.captured.append(weights[0])
+
+    weights = ["old"]
+    module.capture_decode_graph = lambda model_runner: SimpleNamespace(
+        runner=Graphs(), memory_usage=MagicMock(), time_usage=MagicMock()
+    )
+    module.replace_graph_memory_usage = module.replace_graph_time_usage = lambda held, *args, **kwargs: held
+    runner._get_attention_backend = lambda init_new_workspace: MagicMock(spec=["init_cuda_graph_state"])
+    runner.attn_backend = MagicMock(spec=["init_cuda_graph_state"])
+    runner.init_decode_cuda_graph()
+    draft_model = DraftModel()
+    verifier, ranks = SimpleNamespace(warm_up=lambda *args: None), SimpleNamespace(first=False)
+    worker = worker_of(runner, _verifier=verifier, _ranks=ranks, _draft_model=draft_model)
+    worker.init_cuda_graphs()
+
+    def graphs_of(width: int) -> str:
+        with worker._graphs.use(width):
+            return str(runner.decode_cuda_graph_runner.of)
+
+    assert [graphs_of(width) for width in worker.widths] == ["old"] * 3
+    weights[0] = "new"
+    runner.weight_updater.recapture_cuda_graph()
+    assert [graphs_of(width) for width in worker.widths] == ["new"] * 3 and draft_model.captured == ["new"]
+    assert isinstance(worker._graphs._of_width[1], Captured)
+
+
+def check_encoders_are_refused(runner: ModelRunner) -> None:
+    from freedraft.config import ConfigError
+
+    worker = worker_of(runner)
+    worker._check_model()
+    runner.model_config.is_encoder_decoder = True
+    try:
+        worker._check_model()
+    except ConfigError as error:
+        assert "has an encoder" in str(error)
+    else:
+        raise AssertionError("an encoder was taken")
+
+
+def check_prompts_without_states(runner: ModelRunner) -> None:
+    """SGLang keeps none of requests whose tokens it scores."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+    output = SimpleNamespace(logits_output=SimpleNamespace(hidden_states=None))
+    target = SimpleNamespace(forward_batch_generation=lambda batch, **given: output)
+    drafting = SimpleNamespace(interrupt=lambda: None, begin=lambda requests: None)  # it takes no states
+    worker = worker_of(runner, _target_worker=target, _drafting=drafting, _reads_states=True)
+    for mode in (CaptureHiddenMode.LAST, CaptureHiddenMode.FULL):
+        batch = SimpleNamespace(
+            reqs=["a"], forward_mode=ForwardMode.EXTEND, return_hidden_states_mode=mode, extend_lens=[3]
+        )
+        assert worker._prefill(batch, None) is output
 
 
 def main(folder: str) -> None:
     sys.modules["sgl_kernel"] = sys.modules["sgl_kernel.flash_attn"] = MagicMock()
     runner, failed = model_runner(folder), {}
-    checks = [(check_shared_page_indices, ()), *((check_masks_in_fa3, (nodes,)) for nodes in (2, 5, NODES))]
+    of_worker = check_graphs_captured_anew, check_encoders_are_refused, check_prompts_without_states
+    checks = [
+        *((check_shared_page_indices, (hybrid,)) for hybrid in (False, True)),
+        *((check_masks_in_fa3, (nodes,)) for nodes in (2, 5, NODES)),
+        *((check, ()) for check in of_worker),
+    ]
     for check, given in checks:
         try:
             check(runner, *given)

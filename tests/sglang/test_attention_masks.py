@@ -45,5 +45,12 @@ def test_what_fa3_takes_from_a_mask(failed):
 
 
 def test_widths_share_page_indices(failed):
-    """Gigabytes at long contexts, which the memory fraction does not know of."""
+    """Gigabytes at long contexts, which the memory fraction does not count; and scratch for decoding under MLA."""
     assert "check_shared_page_indices" not in failed, failed["check_shared_page_indices"]
+
+
+@pytest.mark.parametrize(
+    "check", ["check_graphs_captured_anew", "check_encoders_are_refused", "check_prompts_without_states"]
+)
+def test_what_the_worker_makes_of_a_model_runner(failed, check):
+    assert check not in failed, failed[check]

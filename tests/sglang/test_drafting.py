@@ -456,6 +456,15 @@ class Slow(Recorder):
         return super().draft(step)
 
 
+class SlowReader(Slow):
+    """Reads logits, too."""
+
+    needs_logits = True
+
+    def recycle(self, logits):
+        self.log.append(("recycle", list(logits.request_ids)))
+
+
 def test_a_late_drafter_delays_no_step_and_misses_nothing():
     seam = drafting(method="Slow")
     method = seam.guarded.method
@@ -481,6 +490,30 @@ def test_a_late_drafter_delays_no_step_and_misses_nothing():
     last = method.steps[-1]
     assert last.drafted.tolist() == [0, 0] and last.contexts.tolist() == [7, 2]
     assert last.history(0).tolist() == [1, 2, 5, 7, 8, 10, 11]
+
+
+def test_a_step_that_late_drafts_leave_out_loses_nothing():
+    """Neither who is new in it, whom no prefill has announced, nor what the last step's logits say."""
+    seam = drafting(method="SlowReader")
+    method = seam.guarded.method
+    a, b = request("a", [1, 2]), request("b", [3])
+    seam.begin([b])
+    step(seam, {b: [6]})
+    method.take()
+    method.go_on.clear()
+    for _ in range(2):  # the first one's drafts are late, the second has none
+        batch = decoding_batch({b: [7]}, seam.accepted)
+        seam.draft(batch)
+        seam.take_logits(batch, DraftBatch.roots(np.array([7], np.int32)), torch.arange(10.0)[None])
+        read_result({b: [7]})
+    batch = decoding_batch({b: [8], a: [5]}, seam.accepted)
+    seam.prepare(batch)
+    seam.draft(batch)
+    assert method.take() == []
+    method.go_on.set()
+    seam._thread._newest.result(30)
+    told = [entry[:3] for entry in method.take()]
+    assert ("begin", "a", [1, 2]) in told and told.count(("recycle", ["b"])) == 2
 
 
 def test_drafts_are_the_same_in_a_thread():

@@ -74,6 +74,7 @@ def test_flashinfer_may_have_pages(resolved):
         ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, "DP attention", "--attn-dp-size"),
         ({"tp_size": 2, "attn_dp_size": 2}, "DP attention", "--attn-dp-size"),
         ({"enable_two_batch_overlap": True}, "two-batch", "--enable-two-batch-overlap"),
+        ({"enable_pdmux": True}, "multiplexing", "--enable-pdmux"),
         ({"enable_watermark": True}, "watermark", "--enable-watermark"),
         ({"speculative_accept_threshold_acc": 0.9}, "lossless", "1.0"),
         ({"enable_deterministic_inference": True}, "seed", "--enable-deterministic-inference"),

@@ -14,7 +14,7 @@ from vllm_engines import engine
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm import methods
-from freedraft.engines.vllm.hooks import HOOKS, OPTIONAL_HOOKS
+from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
 from freedraft.engines.vllm.start_line import start_line
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
@@ -42,7 +42,7 @@ def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> py
 
 
 def test_all_hooks_are_there() -> None:
-    assert check(HOOKS + OPTIONAL_HOOKS) == []
+    assert check(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS) == []
 
 
 def test_the_source_tells_what_the_installed_engine_tells() -> None:
@@ -57,7 +57,7 @@ def test_the_source_tells_what_the_installed_engine_tells() -> None:
     root = Path(found.origin).parents[1]
     source = Source(lambda name: (root / name).read_text() if (root / name).is_file() else None, ())
     hooks = [hook for table in parts("vllm").values() for hook in table]
-    assert set(hooks) == set(HOOKS + OPTIONAL_HOOKS)
+    assert set(hooks) == set(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS)
     assert [problem for hook in hooks if (problem := source.problem(hook)) is not None] == []
     # Decorated with overloads, of which the last definition counts.
     lacks = Hook("vllm.compilation.decorators", "support_torch_compile", ("no_such",), purpose="a test")
@@ -155,7 +155,7 @@ def as_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"window": "auto"}, ["'window' is auto", "give a number of tokens"]),
+        ({"window": "auto"}, ["'window' auto", "give a number of tokens"]),
         ({"selection": "knapsack"}, ["'knapsack' searches", "set 'selection_file'"]),
     ],
 )
@@ -176,7 +176,7 @@ def test_options_that_need_times_are_served_by_the_first_runner(
     assert methods.configured(config).options.items() >= options.items()
     lines = [record.getMessage() for record in log.records if record.name.startswith("freedraft")]
     assert len(lines) == 1 and "\n" not in lines[0]
-    assert all(word in lines[0] for word in ["'layerskip'", "first model runner", "without async scheduling", *words])
+    assert all(word in lines[0] for word in ["'layerskip'", "model runner V1", "without async scheduling", *words])
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     message = refusal(tiny_model, given | options)
     assert words[0] in message
@@ -440,6 +440,22 @@ def test_registering_twice_wraps_once() -> None:
     wrapped = EngineArgs.create_speculative_config
     sssd_plugin.vllm.register()
     assert EngineArgs.create_speculative_config is wrapped
+
+
+def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would then have to spawn its engine where it forks."""
+    import torch
+
+    from freedraft.engines.vllm import context
+
+    def initialise(*args: Any) -> str:
+        raise AssertionError("CUDA is initialised")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", initialise)
+    monkeypatch.setattr(context, "_device", lambda: "NVIDIA H100 80GB HBM3")
+    made = config_of(tiny_model, {"method": "sssd", "num_speculative_tokens": 8})
+    assert methods.configured(made).name == "sssd"
 
 
 def test_doctor_says_which_runner_serves_which_method(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from vllm_cases import SAMPLED_PROMPT, PlainTiny, Prompts, p_value, recycled
 
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
@@ -24,15 +26,21 @@ SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live"
 
 
 def serve(model: Path, timeout: float = 840, attention: str = "", **given: Any) -> dict[str, Any]:
+    said: dict[str, Any] = run("serve.py", model, given, timeout, attention)
+    return said
+
+
+def run(script: str, model: Path, given: Any, timeout: float = 840, attention: str = "", v2: bool = True) -> Any:
+    """What a script of `v2_interpreted` says, on its last line, of a model and of what it is given."""
     pytest.importorskip("triton")
     environment = os.environ | {
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_AOT_COMPILE": "0",
         "INTERPRETED_ATTENTION": attention,
         "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, str(FOLDER / "serve.py"), str(model), json.dumps(given)]
+    command = [sys.executable, str(FOLDER / script), str(model), json.dumps(given)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -59,10 +67,57 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
     )
 
 
+@pytest.mark.parametrize("v2", [True, False])
+def test_an_engine_that_has_ended_leaves_no_model(tiny_model: Path, tmp_path: Path, v2: bool) -> None:
+    """In a process that goes on, as notebooks and trainers do; without speculation, too."""
+    file = tmp_path / "skip.json"
+    config = json.loads((tiny_model / "config.json").read_text())
+    SkipSet(config["num_hidden_layers"], [1], [], model_fingerprint(SimpleNamespace(**config))).save(file)
+    skipping = {"method": "layerskip", "num_speculative_tokens": 2, "skip_set": str(file), "lookahead": "fixed"}
+    assert run("end.py", tiny_model, [None, skipping], v2=v2) == [True, True]
+
+
+def test_all_draft_lengths_have_graphs_however_few_requests_there_are() -> None:
+    """By vLLM's own function, of the sizes of graphs; a user's table ends with the largest batch."""
+    pytest.importorskip("triton")
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    from freedraft.engines.vllm.v2.install import _whole_table
+    from freedraft.engines.vllm.v2.speculator import GraphLengths
+
+    def lengths(table: list[tuple[int, int, int]]) -> set[int]:
+        build = _whole_table(build_dynamic_sd_schedule_lookup)
+        return set(build(table, vllm_max_batch_size=2, vllm_num_speculative_tokens=8)[1:])
+
+    assert lengths(GraphLengths((0, 1, 2, 4, 8))) == {0, 1, 2, 4, 8}
+    assert lengths([(1, 2, 8), (3, 9, 4), (10, 20, 0)]) == {8}
+
+
+def test_the_state_behind_a_prompt_is_that_of_its_last_token() -> None:
+    """And not that of placeholders, with which vLLM fills a step up."""
+    pytest.importorskip("triton")
+    from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+
+    told: dict[str, list[float]] = {}
+    ours = MethodSpeculator.__new__(MethodSpeculator)
+    ours.guarded = SimpleNamespace(set_prompt_state=lambda name, state: told.update({name: state.tolist()}))
+    ours.events = SimpleNamespace(in_prompt={"a", "b", "c"})
+    batch = SimpleNamespace(
+        req_ids=["a", "b", "c"], query_start_loc_np=np.array([0, 3, 7, 8]), num_draft_tokens_per_req=np.array([0, 3, 0])
+    )
+    states = torch.arange(8.0)[:, None]
+    ours._set_prompt_states(batch, states, np.array([True, True, False]))
+    assert told == {"a": [2.0], "b": [3.0]} and ours.events.in_prompt == {"c"}
+    batch.num_draft_tokens_per_req = None
+    ours._set_prompt_states(batch, states, np.array([False, False, True]))
+    assert told["c"] == [7.0]
+
+
 def test_runs_there_with_async_scheduling(served: dict[str, Any]) -> None:
     engine = served["engine"]
     assert engine["v2"] and engine["async"]
     assert not engine["failures"]
+    assert engine["tokens on the host"], "they would take gigabytes of the device's memory"
     assert engine["drafted"] > 200 and 0 < engine["accepted"] < engine["drafted"]
 
 

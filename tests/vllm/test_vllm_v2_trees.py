@@ -68,6 +68,28 @@ def test_kernels_are_compiled_before_requests_come(served: dict[str, Any]) -> No
     assert engine["compiled"] >= 12 and engine["compiled late"] == []
 
 
+def test_a_request_alone_finds_all_kernels_compiled(tiny_model: Path) -> None:
+    """Whose keys are read in several parts, of which there are the more the longer it is."""
+    prompt = [2 + 7 * i % 40 for i in range(280)]
+    cases = {"long": {"prompts": [prompt], "parameters": GREEDY | {"max_tokens": 12}}}
+    given = {
+        "skip_tokenizer_init": True,
+        "max_model_len": 600,
+        "max_num_seqs": 1,
+        "hf_overrides": {"max_position_embeddings": 1024},
+        "max_num_batched_tokens": 512,
+    }
+    tree = SSSD | {"shape": "tree"}
+    engine = serve(tiny_model, cases=cases, speculative_config=tree, warm_up=True, **given, **FLASH)["engine"]
+    assert engine["trees"] and engine["drafted"] > 20
+    assert engine["compiled"] >= 12 and engine["compiled late"] == []
+
+
+def test_what_trees_would_break_has_chains(served: dict[str, Any]) -> None:
+    none, invariant, experts = served["engine"]["reasons for chains"]
+    assert none is None and "batch invariance" in invariant and "routed experts" in experts
+
+
 def test_graphs_have_one_kernel_of_attention_each(served: dict[str, Any]) -> None:
     """Though they are captured while vLLM warms up, when steps run all that others may need."""
     assert served["engine"]["trees of graphs"] == {"half": [1, 5, 0], "all": [1, 9, 0], "any step": [1, 9, 1]}

@@ -83,6 +83,10 @@ class PagedDraftModel(DraftModel):
             self._to_capture[stages] = None
         return DraftPass(stages, recipe.window, top_k, entropy, number)
 
+    def clear(self) -> None:
+        """Forget the CUDA graphs, whose memory may then be used again."""
+        self._graphs.clear()
+
     def capture(self) -> None:
         """Capture CUDA graphs of the passes built to be optimized; does nothing where SGLang captures none.
 
@@ -105,8 +109,8 @@ class PagedDraftModel(DraftModel):
         if free is not None and self._graphs:
             left = free_bytes() or 0
             logger.info(
-                "freedraft: CUDA graphs of %d draft passes take %.0f MiB that --mem-fraction-static does not know of, "
-                "and %.2f GiB are free",
+                "freedraft: CUDA graphs of %d draft passes take %.0f MiB that --mem-fraction-static does not count; "
+                "%.2f GiB are free: if that is tight, lower --mem-fraction-static",
                 len(self._graphs),
                 (free - left) / 2**20,
                 left / 2**30,

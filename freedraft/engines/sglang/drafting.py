@@ -185,6 +185,10 @@ class Drafting:
         self._next = step = self.guarded.call(partial(self._next_step, batch))
         if self._thread is not None and step is not None:
             self._drafts = self._thread.start(partial(self._draft, step))
+            if self._drafts is None:  # late ones are still being made: what this step brings is not lost
+                for row in step.new:
+                    self._tell(self._begin(step.requests[row], tokens_of(step.requests[row])))
+                self._tell(partial(self.guarded.call, partial(self._take_in, step)))
 
     def draft(self, batch: Any) -> DraftBatch:
         """Trees [B, n] for SGLang's ScheduleBatch, where n is the smallest prepared width that holds them all. Whatever
@@ -234,18 +238,21 @@ class Drafting:
         return self.guarded.call(partial(self._draft_unguarded, step))
 
     def _draft_unguarded(self, upcoming: NextStep) -> DraftBatch | None:
-        guarded = self.guarded
-        if (logits := upcoming.logits.take()) is not None:
-            guarded.recycle(logits)
         step = self._step(upcoming, upcoming.accepted.read(upcoming.rows))
         for row in upcoming.new:
             self._begin(upcoming.requests[row], step.history(row)[: -int(step.gained[row])])()
+        self._take_in(upcoming)
+        proposed = self.guarded.draft(step)
+        return None if proposed is None else self._cut(step, proposed)
+
+    def _take_in(self, upcoming: NextStep) -> None:
+        """Tell the method what the last step's logits and the prompts before this one say."""
+        if (logits := upcoming.logits.take()) is not None:
+            self.guarded.recycle(logits)
         if upcoming.states:
             states = torch.stack(list(upcoming.states.values())).float().cpu().numpy()
             for request_id, state in zip(upcoming.states, states, strict=True):
-                guarded.set_prompt_state(request_id, state)
-        proposed = guarded.draft(step)
-        return None if proposed is None else self._cut(step, proposed)
+                self.guarded.set_prompt_state(request_id, state)
 
     def _step(self, upcoming: NextStep, gained: Gained) -> Step:
         tokens, starts, ends, seq_lens = gained

@@ -33,6 +33,10 @@ class WidthGraphs:
         self._runner = model_runner
         self._of_width: dict[int, Captured] = {}
 
+    def clear(self) -> None:
+        """Forget what was captured, whose memory may then be used again."""
+        self._of_width.clear()
+
     def capture(self, widths: Sequence[int], *, fixed_width: bool) -> None:
         """Prepare all of `widths` but the last, which SGLang has prepared; call it after SGLang's own capture.
 
@@ -47,8 +51,9 @@ class WidthGraphs:
         if free is not None:
             left = free_bytes() or 0
             logger.info(
-                "freedraft: %d more widths take %.2f GiB that --mem-fraction-static does not know of, and %.2f GiB are "
-                "free; with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1 the KV pool is sized after them",
+                "freedraft: CUDA graphs for %d more sizes of trees take %.2f GiB that --mem-fraction-static does not "
+                "count; %.2f GiB are free: if that is tight, lower --mem-fraction-static, or set "
+                "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1",
                 len(widths) - 1,
                 (free - left) / 2**30,
                 left / 2**30,
@@ -106,18 +111,29 @@ def _new_backend(runner: Any) -> Any:
         backend = runner._get_attention_backend(init_new_workspace=False)
     finally:
         runner.init_new_workspace = own
-    indices = getattr(runner.attn_backend, "cuda_graph_kv_indices", None)  # of the greatest width: they are enough
-    if isinstance(indices, list):  # FlashInfer's, a list of one unless there are windows
-        indices = indices[0] if len(indices) == 1 else None
-    start = backend.init_cuda_graph_state
-    # With windows, Triton's backend would allocate as much again for theirs.
-    if (
-        indices is not None
-        and not runner.sliding_window_size
-        and "kv_indices_buf" in inspect.signature(start).parameters
-    ):
-        backend.init_cuda_graph_state = functools.partial(start, kv_indices_buf=indices)
+    for made, stock in zip(_parts(backend), _parts(runner.attn_backend), strict=True):
+        if hasattr(made, "max_kv_splits"):
+            # Triton's scratch for decoding in parts: gigabytes under MLA, which passes that verify do not read.
+            made.max_kv_splits = 1
+        indices = getattr(stock, "cuda_graph_kv_indices", None)  # of the greatest width: they are enough
+        if isinstance(indices, list):  # FlashInfer's, a list of one unless there are windows
+            indices = indices[0] if len(indices) == 1 else None
+        start = made.init_cuda_graph_state
+        # With windows, Triton's backend would allocate as much again for theirs.
+        if (
+            indices is not None
+            and not runner.sliding_window_size
+            and "kv_indices_buf" in inspect.signature(start).parameters
+        ):
+            made.init_cuda_graph_state = functools.partial(start, kv_indices_buf=indices)
     return backend
+
+
+def _parts(backend: Any) -> tuple[Any, ...]:
+    """A backend, or the two of one that has others for prefill and decoding."""
+    return tuple(
+        getattr(backend, name) for name in ("decode_backend", "prefill_backend") if hasattr(backend, name)
+    ) or (backend,)
 
 
 def free_bytes() -> int | None:

@@ -113,6 +113,8 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool) -> None:
         refuse("does not watermark what it accepts", "start without --enable-watermark")
     if getattr(args, "enable_two_batch_overlap", False):
         refuse("does not go with two-batch overlap", "start without --enable-two-batch-overlap")
+    if getattr(args, "enable_pdmux", False):
+        refuse("does not run under PD multiplexing", "start without --enable-pdmux")
     if getattr(args, "dllm_algorithm", None):
         refuse("does not go with diffusion language models", "start without --dllm-algorithm")
     if getattr(args, "speculative_adaptive", False):

@@ -39,9 +39,12 @@ class TreeVerifier:
         ranks: the tensor-parallel ones.
         device: of the logits.
         allocator: of the KV pool that accepted paths are compacted in.
+        sampling_backend: SGLang's, whose distribution is reproduced.
     """
 
-    def __init__(self, max_nodes: int, ranks: Ranks, device: Any, allocator: Any) -> None:
+    def __init__(self, max_nodes: int, ranks: Ranks, device: Any, allocator: Any, sampling_backend: str) -> None:
+        # With min-p, SGLang's sampler of FlashInfer applies one filter to what the one before leaves.
+        self._in_turns_with_min_p = sampling_backend in ("flashinfer", "intel_xpu")
         self._max_nodes, self._ranks, self._device, self._allocator = max_nodes, ranks, device, allocator
         self._pool: KVPool | None = None
         kv = allocator.get_kvcache()
@@ -49,7 +52,7 @@ class TreeVerifier:
         if type(kv) in (MHATokenToKVPool, CpuKVPool) and kv.kv_cache_layout == "nhd" and not kv.is_quantized_kv_cache:
             self._pool = KVPool([*kv.k_buffer, *kv.v_buffer])
         else:
-            logger.info("freedraft: SGLang moves what is accepted in its %s", type(kv).__name__)
+            logger.info("freedraft: accepted KV is compacted by SGLang's own %s", type(kv).__name__)
 
     def warm_up(self, widths: Sequence[int], max_batch: int, vocab_size: int) -> None:
         """Compile for steps of these widths, before requests wait for it and before steps are timed."""
@@ -118,6 +121,7 @@ class TreeVerifier:
             top_ps=sampling.top_ps if sampling.need_top_p_sampling else None,
             min_ps=sampling.min_ps if sampling.need_min_p_sampling else None,
             counts=tree.counts,
+            in_turns=self._in_turns_with_min_p and sampling.need_min_p_sampling,
         )
         seeds = sampling.sampling_seed
         if seeds is None:

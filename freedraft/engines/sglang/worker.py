@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from freedraft_kernels import TreeBatch, tree_inputs
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_device, get_parallel, get_spec
+from sglang.srt.runtime_context import get_device, get_exec, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_registry import get_spec as algorithm_of
@@ -72,6 +73,11 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
                 "--speculative-algorithm: this model has recurrent layers, whose state cannot follow a draft tree: "
                 "start without it"
             )
+        if self.model_runner.model_config.is_encoder_decoder:
+            raise ConfigError(
+                "--speculative-algorithm: this model has an encoder, whose KV comes before that of the tokens: start "
+                "without it"
+            )
 
     @property
     def draft_worker(self) -> None:
@@ -84,7 +90,13 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
 
             self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
             self.model_runner.init_kv_index_translator()  # it keeps the tensor of all rows
-        self._verifier = TreeVerifier(self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator)
+        self._verifier = TreeVerifier(
+            self.max_nodes,
+            self._ranks,
+            self.device,
+            self.token_to_kv_pool_allocator,
+            get_exec().kernel.sampling_backend,
+        )
         self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes, self.device)
 
     def init_attention_backends(self) -> None:
@@ -119,11 +131,23 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         runner = self.model_runner
         self._verifier.warm_up(self.widths, runner.max_running_requests, runner.model_config.vocab_size)
+        self._capture()
+        runner.init_decode_cuda_graph = partial(self._recapture, runner.init_decode_cuda_graph)
+        if self._ranks.first:
+            logger.info(start_line(runner, self._spec.name, self._backend, self.widths, chains=self._chains))
+
+    def _capture(self) -> None:
         self._graphs.capture(self.widths, fixed_width=BACKENDS[self._backend].fixed_width)
         if self._draft_model is not None:
             self._draft_model.capture()
-        if self._ranks.first:
-            logger.info(start_line(runner, self._spec.name, self._backend, self.widths, chains=self._chains))
+
+    def _recapture(self, original: Callable[[], None]) -> None:
+        """SGLang captures its graphs anew, since weights were loaded to other places: so are ours."""
+        captured = [self._graphs] if self._draft_model is None else [self._graphs, self._draft_model]
+        for graphs in captured:
+            graphs.clear()
+        original()
+        self._capture()
 
     def prewarm_sampling(self) -> Any:
         """What verification takes besides, for SGLang to leave out of a KV cache that it sizes after its CUDA graphs:
@@ -176,7 +200,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             from freedraft.engines.sglang.prompt_states import with_states
 
             result, states = with_states(self._target_worker, batch, pp_proxy_tensors=pp_proxy_tensors)
-            if drafting is not None:
+            if drafting is not None and states is not None:
                 drafting.take_states(batch.reqs, states)
             return result
         return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)

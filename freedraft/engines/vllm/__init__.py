@@ -1,1 +1,1 @@
-"""The seam to vLLM: method names, the runner hook, fixes. It knows no drafter."""
+"""The adapter to vLLM: method names, the runner hook, fixes. It knows no drafter."""

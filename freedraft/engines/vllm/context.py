@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from freedraft.cost.hardware import CPU
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.hooks import LOGITS_HOOKS, V2_LOGITS_HOOKS
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
@@ -56,6 +57,7 @@ def _context(model_config: Any, max_draft_tokens: int, **known: Any) -> EngineCo
         vocab_size=model_config.get_vocab_size(),
         max_draft_tokens=max_draft_tokens,
         dtype=str(model_config.dtype).removeprefix("torch."),
+        device=_device(),
         hardware=_hardware(),
         tokenizer_fingerprint=partial(_tokenizer_fingerprint, model_config),
         **known,
@@ -76,10 +78,16 @@ def _gives_logits(speculative_config: Any, *, v2: bool) -> bool:
 
 
 def _hardware() -> str | None:
+    device = _device()
+    return hardware_name() if device == CPU else device
+
+
+def _device() -> str | None:
+    """As vLLM's platform says, without initialising it: vLLM's front end may be about to fork."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return hardware_name()
+        return CPU
     try:
         return str(current_platform.get_device_name())
     except NotImplementedError:  # platforms need not have names

@@ -73,12 +73,12 @@ class DraftGraphs:
         if reason := self._why_not():
             logger.warning("freedraft: draft passes run without CUDA graphs (%s)", reason)
             return
+        from vllm.compilation import monitor
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
-        from vllm.compilation.monitor import set_cudagraph_capturing_enabled
         from vllm.distributed.parallel_state import graph_capture
 
-        free = torch.cuda.mem_get_info()[0]
-        set_cudagraph_capturing_enabled(True)
+        free, allowed = torch.cuda.mem_get_info()[0], monitor.cudagraph_capturing_enabled
+        monitor.set_cudagraph_capturing_enabled(True)
         try:
             with self._model.ranks.together(), graph_capture(device=self._model.device):
                 self.record(passes, CUDAGraphWrapper)
@@ -87,7 +87,7 @@ class DraftGraphs:
             self._graphs.clear()
             return
         finally:
-            set_cudagraph_capturing_enabled(False)
+            monitor.set_cudagraph_capturing_enabled(allowed)
         taken = (free - torch.cuda.mem_get_info()[0]) / 2**20
         number = len(self._graphs) * len(self._sizes)
         logger.info("freedraft: %d CUDA graphs of draft passes, %.0f MiB", number, taken)

@@ -47,7 +47,10 @@ def check_engine(engine_args: Any) -> None:
             "--offload-backend prefetch (--cpu-offload-gb works)"
         )
     if getattr(engine_args, "enable_lora", False):
-        raise ValueError("cannot draft with LoRA adapters, which are set up for the target's tokens only: remove them")
+        raise ValueError(
+            "cannot draft with LoRA adapters, which are set up for the target's tokens only: remove --enable-lora, "
+            "or use method 'sssd'"
+        )
 
 
 def check_model(model_config: Any) -> None:

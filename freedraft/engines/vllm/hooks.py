@@ -33,7 +33,7 @@ RUNNER_HOOKS = (
 )  # fmt: skip
 
 # Needed besides to run the target itself as the drafter.
-MODEL_DRAFT_HOOKS = (
+MODEL_HOOKS = (
     Hook("vllm.config.VllmConfig", "num_lookahead_tokens", purpose="KV slots for drafts"),
     Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "initialize_kv_cache", purpose="building draft passes"),
     Hook("vllm.distributed.parallel_state.GroupCoordinator", "broadcast_object", parameters=("obj", "src"),
@@ -123,6 +123,10 @@ V2_HOOKS = (
          purpose="draft passes in model runner V2"),
     Hook("vllm.v1.worker.gpu_worker.Worker", "compile_or_warm_up_model",
          purpose="telling made-up requests apart in model runner V2"),
+    Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "shutdown", purpose="an end in model runner V2"),
+    Hook("vllm.v1.worker.gpu.cudagraph_utils", "build_dynamic_sd_schedule_lookup", parameters=("vllm_max_batch_size",),
+         purpose="CUDA graphs of all draft lengths in model runner V2"),
+    Hook("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor", purpose="tokens in the host's memory"),
     Hook("vllm.v1.worker.gpu.block_table", "BlockTables", purpose="draft passes in model runner V2"),
     Hook("vllm.v1.worker.worker_base.WorkerBase", "__init__", parameters=("vllm_config",),
          purpose="drafting in model runner V2"),
@@ -179,11 +183,18 @@ V2_TREE_HOOKS = (
          purpose="draft trees in model runner V2"),
 )  # fmt: skip
 
-HOOKS = CONFIG_HOOKS + RUNNER_HOOKS + MODEL_DRAFT_HOOKS + TENANT_HOOKS
+HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # What drafting does without, where it is not there.
 OPTIONAL_HOOKS = (
-    CALIBRATION_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + LOGITS_HOOKS + V2_HOOKS + V2_TREE_HOOKS
+    TENANT_HOOKS
+    + CALIBRATION_HOOKS
+    + GRAPH_HOOKS
+    + DRAFT_GRAPH_HOOKS
+    + GRAPH_MEMORY_HOOKS
+    + LOGITS_HOOKS
+    + V2_HOOKS
+    + V2_TREE_HOOKS
 )
 
 

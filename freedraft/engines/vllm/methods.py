@@ -25,7 +25,7 @@ from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks
 from freedraft.engines.vllm.hooks import (
     CONFIG_HOOKS,
-    MODEL_DRAFT_HOOKS,
+    MODEL_HOOKS,
     RUNNER_HOOKS,
     SCHEDULER_HOOKS,
     V2_HOOKS,
@@ -86,7 +86,7 @@ def register(spec: MethodSpec) -> bool:
 
     apply_fixes(early=True)
     METHODS[spec.name] = spec
-    if spec.runs_model and not check(MODEL_DRAFT_HOOKS):
+    if spec.runs_model and not check(MODEL_HOOKS):
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     wrap_once(EngineArgs, "create_engine_config", _with_the_rest)
@@ -148,7 +148,7 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             _stop(error)
         config = ENGINE_METHOD[v2] | config
         hooks: tuple[Hook, ...] = V2_HOOKS if v2 else RUNNER_HOOKS
-        hooks += MODEL_DRAFT_HOOKS if spec.runs_model else ()
+        hooks += MODEL_HOOKS if spec.runs_model else ()
         if missing := check(hooks):
             _warn(spec, missing, "serving without speculation")
             with _rewritten(self, None):
@@ -240,7 +240,7 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
     v1_only = spec.runs_model and spec.schedule is None
     if asked and v1_only:
         raise ConfigError(
-            f"{_source(spec)}: it drafts in vLLM's first model runner only: unset VLLM_USE_V2_MODEL_RUNNER, or use "
+            f"{_source(spec)}: it drafts in model runner V1 only: unset VLLM_USE_V2_MODEL_RUNNER, or use "
             "method 'sssd' or 'layerskip'"
         )
     if asked and missing:
@@ -259,14 +259,14 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
     needs_v1 = needs_v1 or getattr(options, "needs_own_lengths", "")
     if needs_v1 and stock and not missing and asked is None:
         logger.warning(
-            "freedraft: method '%s' is served by vLLM's first model runner, without async scheduling; %s",
+            "freedraft: method '%s' is served by model runner V1, without async scheduling; %s",
             spec.name,
             needs_v1,
         )
     v2 = not missing and (stock and not needs_v1 if asked is None else asked)
     if not v2 and getattr(engine_args, "async_scheduling", None):
         raise ConfigError(
-            f"{_source(spec)}: vLLM's first model runner, which serves it here, has no async scheduling for it: leave "
+            f"{_source(spec)}: model runner V1, which serves it here, has no async scheduling for it: leave "
             "--async-scheduling out"
         )
     return bool(v2)

@@ -27,7 +27,7 @@ address of sparse_index."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubIndex:
-    """Documents and the sorted starts of their suffixes (papers/sssd.txt 3.1.2; Manber and Myers, 1990).
+    """Documents and the sorted starts of their suffixes (arXiv 2411.05894, 3.1.2; Manber and Myers, 1990).
 
     Attributes:
         tokens: int32 [n + PAD], documents with a `SEPARATOR` after each, then `PAD` more separators.

@@ -38,7 +38,7 @@ class SteadyClock:
         if abs(jump) > _JUMP_SECONDS and not self._said:
             self._said = True
             logger.warning(
-                "freedraft: the system's clock jumped by %.0f s; ages of what is learnt go on by the time before until "
-                "a restart",
+                "freedraft: the system's clock jumped by %.0f s; live_max_age goes on by the clock as it was before: "
+                "restart the server to go by the new one",
                 jump,
             )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("freedraft.datastore")
 
 SEARCHED = 8
-"""Sub-indices that are searched at most, static ones included (papers/sssd.txt 3.1.3)."""
+"""Sub-indices that are searched at most, static ones included (arXiv 2411.05894, 3.1.3)."""
 MIN_RUNS = 2
 """That a tenant may have, however many others are searched."""
 MEMTABLE_TOKENS = 1 << 12

@@ -98,7 +98,10 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
         return None
     folder, manifest = _learnt(directory)
     path = folder / FILE
-    remedy = f"`freedraft datastore forget {directory} --before 1970-01-02` leaves out what is no document"
+    remedy = (
+        f"run `freedraft datastore forget {directory} --before 1970-01-02`, which removes damaged documents, clears "
+        "free space and keeps all else"
+    )
     with FolderLock(folder):
         strange = {entry.name for entry in folder.iterdir()} - {FILE, LOCK, MANIFEST, _JOURNAL}
         if strange:
@@ -115,7 +118,10 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
         with reporting("read", path):
             content = b"".join(file.read_bytes() for file in (path, folder / _JOURNAL) if file.exists())
         if any(_digest(manifest, name) in content for name in erased):
-            raise DatastoreError(f"{path} holds documents of this tenant, or its erasure of the last minute")
+            raise DatastoreError(
+                f"{path} still names this tenant: run `freedraft datastore forget`; if you just did and a server is "
+                "running, look again in a minute"
+            )
     return f"{documents:,} documents were learnt and are whole; {left or 'no'} bytes are left in free space"
 
 

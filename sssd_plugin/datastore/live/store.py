@@ -1,4 +1,4 @@
-"""`LiveDatastore`: what finished requests wrote becomes datastore, searchable at the next step (papers/sssd.txt 3.1.3).
+"""`LiveDatastore`: what finished requests wrote becomes datastore at the next step (arXiv 2411.05894, 3.1.3).
 
 What is learnt stands in `LearntRuns`, and on disk in a `DocumentLog`, if wanted.
 """

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.inputs import TokensPrompt
@@ -31,6 +31,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
@@ -40,6 +41,7 @@ from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from freedraft.engines.vllm.v2 import trees as v2_trees
 from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+from freedraft.engines.vllm.v2.tree_support import why_chains
 from tests.support.models import VOCAB_SIZE
 from tests.support.recycled import recorded
 from tests.support.triton_launches import record_launches
@@ -253,6 +255,29 @@ def warm_up(worker: Any, guarded: Any) -> dict[str, list[Any]]:
     return {"before": before, "after": known()}
 
 
+def note_tokens() -> None:
+    """Tensors of requests by tokens say whether they were to be in the host's memory, which the device reads."""
+    original = StagedWriteTensor.__init__
+
+    def __init__(self: Any, size: Any, *args: Any, uva_instead_of_gpu: bool = False, **kwargs: Any) -> None:
+        original(self, size, *args, uva_instead_of_gpu=uva_instead_of_gpu, **kwargs)
+        if not isinstance(size, int) and len(size) == 2:
+            self.on_host = uva_instead_of_gpu
+
+    StagedWriteTensor.__init__ = __init__  # type: ignore[method-assign]
+
+
+def reasons_for_chains(runner: Any) -> list[str | None]:
+    """What speaks against trees as it is, in batch-invariant mode, and where routed experts are asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        said = [why_chains(runner, runner.vllm_config)]
+        patch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+        said.append(why_chains(runner, runner.vllm_config))
+        patch.setattr(envs, "VLLM_BATCH_INVARIANT", False)
+        patch.setattr(type(runner.vllm_config.aux_output_config), "enabled", True)
+        return [*said, why_chains(runner, runner.vllm_config)]
+
+
 def trees_of_graphs(runner: Any) -> dict[str, list[int]]:
     """What attention is given where vLLM captures CUDA graphs, which it does while it warms up: of steps that decode,
     of two draft lengths, and of any step; how many kernels, for how many queries, and whether with prompts.
@@ -272,7 +297,7 @@ def trees_of_graphs(runner: Any) -> dict[str, list[int]]:
             max_query_len=query_len,
         )
         trees = next(iter(state.attn_metadata.values())).trees
-        noted[name] = [len(trees.longest), trees.max_queries, int(trees.mixed)]
+        noted[name] = [1 + len(trees.compiled_for), trees.max_queries, int(trees.mixed)]
     runner.speculator.warm_up(False)
     return noted
 
@@ -363,6 +388,7 @@ def main() -> None:
     cases, adaptive = given.pop("cases"), given.pop("adaptive", False)
     with_kv, with_graphs, with_drafts = (given.pop(name, False) for name in ("kv", "graphs", "drafts"))
     graph_sizes, with_warm_up = given.pop("graph_sizes", None), given.pop("warm_up", False)
+    note_tokens()
     steps, graph_lengths = warm_up_as_on_devices(), profile_graphs_as_on_devices()
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
     worker: Any = llm.llm_engine.model_executor.driver_worker.worker
@@ -411,6 +437,8 @@ def main() -> None:
         "trees": trees is not None and trees.enabled,
         "branches": branches,
         "trees of graphs": of_graphs,
+        "reasons for chains": reasons_for_chains(runner) if trees is not None else [],
+        "tokens on the host": runner.req_states.all_token_ids.on_host,
         "probabilities": probabilities,
         "kv": largest_difference(kv),
         "replays": [graph.replays for graph in graphs],

@@ -1,1 +1,1 @@
-"""The seam to vLLM's first model runner, `vllm.v1.worker.gpu_model_runner`."""
+"""The adapter to vLLM's model runner V1, `vllm.v1.worker.gpu_model_runner`."""

@@ -1,4 +1,4 @@
-"""Full CUDA graphs in vLLM's first model runner for steps whose requests verify different numbers of tokens.
+"""Full CUDA graphs in vLLM's model runner V1 for steps whose requests verify different numbers of tokens.
 
 By default (FULL_AND_PIECEWISE) full graphs serve only the steps in which every request has 1 + K tokens, which drafting
 seldom gives; all others run piece by piece. Where the attention backend can be captured for any batch, mode FULL has

@@ -112,6 +112,12 @@ class MethodProposer:
         if self.spec.runs_model:
             self.backbone = Backbone.of(target_model)
 
+    def close(self) -> None:
+        """The engine ends; the process may go on, and is to have its memory back."""
+        if self.drafts:
+            self.guarded.close()
+        self.backbone = self.draft_model = None
+
     def prepare(self, runner: Any) -> None:
         """The KV cache of vLLM's GPUModelRunner is there; requests come next."""
         from vllm.distributed import get_tp_group
@@ -292,6 +298,8 @@ def install() -> None:
 
     wrap_once(GPUModelRunner, "propose_draft_token_ids", _propose)
     wrap_once(GPUModelRunner, "_update_states", _update)
+    if hasattr(GPUModelRunner, "shutdown"):
+        wrap_once(GPUModelRunner, "shutdown", _shutdown)
     if not check(LOGITS_HOOKS):
         wrap_once(GPUModelRunner, "_sample", _with_logits)
     if hasattr(GPUModelRunner, "initialize_kv_cache"):
@@ -306,6 +314,15 @@ def _drafting(runner: Any) -> MethodProposer | None:
     """Our proposer, in the rank that drafts."""
     drafter = getattr(runner, "drafter", None)
     return drafter if isinstance(drafter, MethodProposer) and drafter.drafts else None
+
+
+def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
+    def shutdown(self: Any) -> None:
+        if isinstance(drafter := getattr(self, "drafter", None), MethodProposer):
+            drafter.close()
+        original(self)
+
+    return shutdown
 
 
 def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -389,4 +406,6 @@ def _prepare(runner: Any) -> None:
     try:
         drafter.prepare(runner)
     except Exception:
-        logger.exception("freedraft: this rank does no draft passes")
+        logger.exception(
+            "freedraft: this tensor-parallel rank could not build draft passes, so none are run; please report this"
+        )

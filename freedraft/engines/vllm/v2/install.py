@@ -17,7 +17,7 @@ from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, V2_LOGITS_HOOKS, V2_
 from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.patching import with_kv_cache, wrap_once
 from freedraft.engines.vllm.v2.lengths import send_lengths
-from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+from freedraft.engines.vllm.v2.speculator import GraphLengths, MethodSpeculator
 from freedraft.method import METHODS
 
 if TYPE_CHECKING:
@@ -30,11 +30,13 @@ SPECULATOR = "_freedraft_speculator"
 def install() -> None:
     """Hook vLLM's model runner V2, once per process. Speculators of others see no difference."""
     from vllm.v1.worker import gpu_worker
-    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
     from vllm.v1.worker.gpu.spec_decode.ngram import speculator
 
     wrap_once(gpu_worker.Worker, "compile_or_warm_up_model", _warm_up)
     wrap_once(speculator, "NgramGPUSpeculator", _or_ours)
+    wrap_once(cudagraph_utils, "build_dynamic_sd_schedule_lookup", _whole_table)
+    wrap_once(model_runner.GPUModelRunner, "shutdown", _shutdown)
     wrap_once(model_runner.GPUModelRunner, "finish_requests", _finish)
     wrap_once(model_runner.GPUModelRunner, "add_requests", _add)
     wrap_once(model_runner.GPUModelRunner, "sample_tokens", _sample)
@@ -83,6 +85,27 @@ def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
             ours.warm_up(False)
 
     return compile_or_warm_up_model
+
+
+def _whole_table(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Batch sizes that stand for draft lengths are not cut off where no batch is as large."""
+
+    def build_dynamic_sd_schedule_lookup(table: Any, vllm_max_batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        largest = max(vllm_max_batch_size, len(table)) if isinstance(table, GraphLengths) else vllm_max_batch_size
+        return original(table, largest, *args, **kwargs)
+
+    return build_dynamic_sd_schedule_lookup
+
+
+def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
+    def shutdown(self: Any) -> None:
+        if (ours := _ours(self)) is not None:
+            ours.close()
+            if getattr(self.rejection_sampler, SPECULATOR, None) is not None:
+                delattr(self.rejection_sampler, SPECULATOR)
+        original(self)
+
+    return shutdown
 
 
 def _passes(runner: Any) -> int | None:

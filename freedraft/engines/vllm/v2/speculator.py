@@ -9,6 +9,7 @@ Every tensor-parallel rank verifies its own copy of the drafts: rank 0 drafts, a
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from freedraft_kernels import top_tokens
 from numpy.typing import NDArray
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from freedraft.cost.batch_lengths import BatchLengths, Rows
@@ -59,6 +61,18 @@ def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees |
     return Trees(vllm_config, device, req_states)
 
 
+class GraphLengths(list[tuple[int, int, int]]):
+    """A table of draft lengths by batch size, as vLLM's, that has each of these lengths once. Longest first: it says
+    what a batch size is, and not what vLLM reads in it.
+
+    Args:
+        lengths: ascending.
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__((i, i, length) for i, length in enumerate(reversed(lengths), 1))
+
+
 class MethodSpeculator(BaseSpeculator):
     """Drafts by a method on the host. B requests, K = most draft tokens of a request.
 
@@ -81,9 +95,14 @@ class MethodSpeculator(BaseSpeculator):
         self.length: int = config.num_speculative_tokens
         self._schedule = getattr(config, SCHEDULE)
         if ours.lengths:  # until `prepare`, so that vLLM lists CUDA graphs for each of them, when it profiles and later
-            setattr(config, SCHEDULE, [(i, i, length) for i, length in enumerate(reversed(ours.lengths), 1)])
+            setattr(config, SCHEDULE, GraphLengths(ours.lengths))
         self.max_model_len: int = vllm_config.model_config.max_model_len
         slots: int = req_states.max_num_reqs
+        # vLLM has the tokens of all requests on the device for its own n-grams, which read them; ours do not.
+        tokens = req_states.all_token_ids
+        req_states.all_token_ids = StagedWriteTensor(
+            tuple(tokens.gpu.shape), tokens.dtype, device, uva_instead_of_gpu=True
+        )
         self.guarded: GuardedMethod | None = None  # in rank 0
         self.runner: Any = None  # once it has its KV cache
         self.draft_model: PagedDraftModel | None = None
@@ -112,6 +131,12 @@ class MethodSpeculator(BaseSpeculator):
         self.confidences: Confidences | None = None
         if getattr(config, ADAPTIVE, False):
             self.verify_adaptively(device)
+
+    def close(self) -> None:
+        """The engine ends; the process may go on, and is to have its memory back."""
+        if self.guarded is not None:
+            self.guarded.close()
+        self.guarded = self.events = self.runner = self.draft_model = self.trees = None
 
     def warm_up(self, now: bool) -> None:
         """Whether vLLM makes up requests now, to compile kernels; their outcomes say nothing."""
@@ -341,7 +366,10 @@ class MethodSpeculator(BaseSpeculator):
         for row in np.flatnonzero(over).tolist() if self.events.in_prompt else ():
             if (request_id := input_batch.req_ids[row]) in self.events.in_prompt:
                 self.events.in_prompt.remove(request_id)
-                state = hidden_states[int(input_batch.query_start_loc_np[row + 1]) - 1]
+                # Behind the prompt's last token there may be placeholders for draft tokens.
+                drafts = input_batch.num_draft_tokens_per_req
+                after = 0 if drafts is None else int(drafts[row])
+                state = hidden_states[int(input_batch.query_start_loc_np[row + 1]) - 1 - after]
                 self.guarded.set_prompt_state(request_id, state.float().cpu().numpy())
 
     def _decide(self, batch: int) -> Rows:

@@ -58,14 +58,15 @@ class TreeStep(NamedTuple):
     """What attention needs in a step that verifies trees.
 
     Attributes:
-        longest: most tokens of a request; several where the kernel for each of them is to be compiled.
+        compiled_for: contexts that kernels are compiled for before they are needed; none in steps of requests.
     """
 
     queries: TreeQueries
     max_queries: int
-    longest: Sequence[int]
+    max_seq_len: int
     mixed: bool
     scratch: torch.Tensor
+    compiled_for: Sequence[int]
 
 
 class TreeMetadata:
@@ -87,12 +88,11 @@ class TreeMetadata:
         buffers = self._buffers
         metadata.trees = None
         if buffers is not None and buffers.verifying:
-            longest: Sequence[int] = (metadata.max_seq_len,)
-            if buffers.warming_up:
-                limit = self.vllm_config.model_config.max_model_len
-                longest = [min(1 << i, limit) for i in range(limit.bit_length() + 1)]
+            limit: int = self.vllm_config.model_config.max_model_len
+            powers = [min(1 << i, limit) for i in range(limit.bit_length() + 1)]
             # Blocks for the most queries, however many there are: so one kernel does for all draft lengths.
-            metadata.trees = self._step(buffers, metadata, buffers.max_queries, longest, buffers.mixed)
+            step = self._step(buffers, metadata, buffers.max_queries, buffers.mixed)
+            metadata.trees = step._replace(compiled_for=powers if buffers.warming_up else ())
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
@@ -100,13 +100,10 @@ class TreeMetadata:
         buffers = self._buffers
         # Graphs of more than one query are of steps that verify drafts: others have prompts, and run without.
         if buffers is not None and buffers.enabled and metadata.max_query_len > 1:
-            max_queries = min(metadata.max_query_len, buffers.max_queries)
-            metadata.trees = self._step(buffers, metadata, max_queries, (metadata.max_seq_len,), False)
+            metadata.trees = self._step(buffers, metadata, min(metadata.max_query_len, buffers.max_queries), False)
         return metadata
 
-    def _step(
-        self, buffers: TreeBuffers, metadata: Any, max_queries: int, longest: Sequence[int], mixed: bool
-    ) -> TreeStep:
+    def _step(self, buffers: TreeBuffers, metadata: Any, max_queries: int, mixed: bool) -> TreeStep:
         if self._scratch is None:
             shape = self.num_heads_q, self.num_heads_kv, self.headdim
             limit = self.vllm_config.model_config.max_model_len
@@ -114,7 +111,7 @@ class TreeMetadata:
             self._scratch = torch.empty(size, dtype=torch.float32, device=self.device)
         mixed |= metadata.max_query_len > buffers.max_queries
         queries = buffers.queries(metadata.query_start_loc, metadata.seq_lens)
-        return TreeStep(queries, max_queries, longest, mixed, self._scratch)
+        return TreeStep(queries, max_queries, metadata.max_seq_len, mixed, self._scratch, ())
 
 
 class TreeAttention:
@@ -150,27 +147,39 @@ class TreeAttention:
         **kwargs: Any,
     ) -> torch.Tensor:
         trees: TreeStep | None = getattr(attn_metadata, "trees", None)
-        if trees is None or trees.mixed:
-            stock: Any = super()
-            stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        if trees is not None:
-            tokens, size = attn_metadata.num_actual_tokens, self.head_size
-            cache = kv_cache.transpose(1, 2)
-            for longest in trees.longest:
-                tree_attention(
-                    query[:tokens],
-                    cache[..., :size],
-                    cache[..., size:],
-                    trees.queries,
-                    attn_metadata.block_table,
-                    output[:tokens],
-                    scale=self.scale,
-                    max_queries=trees.max_queries,
-                    max_seq_len=longest,
-                    trees_only=trees.mixed,
-                    scratch=trees.scratch,
-                )
+        if trees is None:
+            self._stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+            return output
+        tokens, size = attn_metadata.num_actual_tokens, self.head_size
+        cache = kv_cache.transpose(1, 2)
+
+        def attend(queries: TreeQueries, max_seq_len: int, trees_only: bool) -> None:
+            tree_attention(
+                query[:tokens],
+                cache[..., :size],
+                cache[..., size:],
+                queries,
+                attn_metadata.block_table,
+                output[:tokens],
+                scale=self.scale,
+                max_queries=trees.max_queries,
+                max_seq_len=max_seq_len,
+                trees_only=trees_only,
+                scratch=trees.scratch,
+            )
+
+        one = trees.queries.first()  # whose keys are read in the most parts
+        for context in trees.compiled_for:
+            attend(one, context, False)
+            attend(one, context, True)
+        if trees.mixed:
+            self._stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        attend(trees.queries, trees.max_seq_len, trees.mixed)
         return output
+
+    def _stock(self, *args: Any, **kwargs: Any) -> None:
+        stock: Any = super()
+        stock.forward(*args, **kwargs)
 
 
 class _TritonImpl(TreeAttention, TritonAttentionImpl):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -28,6 +29,8 @@ def why_chains(runner: Any, vllm_config: Any) -> str | None:
         "context parallelism": runner.dcp_size > 1 or runner.pcp_manager is not None,
         "microbatches": runner.ubatch_runner is not None,
         "sampling by shards of the batch": runner.batch_sharder is not None,
+        "routed experts": vllm_config.aux_output_config.enabled,
+        "batch invariance": envs.VLLM_BATCH_INVARIANT,
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "watermarks": vllm_config.watermark_config is not None,
         "replay of traces": sampler is not None and sampler.trace_replay_state is not None,

@@ -133,9 +133,7 @@ class Trees:
             self._counts,
         )
         if (self.allowed[batch.idx_mapping_np] & (batch.num_draft_tokens_per_req > 0)).any():
-            # Of made-up steps none has prompts besides, whose attention is to be compiled, too.
-            mixed = not buffers.mixed if buffers.warming_up else bool(batch.has_prefill)
-            self._batch, buffers.verifying, buffers.mixed = batch, True, mixed
+            self._batch, buffers.verifying, buffers.mixed = batch, True, bool(batch.has_prefill)
 
     def restore_positions(self, batch: Any) -> None:
         """The model has run: give InputBatch a chain's positions back, which vLLM's samplers go by."""
