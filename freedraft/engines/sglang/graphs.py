@@ -111,11 +111,12 @@ def _new_backend(runner: Any) -> Any:
         backend = runner._get_attention_backend(init_new_workspace=False)
     finally:
         runner.init_new_workspace = own
-    for made, stock in zip(_parts(backend), _parts(runner.attn_backend), strict=True):
+    for made, stock in zip(_parts(backend), _parts(runner.attn_backend), strict=False):
         if hasattr(made, "max_kv_splits"):
             # Triton's scratch for decoding in parts: gigabytes under MLA, which passes that verify do not read.
             made.max_kv_splits = 1
-        indices = getattr(stock, "cuda_graph_kv_indices", None)  # of the greatest width: they are enough
+        # Of the greatest width: they are enough.
+        indices = getattr(stock, "cuda_graph_kv_indices", None) if type(stock) is type(made) else None
         if isinstance(indices, list):  # FlashInfer's, a list of one unless there are windows
             indices = indices[0] if len(indices) == 1 else None
         start = made.init_cuda_graph_state

@@ -88,11 +88,12 @@ class TreeMetadata:
         buffers = self._buffers
         metadata.trees = None
         if buffers is not None and buffers.verifying:
-            limit: int = self.vllm_config.model_config.max_model_len
-            powers = [min(1 << i, limit) for i in range(limit.bit_length() + 1)]
             # Blocks for the most queries, however many there are: so one kernel does for all draft lengths.
-            step = self._step(buffers, metadata, buffers.max_queries, buffers.mixed)
-            metadata.trees = step._replace(compiled_for=powers if buffers.warming_up else ())
+            metadata.trees = step = self._step(buffers, metadata, buffers.max_queries, buffers.mixed)
+            if buffers.warming_up:
+                limit: int = self.vllm_config.model_config.max_model_len
+                powers = [min(1 << i, limit) for i in range(limit.bit_length() + 1)]
+                metadata.trees = step._replace(compiled_for=powers)
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
