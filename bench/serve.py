@@ -326,22 +326,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--groups", nargs="+", metavar="NAME", help="only these groups of questions")
     add("--limit", type=int, metavar="N", help="questions of each group at most")
     add("--least-rounds", type=int, default=0, metavar="N", help="but at least N for each request at a time")
-    add(
-        "--block",
-        type=int,
-        default=8,
-        metavar="N",
-        help="questions of an arm's turn, for each request at a time",
-    )
+    add("--block", type=int, default=8, metavar="N", help="questions of an arm's turn, for each request at a time")
     add("--max-tokens", type=int, default=128, metavar="N", help="length of every answer")
     add("--max-model-len", type=int, default=servers.MAX_MODEL_LEN, metavar="N", help="tokens of a request at most")
-    add(
-        "--warm-up",
-        type=int,
-        default=32,
-        metavar="N",
-        help="tokens of each answer that warms a server up",
-    )
+    add("--warm-up", type=int, default=32, metavar="N", help="tokens of each answer that warms a server up")
     add("--repeats", type=int, default=1, metavar="N", help="passes over all questions")
     add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on")
     add("--model", type=Path, default=Path("build/model"), help="folder or name of the model")
@@ -355,13 +343,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built, for arm suffix")
     add("--sglang-python", type=Path, default=Path(".venv/sglang/bin/python"), help="python of SGLang's environment")
     add("--url-model", default=servers.MODEL_NAME, help="name of the model on servers that are given by URL")
-    add(
-        "--start-limit",
-        type=float,
-        default=servers.START_LIMIT_S,
-        metavar="S",
-        help="seconds for a start",
-    )
+    add("--start-limit", type=float, default=servers.START_LIMIT_S, metavar="S", help="seconds for a start")
     add("--json", type=Path, default=Path("build/serve.json"), help="file of results")
     add("--fresh", action="store_true", help="begin again")
     args = parser.parse_args(arguments)

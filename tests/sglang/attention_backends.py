@@ -147,8 +147,12 @@ def worker_of(runner: ModelRunner, **given: Any) -> Any:
 def check_graphs_captured_anew(runner: ModelRunner) -> None:
     """As SGLang does where weights are loaded with `recapture_cuda_graph`."""
     from sglang.srt.model_executor import model_runner as module
+    from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
+    from sglang.srt.runtime_context import get_exec, get_parallel
 
-    from freedraft.engines.sglang.graphs import Captured
+    from freedraft.engines.sglang.ranks import Ranks
+    from freedraft.engines.sglang.verify import TreeVerifier
+    from freedraft.method import METHODS
 
     class Graphs:
         capture_bs = (1,)
@@ -167,16 +171,17 @@ def check_graphs_captured_anew(runner: ModelRunner) -> None:
             self.captured.append(weights[0])
 
     weights = ["old"]
-    module.capture_decode_graph = lambda model_runner: SimpleNamespace(
-        runner=Graphs(), memory_usage=MagicMock(), time_usage=MagicMock()
+    module.capture_decode_graph = lambda model_runner: GraphCapture(
+        runner=Graphs(), memory_phase="target_verify", memory_usage_gb=0.0, capture_time=0.0
     )
-    module.replace_graph_memory_usage = module.replace_graph_time_usage = lambda held, *args, **kwargs: held
     runner._get_attention_backend = lambda init_new_workspace: MagicMock(spec=["init_cuda_graph_state"])
     runner.attn_backend = MagicMock(spec=["init_cuda_graph_state"])
     runner.init_decode_cuda_graph()
     draft_model = DraftModel()
-    verifier, ranks = SimpleNamespace(warm_up=lambda *args: None), SimpleNamespace(first=False)
-    worker = worker_of(runner, _verifier=verifier, _ranks=ranks, _draft_model=draft_model)
+    ranks = Ranks(get_parallel().tp_group, NODES)
+    verifier = TreeVerifier(NODES, ranks, "cpu", runner.token_to_kv_pool_allocator, get_exec().kernel.sampling_backend)
+    given = {"_spec": METHODS["sssd"], "_chains": False}
+    worker = worker_of(runner, _verifier=verifier, _ranks=ranks, _draft_model=draft_model, **given)
     worker.init_cuda_graphs()
 
     def graphs_of(width: int) -> str:
@@ -187,7 +192,6 @@ def check_graphs_captured_anew(runner: ModelRunner) -> None:
     weights[0] = "new"
     runner.weight_updater.recapture_cuda_graph()
     assert [graphs_of(width) for width in worker.widths] == ["new"] * 3 and draft_model.captured == ["new"]
-    assert isinstance(worker._graphs._of_width[1], Captured)
 
 
 def check_encoders_are_refused(runner: ModelRunner) -> None:

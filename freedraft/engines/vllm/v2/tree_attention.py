@@ -169,10 +169,9 @@ class TreeAttention:
                 scratch=trees.scratch,
             )
 
-        one = trees.queries.first()  # whose keys are read in the most parts
-        for context in trees.compiled_for:
-            attend(one, context, False)
-            attend(one, context, True)
+        for context in trees.compiled_for:  # by one request, whose keys are read in the most parts
+            attend(trees.queries.first(), context, False)
+            attend(trees.queries.first(), context, True)
         if trees.mixed:
             self._stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         attend(trees.queries, trees.max_seq_len, trees.mixed)
