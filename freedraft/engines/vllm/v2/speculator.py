@@ -383,8 +383,7 @@ class MethodSpeculator(BaseSpeculator):
         known, slots = gained.wait(), gained.slots[rows]
         contexts = known[rows, 1].astype(np.int32)
         ends = slots.astype(np.int64) * self.max_model_len + contexts
-        # The last token of a request comes after all drafts.
-        capacities = np.minimum(most, self.requests.most[slots] - 1 - contexts).clip(0)
+        branching = np.zeros(len(slots), np.bool_) if self.trees is None else self.trees.allowed[slots]
         tokens = self.requests.tokens
         state = None
         if self.runner is not None:
@@ -398,7 +397,7 @@ class MethodSpeculator(BaseSpeculator):
             starts=ends - known[rows, 0],
             ends=ends,
             contexts=contexts,
-            capacities=capacities.astype(np.int32),
+            capacities=self.requests.room(slots, contexts, most, branching),
             drafted=drafted,
             widths=None,
             previous=(len(rows), gained.query_tokens) if timed else None,
