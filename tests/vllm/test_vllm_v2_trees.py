@@ -137,6 +137,15 @@ def test_logits_of_all_nodes_are_recycled(served: dict[str, Any], plain_tiny: Pl
     assert checked > 50
 
 
+def test_logits_of_roots_without_drafts_are_recycled(
+    served: dict[str, Any], plain_tiny: PlainTiny, live_prompts: Prompts
+) -> None:
+    """Nothing is drafted behind the last token of an answer but one."""
+    said = {tuple(text[:-1]) for text in served["engine"]["said"]}
+    for prompt, answer in zip(live_prompts, plain_tiny.answers, strict=True):
+        assert (*prompt["prompt_token_ids"], *answer[:-1]) in said
+
+
 def test_trees_in_vllms_triton_attention(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
     """Where nobody asked for them."""
     ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:3]]

@@ -23,6 +23,7 @@ class Requests:
         lengths: int64 [slots], tokens known of each request; -1 where the slot is free.
         most: int64 [slots], the tokens that each request may have at its end.
         drafted: int32 [slots], draft tokens of ours that each request's next step verifies.
+        drafted_behind: int64 [slots], the number of the step behind which these were drafted, if any were.
         nodes: int32 [slots, K + 1], the root that these follow, and they themselves.
         parents: int32 [slots, K + 1], as in `DraftBatch`.
         slots: request ids and their slots, NO_SLOT while a request is preempted.
@@ -33,6 +34,7 @@ class Requests:
         self.lengths: NDArray[np.int64] = np.full(slots, -1)
         self.most: NDArray[np.int64] = np.zeros(slots, np.int64)
         self.drafted: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.drafted_behind: NDArray[np.int64] = np.full(slots, -1)
         self.nodes: NDArray[np.int32] = np.zeros((slots, length + 1), np.int32)
         self.parents: NDArray[np.int32] = np.zeros((slots, length + 1), np.int32)
         self.slots: dict[str, int] = {}

@@ -293,7 +293,7 @@ class MethodSpeculator(BaseSpeculator):
             slots, requests = gained.slots[rows], self.requests
             branches = None if self.trees is None else self.trees.allowed[slots]
             counts = write_drafts(draft, step.capacities, rows, branches, proposed, requests.parents, slots)
-            requests.drafted[slots] = counts
+            requests.drafted[slots], requests.drafted_behind[slots] = counts, self._steps
             requests.nodes[slots, 0], requests.nodes[slots, 1:] = step.roots, proposed[0, rows]
             if self.confidences is not None:
                 self.confidences.estimate(step, draft, rows, counts, len(gained.slots))
@@ -338,13 +338,14 @@ class MethodSpeculator(BaseSpeculator):
             trees.restore_positions(input_batch)
 
     def _recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
-        """What the target says behind each root and draft token of ours that a step verifies."""
+        """What the target says behind each root, which the host knows where it has drafted behind the last step, and
+        behind each draft token of ours that a step verifies."""
         slots, scheduled = input_batch.idx_mapping_np[: input_batch.num_reqs], input_batch.num_draft_tokens_per_req
         lengths = np.minimum(self.requests.drafted[slots], scheduled[: len(slots)]).astype(np.int64)
+        known = self.requests.drafted_behind[slots] == self._steps
         if self.events:
-            lengths[self.events.of_others(slots)] = 0
-        rows = np.flatnonzero(lengths)
-        first = input_batch.cu_num_logits_np
+            known &= ~self.events.of_others(slots)
+        rows, first = np.flatnonzero(known), input_batch.cu_num_logits_np
         if len(rows) and len(logits) == first[len(slots)]:
             request_ids = [input_batch.req_ids[row] for row in rows.tolist()]
             nodes, parents = self.requests.nodes[slots[rows]], self.requests.parents[slots[rows]]
