@@ -74,16 +74,17 @@ def test_a_request_ends_where_its_parameters_or_the_model_say() -> None:
 
 
 def test_a_trees_width_is_not_cut_before_the_last_token() -> None:
-    """By tokens to come, with room for the model's last ones: chains end before the last token, trees are as wide as
-    they may be until then, and no node has a position that the model lacks."""
+    """Chains end before the last token, trees are as wide as they may be until then, and no node has a position that
+    the model lacks."""
     from vllm import SamplingParams
 
-    requests, chain, tree = Requests(SLOTS, LENGTH, NEWEST), np.zeros(1, np.bool_), np.ones(1, np.bool_)
+    requests, tree = Requests(SLOTS, LENGTH, NEWEST), np.ones(1, np.bool_)
     for max_tokens in (1, 2, 3, LENGTH):
         for known in range(1, min(max_tokens, LENGTH - 1) + 1):
             requests.add("a", 0, list(range(known)), 0, SamplingParams(max_tokens=max_tokens))
             at = np.zeros(1, np.int32), np.array([known], np.int32), NEWEST
             to_come, places = min(max_tokens, LENGTH) - known, LENGTH - known
-            assert requests.room(*at, chain).tolist() == [min(NEWEST, max(to_come - 1, 0))]
+            for chain in (None, ~tree):
+                assert requests.room(*at, chain).tolist() == [min(NEWEST, max(to_come - 1, 0))]
             assert requests.room(*at, tree).tolist() == [min(NEWEST, places - 1) if to_come > 1 else 0]
             requests.finish("a")

@@ -47,7 +47,13 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
         },
     }
     return serve(
-        tiny_model, cases=cases, speculative_config=SSSD | {"shape": "tree"}, kv=True, warm_up=True, **ENGINE | FLASH
+        tiny_model,
+        cases=cases,
+        speculative_config=SSSD | {"shape": "tree"},
+        kv=True,
+        warm_up=True,
+        drafts=True,
+        **ENGINE | FLASH,
     )
 
 
@@ -59,6 +65,18 @@ def test_drafts_are_trees(served: dict[str, Any]) -> None:
     chains, branches = engine["branches"]
     assert branches > 30, "paths that leave the first chain were accepted"
     assert chains > 30
+
+
+def test_trees_are_wide_before_the_last_token(served: dict[str, Any], live_prompts: Prompts) -> None:
+    """With two tokens to come, of which the second follows all drafts. (The first prompts have longer answers, too.)"""
+    prompts = [prompt["prompt_token_ids"] for prompt in live_prompts][2:]
+    widths = [
+        len(drafted)
+        for text, drafted in served["engine"]["drafts"]
+        for prompt in prompts
+        if text[: len(prompt)] == prompt and len(text) == len(prompt) + TOKENS - 2
+    ]
+    assert max(widths) > 1
 
 
 def test_kernels_are_compiled_before_requests_come(served: dict[str, Any]) -> None:

@@ -81,18 +81,19 @@ class Requests:
         return rows
 
     def room(
-        self, slots: NDArray[np.int32], contexts: NDArray[np.int32], most: int, branching: NDArray[np.bool_]
+        self, slots: NDArray[np.int32], contexts: NDArray[np.int32], most: int, branching: NDArray[np.bool_] | None
     ) -> NDArray[np.int32]:
         """int32 [R], the draft tokens that each of R requests may have: its last token comes after all drafts, and a
         tree, whose tokens are not one behind the other, may be as wide as ever before that.
 
         Args:
             slots, contexts: int32 [R], where they stand, and their tokens; most: for each of them; branching: bool [R],
-                which may have trees.
+                which may have trees, None for none.
         """
         room = np.minimum(most, self.most[slots] - 1 - contexts).clip(0)
-        wide = branching & (room > 0)
-        room[wide] = np.minimum(most, self.tokens.shape[1] - 1 - contexts[wide])
+        if branching is not None:
+            wide = branching & (room > 0)
+            room[wide] = np.minimum(most, self.tokens.shape[1] - 1 - contexts[wide])
         return room.astype(np.int32)
 
     def preempt(self, request_id: str) -> None:

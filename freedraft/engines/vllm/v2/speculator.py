@@ -291,8 +291,8 @@ class MethodSpeculator(BaseSpeculator):
             self._drafted_at = self._steps
             draft = self.guarded.draft(step)
             slots, requests = gained.slots[rows], self.requests
-            branches = None if self.trees is None else self.trees.allowed[slots]
-            counts = write_drafts(draft, step.capacities, rows, branches, proposed, requests.parents, slots)
+            branching = self._branching(slots)
+            counts = write_drafts(draft, step.capacities, rows, branching, proposed, requests.parents, slots)
             requests.drafted[slots], requests.drafted_behind[slots] = counts, self._steps
             requests.nodes[slots, 0], requests.nodes[slots, 1:] = step.roots, proposed[0, rows]
             if self.confidences is not None:
@@ -380,11 +380,14 @@ class MethodSpeculator(BaseSpeculator):
         context = float(self.requests.lengths[slots].mean()) if len(slots) else 1.0
         return self.lengths.decide(batch, max(context, 1.0))
 
+    def _branching(self, slots: NDArray[np.int32]) -> NDArray[np.bool_] | None:
+        """bool [R], which requests may have trees; None where nobody may."""
+        return None if self.trees is None else self.trees.allowed[slots]
+
     def _step(self, gained: GainedTokens, rows: NDArray[np.intp], drafted: NDArray[np.int32], most: int) -> Step:
         known, slots = gained.wait(), gained.slots[rows]
         contexts = known[rows, 1].astype(np.int32)
         ends = slots.astype(np.int64) * self.max_model_len + contexts
-        branching = np.zeros(len(slots), np.bool_) if self.trees is None else self.trees.allowed[slots]
         tokens = self.requests.tokens
         state = None
         if self.runner is not None:
@@ -398,7 +401,7 @@ class MethodSpeculator(BaseSpeculator):
             starts=ends - known[rows, 0],
             ends=ends,
             contexts=contexts,
-            capacities=self.requests.room(slots, contexts, most, branching),
+            capacities=self.requests.room(slots, contexts, most, self._branching(slots)),
             drafted=drafted,
             widths=None,
             previous=(len(rows), gained.query_tokens) if timed else None,
