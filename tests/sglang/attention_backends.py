@@ -210,9 +210,11 @@ def check_encoders_are_refused(runner: ModelRunner) -> None:
 
 def check_prompts_without_states(runner: ModelRunner) -> None:
     """SGLang keeps none of requests whose tokens it scores."""
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
-    output = SimpleNamespace(logits_output=SimpleNamespace(hidden_states=None))
+    output = GenerationBatchResult(LogitsProcessorOutput(next_token_logits=None))
     target = SimpleNamespace(forward_batch_generation=lambda batch, **given: output)
     drafting = SimpleNamespace(interrupt=lambda: None, begin=lambda requests: None)  # it takes no states
     worker = worker_of(runner, _target_worker=target, _drafting=drafting, _reads_states=True)
