@@ -330,7 +330,8 @@ def lookahead(result: Any) -> str:
     return table(["policy", 'F1 of "go on"', *(f"c = {c:.2f}" for c in costs)], rows)
 
 
-def selection(result: Any) -> str:
+def selection(result: Any, *_: Any) -> str:
+    """The streams; docs/layerskip.md tells of the agreement and the contexts."""
     rows = [
         [model, f"{r['mix']:.1f}", r["selection"], f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}",
          f"{r['expected_speed']:.2f}"]
@@ -673,7 +674,7 @@ SECTIONS = (
     ),
     Section(
         "Which layers, on streams of prompts",
-        ("selection.json",),
+        ("selection-streams.json", "selection.json", "selection-contexts.json"),
         "Expected speed over plain from measured acceptance and pass times.",
         selection,
     ),
