@@ -1,6 +1,6 @@
 """What SGLang's attention backends take from us, on a real ModelRunner: FA3 from tree masks, the slots of each node's
 path, in order; Triton's of several widths, from where they read page indices, with how little scratch. And what the
-worker makes of what the ModelRunner does: graphs captured anew, encoders, prompts without states.
+worker makes of what the ModelRunner does: graphs captured anew, encoders.
 
 Argument: a model folder; the checks that fail, on the last line, as JSON. FA3's kernels are not for this machine: none
 is called, and no graph is captured.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -208,27 +207,10 @@ def check_encoders_are_refused(runner: ModelRunner) -> None:
         raise AssertionError("an encoder was taken")
 
 
-def check_prompts_without_states(runner: ModelRunner) -> None:
-    """SGLang keeps none of requests whose tokens it scores."""
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.managers.utils import GenerationBatchResult
-    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-
-    output = GenerationBatchResult(LogitsProcessorOutput(next_token_logits=None))
-    target = SimpleNamespace(forward_batch_generation=lambda batch, **given: output)
-    drafting = SimpleNamespace(interrupt=lambda: None, begin=lambda requests: None)  # it takes no states
-    worker = worker_of(runner, _target_worker=target, _drafting=drafting, _reads_states=True)
-    for mode in (CaptureHiddenMode.LAST, CaptureHiddenMode.FULL):
-        batch = SimpleNamespace(
-            reqs=["a"], forward_mode=ForwardMode.EXTEND, return_hidden_states_mode=mode, extend_lens=[3]
-        )
-        assert worker._prefill(batch, None) is output
-
-
 def main(folder: str) -> None:
     sys.modules["sgl_kernel"] = sys.modules["sgl_kernel.flash_attn"] = MagicMock()
     runner, failed = model_runner(folder), {}
-    of_worker = check_graphs_captured_anew, check_encoders_are_refused, check_prompts_without_states
+    of_worker = check_graphs_captured_anew, check_encoders_are_refused
     checks = [
         *((check_shared_page_indices, (hybrid,)) for hybrid in (False, True)),
         *((check_masks_in_fa3, (nodes,)) for nodes in (2, 5, NODES)),

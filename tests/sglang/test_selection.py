@@ -94,6 +94,23 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(selecting):
     assert log["mixed"] > 1, "two domains were never in one batch: the test does not test that"
 
 
+def test_prompts_that_are_only_scored(selecting):
+    """Under speculation SGLang reads them like any others, with their states, and goes on serving."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    prompt, labels = prompts()[5], [7, 11]
+    none = {"max_new_tokens": 0}
+    asked = {"return_logprob": True, "logprob_start_len": 0, "token_ids_logprob": labels}
+    found = selecting.generate(input_ids=prompt, sampling_params=none, rid="static-scored", **asked)["meta_info"]
+    model = AutoModelForCausalLM.from_pretrained(selecting.folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        theirs = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)[:, labels]
+    rows = found["input_token_ids_logprobs"][1:]  # nothing is before the first token
+    np.testing.assert_allclose([[p for p, *_ in row] for row in rows], theirs, rtol=0, atol=1e-3)
+    ask(selecting, "static")
+
+
 def test_knapsack_changes_set_and_length_as_context_grows(selecting):
     choices = Choice(SETS["weak"], 2, 1.0), Choice(SETS["empty"], 0, 1.0), Choice(SETS["mixed"], 3, 1.0)
     plan = Plan((20, 30, 40), choices, hardware())

@@ -200,7 +200,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             from freedraft.engines.sglang.prompt_states import with_states
 
             result, states = with_states(self._target_worker, batch, pp_proxy_tensors=pp_proxy_tensors)
-            if drafting is not None and states is not None:
+            if drafting is not None:
                 drafting.take_states(batch.reqs, states)
             return result
         return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
