@@ -9,8 +9,7 @@ stream:    requests of several domains at mix ratios 0 to 1 (KNN-SSD, equation 8
            accepted over all draft tokens, expected speed M alpha / ((M - 1) c + alpha) with c the share of weights that
            a draft pass reads (for n draft tokens the same as M / (n c + 1)); plain decoding beside it.
 context:   the knapsack's sets at 256 to 8k tokens of context: tokens per time, predicted and of passes that are timed
-           (acceptance as calibrated), and plain decoding; OFF where that is faster. Its times want a quiet machine:
-           --parts times and --parts context measure, --parts sets between them only searches.
+           (acceptance as calibrated), and plain decoding; OFF where that is faster. Wants a quiet machine.
 
 What is finished is kept in FILE.progress beside the JSON, so that an interrupted run goes on where it was. The JSON
 holds one entry per model; a second model adds its own.
@@ -156,17 +155,13 @@ def single_agreement(host: HostModel, sample: Sample) -> list[float]:
     return host.scores([host.skip([i]) for i in range(host.sublayers)], sample)[0].tolist()
 
 
-def context(
-    host: HostModel, learn: list[Answered], options: argparse.Namespace, steps: Checkpoint, part: str
-) -> dict[str, Any]:
+def context(host: HostModel, learn: list[Answered], options: argparse.Namespace, steps: Checkpoint) -> dict[str, Any]:
     """Sets by context length: predicted and measured tokens per time, and their correlation."""
     sample = sample_of(host, learn, options.tokens, options.seed + 1)
     rows: list[dict[str, Any]] = []
     points: list[tuple[float, float]] = []
     for length in options.contexts:
         times = pass_times(steps.step(f"times at {length}", partial(timed_passes, host, length)))
-        if part == "times":
-            continue
         kept = steps.step("kept", lambda: sorted(knapsack.protected_sublayers(host, sample)))
         weights = integer_weights(times.attention, times.mlp)
         candidates = steps.step(
@@ -180,9 +175,6 @@ def context(
             for d in range(1, 11)
         }
         (best, d), predicted = max(rates.items(), key=lambda item: item[1])
-        if part == "sets":
-            print(f"context {length}: weights {weights}, {len(tried[best][0])} skipped, draft {d}", flush=True)
-            continue
         # Beside the best set some of other sizes, so that more than one point per context is compared.
         others = [int(x) for x in np.linspace(0, len(tried) - 1, 4)]
         measured: dict[int, float] = {}
@@ -216,8 +208,6 @@ def context(
         }
         rows.append(row)
         print(row, flush=True)
-    if part != "context":
-        return {}
     of_best = np.corrcoef([x["predicted"] for x in rows], [x["measured"] for x in rows])[0, 1]
     of_all = np.corrcoef(np.array(points).T)[0, 1]
     print(f"correlation of predicted and measured tokens per time: {of_best:.3f}; {len(points)} sets: {of_all:.3f}")
@@ -305,16 +295,12 @@ def main() -> None:
     parts = {
         "agreement": lambda: agreement(host, everything, held, options, steps),
         "stream": lambda: stream(host, tokenizer, domains, learn, held, options, steps),
-        "times": lambda: context(host, everything, options, steps, "times"),
-        "sets": lambda: context(host, everything, options, steps, "sets"),
-        "context": lambda: context(host, everything, options, steps, "context"),
+        "context": lambda: context(host, everything, options, steps),
     }
     for part in options.parts.split(","):
         start = time.perf_counter()
         figures = parts[part]()
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
-        if not figures:
-            continue
         before = earlier_figures(options.json)
         results = before or {}
         result = results.setdefault(name_of_model, {})

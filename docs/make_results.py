@@ -331,7 +331,7 @@ def lookahead(result: Any) -> str:
 
 
 def selection(result: Any, *_: Any) -> str:
-    """The streams; docs/layerskip.md tells of the agreement and the contexts."""
+    """The streams; docs/layerskip.md tells of the agreement."""
     rows = [
         [model, f"{r['mix']:.1f}", r["selection"], f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}",
          f"{r['expected_speed']:.2f}"]
@@ -340,6 +340,29 @@ def selection(result: Any, *_: Any) -> str:
     ]  # fmt: skip
     head = ["model", "share of shuffled prompts", "selection", "tokens per round", "accepted", "cost of a pass"]
     return table([*head, "expected speed"], rows)
+
+
+def skipped_by_context(result: Any) -> str:
+    parts = []
+    for model in result:
+        found = result[model]["context"]
+        rows = []
+        for r in found["rows"]:
+            best, saving = (
+                f"{one['attention_skipped']} attention, {one['mlp_skipped']} MLP" for one in (r, r["a_fifth_saved"])
+            )
+            rows.append(
+                [model, f"{r['context']:,}", f"{r['attention_ms']:.2f}", f"{r['mlp_ms']:.2f}", best,
+                 f"{r['draft_length']}{', OFF' if r['off'] else ''}", f"{r['predicted']:.1f}", f"{r['measured']:.1f}",
+                 f"{r['plain']:.1f}", saving]
+            )  # fmt: skip
+        head = ["model", "context", "attention, ms", "MLP, ms", "best set skips", "draft length"]
+        head += ["predicted, tokens/s", "timed", "plain", "skipped to save a fifth of the time"]
+        parts.append(
+            f"{table(head, rows)}\n\nCorrelation of predicted and timed rates: {found['correlation']:.2f} over the "
+            f"best sets, {found['correlation_of_all']:.2f} over {len(found['points'])} sets and lengths."
+        )
+    return "\n\n".join(parts)
 
 
 def windowed_speed(*results: Any) -> str:
@@ -674,9 +697,17 @@ SECTIONS = (
     ),
     Section(
         "Which layers, on streams of prompts",
-        ("selection-streams.json", "selection.json", "selection-contexts.json"),
+        ("selection-streams.json", "selection.json"),
         "Expected speed over plain from measured acceptance and pass times.",
         selection,
+    ),
+    Section(
+        "Which layers, by context length",
+        ("selection-contexts.json",),
+        "The knapsack's set and draft length of most tokens per time, with the acceptance that was calibrated: "
+        "predicted from the times of attention, MLPs and a verification, and with passes that are timed as a whole. "
+        "OFF where plain decoding is predicted to be as fast.",
+        skipped_by_context,
     ),
     # What bench/gpu.sh writes, for when somebody has run it.
     Section(
