@@ -72,7 +72,7 @@ def test_an_engine_that_has_ended_leaves_no_model(tiny_model: Path, tmp_path: Pa
     """In a process that goes on, as notebooks and trainers do; without speculation, too."""
     file = tmp_path / "skip.json"
     config = json.loads((tiny_model / "config.json").read_text())
-    SkipSet(config["num_hidden_layers"], [1], [], model_fingerprint(SimpleNamespace(**config))).save(file)
+    SkipSet(config["num_hidden_layers"], [1], [], model_fingerprint(config)).save(file)
     skipping = {"method": "layerskip", "num_speculative_tokens": 2, "skip_set": str(file), "lookahead": "fixed"}
     assert run("end.py", tiny_model, [None, skipping], v2=v2) == [True, True]
 
@@ -96,21 +96,26 @@ def test_all_draft_lengths_have_graphs_however_few_requests_there_are() -> None:
 def test_the_state_behind_a_prompt_is_that_of_its_last_token() -> None:
     """And not that of placeholders, with which vLLM fills a step up."""
     pytest.importorskip("triton")
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+
+    from freedraft.engines.vllm.v2.events import RequestEvents
     from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 
     told: dict[str, list[float]] = {}
     ours = MethodSpeculator.__new__(MethodSpeculator)
     ours.guarded = SimpleNamespace(set_prompt_state=lambda name, state: told.update({name: state.tolist()}))
-    ours.events = SimpleNamespace(in_prompt={"a", "b", "c"})
-    batch = SimpleNamespace(
-        req_ids=["a", "b", "c"], query_start_loc_np=np.array([0, 3, 7, 8]), num_draft_tokens_per_req=np.array([0, 3, 0])
-    )
+    ours.events = RequestEvents(ours.guarded, None, None)
+    batch = InputBatch.make_dummy(3, 8, InputBuffers(max_num_reqs=4, max_num_tokens=8, device=torch.device("cpu")))
+    assert batch.query_start_loc_np.tolist() == [0, 2, 5, 8]
+    a, b, c = batch.req_ids
+    ours.events.in_prompt = {a, b, c}
+    batch.num_draft_tokens_per_req = np.array([0, 2, 0], np.int32)
     states = torch.arange(8.0)[:, None]
     ours._set_prompt_states(batch, states, np.array([True, True, False]))
-    assert told == {"a": [2.0], "b": [3.0]} and ours.events.in_prompt == {"c"}
+    assert told == {a: [1.0], b: [2.0]} and ours.events.in_prompt == {c}
     batch.num_draft_tokens_per_req = None
     ours._set_prompt_states(batch, states, np.array([False, False, True]))
-    assert told["c"] == [7.0]
+    assert told[c] == [7.0]
 
 
 def test_runs_there_with_async_scheduling(served: dict[str, Any]) -> None:
