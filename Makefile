@@ -135,8 +135,6 @@ wheel: $(VLLM)/python.done
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 export FREEDRAFT_TEST_MODEL := $(CURDIR)/$(MODEL)
-# Numba keeps what it compiled beside the code, and overwrites what another version of it did: SGLang's is another.
-demo-sglang test-sglang: export NUMBA_CACHE_DIR := $(CURDIR)/build/numba
 
 # Everything that needs no engine: one half on each of two cores, whatever fails in between.
 check: $(VLLM)/project.done $(MODEL)/config.json

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 from freedraft.method import NodeLogits
 from sssd_plugin import recycled_logits
@@ -34,7 +34,7 @@ MAX_THREADS = 4
 MIN_ROWS = 8  # requests that are worth a thread of their own
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _draft_batch(
     slots, slot_ids, table, bounds, sizes, groups, entries, owners, max_nodes, chain, min_score, trees, weights,
     learned_scratch, paper_scratch,
@@ -72,7 +72,7 @@ def _draft_batch(
             )
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _recycle_batch(
     slots, slot_ids, entries, owners, tokens, parents, counts, top_tokens, top_log_probs, vocab_size, clock
 ):

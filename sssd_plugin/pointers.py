@@ -6,8 +6,10 @@ alive for as long as it is used.
 """
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
+
+from freedraft.compiled import compiled
 
 
 @intrinsic
@@ -18,13 +20,13 @@ def _pointer(typingctx, address, dtype):
     return types.CPointer(dtype.dtype)(types.int64, dtype), codegen
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def int32_at(address, n):
     """Return a view of the n int32 at `address`."""
     return carray(_pointer(address, np.int32), (n,))
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def uint16_at(address, n):
     """Return a view of the n uint16 at `address`."""
     return carray(_pointer(address, np.uint16), (n,))

@@ -14,9 +14,9 @@ import hashlib
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from freedraft.method import TOP_TOKENS
 from sssd_plugin.request_index import mix
 from sssd_plugin.scoring.views import write_context
@@ -61,7 +61,7 @@ def owner_of(tenant: str | None) -> int:
     return int.from_bytes(digest, "little", signed=True) or 1
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _keys(owner, context, filled, keys):
     """Write the keys of the last 1 to ORDERS tokens of a context, newest first; return their number."""
     number = min(filled, ORDERS)
@@ -72,7 +72,7 @@ def _keys(owner, context, filled, keys):
     return number
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def find(recycled, context, filled, keys):
     """Return the number of last tokens, most first, that there is an entry for, and this entry; 0 tokens for none.
 
@@ -90,7 +90,7 @@ def find(recycled, context, filled, keys):
     return 0, np.int64(0)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def put(recycled, context, filled, keys, tokens, log_probs, vocab_size, stamp):
     """Keep the likeliest tokens (int32 [TOP]) and their log-probabilities behind a context, for each order.
 
@@ -119,7 +119,7 @@ def put(recycled, context, filled, keys, tokens, log_probs, vocab_size, stamp):
             entry.costs[t] = min(cost, MAX_COST)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def put_tree(
     recycled, request_tokens, tokens, parents, count, top_tokens, top_log_probs, vocab_size, context, keys, stamp
 ):

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at, uint16_at
 
 # Columns of the slot table: addresses of a request's arrays, their fill and sizes, the seed of their hash functions.
@@ -64,7 +64,7 @@ class Request(NamedTuple):
         return self.tokens, self.previous, self.heads, self.counts, self.gram_previous, self.gram_heads
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _request(slots, s, n):
     size = slots[s, TABLE_SIZE]
     return Request(
@@ -78,13 +78,13 @@ def _request(slots, s, n):
     )
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def request_at(slots, s):
     """Return the `Request` in slot s."""
     return _request(slots, s, slots[s, LENGTH])
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def mix(x):
     """Return a hash of x (uint64) in 64 bits, each of which depends on all of its bits (splitmix64, Steele et al.
     2014)."""
@@ -93,13 +93,13 @@ def mix(x):
     return x ^ (x >> np.uint64(31))
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _mix(x):
     """Return the upper 32 bits of `mix`."""
     return mix(x) >> np.uint64(32)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def find(request, token):
     """Return the entry of `token` in the hash table `heads`, or the empty entry where it belongs."""
     heads, tokens = request.heads, request.tokens
@@ -110,7 +110,7 @@ def find(request, token):
     return i
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def find_gram(request, a, b, c, d):
     """Return the entry of `gram_heads` for the four tokens a, b, c, d, in the order of the text."""
     one = (np.uint64(a) << np.uint64(32)) | np.uint64(b)
@@ -119,7 +119,7 @@ def find_gram(request, a, b, c, d):
     return np.int64((mixed * np.uint64(len(request.gram_heads))) >> np.uint64(32))
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _older_gram(request, i, before, a, b, c, d):
     """Return the first position in the chain from i on, under `before`, that ends a, b, c, d; -1 for none."""
     tokens = request.tokens
@@ -130,7 +130,7 @@ def _older_gram(request, i, before, a, b, c, d):
     return np.int64(i)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def newest_gram(request, before, a, b, c, d):
     """Return the newest position under `before` that ends the tokens a, b, c, d, -1 for none.
 
@@ -140,14 +140,14 @@ def newest_gram(request, before, a, b, c, d):
     return _older_gram(request, request.gram_heads[find_gram(request, a, b, c, d)], before, a, b, c, d)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def older_gram(request, i):
     """Return the newest position under i that ends the same four tokens as i does, -1 for none."""
     tokens = request.tokens
     return _older_gram(request, request.gram_previous[i], i, tokens[i - 3], tokens[i - 2], tokens[i - 1], tokens[i])
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _link_gram(request, i):
     """Put position i at the head of the chain of its last four tokens."""
     tokens = request.tokens
@@ -157,7 +157,7 @@ def _link_gram(request, i):
         request.gram_heads[entry] = i
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def ingest(slots, s, new, shift, target):
     """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow.
 
@@ -188,7 +188,7 @@ def ingest(slots, s, new, shift, target):
     return n >= target
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _update(slots, slot_ids, tokens, starts, ends, contexts, stale, resumed):
     """Append as `RequestIndex.update` does.
 
@@ -211,7 +211,7 @@ def _update(slots, slot_ids, tokens, starts, ends, contexts, stale, resumed):
     return -1 if stale[0] == 0 else -2
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _copy(request, old, n):
     """Fill new arrays with the first n tokens of old ones, of which some may be as large."""
     request.tokens[:n] = old.tokens[:n]

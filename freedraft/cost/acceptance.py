@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _bins() -> NDArray[np.uint8]:
 BIN_OF = _bins()
 
 
-@njit(inline="always")
+@compiled(inline="always")
 def _given_parent(odds, bin_of, score, parents_score, kind, depth):
     """(P(node accepted | parent accepted), the three corrections that made it). odds: exp of the corrections, so that
     nothing but products is needed here."""
@@ -56,7 +56,7 @@ def _given_parent(odds, bin_of, score, parents_score, kind, depth):
     return o / (o + 1.0 - ratio), x, y, d
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def calibrate(odds, bin_of, parents, depths, scores, kinds, counts, out):
     """P(accepted) of every node by what was learnt. out: float64 [B, N]; 1 for the roots."""
     for b in range(len(counts)):
@@ -67,13 +67,13 @@ def calibrate(odds, bin_of, parents, depths, scores, kinds, counts, out):
             out[b, i] = out[b, parent] * p
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _estimate(odds, bin_of, ratios, kinds, depth, out):
     for i in range(len(ratios)):
         out[i], _, _, _ = _given_parent(odds, bin_of, ratios[i], 1.0, kinds[i], depth)
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, rows, source, starts, ends):
     """Move the corrections by what became of a draft: at each node of the true path, which child came next.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from freedraft.compiled import compiled
 from freedraft.cost.step_times import at
 
 FREE = -1
@@ -12,7 +12,7 @@ FREE = -1
 _RANK_BINS = 256
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _rank(p, counts, order):
     """Probabilities of all draft nodes into `order`, falling: sorted roughly by bins, then by insertion."""
     place = np.zeros(_RANK_BINS + 1, np.int32)
@@ -36,7 +36,7 @@ def _rank(p, counts, order):
     return total
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _keep(p, counts, order, n):
     """Truncate the drafts to the n first nodes of `order`; the nodes kept of the longest draft."""
     threshold = order[n - 1] if n > 0 else 2.0
@@ -60,7 +60,7 @@ def _keep(p, counts, order, n):
     return longest
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def allocate(p, counts, n, order):
     """Truncate the drafts to the n likeliest nodes of the batch, or to all where there are fewer.
 
@@ -77,7 +77,7 @@ def allocate(p, counts, n, order):
     return n
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def allocate_best(p, counts, table, drafting, forced, order):
     """Truncate the drafts to the number of nodes that maximises expected tokens per second; 0 is one of them.
 
@@ -108,7 +108,7 @@ def allocate_best(p, counts, table, drafting, forced, order):
     return best, best_tokens / (seconds + drafting) / baseline - 1.0, _keep(p, counts, order, best)
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def allocate_width(p, counts, table, drafting, widths, forced):
     """Truncate all drafts to the one width, out of `widths`, that maximises expected tokens per second; every request
     then costs that many query tokens.

@@ -9,9 +9,9 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
+from freedraft.compiled import compiled
 from freedraft.cost.roofline import Roofline
 from freedraft.draft_model import Recipe
 from freedraft.files import write_json_atomically
@@ -66,7 +66,7 @@ def row_of(batch: int, context: float) -> int:
     return batch_bucket(batch) * CONTEXTS + context_bucket(context)
 
 
-@njit(inline="always")
+@compiled(inline="always")
 def at(table, query_tokens):
     """The value of a table over `CENTRES` at a number of query tokens (compiled code only)."""
     q = min(query_tokens, MAX_QUERY_TOKENS)
@@ -74,7 +74,7 @@ def at(table, query_tokens):
     return table[i] + share * (table[i + 1] - table[i])
 
 
-@njit(cache=True)
+@compiled
 def _correct(delta, count, row, i, error):
     """Learn one time of bucket i of a row: `error` is ln(measured / predicted), already without the common level."""
     seen = count[row, i]
@@ -88,7 +88,7 @@ def _correct(delta, count, row, i, error):
     count[row, i] = min(seen + 1.0, 1e6)
 
 
-@njit(cache=True)
+@compiled
 def _fill(delta, count, out):
     """Write the corrections of a row for every bucket into `out`: a bucket that was seen rarely is drawn towards its
     neighbours, an unseen one takes theirs. 0 everywhere where the row has none."""

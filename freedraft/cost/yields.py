@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from freedraft.cost.explain import TOKENS_PER_STEP, expected_tokens
 
 CHAIN_TOKENS_PER_STEP = {1: 1.0, 2: 1.307, 3: 1.425, 5: 1.491, 9: 1.52, 17: 1.527, 33: 1.529}
@@ -88,7 +88,7 @@ class TreeYields:
         return found
 
 
-@njit(cache=True)
+@compiled
 def _record(scheduled, accepted, tried, good):
     """See `ChainYields`. tried, good: float64 [K], by depth, changed in place."""
     for depth in range(len(tried)):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 
 
@@ -35,7 +35,7 @@ def likeliest(draft: DraftBatch, p: NDArray[np.float64], longest: int) -> Chains
     return chains
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _walk(parents, tokens, p, chain, chances):
     for b in range(len(p)):
         at = 0

@@ -6,8 +6,8 @@ then the prepared store, then what was learnt.
 """
 
 import numpy as np
-from numba import njit
 
+from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.request_index import request_at
 
@@ -21,7 +21,7 @@ OCCURRENCES = 64
 LOOKUPS, HITS, ACCEPTED, SIZE = 0, 1, 4, 8
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _in_request(request, p, following):
     """Return the longest context before position p that occurred earlier, followed by the token at p if `following`."""
     tokens = request.tokens
@@ -38,7 +38,7 @@ def _in_request(request, p, following):
     return best
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _in_store(table, tokens, p, max_context, min_context, following):
     """Return as `_in_request` does, in a store: contexts of `min_context` to `max_context` tokens, else 0."""
     for k in range(min(max_context, p), min_context - 1, -1):
@@ -49,7 +49,7 @@ def _in_store(table, tokens, p, max_context, min_context, following):
     return 0
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def attribute(slots, slot_ids, rows, bounds, groups, static_rows, gained, tally):
     """Add up where the last tokens of these requests come from, and who knows their present context.
 

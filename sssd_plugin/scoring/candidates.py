@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from sssd_plugin import recycled_logits
 from sssd_plugin.request_index import GRAM, find
 from sssd_plugin.scoring.matches import (
@@ -133,7 +133,7 @@ def scratch(max_nodes: int, max_sub_indices: int) -> Scratch:
     )
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _row(token, may_add, stamp, entries, candidates, counts, n):
     """Return the row of `token` among the n candidates, -1 if it has none and gets none, and their number then.
 
@@ -157,7 +157,7 @@ def _row(token, may_add, stamp, entries, candidates, counts, n):
     return np.int64(n), n + 1
 
 
-@njit(nogil=True, cache=True, inline="always")
+@compiled(nogil=True, inline="always")
 def _count_orders(samples, first_column, min_adding, scratch, n):
     """Count the samples of each order in its column, longest first; return the number of candidates.
 
@@ -191,7 +191,7 @@ def _count_orders(samples, first_column, min_adding, scratch, n):
     return n
 
 
-@njit(nogil=True, cache=True, inline="always")
+@compiled(nogil=True, inline="always")
 def _count_matches(request, scratch, node, parent, context_length, n, any_new):
     """Count what followed the matches at a node, by their length, and look for alignments; return as `_row` does.
 
@@ -234,7 +234,7 @@ def _count_matches(request, scratch, node, parent, context_length, n, any_new):
     return n
 
 
-@njit(nogil=True, cache=True, inline="always")
+@compiled(nogil=True, inline="always")
 def gather(store, request, scratch, node, parent, max_samples, context_length):
     """Count the candidates at one node, by source and context length, and return their number.
 
@@ -307,7 +307,7 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
     return n
 
 
-@njit(nogil=True, cache=True, inline="always")
+@compiled(nogil=True, inline="always")
 def gather_recycled(recycled, scratch, context_length, n):
     """Add the likeliest tokens by recycled logits to the n candidates of a node.
 

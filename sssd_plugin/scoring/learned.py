@@ -12,9 +12,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.recycled_logits import MAX_COST, SCALE
 from sssd_plugin.request_index import find
@@ -80,7 +80,7 @@ class Recorded(NamedTuple):
     recycled: NDArray[np.float64]
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _shares(store, candidates, n):
     """Write each candidate's share of all tokens in the store."""
     for c in range(n):
@@ -97,7 +97,7 @@ def _shares(store, candidates, n):
         candidates[c].share *= per_token
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _interpolation(columns, first, orders, discount):
     """Write p <- max(count - discount, 0) / total + (discount * kinds / total) * p; return the longest order seen."""
     longest = 0
@@ -113,7 +113,7 @@ def _interpolation(columns, first, orders, discount):
     return longest
 
 
-@njit(nogil=True, cache=True, inline="always")
+@compiled(nogil=True, inline="always")
 def _choose(store, scratch, n, limit):
     """Write the shortlist, at most `limit` of the n candidates; return its length and both longest orders."""
     candidates, counts, columns, shortlist = scratch.candidates, scratch.counts, scratch.columns, scratch.shortlist
@@ -154,7 +154,7 @@ def _choose(store, scratch, n, limit):
     return m, store_order, input_order
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def variety(column):
     """Return how much the followers of a context differ: one of VARIETIES classes.
 
@@ -171,7 +171,7 @@ def variety(column):
     return 5 if total >= 3 * kinds else 6
 
 
-@njit(nogil=True, cache=True, inline="always")
+@compiled(nogil=True, inline="always")
 def score(store, request, scratch, node, n, order, limit, weights, recycled_weights):
     """Score the most promising of the n candidates that `gather` has counted at a node, at most `limit`.
 
@@ -267,7 +267,7 @@ def score(store, request, scratch, node, n, order, limit, weights, recycled_weig
     return m, weight_set, second_set, recycled_set
 
 
-@njit(nogil=True, cache=True, inline="always")
+@compiled(nogil=True, inline="always")
 def _start(request, store, scratch):
     """Write the ranges of node 0, the root; return the node of its context without its last token, -1 for none."""
     length = len(request.tokens)
@@ -283,7 +283,7 @@ def _start(request, store, scratch):
     return before if length - first > 1 else -1
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _insert(frontier, pending, capacity, score, parent, token, kind):
     """Insert a leaf in order of falling score, behind its equals; return the number held, at most `capacity`."""
     if pending < capacity:
@@ -301,7 +301,7 @@ def _insert(frontier, pending, capacity, score, parent, token, kind):
     return pending
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, tree, scratch, recorded):
     """Draft the best-first tree of at most `max_nodes` nodes, by product of the scores along each path.
 

@@ -8,8 +8,8 @@ up at the root and carried on along drafted paths, where the next token must be 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from freedraft.compiled import compiled
 from sssd_plugin.request_index import GRAM, newest_gram, older_gram
 
 MAX_MATCHES = 64
@@ -26,7 +26,7 @@ POSITION, LENGTH = range(2)  # of a match
 SINCE, KIND = range(1, 3)  # of an alignment: tokens equal since the edit, and what the edit was
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _length(tokens, i, end, known):
     """Return how many tokens up to position i equal those up to position `end`, given that `known` do."""
     match = known
@@ -35,14 +35,14 @@ def _length(tokens, i, end, known):
     return match
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _newest(request, end, before):
     """Return the newest position under `before` whose last four tokens are those at position `end`, -1 for none."""
     tokens = request.tokens
     return newest_gram(request, before, tokens[end - 3], tokens[end - 2], tokens[end - 1], tokens[end])
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _walk(request, end, back, best, length):
     """Look for longer matches of the tokens up to position `end`, at the places of the four that end `back` before it.
 
@@ -67,7 +67,7 @@ def _walk(request, end, back, best, length):
     return best, length, True
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _longest(request, end):
     """Return position and length of the newest of the longest matches of the tokens up to `end`; -1 and 0 for none.
 
@@ -81,7 +81,7 @@ def _longest(request, end):
     return best, length
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def match_root(request, matches):
     """Write the root's matches, newest first: the newest ones, the last of which gives way to a longer older one.
 
@@ -108,7 +108,7 @@ def match_root(request, matches):
     return longest
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def match_child(request, above, matches, context, any_new):
     """Write the matches of a node below the root: those of its parent that go on with its token, else new ones.
 
@@ -133,7 +133,7 @@ def match_child(request, above, matches, context, any_new):
     matches[0, 0] = n
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _evidence(tokens, source, end):
     """Return how many of the tokens up to position `end` equal those up to `source`, or up to a place beside it."""
     most = 0
@@ -145,7 +145,7 @@ def _evidence(tokens, source, end):
     return most
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def align_root(request, longest, alignments):
     """Write the root's alignments; return how many tokens were copied before the edit, 0 where there was none, and how
     many of the 32 before the one where the copy began.
@@ -183,7 +183,7 @@ def align_root(request, longest, alignments):
     return run, evidence
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def align_child(request, above, alignments, token):
     """Write the alignments of a node below the root: those of its parent that go on with its token."""
     tokens = request.tokens

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import find_ngram, suffixes_of
 from sssd_plugin.request_index import find
 from sssd_plugin.scoring.views import add_node, record
@@ -67,7 +67,7 @@ def scratch() -> Scratch:
     )
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _insert_sorted(tokens, suffixes, lo, hi, offset, take, trie, path, used):
     """Insert evenly spaced suffixes of [lo, hi), which are sorted, into the trie; return its number of nodes.
 
@@ -113,7 +113,7 @@ def _insert_sorted(tokens, suffixes, lo, hi, offset, take, trie, path, used):
     return used
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _store_trie(table, tokens, trie, path):
     """Build the trie of sampled continuations (Algorithm 2)."""
     trie[0].first = -1
@@ -131,7 +131,7 @@ def _store_trie(table, tokens, trie, path):
             break
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _push(heap, size, order, score, node, match, parent):
     """Add an entry to the heap, highest score on top, then lowest order; return the next size and order."""
     i = size
@@ -146,7 +146,7 @@ def _push(heap, size, order, score, node, match, parent):
     return size + 1, order + 1
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _pop(heap, size):
     """Drop the top of a heap that then has `size` entries."""
     score, order = heap[size].score, heap[size].order
@@ -167,7 +167,7 @@ def _pop(heap, size):
     heap[i] = heap[size]
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _occurrences(request, members):
     """Write the newest occurrences of the last token and how far they match (Algorithm 1); return their number."""
     tokens = request.tokens
@@ -185,7 +185,7 @@ def _occurrences(request, members):
     return filled
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _expand(tokens, node, groups, counts, members, used, filled):
     """Group the members of `node` by the token that follows; return the numbers of groups and members in use."""
     parent = groups[node]
@@ -224,7 +224,7 @@ def _expand(tokens, node, groups, counts, members, used, filled):
     return used, filled
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def draft_tree(request, table, max_nodes, chain, min_score, tree, scratch):
     """Merge all sources, best first, into a tree of at most `max_nodes` nodes (Algorithm 3); return their number.
 

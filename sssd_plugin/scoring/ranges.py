@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import bucket, find_ngram, narrow, narrow_bucket, narrow_within, suffixes_of
 
 STORE_ORDERS = 4  # contexts of 1 to 4 tokens, and one of many
@@ -12,7 +12,7 @@ MANY = STORE_ORDERS
 MANY_SIZES = (8, 12, 16, 24, 32, 48, 64)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _narrow_many(table, ranges, source, target, k, known, token, many):
     """Narrow range k of `source`, of `known` tokens, to what goes on with `token`: the range of many of `target`."""
     for j in range(len(table)):
@@ -26,7 +26,7 @@ def _narrow_many(table, ranges, source, target, k, known, token, many):
                 ranges[target, j, MANY, 1] = hi
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def find_many(table, ranges, many, node, tokens):
     """Write the node's range of many tokens: of as many of the last in `tokens` as the store has, by MANY_SIZES."""
     many[node] = 0
@@ -47,7 +47,7 @@ def find_many(table, ranges, many, node, tokens):
             break
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def advance(table, ranges, many, samples, source, target, token):
     """Write the ranges of node `target`: the context of `source` followed by `token`.
 
@@ -99,7 +99,7 @@ def advance(table, ranges, many, samples, source, target, token):
         ranges[target, j, 0, 1] = hi
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _sample(table, ranges, node, k, offset, size, max_samples, out):
     """Take the tokens at `offset` of evenly spaced members of the node's range k, all sub-indices end to end.
 
@@ -130,7 +130,7 @@ def _sample(table, ranges, node, k, offset, size, max_samples, out):
         at -= part
 
 
-@njit(nogil=True, cache=True, inline="always")
+@compiled(nogil=True, inline="always")
 def sample_orders(table, ranges, node, orders, many, skip, max_samples, out):
     """Sample the node's ranges of `orders` tokens and of fewer, at the token after the next `skip`.
 

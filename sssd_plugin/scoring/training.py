@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
@@ -68,7 +68,7 @@ class Model(NamedTuple):
         return cls(weights, weights[0].copy(), gated, *sums, recycled, np.zeros_like(recycled))
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _learn(model, seen, node, token, rate):
     """Take one step of AdaGrad on the log-loss of `token`, for the shared weights and those of the node's sets."""
     first, second = seen.weight_sets[node]
@@ -87,7 +87,7 @@ def _learn(model, seen, node, token, rate):
             model.weights[g, f] = model.shared[f] + model.gated[g, f]
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _learn_recycled(model, seen, node, token, rate):
     """Take one step of AdaGrad on the log-loss of `token` for the weights of recycled logits."""
     own = seen.recycled_sets[node]
@@ -100,7 +100,7 @@ def _learn_recycled(model, seen, node, token, rate):
         model.recycled[own, f] -= rate * gradient / np.sqrt(model.recycled_sum[own, f] + EPSILON)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _replay(
     slots, s, truth, position, store, max_nodes, rate, model, tree, scratch, seen, recycled, start, top_tokens,
     top_log_probs,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from freedraft.compiled import compiled
 
 
 class Store(NamedTuple):
@@ -36,7 +37,7 @@ def record(floats: str, ints: str) -> np.dtype:
     return np.dtype([(name, "f8") for name in floats.split()] + [(name, "i4") for name in ints.split()], align=True)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def add_node(tree, i, token, parent, score, kind):
     """Write node i; the root's parent is -1."""
     tree.tokens[i] = token
@@ -46,7 +47,7 @@ def add_node(tree, i, token, parent, score, kind):
     tree.kinds[i] = kind
 
 
-@njit(nogil=True, cache=True, inline="always")
+@compiled(nogil=True, inline="always")
 def write_context(request_tokens, tokens, parents, node, context):
     """Write the last tokens at a node of a tree, newest first, as many as `context` holds, and return their number.
 

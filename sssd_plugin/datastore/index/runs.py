@@ -13,9 +13,9 @@ from itertools import compress
 from typing import Any, Protocol
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, Snapshot, SubIndex, direct_buckets
 from sssd_plugin.datastore.index.suffix_sort import fill_sparse, fill_starts, merge_into, sort_into, sort_sections
 
@@ -23,12 +23,12 @@ _LARGE = 1 << 18  # bytes
 _BUCKETS_FROM = 4  # direct buckets cost 4 bytes an id, so only runs of at least a quarter as many tokens have them
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _direct_of(n, direct):
     return direct if _BUCKETS_FROM * n >= direct else 0
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _with_tables(tokens, order, direct):
     """Return the arrays of a `SubIndex` of sorted suffixes, with buckets for the ids below `direct`."""
     starts = np.zeros(_direct_of(len(tokens) - PAD, direct) + 1, np.int32)
@@ -41,7 +41,7 @@ def _with_tables(tokens, order, direct):
 # Each of these makes the arrays of a run in one call, so that a thread asks for the GIL once and not for every array.
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _with_document(older, older_order, document, direct):
     old, end = len(older) - PAD, len(older) - PAD + len(document)
     tokens = np.full(end + 1 + PAD, SEPARATOR, np.int32)
@@ -54,7 +54,7 @@ def _with_document(older, older_order, document, direct):
     return _with_tables(tokens, order, direct)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _merged(older, older_order, newer, newer_order, direct):
     old = len(older) - PAD
     tokens = np.empty(old + len(newer), np.int32)
@@ -65,7 +65,7 @@ def _merged(older, older_order, newer, newer_order, direct):
     return _with_tables(tokens, order, direct)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _without(tokens, order, excess, keep, direct):
     """Leave out documents, and say how many are left out only because they start in the first `excess` tokens."""
     n = len(tokens) - PAD

@@ -1,19 +1,19 @@
 """Compiled look-ups in the sub-indices of a `Snapshot.table`, whose columns `sub_index.TABLE_COLUMNS` names."""
 
 import numpy as np
-from numba import njit
 
+from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.sub_index import PAD, SPARSE_STEP
 from sssd_plugin.pointers import int32_at
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def narrow(tokens, suffixes, lo, hi, offset, token):
     """Return the range (lo, hi) of suffixes[lo:hi], which share `offset` tokens, that goes on with `token`."""
     return narrow_within(tokens, suffixes, lo, hi, lo, hi, offset, token)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def narrow_within(tokens, suffixes, a, b, c, d, offset, token):
     """Narrow as `narrow` does, with the start of the part known to lie in [a, b] and its end in [c, d]."""
     while a < b:
@@ -38,13 +38,13 @@ def narrow_within(tokens, suffixes, a, b, c, d, offset, token):
     return first, a
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def suffixes_of(table, j):
     """Return the tokens (int32 [n + PAD]) and the suffix array (int32 [m]) of sub-index j."""
     return int32_at(table[j, 0], table[j, 3] + PAD), int32_at(table[j, 1], table[j, 4])
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def bucket(table, j, token):
     """Return the suffixes of sub-index j that begin with `token`: (lo, hi)."""
     if 0 <= token < table[j, 5]:
@@ -56,7 +56,7 @@ def bucket(table, j, token):
     return narrow(tokens, suffixes, 0, table[j, 4], 0, token)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _first_not_below(sparse, a, b, token):
     """Return the first place in [a, b) of the sparse index whose entry is not below `token`, or b."""
     while a < b:
@@ -68,7 +68,7 @@ def _first_not_below(sparse, a, b, token):
     return a
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def narrow_bucket(table, j, lo, hi, token):
     """Narrow part of a bucket of sub-index j with offset 1, where the sparse index says."""
     tokens, suffixes = suffixes_of(table, j)
@@ -84,7 +84,7 @@ def narrow_bucket(table, j, lo, hi, token):
     return narrow_within(tokens, suffixes, a, b, c, d, 1, token)
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def find_ngram(table, j, tokens, start, length):
     """Return the range (lo, hi) of the suffixes of sub-index j that begin with tokens[start:start + length]."""
     text, suffixes = suffixes_of(table, j)

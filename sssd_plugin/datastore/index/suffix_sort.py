@@ -5,8 +5,8 @@ reads (a match, and a draft behind it, of at most 64 each), so text that repeats
 """
 
 import numpy as np
-from numba import njit
 
+from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.sub_index import PAD, SPARSE_STEP
 
 DEPTH = 128
@@ -16,7 +16,7 @@ _SMALL = 12
 _STACK = 256
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _before(tokens, p, q, depth):
     """Return whether suffix p comes before suffix q; both share their first `depth` tokens."""
     for d in range(depth, DEPTH):
@@ -28,7 +28,7 @@ def _before(tokens, p, q, depth):
     return False
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def sort_into(tokens, begin, end, order):
     """Sort the suffixes of tokens[begin:end] that do not start with a separator into `order`; return their number.
 
@@ -91,7 +91,7 @@ def sort_into(tokens, begin, end, order):
     return n
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def merge_into(tokens, first, second, shift, order):
     """Merge two sorted lists of suffixes of `tokens`; on a tie the first list's come first.
 
@@ -114,14 +114,14 @@ def merge_into(tokens, first, second, shift, order):
         n += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def fill_sparse(tokens, order, sparse):
     """Fill `SubIndex.sparse_index` of a suffix array (int32 [m])."""
     for i in range((len(order) + SPARSE_STEP - 1) // SPARSE_STEP):
         sparse[i] = tokens[order[i * SPARSE_STEP] + 1]
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def fill_starts(tokens, starts):
     """Fill `SubIndex.bucket_starts` (int32 [D + 1], zeros) of tokens (int32 [n + PAD])."""
     direct = len(starts) - 1
@@ -132,7 +132,7 @@ def fill_starts(tokens, starts):
         starts[i + 1] += starts[i]
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def sort_sections(tokens, ends, direct):
     """Sort sections of a text, each for itself.
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.suffix_sort import DEPTH
 
 BLOCK = 256
 
 
-@njit(nogil=True, cache=True)
+@compiled(nogil=True)
 def _keys(tokens, seed):
     """Return a hash of each full block of tokens (int32 [n]), chained to the ones before: uint64 [n // BLOCK]."""
     keys = np.empty(len(tokens) // BLOCK, np.uint64)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 
 
@@ -47,7 +47,7 @@ def write_drafts(
     return counts
 
 
-@njit(cache=True)
+@compiled
 def _write(tokens, parents, limits, rows, branches, out, masks, out_parents, slots, counts):
     for b in range(len(rows)):
         row, slot = rows[b], slots[b]

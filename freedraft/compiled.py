@@ -1,0 +1,82 @@
+"""Compiled functions, whose code several processes may cache on disk and no upgrade leaves stale.
+
+numba's own cache is made for one writer. It names a data file by counting those that the index holds, and writes the
+index first: of two servers that start at once, one can leave an index that names the other's code, and whoever loads
+that fails from then on. And it looks at the file of the outermost function only, not at those of what this calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.dispatcher import Dispatcher
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = tuple(Path(__file__).parents[1] / name for name in ("freedraft", "sssd_plugin", "layerskip_plugin"))
+
+
+def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """`numba.njit` that keeps the code on disk where it can: a decorator, with or without numba's options."""
+    if function is None:
+        return partial(compiled, **options)
+    dispatcher = numba.njit(**options)(function)
+    if isinstance(dispatcher, Dispatcher):  # it is the function itself where NUMBA_DISABLE_JIT is set
+        try:
+            dispatcher._cache = _Cache(function)
+        except RuntimeError:  # numba finds no folder that can be written
+            _warn("no folder for it can be written")
+    return dispatcher
+
+
+@cache
+def _sources() -> str:
+    """Digest of all sources, read once: whichever of them changed, all code is compiled again."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for source in sorted(package.rglob("*.py")):
+            digest.update(f"{source.relative_to(package.parent)}\n".encode())
+            digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _warn(problem: str) -> None:
+    logger.warning("code is not kept on disk and compiled at every start (NUMBA_CACHE_DIR): %s", problem)
+
+
+class _File(IndexDataCacheFile):
+    """A data file for each signature, named by it, and no index."""
+
+    def load(self, key: Any) -> Any:
+        try:
+            sources, known, data = self._load_data(self._name(key))
+        except Exception:  # no file, half a file: unpickling may raise anything
+            return None
+        return data if (sources, known) == (self._source_stamp, key) else None
+
+    def save(self, key: Any, data: Any) -> None:
+        self._save_data(self._name(key), (self._source_stamp, key, data))
+
+    def _name(self, key: Any) -> str:
+        digest = hashlib.sha256(f"{self._version} {key!r}".encode()).hexdigest()
+        return str(self._data_name(int(digest[:12], 16)))
+
+
+class _Cache(FunctionCache):
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__(function)
+        self._cache_file = _File(self._cache_path, self._impl.filename_base, _sources())
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:  # a full disk costs the next start, not this one
+            _warn(error.strerror or "unknown error")

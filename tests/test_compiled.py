@@ -1,0 +1,157 @@
+"""Compiled code on disk: several processes write it at once, sources change, the disk refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from freedraft import compiled
+
+LIMIT_S = 300
+
+
+def python(code: str, *arguments: object, folder: Path | None = None, **environment: str) -> str:
+    """What another process prints that runs `code`, and imports from `folder` first."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A folder to import from: `freedraft.outer` calls `freedraft.inner`, and both are compiled."""
+    folder = tmp_path / "freedraft"
+    folder.mkdir()
+    shutil.copy(compiled.__file__, folder)
+    (folder / "__init__.py").touch()
+    (folder / "outer.py").write_text(
+        "from freedraft.compiled import compiled\nfrom freedraft.inner import price\n"
+        "@compiled\ndef outer(x):\n    return x + price()\n"
+    )
+    set_price(folder, 1)
+    return tmp_path
+
+
+def set_price(folder: Path, value: int) -> None:
+    source = folder / "inner.py"
+    source.write_text(f"from freedraft.compiled import compiled\n@compiled\ndef price():\n    return {value}\n")
+    os.utime(source, (0, 0))  # as reproducible builds have it: neither its time nor its size tells
+
+
+RUN = "import sys; from freedraft.outer import outer; print(outer(int(sys.argv[1])), sum(outer.stats[1].values()))"
+
+
+def run(package: Path, x: int, **environment: str) -> str:
+    """The result, and how many signatures were loaded from the disk."""
+    return python(RUN, x, folder=package, **environment)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_an_upgrade_of_a_called_function_takes_effect(package: Path, elsewhere: bool) -> None:
+    """Also in a folder that outlives an installation, as a volume of an image does."""
+    where = {"NUMBA_CACHE_DIR": str(package / "cache")} if elsewhere else {}
+    assert run(package, 1, **where) == "2 0\n"
+    assert run(package, 1, **where) == "2 1\n"
+    set_price(package / "freedraft", 5)
+    assert run(package, 1, **where) == "6 0\n"
+    assert run(package, 1, **where) == "6 1\n"
+
+
+def test_the_second_start_compiles_nothing() -> None:
+    """All that a drafter calls is found on disk: no part of what names a file differs between processes."""
+    code = """
+import sys
+from numba.core.dispatcher import Dispatcher
+from sssd_plugin.drafter import Drafter
+Drafter(vocab_size=100, max_nodes=8, recycle_megabytes=1)
+functions = {f for m in list(sys.modules.values()) for f in vars(m).values() if isinstance(f, Dispatcher)}
+stats = [f.stats for f in functions]
+print(sum(sum(s.cache_hits.values()) for s in stats), sum(sum(s.cache_misses.values()) for s in stats))
+"""
+    python(code)
+    hits, misses = map(int, python(code).split())
+    assert hits > 0 and misses == 0
+
+
+@pytest.mark.parametrize("damage", [b"", b"half"])
+def test_half_a_file_is_compiled_again(package: Path, damage: bytes) -> None:
+    run(package, 1)
+    files = list((package / "freedraft" / "__pycache__").glob("*.nbc"))
+    assert files
+    for file in files:
+        file.write_bytes(damage)
+    assert run(package, 1) == "2 0\n"
+    assert run(package, 1) == "2 1\n"
+
+
+def test_no_folder_that_can_be_written(package: Path) -> None:
+    """As in a container with a read-only root: it serves, and one line says what that costs."""
+    answer = run(package, 1, NUMBA_CACHE_LOCATOR_CLASSES="IPythonCacheLocator")  # finds no folder for a file of source
+    assert answer.startswith("2 0\n") and answer.count("no folder") == 1
+
+
+def test_a_disk_that_takes_no_more(package: Path) -> None:
+    full = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    full += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    answer = python(full + RUN, 1, folder=package, PYTHONDONTWRITEBYTECODE="1")
+    assert answer.startswith("2 0\n") and "File too large" in answer
+    assert run(package, 1) == "2 0\n"
+
+
+WRITER = """
+import json, sys, time
+from pathlib import Path
+from freedraft.compiled import FunctionCache, _Cache
+from freedraft.outer import outer
+me, others, rounds, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+
+def meet(name):  # all have come here
+    (folder / f"{name}-{me}").touch()
+    while sum((folder / f"{name}-{other}").exists() for other in range(others)) < others:
+        time.sleep(0)
+
+wrong = 0
+for i in range(rounds):
+    files = CACHE(outer.py_func)._cache_file
+    meet(f"start-{i}")
+    files.save((i, me), [i, me] * 1000)
+    meet(f"saved-{i}")
+    for other in range(others):
+        wrong += files.load((i, other)) != [i, other] * 1000
+    meet(f"read-{i}")
+print(json.dumps(wrong))
+"""
+
+
+def wrong_loads(package: Path, which: str) -> int:
+    """How many of 900 loads give something else than was saved for that signature, by three processes at once."""
+    at_once, rounds = 3, 100
+    (package / "meet").mkdir()
+    arguments = [str(at_once), str(rounds), str(package / "meet")]
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER.replace("CACHE", which), str(me), *arguments],
+            cwd=package,
+            stdout=subprocess.PIPE,
+        )
+        for me in range(at_once)
+    ]
+    said = [writer.communicate(timeout=LIMIT_S)[0] for writer in writers]
+    assert not any(writer.returncode for writer in writers)
+    wrong: list[Any] = [json.loads(text) for text in said]
+    return sum(wrong)
+
+
+def test_servers_that_start_at_once(package: Path) -> None:
+    """With `FunctionCache`, numba's own, some 130 of these loads give what another process saved, and 430 nothing."""
+    assert wrong_loads(package, "_Cache") == 0
