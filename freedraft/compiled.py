@@ -31,7 +31,7 @@ def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if isinstance(dispatcher, Dispatcher):  # it is the function itself where NUMBA_DISABLE_JIT is set
         try:
             dispatcher._cache = _Cache(function)
-        except RuntimeError:  # numba finds no folder that can be written
+        except (RuntimeError, OSError):  # numba finds no folder that can be written; the sources are being replaced
             _warn("no folder for it can be written")
     return dispatcher
 
@@ -41,7 +41,7 @@ def _sources() -> str:
     """Digest of all sources, read once: whichever of them changed, all code is compiled again."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        for source in sorted(package.rglob("*.py")):
+        for source in sorted(filter(Path.is_file, package.rglob("*.py"))):  # an editor's lock is a link to nothing
             digest.update(f"{source.relative_to(package.parent)}\n".encode())
             digest.update(source.read_bytes())
     return digest.hexdigest()

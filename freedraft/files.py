@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durable: boo
     Raises:
         OSError: the disk refuses; `path` is as it was, and no temporary file is left.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         try:
@@ -106,5 +107,7 @@ class FileLock:
     def release(self) -> None:
         """Let others have it; may be called twice."""
         if self._fd is not None:
+            with contextlib.suppress(OSError):  # closing is not enough where a forked process has the file too
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = None

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,21 @@ lock = FileLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """
+FORK = """
+import os, sys
+from pathlib import Path
+from freedraft.files import FileLock
+lock = FileLock(Path(sys.argv[1]))
+if os.fork():
+    lock.release()
+    print("released", flush=True)
+sys.stdin.read()
+"""
 
 
 def start(code: str, path: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline()
     return process
 
@@ -81,6 +93,31 @@ def test_a_disk_that_refuses_leaves_what_was(tmp_path: Path, monkeypatch: pytest
         one_line_error("write", path),
     ):
         write_json_atomically(path, {"new": 1}, durable=durable)
+
+
+def test_several_write_the_same_file(tmp_path: Path) -> None:
+    """Threads here; also processes of two containers, whose ids are the same."""
+    path = tmp_path / "file"
+
+    def write(letter: bytes) -> None:
+        for _ in range(200):
+            write_atomically(path, letter * 100_000, durable=False)
+            content = path.read_bytes()
+            assert len(content) == 100_000 and len(set(content)) == 1
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, [b"a", b"b", b"c", b"d"]))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_is_free_though_a_fork_has_its_file(tmp_path: Path) -> None:
+    process = start(FORK, tmp_path)
+    try:
+        FileLock(tmp_path).release()
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
 
 
 @pytest.mark.parametrize("folder", [False, True])

@@ -14,6 +14,7 @@ import yaml
 
 from freedraft.config import ConfigError, configs_dir
 from freedraft.cost.hardware import HardwareProfile
+from freedraft.files import write_atomically
 
 _SECONDS = 1.5  # per measurement
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -89,7 +90,7 @@ def write(profile: HardwareProfile, path: Path | None = None, *, force: bool = F
     values["devices"] = list(profile.devices)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        write_atomically(path, yaml.safe_dump(values, sort_keys=False).encode(), mode=0o666)
     except OSError as error:
         raise ConfigError(f"cannot write {path} ({error.strerror}): give --out FILE.yaml") from None
     return path

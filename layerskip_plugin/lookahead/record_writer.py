@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from layerskip_plugin.lookahead.base import Lookahead
 from layerskip_plugin.lookahead.records import Recording
+
+logger = logging.getLogger("freedraft.layerskip")
 
 SAVE_SECONDS = 10.0
 """Records are written when no request is left, and while some run, this often at most."""
@@ -38,8 +41,8 @@ class RecordWriter:
             idle or time.monotonic() > self._saved + SAVE_SECONDS
         ):
             return
-        self._saved, self._kept = time.monotonic(), self._recording.kept
-        self._thread = threading.Thread(target=self._recording.save, args=(self._prices(),), daemon=True)
+        self._saved = time.monotonic()
+        self._thread = threading.Thread(target=self._save, args=(self._recording, self._prices()), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -47,5 +50,13 @@ class RecordWriter:
         if self._thread is not None:
             self._thread.join()
         if self._recording is not None and self._recording.kept != self._kept:
-            self._recording.save(self._prices())
-            self._kept = self._recording.kept
+            self._save(self._recording, self._prices())
+
+    def _save(self, recording: Recording, prices: tuple[float, float] | None) -> None:
+        kept = recording.kept
+        try:
+            recording.save(prices)
+        except OSError as error:
+            logger.warning("freedraft: cannot write %s: %s; it is tried again", recording.path, error.strerror)
+        else:
+            self._kept = kept

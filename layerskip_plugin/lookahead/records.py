@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft_model import Recipe
+from freedraft.files import write_atomically
 from freedraft.hybrid.choice import RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
 
@@ -54,11 +56,12 @@ class Verifications:
         return replace(self, **arrays)
 
     def save(self, path: Path) -> None:
-        """Write a compressed .npz."""
+        """Write a compressed .npz, which nobody sees in part."""
         arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ABOUT}
         about = json.dumps({"format": FORMAT, "model": self.model, "prices": self.prices})
-        with path.open("wb") as file:
-            np.savez_compressed(file, about=np.array(about), **arrays)
+        file = io.BytesIO()
+        np.savez_compressed(file, about=np.array(about), **arrays)
+        write_atomically(path, file.getvalue(), mode=0o666)
 
     @classmethod
     def load(cls, path: Path) -> Verifications:

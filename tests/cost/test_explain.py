@@ -16,6 +16,7 @@ from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.profiling import write
 from freedraft.cost.roofline import Roofline
+from tests.support.disks import full_disk
 
 LLAMA3_8B = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -92,6 +93,9 @@ def test_a_machine_is_measured_and_its_profile_loads(tmp_path: Path, monkeypatch
     assert again.exit_code == 2 and "tpu" in again.output
     with pytest.raises(ConfigError, match="--force"):
         write(profile, out)
+    with full_disk(20), pytest.raises(ConfigError, match="cannot write"):
+        write(profile, out, force=True)
+    assert HardwareProfile.load(out) == profile  # the one that was there
     write(profile, out, force=True)
     assert HardwareProfile.load(out) == profile
 

@@ -522,6 +522,57 @@ def test_a_host_fetches_once(folder_url: str, monkeypatch: pytest.MonkeyPatch) -
     assert len(fetched) == len(set(fetched)) > 0
 
 
+def test_a_copy_whose_removal_was_killed_is_whole_or_gone(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generations = []
+    for text in ([1, 2, 3], [4, 5, 6]):
+        with_documents(folder_url, [text], [A])
+        compact(folder_url)
+        generations.append(Bucket(folder_url).newest())
+    first, second = generations
+    assert first is not None and second is not None
+    path = Bucket(folder_url).fetch(first)
+
+    def killed(folder: Path, **how: bool) -> None:
+        if folder.is_dir() and (links := [part for part in folder.iterdir() if part.is_symlink()]):
+            links[0].unlink()
+            raise SystemExit
+
+    with monkeypatch.context() as broken, suppress(SystemExit):
+        broken.setattr(buckets.shutil, "rmtree", killed)
+        Bucket(folder_url).fetch(second)
+    assert Bucket(folder_url).fetch(first) == path
+    Datastore.open(path).close()
+
+
+def test_a_start_beside_a_neighbour_that_fetches(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It removes what this server has just fetched, since there is a newer generation."""
+    with_documents(folder_url, [[1, 2, 3]], [A])
+    compact(folder_url)
+    fetch, removed = Bucket.fetch_newest, []
+
+    def fetch_newest(bucket: Bucket) -> tuple[buckets.Generation, Path] | None:
+        found = fetch(bucket)
+        if found and not removed:
+            removed.append(found[1])
+            shutil.rmtree(found[1])
+        return found
+
+    monkeypatch.setattr(Bucket, "fetch_newest", fetch_newest)
+    check_live(folder_url, VOCAB, None, "tenant")
+    assert removed and removed[0].exists()
+
+
+def test_a_start_with_a_damaged_copy(folder_url: str) -> None:
+    with_documents(folder_url, [[1, 2, 3]], [A])
+    compact(folder_url)
+    newest = Bucket(folder_url).newest()
+    assert newest is not None
+    (Bucket(folder_url).fetch(newest) / "manifest.json").write_bytes(b"")
+    server = open_live(folder_url, VOCAB)
+    wait_until(lambda: reached(server) and count(server, A, [1, 2, 3]) == 1)
+    server.close()
+
+
 def test_a_store_that_was_built_is_part_of_the_fleet(folder_url: str, tmp_path: Path) -> None:
     build_store(tmp_path / "bucket", [[5, 6, 7]], VOCAB)
     server = open_live(folder_url, VOCAB)

@@ -20,6 +20,7 @@ from sssd_plugin.datastore.live.database import LearntDatabase, keep_shares
 from sssd_plugin.datastore.live.log import DocumentLog
 from sssd_plugin.datastore.live.store import check_live, open_live
 from sssd_plugin.datastore.records import Record
+from tests.support.disks import full_disk
 from tests.support.stores import read_only_folder
 from tests.support.waiting import wait_until
 
@@ -274,6 +275,14 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
     for attempt in (log_of, check):
         with pytest.raises(DatastoreError, match=r"file system without locks .* choose a datastore on another disk"):
             attempt(tmp_path)
+
+
+def test_a_full_disk_is_not_taken_for_one_without_locks(tmp_path: Path) -> None:
+    (tmp_path / "live").mkdir()
+    with full_disk(), pytest.raises(DatastoreError, match="File too large") as error:
+        log_of(tmp_path)
+    assert "locks" not in str(error.value)
+    log_of(tmp_path).close()
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,37 @@ def test_a_damaged_file_leaves_nothing_in_the_cache(tmp_path: Path, url: str) ->
     memory.rm_file(name)
     with pytest.raises(DatastoreError, match="no datastore at"):
         local_copy(url, tmp_path / "cache")
+
+
+def test_the_last_copy_that_is_whole(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the store is out of reach: not one that a killed process was fetching, nor one that somebody removes."""
+    cache = tmp_path / "cache"
+    copy = local_copy(url, cache)
+    for name in (f".{copy.name}.1234", "removed"):
+        shutil.copytree(copy, copy.with_name(name), symlinks=True)
+    stat = Path.stat
+
+    def vanished(path: Path, **how: bool) -> os.stat_result:
+        if path.name == "removed":
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return stat(path, **how)
+
+    def down(*arguments: object, **how: object) -> None:
+        raise ConnectionError("down")
+
+    for name in ("ls", "cat_file", "exists"):
+        monkeypatch.setattr(type(fsspec.filesystem("memory")), name, down)
+    monkeypatch.setattr(Path, "stat", vanished)
+    assert local_copy(url, cache) == copy
+
+
+def test_a_copy_that_a_power_cut_damaged_is_fetched_again(tmp_path: Path, url: str) -> None:
+    cache = tmp_path / "cache"
+    copy = local_copy(url, cache)
+    (copy / "manifest.json").write_bytes(b"")
+    assert local_copy(url, cache) == copy
+    with Datastore.open(copy) as store:
+        assert documents_of(store.snapshot.sub_indices[0]) == TEXTS
 
 
 def test_commands_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

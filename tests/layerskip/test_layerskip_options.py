@@ -13,8 +13,11 @@ from lookahead_tools import RECIPE, Driver, KnownCosts
 from freedraft.config import ConfigError
 from freedraft.method import EngineContext
 from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed, PerSet, Recording
+from layerskip_plugin.lookahead.record_writer import RecordWriter
+from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+from tests.support.disks import full_disk
 
 SIZES = {
     "model_type": "llama",
@@ -88,7 +91,7 @@ def test_how_far_fixed_drafts() -> None:
     assert lengths == [7, 5, 3, 3]
 
 
-def test_verifications_are_recorded_for_one_set_only(tmp_path: Path) -> None:
+def test_verifications_are_recorded_for_one_set_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = LayerSkipOptions.parse({"record": str(tmp_path / "seen.npz"), "lookahead": "fixed", "length": 4})
     recording = options.make_lookahead(CHAINS, [RECIPE, RECIPE], COSTS)
     assert isinstance(recording, Recording)
@@ -99,6 +102,14 @@ def test_verifications_are_recorded_for_one_set_only(tmp_path: Path) -> None:
     assert sorted(zip(records.request.tolist(), records.accepted.tolist(), strict=True)) == [
         (0, False), (1, False), (1, True),
     ]  # fmt: skip
+    writer = RecordWriter(recording, lambda: None)
+    with full_disk(20):
+        writer.close()
+    assert "cannot write" in caplog.text
+    assert len(Verifications.load(recording.path)) == len(records)  # as saved before
+    recording.path.unlink()
+    writer.close()
+    assert len(Verifications.load(recording.path)) == len(records)
     assert not isinstance(LayerSkipOptions().make_lookahead(CHAINS, [RECIPE], COSTS), Recording)
     with pytest.raises(ConfigError, match=r"'record'.*folder"):
         LayerSkipOptions.parse({"record": "/no/such/folder/seen.npz"})

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from freedraft.files import FileLock, write_atomically
+from freedraft.files import FileLock, fsync_folder, write_atomically
 from sssd_plugin.datastore.disk.checksum import check_contents, check_size
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, read_manifest
 from sssd_plugin.datastore.errors import DatastoreError, first_line, reporting
@@ -180,9 +180,12 @@ class Bucket:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = FileLock(self.folder / "lock", create=True, wait=True)
         try:
-            if not target.exists():
+            try:
+                manifest = read_manifest(target)
+            except DatastoreError:  # not here yet, or damaged
+                _remove(target)
                 self._fetch(target, generation.content)
-            manifest = read_manifest(target)
+                manifest = read_manifest(target)
             with reporting("write", target):
                 os.utime(target)
                 self._remove_old(target, manifest)
@@ -192,8 +195,11 @@ class Bucket:
 
     def last_copy(self) -> Path | None:
         """Return the store that was fetched last."""
-        copies = [path.parent for path in self.folder.glob(f"*/{MANIFEST}")]
-        return max(copies, key=lambda path: path.stat().st_mtime, default=None)
+        copies = []
+        for manifest in self.folder.glob(f"[!.]*/{MANIFEST}"):
+            with contextlib.suppress(OSError):  # another process removes it
+                copies.append((manifest.parent.stat().st_mtime, manifest.parent))
+        return max(copies)[1] if copies else None
 
     def _fetch(self, target: Path, content: bytes) -> None:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -215,13 +221,16 @@ class Bucket:
                         check_size(path, entry)
                     check_contents(parts, pinned=all(entry.sha256 for _, entry, _ in parts))
                     with reporting("write", address):
+                        _sync(path for path, _, _ in parts)
                         (temporary / sub.name).rename(address)
                 else:
                     (temporary / sub.name).rmdir()
                 with reporting("write", temporary):
                     (temporary / sub.name).symlink_to(Path("..") / address.name)
             with reporting("write", target):
+                _sync([temporary / MANIFEST])
                 temporary.rename(target)
+                fsync_folder(self.folder)
         except DatastoreError as error:
             raise type(error)(str(error).replace(str(temporary), self.url)) from None
         finally:
@@ -236,12 +245,12 @@ class Bucket:
             if not (path / MANIFEST).is_file():
                 continue
             if path != newest and path.stat().st_mtime <= until:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
             else:
                 used |= {path.name, *(link.readlink().name for link in path.iterdir() if link.is_symlink())}
         for path in self.folder.iterdir():
             if path.name not in used:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
     def _create(self, name: str, data: bytes) -> bool:
         """Create a file unless it exists; return whether it holds this."""
@@ -294,6 +303,25 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
     if found is None:
         raise DatastoreError(f"no datastore at {url} (a file is missing): correct the URL")
     return found[1]
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, of which a kill leaves all or nothing under its name."""
+    aside = folder.with_name(f".{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError):
+        folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(paths: Iterable[Path]) -> None:
+    """Have files, and the names in their folders, on the disk before a name is given to all of it."""
+    folders = set()
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        folders.add(path.parent)
+    for folder in folders:
+        fsync_folder(folder)
 
 
 def _manifest_name(number: int) -> str:

@@ -6,12 +6,14 @@ background thread, so neither a slow bucket nor one that is down holds up a star
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import secrets
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -173,6 +175,14 @@ class FleetLog:
         if newest is not None and newest == self._generation:
             return Changes([], [])
         found = self._bucket.fetch_newest()
+        try:
+            return self._changes(found, least)
+        except DatastoreError:
+            if found is None or found[1].exists():
+                raise
+            return self._poll(least)  # a neighbour on this host has fetched a newer one, and removed it
+
+    def _changes(self, found: tuple[Generation, Path] | None, least: int) -> Changes:
         if (found[0].number if found else 0) < least:
             raise UnreachableError(
                 f"{self._bucket.url} cannot be listed: it is down, or that is not allowed (s3:ListBucket)"
@@ -199,7 +209,10 @@ class FleetLog:
     def _last_copy(self) -> None:
         """Know the key, if this host has ever reached the bucket."""
         path = self._bucket.last_copy()
-        manifest = read_manifest(path) if path else None
+        manifest = None
+        if path is not None:
+            with contextlib.suppress(DatastoreError):  # damaged, or removed by a neighbour: it will be fetched
+                manifest = read_manifest(path)
         if manifest is not None and manifest.learnt is not None:
             self.key = bytes.fromhex(manifest.learnt.key)
 

@@ -116,9 +116,6 @@ class FolderLock:
         while True:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.pwrite(self._fd, _host(), 0)
-                os.ftruncate(self._fd, len(_host()))
-                return True
             except BlockingIOError:
                 pass
             except OSError as error:
@@ -126,6 +123,11 @@ class FolderLock:
                     f"{path.parent} is on a file system without locks ({error.strerror}), where two servers could "
                     f"destroy what is learnt: choose a datastore on another disk"
                 ) from None
+            else:
+                with reporting("write", path):
+                    os.pwrite(self._fd, _host(), 0)
+                    os.ftruncate(self._fd, len(_host()))
+                return True
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 break

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.files import write_atomically
+
 FEATURES = 31
 BINS = 11
 CONTEXT_SETS = 5 * BINS
@@ -78,7 +80,7 @@ class Weights:
         for name, values in (("weights", self.values), ("recycled", self.recycled)):
             rows = ",\n  ".join(json.dumps([float(f"{v:.6g}") for v in row]) for row in values)
             parts.append(f' "{name}": [\n  {rows}\n ]')
-        path.write_text(",\n".join(parts) + "}\n")
+        write_atomically(path, (",\n".join(parts) + "}\n").encode(), mode=0o666)
 
 
 def initial_recycled_weights() -> NDArray[np.float64]:
