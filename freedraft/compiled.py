@@ -32,7 +32,7 @@ def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         try:
             dispatcher._cache = _Cache(function)
         except (RuntimeError, OSError):  # numba finds no folder that can be written; the sources are being replaced
-            _warn("no folder for it can be written")
+            _warn("no folder for it can be written, or a source not be read")
     return dispatcher
 
 
@@ -79,4 +79,4 @@ class _Cache(FunctionCache):
         try:
             super().save_overload(sig, data)
         except OSError as error:  # a full disk costs the next start, not this one
-            _warn(error.strerror or "unknown error")
+            _warn(error.strerror or type(error).__name__)

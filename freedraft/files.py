@@ -38,9 +38,12 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durable: boo
     Raises:
         OSError: the disk refuses; `path` is as it was, and no temporary file is left.
     """
+    if path.exists() and not path.is_file():  # a device or a pipe, whose place no file must take
+        path.write_bytes(data)
+        return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
             write_all(fd, data)
             if durable:

@@ -95,6 +95,16 @@ def test_a_disk_that_refuses_leaves_what_was(tmp_path: Path, monkeypatch: pytest
         write_json_atomically(path, {"new": 1}, durable=durable)
 
 
+def test_a_pipe_stays_one(tmp_path: Path) -> None:
+    """As `--out /dev/stdout` is, or /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(pipe, b"x")
+    assert os.read(reader, 9) == b"x" and stat.S_ISFIFO(pipe.stat().st_mode)
+    os.close(reader)
+
+
 def test_several_write_the_same_file(tmp_path: Path) -> None:
     """Threads here; also processes of two containers, whose ids are the same."""
     path = tmp_path / "file"

@@ -57,6 +57,6 @@ class RecordWriter:
         try:
             recording.save(prices)
         except OSError as error:
-            logger.warning("freedraft: cannot write %s: %s; it is tried again", recording.path, error.strerror)
+            logger.warning("freedraft: cannot write %s: %s; it is tried again", recording.path, error.strerror or error)
         else:
             self._kept = kept

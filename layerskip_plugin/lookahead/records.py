@@ -149,10 +149,10 @@ class Recording(Lookahead):
         numbers = np.zeros((len(request_ids), 2), np.int32)
         for i in np.unique(place):
             numbers[i] = self._count(request_ids[i])
-        self.kept += len(good)
         self.parts.append(
             (features[:, :TOP], features[:, TOP], position.astype(np.int32), good, numbers[place, 0], numbers[place, 1])
         )
+        self.kept += len(good)  # after it: another thread takes this for what `save` would write
 
     def finish(self, request_ids: Sequence[str]) -> None:
         self.inner.finish(request_ids)

@@ -78,11 +78,13 @@ def test_a_damaged_file_leaves_nothing_in_the_cache(tmp_path: Path, url: str) ->
 
 
 def test_the_last_copy_that_is_whole(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the store is out of reach: not one that a killed process was fetching, nor one that somebody removes."""
+    """While the store is out of reach: not one that a killed process was fetching, nor what is removed or damaged."""
     cache = tmp_path / "cache"
     copy = local_copy(url, cache)
-    for name in (f".{copy.name}.1234", "removed"):
-        shutil.copytree(copy, copy.with_name(name), symlinks=True)
+    for name in (f".{copy.name}.1234", "removed", "damaged"):
+        newer = shutil.copytree(copy, copy.with_name(name), symlinks=True)
+        os.utime(newer, (2e9, 2e9))
+    (newer / "manifest.json").write_bytes(b"")
     stat = Path.stat
 
     def vanished(path: Path, **how: bool) -> os.stat_result:

@@ -133,7 +133,7 @@ class Bucket:
                     part = f"{target}.{secrets.token_hex(4)}.new"
                     shutil.copyfile(path, part)
                     os.replace(part, target)  # noqa: PTH105
-                else:
+                elif self._size(target) != path.stat().st_size:  # else somebody may be reading the same there
                     self._files.put_file(str(path), target)
 
     def remove(self, names: Iterable[str]) -> None:
@@ -180,12 +180,13 @@ class Bucket:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = FileLock(self.folder / "lock", create=True, wait=True)
         try:
-            try:
-                manifest = read_manifest(target)
-            except DatastoreError:  # not here yet, or damaged
+            with reporting("read", target):
+                path = target / MANIFEST
+                whole = path.is_file() and path.read_bytes() == generation.content
+            if not whole:  # not here yet, or damaged
                 _remove(target)
                 self._fetch(target, generation.content)
-                manifest = read_manifest(target)
+            manifest = read_manifest(target)
             with reporting("write", target):
                 os.utime(target)
                 self._remove_old(target, manifest)
@@ -194,12 +195,16 @@ class Bucket:
         return target
 
     def last_copy(self) -> Path | None:
-        """Return the store that was fetched last."""
+        """Return the store that was fetched last, of those whose manifest can be read."""
         copies = []
         for manifest in self.folder.glob(f"[!.]*/{MANIFEST}"):
             with contextlib.suppress(OSError):  # another process removes it
                 copies.append((manifest.parent.stat().st_mtime, manifest.parent))
-        return max(copies)[1] if copies else None
+        for _, copy in sorted(copies, reverse=True):
+            with contextlib.suppress(DatastoreError):
+                read_manifest(copy)
+                return copy
+        return None
 
     def _fetch(self, target: Path, content: bytes) -> None:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -276,6 +281,13 @@ class Bucket:
             self._files.invalidate_cache()
             return bool(self._files.exists(f"{self._root}/{name}"))
 
+    def _size(self, path: str) -> int | None:
+        self._files.invalidate_cache()
+        try:
+            return int(self._files.size(path))
+        except FileNotFoundError:
+            return None
+
     def _list(self, path: str) -> list[str]:
         with _reaching(self.url):
             self._files.invalidate_cache()
@@ -307,6 +319,8 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
 
 def _remove(folder: Path) -> None:
     """Remove a folder, of which a kill leaves all or nothing under its name."""
+    if not folder.is_dir():
+        return
     aside = folder.with_name(f".{secrets.token_hex(8)}")
     with contextlib.suppress(OSError):
         folder.rename(aside)

@@ -211,7 +211,7 @@ class FleetLog:
         path = self._bucket.last_copy()
         manifest = None
         if path is not None:
-            with contextlib.suppress(DatastoreError):  # damaged, or removed by a neighbour: it will be fetched
+            with contextlib.suppress(DatastoreError):  # a neighbour removes it: it will be fetched
                 manifest = read_manifest(path)
         if manifest is not None and manifest.learnt is not None:
             self.key = bytes.fromhex(manifest.learnt.key)
