@@ -408,10 +408,11 @@ def fleet(result: Any, kills: Any) -> str:
     crashes = []
     for name in ("publishing", "forgetting", "compacting"):
         c = kills[f"crashes_while_{name}"]
+        times = c["kills"] - c.get("ended_before_the_kill", 0)
         lost = f"{c['oldest_lost_ms'] / 1e3:.2f} s" if "oldest_lost_ms" in c else "-"
         back = c.get("erasures_that_came_back", 0) + c.get("erasures_that_left_copies", 0)
         crashes.append(
-            [f"{name}, {c['kills']} times", c["restarts_with_wrong_data"], back if name != "publishing" else "-",
+            [f"{name}, {times} times", c["restarts_with_wrong_data"], back if name != "publishing" else "-",
              f"{c['documents_seen_wrongly']} of {c['documents_looked_for']:,}", lost]
         )  # fmt: skip
     crash_head = ["kill -9 while", "buckets with wrong data", "erasures that came back or left copies"]
