@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,11 @@ import pytest
 import torch
 from vllm_cases import SAMPLED_PROMPT, PlainTiny, Prompts, p_value, recycled
 
+from freedraft.guarded_method import GuardedMethod
+from freedraft.method import EngineContext
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import prompts as texts
+from tests.support import repeat_drafter
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
@@ -93,7 +95,7 @@ def test_all_draft_lengths_have_graphs_however_few_requests_there_are() -> None:
     assert lengths([(1, 2, 8), (3, 9, 4), (10, 20, 0)]) == {8}
 
 
-def test_the_state_behind_a_prompt_is_that_of_its_last_token() -> None:
+def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not that of placeholders, with which vLLM fills a step up."""
     pytest.importorskip("triton")
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -103,7 +105,10 @@ def test_the_state_behind_a_prompt_is_that_of_its_last_token() -> None:
 
     told: dict[str, list[float]] = {}
     ours = MethodSpeculator.__new__(MethodSpeculator)
-    ours.guarded = SimpleNamespace(set_prompt_state=lambda name, state: told.update({name: state.tolist()}))
+    ours.guarded = GuardedMethod(repeat_drafter.SPEC, repeat_drafter.RepeatOptions(), EngineContext())
+    monkeypatch.setattr(
+        ours.guarded.method, "set_prompt_state", lambda name, state: told.update({name: state.tolist()})
+    )
     ours.events = RequestEvents(ours.guarded, None, None)
     batch = InputBatch.make_dummy(3, 8, InputBuffers(max_num_reqs=4, max_num_tokens=8, device=torch.device("cpu")))
     assert batch.query_start_loc_np.tolist() == [0, 2, 5, 8]
@@ -322,22 +327,29 @@ def test_structured_output(demo_model: Path) -> None:
     assert lengths[0][2] == 3 and lengths[-1][2] == 0, "large batches are served plainly"
 
 
-def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache() -> None:
+def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_model: Path) -> None:
     """Two sets, at nine sizes each, for each of which vLLM's own graphs take 20 MiB, and the logits of 256 requests;
     not on attention whose passes are not captured, and nothing where vLLM captures nothing itself."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.attention import Attention
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from freedraft.engines.vllm.graph_memory import with_draft_graphs
 
     own, vocab, mib = [1, 2, 4, *range(8, 257, 8)], 100_000, 2**20
 
     def profiled(estimate: int, backend: Any, sets: int | None) -> int:
-        layer = SimpleNamespace(attn_backend=backend)
-        config = SimpleNamespace(cudagraph_capture_sizes=own, static_forward_context={"0": layer, "rotary": object()})
-        model_config = SimpleNamespace(get_vocab_size=lambda: vocab)
-        vllm_config = SimpleNamespace(compilation_config=config, model_config=model_config)
-        runner = SimpleNamespace(vllm_config=vllm_config, max_num_reqs=1024)
+        arguments = EngineArgs(str(tiny_model), hf_overrides={"vocab_size": vocab}, skip_tokenizer_init=True)
+        runner = GPUModelRunner.__new__(GPUModelRunner)
+        runner.vllm_config, runner.max_num_reqs = arguments.create_engine_config(), 1024
+        compilation = runner.vllm_config.compilation_config
+        compilation.cudagraph_capture_sizes = own
+        compilation.static_forward_context["other"] = torch.nn.Identity()  # a layer without attention, as experts are
+        with set_current_vllm_config(runner.vllm_config):
+            Attention(4, 64, 0.125, prefix="layers.0", attn_backend=backend)
         return with_draft_graphs(lambda runner: sets)(lambda self: estimate)(runner)
 
     estimate, logits = 20 * mib * len(own), 256 * vocab * (4 + 4 + 4)

@@ -194,16 +194,15 @@ class Bucket:
             lock.release()
         return target
 
-    def last_copy(self) -> Path | None:
-        """Return the store that was fetched last, of those whose manifest can be read."""
+    def last_copy(self) -> tuple[Path, Manifest] | None:
+        """Return the store that was fetched last, of those whose manifest can be read, and this."""
         copies = []
         for manifest in self.folder.glob(f"[!.]*/{MANIFEST}"):
             with contextlib.suppress(OSError):  # another process removes it
                 copies.append((manifest.parent.stat().st_mtime, manifest.parent))
         for _, copy in sorted(copies, reverse=True):
             with contextlib.suppress(DatastoreError):
-                read_manifest(copy)
-                return copy
+                return copy, read_manifest(copy)
         return None
 
     def _fetch(self, target: Path, content: bytes) -> None:
@@ -311,7 +310,7 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
         if last is None:
             raise
         logger.warning("freedraft: %s; its last copy on this host is used", error)
-        return last
+        return last[0]
     if found is None:
         raise DatastoreError(f"no datastore at {url} (a file is missing): correct the URL")
     return found[1]

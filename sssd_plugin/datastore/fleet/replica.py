@@ -6,7 +6,6 @@ background thread, so neither a slow bucket nor one that is down holds up a star
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import secrets
@@ -208,13 +207,9 @@ class FleetLog:
 
     def _last_copy(self) -> None:
         """Know the key, if this host has ever reached the bucket."""
-        path = self._bucket.last_copy()
-        manifest = None
-        if path is not None:
-            with contextlib.suppress(DatastoreError):  # a neighbour removes it: it will be fetched
-                manifest = read_manifest(path)
-        if manifest is not None and manifest.learnt is not None:
-            self.key = bytes.fromhex(manifest.learnt.key)
+        last = self._bucket.last_copy()
+        if last is not None and last[1].learnt is not None:
+            self.key = bytes.fromhex(last[1].learnt.key)
 
     def _check(self, manifest: Manifest) -> None:
         check_fits(self._bucket.folder, manifest, self._vocab_size, self._fingerprint)
