@@ -84,23 +84,32 @@ UserPath = Annotated[Path | None, BeforeValidator(expand_path)]
 
 
 class PluginOptions(BaseModel):
-    """Base of a plugin's options: a frozen pydantic model that knows no other option than its own."""
+    """Base of a plugin's options: a frozen pydantic model that knows no other option than its own.
+
+    `retired` maps "option" or "option=value" of earlier versions to the sentence that says what replaces it.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, str_strip_whitespace=True)
 
     source_name: ClassVar[str] = "freedraft options"
+    retired: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str | None = None) -> Self:
         """Validate `values`; `source` says in messages where they stand.
 
         Raises:
-            ConfigError: an option is unknown or its value is wrong.
+            ConfigError: an option is unknown or retired, or its value is wrong.
         """
+        source = source or cls.source_name
+        for option, value in values.items():
+            for name in (option, f"{option}={value}"):
+                if name in cls.retired:
+                    raise ConfigError(f"{source}: '{name}' is no longer supported: {cls.retired[name]}")
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            raise ConfigError(one_line(error, cls.model_fields, source or cls.source_name)) from None
+            raise ConfigError(one_line(error, cls.model_fields, source)) from None
 
     @classmethod
     def read(cls, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Self:
@@ -126,7 +135,8 @@ class PluginOptions(BaseModel):
     @classmethod
     def _from_environment(cls, environ: Mapping[str, str]) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        names = {PREFIX + field.upper(): field for field in cls.model_fields}
+        options = [*cls.model_fields, *(name for name in cls.retired if "=" not in name)]
+        names = {PREFIX + option.upper(): option for option in options}
         for variable, value in environ.items():
             if variable in names:
                 if value != "":

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from freedraft.config import ConfigError, configs_dir, read_yaml
+from freedraft.config import ConfigError, PluginOptions, configs_dir, read_yaml
 from sssd_plugin.options import SssdOptions
 
 
@@ -74,3 +75,26 @@ def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
 
 def test_shipped_configs_are_found() -> None:
     assert (configs_dir() / "hardware" / "cpu.yaml").is_file()
+
+
+class OptionsWithRetired(PluginOptions):
+    retired: ClassVar[dict[str, str]] = {"old": "use new", "kind=slow": "use kind=fast"}
+    kind: str = "fast"
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "words"),
+    [
+        ({"old": 3}, {}, ["'old' is no longer supported: use new"]),
+        ({"kind": "slow"}, {}, ["'kind=slow' is no longer supported: use kind=fast"]),
+        ({}, {"FREEDRAFT_OLD": "3"}, ["FREEDRAFT_OLD", "use new"]),
+        ({}, {"FREEDRAFT_KIND": "slow"}, ["FREEDRAFT_KIND", "use kind=fast"]),
+    ],
+)
+def test_a_retired_option_is_refused_by_name_with_its_replacement(flags: dict, environ: dict, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        OptionsWithRetired.read(flags, environ)
+    message = one_line(error)
+    for word in words:
+        assert word in message
+    assert OptionsWithRetired.read({"kind": "fast"}, {"FREEDRAFT_OLD": ""}) == OptionsWithRetired()
