@@ -19,8 +19,8 @@ from freedraft.tenants import parse_tenant
 from sssd_plugin.datastore.build.builder import StoreBuilder, merge_stores
 from sssd_plugin.datastore.build.memory import format_size, parse_size, peak_resident_bytes
 from sssd_plugin.datastore.build.sorting import Sorter
-from sssd_plugin.datastore.disk.bucket import local_copy
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, TokenizerEntry, digest, read_manifest
+from sssd_plugin.datastore.disk.remote import local_copy
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.live.learnt_runs import MIN_RUNS, SEARCHED
 

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from freedraft.files import FileLock, fsync_folder, write_atomically
-from sssd_plugin.datastore.disk.checksum import check_contents, check_size
+from sssd_plugin.datastore.disk.checksum import check
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, read_manifest
 from sssd_plugin.datastore.errors import DatastoreError, first_line, reporting
 
@@ -222,8 +222,7 @@ class Bucket:
                         with _reaching(self.url):
                             name = path.relative_to(temporary).as_posix()
                             self._files.get_file(f"{self._root}/{name}", str(path))
-                        check_size(path, entry)
-                    check_contents(parts, pinned=all(entry.sha256 for _, entry, _ in parts))
+                    check(parts, pinned=all(entry.sha256 for _, entry, _ in parts))
                     with reporting("write", address):
                         _sync(path for path, _, _ in parts)
                         (temporary / sub.name).rename(address)

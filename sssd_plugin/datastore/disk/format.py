@@ -31,7 +31,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, Field, model_validator
 
 import freedraft
-from sssd_plugin.datastore.disk.checksum import ANY, BLOCK_BYTES, Bounds, FileEntry
+from sssd_plugin.datastore.disk.checksum import BLOCK_BYTES, Bounds, Checked, FileEntry
 from sssd_plugin.datastore.disk.manifest import ChecksummedManifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, direct_buckets
@@ -208,17 +208,18 @@ class Manifest(ChecksummedManifest, frozen=True):
         """Bytes on disk, the manifest not counted."""
         return sum(sub.size for sub in self.sub_indices)
 
-    def files(self, directory: Path) -> list[tuple[Path, FileEntry, Bounds]]:
+    def files(self, directory: Path) -> list[Checked]:
         """Return the paths of all array files under `directory`, what is recorded of them, and what they may hold."""
-        found = []
+        found: list[Checked] = []
+        any_number = Bounds(-(1 << 31), (1 << 31) - 1)
         for sub in self.sub_indices:
             bounds: dict[Role, Bounds] = {
                 "tokens": Bounds(SEPARATOR, sub.max_token),
                 "suffix_array": Bounds(0, sub.n_tokens + sub.n_documents - 1),
                 "bucket_starts": Bounds(0, sub.n_tokens, rising=True),
                 "sparse_index": Bounds(SEPARATOR, sub.max_token),
-                "sections": ANY,
-                "documents": ANY,
+                "sections": any_number,
+                "documents": any_number,
             }
             found += [(directory / sub.name / file_name(role), sub.files[role], bounds[role]) for role in sub.roles]
         return found

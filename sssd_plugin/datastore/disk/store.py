@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.disk.checksum import check_contents, check_size
+from sssd_plugin.datastore.disk.checksum import check
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, SubIndexEntry, digest, file_name, read_manifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
@@ -56,16 +56,16 @@ class Datastore:
             raise DatastoreError(
                 f"{path / MANIFEST} has the digest {found}, not {sha256}: restore the store, or correct the digest"
             )
-        files = manifest.files(path)
-        for file, entry, _ in files:
-            check_size(file, entry)
-        if verify:
-            check_contents(files, pinned=sha256 is not None)
-        return cls(path, manifest, Snapshot([_map(path, sub) for sub in manifest.sub_indices if not sub.n_sections]))
+        check(manifest.files(path), contents=verify, pinned=sha256 is not None)
+        try:
+            subs = [SubIndex(*map_arrays(path / sub.name, sub)) for sub in manifest.sub_indices if not sub.n_sections]
+        except ValueError as error:  # only where nothing was verified
+            raise DatastoreError(f"{path} is corrupted ({error}): {REBUILD}") from None
+        return cls(path, manifest, Snapshot(subs))
 
     @property
     def snapshot(self) -> Snapshot:
-        """The sub-indices that were built, for the drafter; they stay mapped as long as someone holds the snapshot."""
+        """The sub-indices, for the drafter; they stay mapped as long as someone holds the snapshot."""
         if self._snapshot is None:
             raise ValueError(f"the datastore {self.path} is closed")
         return self._snapshot
@@ -100,13 +100,6 @@ def check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerpri
             f"{path / MANIFEST}: the store holds token ids up to {manifest.max_token}, the model's vocabulary has only "
             f"{vocab_size}: build it with this model's tokenizer, {command}"
         )
-
-
-def _map(path: Path, sub: SubIndexEntry) -> SubIndex:
-    try:
-        return SubIndex(*map_arrays(path / sub.name, sub))
-    except ValueError as error:  # only where nothing was verified
-        raise DatastoreError(f"{path} is corrupted ({error}): {REBUILD}") from None
 
 
 def map_arrays(folder: Path, sub: SubIndexEntry) -> list[NDArray[np.int32]]:

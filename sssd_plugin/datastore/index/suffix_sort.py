@@ -17,7 +17,7 @@ _STACK = 256
 
 
 @compiled(nogil=True)
-def _before(tokens, p, q, depth):
+def before(tokens, p, q, depth):
     """Return whether suffix p comes before suffix q; both share their first `depth` tokens."""
     for d in range(depth, DEPTH):
         x, y = tokens[p + d], tokens[q + d]
@@ -52,7 +52,7 @@ def sort_into(tokens, begin, end, order):
         if hi - lo <= _SMALL:
             for i in range(lo + 1, hi):
                 p, j = order[i], i
-                while j > lo and _before(tokens, p, order[j - 1], depth):
+                while j > lo and before(tokens, p, order[j - 1], depth):
                     order[j] = order[j - 1]
                     j -= 1
                 order[j] = p
@@ -103,7 +103,7 @@ def merge_into(tokens, first, second, shift, order):
     """
     n, j = 0, 0
     for p in first:
-        while j < len(second) and _before(tokens, second[j] + shift, p, 0):
+        while j < len(second) and before(tokens, second[j] + shift, p, 0):
             order[n] = second[j] + shift
             j += 1
             n += 1
