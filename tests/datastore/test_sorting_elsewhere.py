@@ -17,12 +17,8 @@ from typer.testing import CliRunner, Result
 from sssd_plugin.datastore.build.memory import parse_size, sub_index_limit
 from sssd_plugin.datastore.build.ray_sorting import RaySorter
 from sssd_plugin.datastore.cli import app
-from sssd_plugin.datastore.disk.bucket import Bucket
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.fleet import compaction
-from sssd_plugin.datastore.fleet.batch import seal
-from sssd_plugin.datastore.records import Record
 from tests.support.stores import leftovers
 
 VOCAB = 5000
@@ -209,22 +205,6 @@ def test_a_ray_cluster_makes_the_same_store(tmp_path: Path, ids: Path, cluster: 
     assert result.returncode == 0, result.stderr
     assert arrays(tmp_path / "store") == arrays(tmp_path / "one")
     assert run("verify", tmp_path / "store", "--full").exit_code == 0
-
-
-def test_a_fleet_is_compacted_on_a_ray_cluster(tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
-    rng = np.random.default_rng(0)
-    texts = [rng.integers(0, VOCAB, 80).astype(np.int32) for _ in range(40)]
-    contents = []
-    for number, arguments in enumerate(([], ["--ray", cluster, "--memory", "700MiB"])):
-        bucket = Bucket(f"file://{tmp_path}/bucket-{number}")
-        bucket.publish(compaction.start(VOCAB, None, "tenant", None), 1)
-        records = [Record(bytes([i % 7] * 16), i, text) for i, text in enumerate(texts)]
-        bucket.write("batches/r-0", seal(records, 40))
-        result = run_apart("compact", bucket.url, *arguments)
-        assert result.returncode == 0 and "40 new documents" in result.stdout, result.stderr
-        contents.append(compaction.newest(bucket)[2].sub_indices)
-    assert contents[0] == contents[1] and contents[0][0].n_sections == 7
 
 
 def test_what_goes_wrong_on_the_cluster_is_one_line(tmp_path: Path, ids: Path, cluster: str) -> None:
