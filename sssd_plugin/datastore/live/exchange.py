@@ -325,12 +325,16 @@ class Exchange:
         return listing
 
     def _push(self) -> None:
-        """Publish new documents: the newest batch grows by them until it is large, or would be too long in time."""
-        while self._unsent or self.pending:
-            if not self._unsent:
-                self._unsent = [Document(self._number + i, record) for i, record in enumerate(self.pending.take())]
-                self._number += len(self._unsent)
-            self._unsent = [document for document in self._unsent if not self._covered(document.record)]
+        """Publish documents that could not be published before, and then new ones."""
+        self._send()
+        self._unsent = [Document(self._number + i, record) for i, record in enumerate(self.pending.take())]
+        self._number += len(self._unsent)
+        self._send()
+
+    def _send(self) -> None:
+        """Publish: the newest batch grows until it is large, or would be too long in time."""
+        self._unsent = [document for document in self._unsent if not self._covered(document.record)]
+        while self._unsent:
             n = self._fitting()
             if not n:
                 self._open, self._open_name = [], ""
@@ -346,7 +350,7 @@ class Exchange:
     def _fitting(self) -> int:
         """Return how many of the unsent documents still fit into the open batch."""
         size = sum(document.record.size for document in self._open)
-        first = (self._open or self._unsent)[0].record.milliseconds if self._unsent else 0
+        first = (self._open or self._unsent)[0].record.milliseconds
         for n, (_, record) in enumerate(self._unsent):
             size += record.size
             late = record.milliseconds - first > self._span or record.milliseconds // _DAY != first // _DAY
