@@ -68,7 +68,6 @@ class LiveManifest(ChecksummedManifest, frozen=True):
 
     def check_fits(self, folder: Path | str, vocab_size: int, fingerprint: str | None, isolation: Isolation) -> None:
         """Raise `DatastoreError` unless a server of this tokenizer and isolation may learn in the folder."""
-        directory = Path(folder).parent
         other = self.fingerprint is not None and fingerprint is not None and self.fingerprint != fingerprint
         if other or self.vocab_size > vocab_size:
             raise DatastoreError(
@@ -78,7 +77,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
             raise DatastoreError(
                 f"{folder} was learnt with isolation '{self.isolation}', and '{isolation}' would show it to everybody: "
                 f"set isolation '{self.isolation}', choose another datastore, or run "
-                f"`freedraft datastore isolation {directory} {isolation} --accept`"
+                f"`freedraft datastore isolation {Path(folder).parent} {isolation} --accept`"
             )
 
     def with_isolation(self, isolation: Isolation) -> LiveManifest:
@@ -102,45 +101,45 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / LOCK
-        with reporting("write", path):
-            self._fd: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path = folder / LOCK
+        with reporting("write", self._path):
+            self._fd: int | None = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self.alone = self._take(path)
+            self.alone = self._take(self._fd)
         except BaseException:
             self.release()
             raise
 
-    def _take(self, path: Path) -> bool:
-        assert self._fd is not None
+    def _take(self, fd: int) -> bool:
         end = time.monotonic() + _WAIT_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pass
-            except OSError as error:
+        while not self._flock(fd, fcntl.LOCK_EX):
+            if self._flock(fd, fcntl.LOCK_SH):
+                holder = os.pread(fd, 1000, 0)
+                if holder == _host():
+                    return False
+                name = holder.decode("utf-8", "replace").partition(" ")[2] or "another host"
                 raise DatastoreError(
-                    f"{path.parent} is on a file system without locks ({error.strerror}), where two servers could "
-                    f"destroy what is learnt: choose a datastore on another disk"
-                ) from None
-            else:
-                with reporting("write", path):
-                    os.pwrite(self._fd, _host(), 0)
-                    os.ftruncate(self._fd, len(_host()))
-                return True
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise DatastoreError(f"another process has {path} for itself: try again later") from None
-                time.sleep(0.02)
-        holder = os.pread(self._fd, 1000, 0)
-        if holder != _host():
-            name = holder.decode("utf-8", "replace").partition(" ")[2] or "another host"
-            raise DatastoreError(f"a process on {name} learns in {path.parent}: choose a datastore of this host's own")
-        return False
+                    f"a process on {name} learns in {self._path.parent}: choose a datastore of this host's own"
+                )
+            if time.monotonic() > end:
+                raise DatastoreError(f"another process has {self._path} for itself: try again later")
+            time.sleep(0.02)
+        with reporting("write", self._path):
+            os.pwrite(fd, _host(), 0)
+            os.ftruncate(fd, len(_host()))
+        return True
+
+    def _flock(self, fd: int, kind: int) -> bool:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise DatastoreError(
+                f"{self._path.parent} is on a file system without locks ({error.strerror}), where two servers could "
+                f"destroy what is learnt: choose a datastore on another disk"
+            ) from None
+        return True
 
     def share(self) -> None:
         """Let other processes of this host in."""

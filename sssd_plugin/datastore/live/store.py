@@ -311,18 +311,14 @@ class LiveStore:
             return
         age = int(self.max_age * 1000)
         self._expire_at = now + age // AGE_STEPS
-        if any(self._oldest(tenant) < now - age for tenant in list(self.tenants.values())):
+        runs = [run for tenant in list(self.tenants.values()) for run in tenant.all_runs]
+        if any(int(run.documents[:, 0].min()) < now - age for run in runs):
             self.erase(Erasure(None, now - age))
         if self._log is not None:
             try:
                 self._log.expire(now - age)
             except DatastoreError as error:
                 logger.warning("freedraft: %s; what is too old is erased later", error)
-
-    def _oldest(self, tenant: Tenant) -> int:
-        with self.lock:
-            runs = tenant.all_runs
-        return min((int(run.documents[:, 0].min()) for run in runs), default=1 << 62)
 
     def _learn(self, records: list[Record]) -> None:
         """Take documents of the log: one by one where there are few, else sorted together in the background."""

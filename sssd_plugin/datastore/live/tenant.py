@@ -42,7 +42,7 @@ class Tenant:
 
     @property
     def all_runs(self) -> list[Run]:
-        memtable = self.memtable  # other threads may look without a lock
+        memtable = self.memtable  # first: other threads look without a lock
         return [*self.runs, memtable] if memtable else [*self.runs]
 
     @property
