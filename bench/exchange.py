@@ -1,12 +1,10 @@
 """Servers that learn from each other at one URL: over HTTP, and killed at random moments.
 
-    python bench/exchange.py --json OUT [--engines vllm vllm] [--pythons PYTHON PYTHON]
-    python bench/exchange.py --json OUT --kills 100
+    python bench/exchange.py --json OUT [--engines vllm vllm] [--pythons PYTHON PYTHON] | --kills 100
 
-Starts an S3-compatible server (moto) and two servers of an engine with the demo model, a core each. A client with a
-salt asks the first server, and `--wait` seconds later the second one, which then drafts from that answer: tokens per
-step before and after. Then `freedraft datastore forget URL`; both are asked again. Clients without a salt, and with
-another one, ask the same: nobody else's text may be drafted for them, so their tokens per step stay.
+Two servers with the demo model, a core each, and an S3-compatible bucket (moto). A client with a salt asks the first
+one, and `--wait` seconds later the other one: tokens per step. Then the tenant is forgotten, and both are asked again.
+Clients without a salt, and with other ones, ask the same, and must not be drafted for from that answer.
 
 With `--kills`: a process that learns, that forgets a tenant, or that learns and finishes an erasure that was begun, is
 killed so often beside a server. Then the URL holds what was learnt, no other text, and nothing that was erased.
@@ -19,7 +17,6 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,7 +45,6 @@ from sssd_plugin.datastore.records import Erasure, now_ms
 
 QUESTION = "Once upon a time, in a village by the sea, there lived"
 TOKENS = 60
-CLI = [sys.executable, "-c", "from sssd_plugin.datastore.cli import app; app()"]
 NAMES = str(tenant_key("even")), str(tenant_key("odd"))
 PERIOD = 0.1
 """Seconds between looks at the URL while processes are killed, so that a second has many of them."""
@@ -85,23 +81,20 @@ def finish(url: str, progress: Path, first: int) -> None:
 
 
 def kills_of(work: Callable[[str, Path, int], None], times: int) -> dict[str, Any]:
-    rng, row = np.random.default_rng(), Counter[str]()
-    oldest = 0.0
+    rng, row = np.random.default_rng(), Counter[str](ended_before_the_kill=0)
+    kept, first, oldest, copies = set[int](), 0, 0.0, np.array([901] * 4, "<i4").tobytes()
     with tempfile.TemporaryDirectory() as name:
         os.environ["FREEDRAFT_CACHE"] = f"{name}/cache"
-        url, progress, kept, first = f"file://{name}/bucket", Path(name, "progress"), set[int](), 0
+        url, progress = f"file://{name}/bucket", Path(name, "progress")
         for _ in range(times):
             progress.write_text("")
             server = open_live(url, 1000)
             server.flush()
             for number in range(first, first + 40):
                 insert(server, number)
-            kept |= set(range(first, first + 40))
-            first += 40
+            kept |= set(range(first, first := first + 40))
             server.flush()
-            manifest = Exchange(url, 1000).manifest()
-            assert manifest is not None
-            odd = tenant_digest(bytes.fromhex(manifest.key), NAMES[1])
+            odd = tenant_digest(server.key or b"", NAMES[1])
             if work is finish:
                 Exchange(url, 1000)._announce([Erasure(odd, now_ms() + 1)])
                 time.sleep(0.01)  # what is learnt now stays
@@ -114,27 +107,21 @@ def kills_of(work: Callable[[str, Path, int], None], times: int) -> dict[str, An
             lines = progress.read_text().split("\n")
             time.sleep(8 * PERIOD)  # the server finishes what was begun
             server.close()
-            documents = Exchange(url, 1000).documents()
-            numbers = sorted(600 * int(d.tokens[0]) + int(d.tokens[1]) - 300 for d in documents)
-            wrong = sum(d.tokens.tolist() not in map(text_of, numbers) or (d.tenant == odd) != d.tokens[-1] - 900
-                        for d in documents)  # fmt: skip
+            texts = {600 * int(d.tokens[0]) + int(d.tokens[1]) - 300: d for d in Exchange(url, 1000).documents()}
+            wrong = any(d.tokens.tolist() != text_of(n) or (d.tenant == odd) != n % 2 for n, d in texts.items())
             learnt = {int(n): float(at) for n, at in (line.split() for line in lines[:-1])}
-            missing = [at for n, at in learnt.items() if n not in numbers]
+            missing = [at for n, at in learnt.items() if n not in texts]
             oldest = max([oldest, *(killed - at for at in missing)])
-            erased = work is finish or (work is forget and (lines == ["done"] or not any(n % 2 for n in numbers)))
-            if erased:
-                row["erasures_that_came_back"] += any(n % 2 and n < first for n in numbers)
+            left = any(n % 2 for n in texts if n < first)
+            if work is finish or (work is forget and (lines == ["done"] or not left)):
+                row["erasures_that_came_back"] += left
+                files = (path for path in Path(name).rglob("*") if path.is_file() and work is forget)
+                row["erasures_that_left_copies"] += any(copies in path.read_bytes() for path in files)
                 kept = {n for n in kept if n % 2 == 0}
-                if work is forget:
-                    copies = np.array([901] * 4, "<i4").tobytes()
-                    row["erasures_that_left_copies"] += any(
-                        copies in path.read_bytes() for path in Path(name).rglob("*") if path.is_file()
-                    )
-            kept |= {n for n in numbers if n >= first}
-            first = max([first, *(n + 1 for n in (*numbers, *learnt))])
+            kept |= {n for n in texts if n >= first}
+            first = max([first, *(n + 1 for n in (*texts, *learnt))])
             row["ended_before_the_kill"] += lines == ["done"]
-            row["restarts_with_wrong_data"] += bool(wrong) or numbers != sorted(kept)
-            row["restarts_that_lost_something"] += bool(missing)
+            row["restarts_with_wrong_data"] += wrong or set(texts) != kept
     return {"kills": times, "documents": first, **row, "oldest_lost_ms": round(oldest * 1e3, 1)}
 
 
@@ -202,7 +189,7 @@ def measure(engines: list[str], pythons: list[str], model: Path, wait: float) ->
             row["other_server"] = other.tokens_per_step("team")
             row["after"] = {"none": other.tokens_per_step(None), "other salt": other.tokens_per_step("third")}
             start = time.monotonic()
-            subprocess.run([*CLI, "forget", url, "--tenants", "-"], input="team\n", text=True, check=True)
+            maintenance.forget_at(url, [str(tenant_key("team"))])
             row["seconds_of_forget"] = round(time.monotonic() - start, 1)
             time.sleep(wait)
             with ThreadPoolExecutor() as pool:  # at once, or the second would learn from what the first says now

@@ -140,7 +140,7 @@ class Exchange:
         self._poll_at, self._oldest = 0.0, 0
         self._handled, self._strange = set[str](), set[str]()  # names of batches, and of other files
         self._seen = {self._server: 1 << 62}  # by server, the greatest number that was read
-        self._erasures: dict[Erasure, str] = {}
+        self._until: dict[bytes | None, int] = {}  # by tenant, None for all, the time until which all is erased
         self._applied: set[Erasure] = set()
         self._due: dict[str, float] = {}  # when erasures that are due were first seen
         self._unsent: list[Document] = []
@@ -217,18 +217,18 @@ class Exchange:
                 f"servers at {self.url} learn with isolation '{manifest.isolation}', not '{self._isolation}': set that "
                 "one, or choose another URL"
             )
-        built = []
-        if MANIFEST in self._names(self._above):
-            path = local_copy(self.url)
-            # The copy is verified.
-            with Datastore.open(path, vocab_size=self._vocab_size, fingerprint=self._fingerprint, verify=False) as it:
-                built.append(it.snapshot)
         with reporting("write", self._cached):
             self._cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             manifest.write(self._cached)
-        self._reached, key, self.key = True, self.key, bytes.fromhex(manifest.key)
+        key, self.key = self.key, bytes.fromhex(manifest.key)
         if key not in (None, self.key):  # what is learnt under another key is nobody's
             self.pending.erase(Erasure())
+        built = []
+        if MANIFEST in self._names(self._above):
+            vocab_size, fingerprint = self._vocab_size, self._fingerprint
+            store = Datastore.open(local_copy(self.url), vocab_size=vocab_size, fingerprint=fingerprint, verify=False)
+            built.append(store.snapshot)
+        self._reached = True
         return built
 
     def manifest(self) -> LiveManifest | None:
@@ -257,26 +257,27 @@ class Exchange:
     def documents(self) -> list[Record]:
         """Return all documents at the URL."""
         listing = self._list()
-        self._erasures = listing.erasures
         found: dict[tuple[str, int], Record] = {}
         for batch in listing.batches:
-            found |= {(batch.server, number): record for number, record in self._read(batch) or ()}
-        return [record for _, record in sorted(found.items()) if not self._covered(record)]
+            documents = self._read(batch)
+            if documents is None:  # written anew meanwhile
+                return self.documents()
+            found |= {(batch.server, number): record for number, record in documents if not self._covered(record)}
+        return [found[key] for key in sorted(found)]
 
     def _pull(self, changes: Changes) -> Listing:
         """Add what is new at the URL to `changes`."""
         listing, now = self._list(), now_ms()
-        self._erasures = listing.erasures
-        changes.erasures.extend(erasure for erasure in self._erasures if erasure not in self._applied)
+        changes.erasures.extend(erasure for erasure in listing.erasures if erasure not in self._applied)
         if changes.erasures:
             self._open, self._open_name = [], ""  # whoever erases writes it anew
-        self._applied = {e for e in self._erasures if e.until < now}  # the others cover what comes
+        self._applied = {e for e in listing.erasures if e.until < now}  # the others cover what comes
         self._handled &= {batch.name for batch in listing.batches}
         fresh, room = [], 4 * self._max_tokens
         for batch in sorted(listing.batches, key=lambda batch: -batch.newest):
             if batch.name not in self._handled:
                 room -= batch.size
-                wanted = self._erasures or batch.last > self._seen.get(batch.server, -1)
+                wanted = self._until or batch.last > self._seen.get(batch.server, -1)
                 fresh += [batch] if room >= 0 and wanted else []
                 self._handled |= set() if room >= 0 and wanted else {batch.name}
         for batch in sorted(fresh):
@@ -360,7 +361,6 @@ class Exchange:
 
     def _sweep(self, listing: Listing) -> None:
         """Remove what is erased from all batches."""
-        self._erasures = listing.erasures
         for batch in listing.batches:
             covering = [e for e in listing.erasures if e.until > batch.oldest]
             if any(e.tenant is None and e.until > batch.newest for e in covering):
@@ -380,9 +380,7 @@ class Exchange:
 
     def _covered(self, record: Record) -> bool:
         """Return whether a document is erased or too old."""
-        return record.milliseconds < self._oldest or any(
-            erasure.covers(record.tenant, record.milliseconds) for erasure in self._erasures
-        )
+        return record.milliseconds < max(self._oldest, self._until.get(None, 0), self._until.get(record.tenant, 0))
 
     def _read(self, batch: Batch) -> list[Document] | None:
         """Return the documents of a batch, none if it is damaged; None if it is gone."""
@@ -394,6 +392,7 @@ class Exchange:
             return []
 
     def _list(self) -> Listing:
+        """Return what is there; from then on nothing that is erased is taken, published or kept."""
         listing = Listing([], {}, [])
         for name, size in sorted(self._names(self._root).items()):
             if (match := _BATCH.fullmatch(name)) and size <= _MAX_BYTES:
@@ -406,6 +405,9 @@ class Exchange:
             elif name != MANIFEST and name not in self._strange:
                 self._strange.add(name)
                 logger.error("freedraft: %s/learnt/%s is no batch; it is left out", self.url, name[:200])
+        self._until = {}
+        for erasure in listing.erasures:
+            self._until[erasure.tenant] = max(erasure.until, self._until.get(erasure.tenant, 0))
         return listing
 
     # Of the file system.
