@@ -232,7 +232,8 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for batch in args.batches:
             command = [sys.executable, __file__, args.engine, "--model", model, "--batches", batch]
             command += ["--length", args.length, "--steps", args.steps]
-            done = subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True, check=False)
+            command = [str(part) for part in command]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(done.stderr[-4000:])
             yield json.loads(done.stdout.splitlines()[-1])

@@ -189,8 +189,7 @@ def sglang_host_time(result: Any) -> str:
     names = {"outside the forward pass": "host", "drafting": "draft", "method": "method", "lookup": "lookup"}
     names["forward pass"] = "forward"
     forms = (
-        f"{title}={{us[{n}][p50]:,.0f}} ({{us[{n}][p25]:,.0f}}-{{us[{n}][p75]:,.0f}})"
-        for title, n in names.items()
+        f"{title}={{us[{n}][p50]:,.0f}} ({{us[{n}][p25]:,.0f}}-{{us[{n}][p75]:,.0f}})" for title, n in names.items()
     )
     return table(result["rows"], "arm={arm} | batch={batch}", *forms)
 

@@ -79,13 +79,6 @@ def test_help_lists_own_and_plugin_commands_and_names_broken_ones(commands: type
     assert all(word in inner.stdout for word in ("scorer", "knee", "lost", "Train a thing"))
 
 
-def test_nothing_is_imported_before_it_is_called(commands: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "toy_plugin")  # importing it now would fail
-    assert run("--version").exit_code == 0
-    monkeypatch.setitem(sys.modules, "toy_plugin", commands)
-    assert run("calibrate", "scorer").exit_code == 0  # beside 'gone' and 'lost'
-
-
 @pytest.mark.parametrize(
     ("args", "line"),
     [
@@ -133,12 +126,3 @@ def test_a_bug_is_not_dressed_up_as_a_user_error(commands: types.ModuleType) -> 
 def test_the_installed_commands_all_load() -> None:
     for name, point in cli.installed_commands().items():
         assert point.load() is not None, name
-
-
-def test_doctor_runs_and_its_exit_code_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from freedraft import doctor
-
-    monkeypatch.setattr(doctor, "run", lambda: 1)
-    assert run("doctor").exit_code == 1
-    monkeypatch.setattr(doctor, "run", lambda: 0)
-    assert run("doctor").exit_code == 0

@@ -82,18 +82,9 @@ def tracked() -> list[Path]:
     done = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode == 0 and done.stdout:
         return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
-    hidden = (
-        ".git",
-        ".venv",
-        "build",
-        "dist",
-        "__pycache__",
-        ".pytest_cache",
-        ".mypy_cache",
-        ".ruff_cache",
-        ".hypothesis",
-    )
-    return [p for p in ROOT.rglob("*") if p.is_file() and not set(hidden) & set(p.relative_to(ROOT).parts)]
+    hidden = {".git", ".venv", "build", "dist", "__pycache__", ".hypothesis"}
+    hidden |= {f".{tool}_cache" for tool in ("pytest", "mypy", "ruff")}
+    return [p for p in ROOT.rglob("*") if p.is_file() and not hidden & set(p.relative_to(ROOT).parts)]
 
 
 @cache

@@ -16,7 +16,6 @@ import pytest
 
 from bench import serve
 from bench.lib import questions
-from layerskip_plugin.options import LayerSkipOptions
 
 SCRIPT = Path(serve.__file__).with_name("gpu.sh")
 CALLED = '#!/bin/bash\nprintf "%s\\0" "$@" >> calls; printf "\\n" >> calls\n'
@@ -107,18 +106,6 @@ def test_arms_and_questions_are_such_as_the_benchmark_takes(checkout: Path) -> N
     assert json.dumps([args.questions for args in serving]) == json.dumps([["spec-bench", "agent"]] * 2)
 
 
-def test_without_a_skip_set_a_search_is_asked_for(checkout: Path) -> None:
-    """Which needs what the environments are given (the extra "calibrate")."""
-    done = run(checkout)
-    assert done.returncode == 0, done.stderr
-    arms = {arm.name: arm for call in served(checkout) for arm in serve.parse(call).arms}
-    for name, window in (("layerskip", 2048), ("freedraft", "auto")):
-        speculative = dict(arms[name].speculative or {})
-        options = LayerSkipOptions.read({k: v for k, v in speculative.items() if k in LayerSkipOptions.model_fields})
-        assert (options.selection, options.window) == ("swift", window)
-        assert arms[name].learns
-
-
 def test_groups_up_to_32_at_a_time_and_two_rounds_at_256(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(checkout, LIMIT="20").returncode == 0
     monkeypatch.chdir(checkout)
@@ -180,14 +167,6 @@ def test_no_compiler_headers_or_questions(checkout: Path) -> None:
     said = ("a C++20 compiler", "nvcc (on PATH or in CUDA_HOME/bin)", "Python.h in headers", "questions spec-bench: ")
     assert [line.startswith(f"missing: {what}") for line, what in zip(lines, said, strict=False)] == [True] * 4
     assert lines[4:] == ["error: nothing was begun"] and done.returncode == 2
-
-
-def test_no_driver(checkout: Path) -> None:
-    (checkout / "driver" / "nvidia-smi").write_text("#!/bin/bash\nexit 9\n")
-    done = run(checkout)
-    assert done.returncode == 2 and "NVIDIA driver" in done.stderr and not (checkout / "calls").exists()
-    (checkout / "driver" / "nvidia-smi").write_text("#!/bin/bash\necho 575.57.08\n")
-    assert "NVIDIA driver >= 580 that works (nvidia-smi: 575.57.08)" in run(checkout).stderr
 
 
 @pytest.mark.parametrize(("code", "ends"), [(130, True), (1, False)])

@@ -52,13 +52,6 @@ def test_every_block_keeps_so_many_requests_running(tmp_path: Path, concurrency:
     assert groups == by_themselves | ({"mixed"} if len(by_themselves) < len(sizes) else set())
 
 
-def test_a_group_that_is_too_small_is_put_to_the_smallest(tmp_path: Path) -> None:
-    sizes = {"qa": 80, "rag": 64, "long": 24}
-    rows = [row(100 * g + i, group) for g, (group, size) in enumerate(sizes.items()) for i in range(size)]
-    blocks = questions.blocks(questions.load(write(tmp_path / "q.jsonl", *rows)), 32)
-    assert {b[0].group for b in blocks} == {"qa", "mixed"}
-
-
 def test_more_requests_at_a_time_than_questions(tmp_path: Path) -> None:
     asked = questions.load(write(tmp_path / "q.jsonl", *[row(i, "qa") for i in range(5)]))
     with pytest.raises(questions.QuestionError, match="8 requests at a time, but 5 questions"):

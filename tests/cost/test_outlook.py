@@ -47,20 +47,6 @@ def test_it_pays_where_arithmetic_says_so(name: str) -> None:
     assert 1.05 <= float(re.findall(r"(\d\.\d) times", said)[0]) <= 1.6 and name in said
 
 
-def test_trees_promise_more_than_chains() -> None:
-    profile = choose_profile("h100")
-    gains = []
-    for widths in (None, (1, 2, 4, 8, 16)):
-        said = outlook(EngineContext(hf_config=LLAMA3_8B, max_draft_tokens=15, widths=widths), profile)
-        gains.append(float(re.findall(r"(\d\.\d) times", said)[0]))
-    assert gains[1] > gains[0]
-
-
-def test_a_model_that_cannot_be_read() -> None:
-    said = outlook(EngineContext(hf_config=PretrainedConfig(), max_draft_tokens=8), choose_profile("h100"))
-    assert "not known" in said and "\n" not in said
-
-
 def test_draft_passes_take_what_arithmetic_says() -> None:
     """One of a window, which reads all weights and little of the cache; and one without half of the sublayers."""
     context, profile = EngineContext(hf_config=LLAMA3_8B, max_draft_tokens=5), choose_profile("h100")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import engine
 
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
@@ -109,15 +108,6 @@ def test_full_graphs_for_every_step_where_attention_allows_it(tiny_model: Path) 
     assert not methods.configured(config_of(tiny_model, GOOD)).graph_mode_given
     chosen = config_of(tiny_model, GOOD, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"})
     assert methods.configured(chosen).graph_mode_given
-
-
-def test_a_configuration_can_be_made_twice(tiny_model: Path) -> None:
-    from vllm import EngineArgs
-
-    arguments = EngineArgs(str(tiny_model), skip_tokenizer_init=True, speculative_config=dict(GOOD))
-    first, second = arguments.create_engine_config(), arguments.create_engine_config()
-    assert first.speculative_config.num_speculative_tokens == second.speculative_config.num_speculative_tokens == 8
-    assert arguments.speculative_config == GOOD
 
 
 def test_the_short_flags(tiny_model: Path) -> None:
@@ -293,79 +283,6 @@ def test_bad_input_stops_the_start_with_one_line(tiny_model: Path, change: dict[
         assert word in message
 
 
-def test_a_port_that_is_taken(tiny_model: Path) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        message = refusal(tiny_model, GOOD | {"metrics_port": port})
-    assert "'metrics_port'" in message and str(port) in message and "another port" in message
-
-
-def test_vllms_own_schedule_by_batch_size_is_passed_on(tiny_model: Path) -> None:
-    schedule = [[1, 4, 8], [5, 64, 2]]
-    config = config_of(tiny_model, GOOD | {"num_speculative_tokens_per_batch_size": schedule})
-    assert [list(entry) for entry in config.speculative_config.num_speculative_tokens_per_batch_size] == schedule
-
-
-def test_weights_that_are_none(tiny_model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "weights.json"
-    path.write_text("{}")
-    assert str(path) in refusal(tiny_model, GOOD | {"weights": str(path)})
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    import numpy as np
-
-    from sssd_plugin.datastore.build.builder import StoreBuilder
-
-    path = tmp_path / "store"
-    with StoreBuilder(path, vocab_size=24) as builder:
-        builder.append(np.arange(3000) % 20)
-        builder.finish()
-    return path
-
-
-def biggest_file(store: Path) -> Path:
-    return max((path for path in store.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-
-
-def test_a_good_store_is_accepted(tiny_model: Path, store: Path) -> None:
-    config = config_of(tiny_model, GOOD | {"datastore": str(store)})
-    assert methods.configured(config).options["datastore"] == str(store)
-
-
-def test_a_truncated_store(tiny_model: Path, store: Path) -> None:
-    file = biggest_file(store)
-    file.write_bytes(file.read_bytes()[:-5])
-    message = refusal(tiny_model, GOOD | {"datastore": str(store)})
-    assert file.name in message and str(store) in message
-
-
-def test_a_corrupted_store(tiny_model: Path, store: Path) -> None:
-    file = biggest_file(store)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    message = refusal(tiny_model, GOOD | {"datastore": str(store)})
-    assert file.name in message
-
-
-def test_a_store_of_a_larger_vocabulary(tiny_model: Path, tmp_path: Path) -> None:
-    import numpy as np
-
-    from sssd_plugin.datastore.build.builder import StoreBuilder
-
-    with StoreBuilder(tmp_path / "large", vocab_size=1000) as builder:
-        builder.append(np.arange(1000))
-        builder.finish()
-    message = refusal(tiny_model, GOOD | {"datastore": str(tmp_path / "large")})
-    assert "large" in message and "vocabulary" in message
-
-
 def test_a_store_of_another_tokenizer(demo_model: Path, tmp_path: Path) -> None:
     import numpy as np
 
@@ -402,18 +319,6 @@ def test_a_renamed_hook_leaves_the_engine_running_without_us(
     assert "without speculation" in lines[0] and "\n" not in lines[0]
 
 
-def test_an_engine_with_a_renamed_hook_generates(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm import SamplingParams
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    monkeypatch.setattr(GPUModelRunner, "renamed", GPUModelRunner.propose_draft_token_ids, raising=False)
-    monkeypatch.delattr(GPUModelRunner, "propose_draft_token_ids")
-    with engine(tiny_model, skip_tokenizer_init=True, max_model_len=64, speculative_config=dict(GOOD)) as llm:
-        parameters = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, detokenize=False)
-        output = llm.generate([{"prompt_token_ids": [5, 9, 5, 9, 5]}], parameters, use_tqdm=False)
-        assert len(output[0].outputs[0].token_ids) == 5
-
-
 def test_without_the_configuration_hook_nothing_is_registered(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
@@ -431,17 +336,6 @@ def test_without_the_configuration_hook_nothing_is_registered(
     assert "create_speculative_config is missing" in lines[0] and "freedraft doctor" in lines[0]
 
 
-def test_registering_twice_wraps_once() -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    import sssd_plugin.vllm
-
-    sssd_plugin.vllm.register()
-    wrapped = EngineArgs.create_speculative_config
-    sssd_plugin.vllm.register()
-    assert EngineArgs.create_speculative_config is wrapped
-
-
 def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would then have to spawn its engine where it forks."""
     import torch
@@ -456,15 +350,3 @@ def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: p
     monkeypatch.setattr(context, "_device", lambda: "NVIDIA H100 80GB HBM3")
     made = config_of(tiny_model, {"method": "sssd", "num_speculative_tokens": 8})
     assert methods.configured(made).name == "sssd"
-
-
-def test_doctor_says_which_runner_serves_which_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm import triton_utils
-
-    from freedraft.engines.vllm import hooks
-
-    assert "no Triton" in hooks.setting()
-    monkeypatch.setattr(triton_utils, "HAS_TRITON", True)
-    assert "'sssd' and 'layerskip' are served by model runner V2" in hooks.setting()
-    monkeypatch.setattr(hooks, "V2_HOOKS", (Hook("vllm.v1.worker.gpu.no_such_module", "x", purpose="tests"),))
-    assert "all methods are served by V1" in hooks.setting()

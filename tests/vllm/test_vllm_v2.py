@@ -358,15 +358,3 @@ def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_mode
     triton, cpu = TritonAttentionBackend, CPUAttentionBackend
     for nothing in ((0, triton, 2), (estimate, triton, 0), (estimate, cpu, 2), (estimate, triton, None)):
         assert profiled(*nothing) == nothing[0]
-
-
-def test_both_runners_are_asked_how_much_graphs_of_draft_passes_take() -> None:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
-
-    from freedraft.engines.vllm.patching import MARK
-    from freedraft.engines.vllm.v1.runner import install as install_v1
-    from freedraft.engines.vllm.v2.install import install as install_v2
-
-    install_v1(), install_v2()
-    assert all(hasattr(runner.profile_cudagraph_memory, MARK) for runner in (V1, V2))
