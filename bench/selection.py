@@ -1,13 +1,12 @@
-"""Which sublayers to skip: the searches compared on one model, without an engine.
+"""Which sublayers to skip, on streams of requests of several domains: the ways to choose compared, without an engine.
 
 python bench/selection.py --model build/model --data a.jsonl b.jsonl ... --json build/selection.json
 
 Each data file is a domain (rows with "category" are split by it: pass --categories). The model (float32) answers its
-prompts greedily; searches see the first prompts of each domain, figures are of the others. Parts:
-agreement: top-1 agreement with the whole model at 10, 20 and 30 % of sublayers skipped, and the time of each search.
-stream:    requests of several domains at mix ratios 0 to 1 (KNN-SSD, equation 8): mean accepted length M, alpha as
-           accepted over all draft tokens, expected speed M alpha / ((M - 1) c + alpha) with c the share of weights that
-           a draft pass reads (for n draft tokens the same as M / (n c + 1)); plain decoding beside it.
+prompts greedily; searches see the first prompts of each domain, figures are of the others, at mix ratios 0 to 1
+(KNN-SSD, equation 8): mean accepted length M, alpha as accepted over all draft tokens, expected speed
+M alpha / ((M - 1) c + alpha) with c the share of weights that a draft pass reads (for n draft tokens the same as
+M / (n c + 1)); plain decoding beside it.
 
 What is finished is kept in FILE.progress beside the JSON, so that an interrupted run goes on where it was. The JSON
 holds one entry per model; a second model adds its own.
@@ -19,7 +18,6 @@ import argparse
 import hashlib
 import json
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -32,22 +30,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.answers import answers_of, sample_of, weight_share
 from bench.lib.draft_chains import draft_chains
-from bench.lib.machine import rounded, timed
+from bench.lib.machine import rounded
 from bench.lib.results import earlier_figures, write_json
 from freedraft.fingerprints import hardware_name as hardware
-from layerskip_plugin.calibrate import bayesian, knapsack
+from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knn import fit
 from layerskip_plugin.calibrate.pass_times import tokens_per_time
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode, load_tokenizer
 from layerskip_plugin.calibrate.sample import HostText, Sample
-from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.knn import Domains
 from layerskip_plugin.selection.swift import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
 
-SHARES = (0.1, 0.2, 0.3)
 MIX = (0.0, 0.3, 0.7, 1.0)
 DRAFT = 5
 Answers = dict[str, list[Answered]]
@@ -66,76 +62,6 @@ def read_domains(paths: Sequence[Path], categories: Sequence[str]) -> dict[str, 
         else:
             domains[prompts.name] = prompts.texts
     return domains
-
-
-def swift_over(host: HostModel, answers: Sequence[Answered], size: int, kept: Sequence[int], seed: int) -> SkipSet:
-    """SWIFT's search while these answers go by, a window of its newest tokens at a time, until it is settled."""
-    windows = [Sample.newest(host, a.tokens, WINDOW) for a in answers if len(a.tokens) - a.prompt >= WINDOW]
-    calls = iter(range(10**9))
-
-    def evaluate(skips: Sequence[SkipSet]) -> Any:
-        return host.scores(skips, windows[next(calls) % len(windows)])[0]
-
-    swift = Swift(host.n_layers, evaluate, host.fingerprint, size / host.sublayers, kept, patience=100, seed=seed)
-    found, end = swift.incumbent, time.perf_counter() + 20
-    # Until its ratio would move: the figures are of sets of one size.
-    while time.perf_counter() < end and len(swift.incumbent) == size:
-        found = swift.incumbent
-        swift.step(0.5)
-        if not swift.searching:
-            break
-    return found
-
-
-def agreement(host: HostModel, learn: Answers, held: Answers, options: Any, steps: Checkpoint) -> list[dict[str, Any]]:
-    """One row per search and share of sublayers: held-out agreement, over all domains and in each, and seconds."""
-    seed, everything = options.seed, [a for part in learn.values() for a in part]
-    sample = sample_of(host, everything, options.tokens, seed + 1)
-    tests = {name: sample_of(host, part, options.held_out, seed + 2) for name, part in held.items()}
-    tests["all"] = sample_of(host, [a for part in held.values() for a in part], options.held_out, seed + 2)
-    one_each = [host.skip([i]) for i in range(host.sublayers)]
-    single, singles = steps.step("single", lambda: timed(lambda: host.scores(one_each, sample)[0].tolist()))
-    kept = sorted(np.flatnonzero(np.array(single) < knapsack.PROTECT).tolist())
-    sizes = [round(share * host.sublayers) for share in SHARES]
-
-    def dynamic(survivors: int) -> list[list[int]]:
-        found = knapsack.search(host, sample, max_weight=max(sizes), protected=kept, survivors=survivors)
-        by = {c.weight: list(c.skip.sublayers) for c in found}
-        return [by[n] for n in sizes]
-
-    def searched(name: str, size: int) -> list[int]:
-        space = BitSearch(host.n_layers, host.fingerprint, kept, size, seed)
-        if name == "uniform":
-            found = space.uniform()
-        elif name == "swift":
-            found = swift_over(host, everything, size, kept, seed)
-        elif name == "best of random":
-            drawn = [space.random() for _ in range(options.iterations)]
-            found = drawn[int(np.argmax(host.scores(drawn, sample)[0]))]
-        else:
-            found = bayesian.search(lambda s: host.scores(s, sample)[0], space, options.iterations)
-        return list(found.sublayers)
-
-    def held_out(skip: SkipSet) -> dict[str, float]:
-        return {domain: float(host.scores([skip], test)[0][0]) for domain, test in tests.items()}
-
-    ranked = np.argsort(-np.array(single), kind="stable")
-    results: dict[str, tuple[list[list[int]], list[float]]] = {}
-    results["ranked by single skip"] = [ranked[:n].tolist() for n in sizes], [0.0] * len(sizes)
-    for survivors in (1, options.survivors):  # one search gives the sets of every size
-        sets, took = steps.step(f"knapsack {survivors}", partial(timed, partial(dynamic, survivors)))
-        results[f"knapsack, {survivors} per weight"] = sets, [took] * len(sizes)
-    for name in ("uniform", "best of random", "bayesian (Self-SD)", "swift"):
-        pairs = [steps.step(f"{name} {size}", partial(timed, partial(searched, name, size))) for size in sizes]
-        results[name] = [p[0] for p in pairs], [p[1] for p in pairs]
-    rows = []
-    for name, (sets, took) in results.items():
-        for share, skip, seconds in zip(SHARES, sets, took, strict=True):
-            score = partial(held_out, host.skip(skip))
-            row = {"search": name, "share": share, "seconds": seconds + singles, "sublayers": sorted(skip)}
-            rows.append(rounded(row | {"agreement": steps.step(f"held out {name} {share}", score)}))
-        print(f"{name:<26} {'  '.join(str(row['agreement']['all']) for row in rows[-len(SHARES) :])}", flush=True)
-    return rows
 
 
 class Drafts:
@@ -176,7 +102,7 @@ def stream(
 
     def searched(answers: Sequence[Answered]) -> list[list[Any]]:
         part = sample_of(host, answers, max(knapsack.MIN_TOKENS, options.tokens), seed)
-        found = knapsack.search(host, part, max_weight=size, protected=kept, survivors=options.stream_survivors)
+        found = knapsack.search(host, part, max_weight=size, protected=kept, survivors=options.survivors)
         return [[list(c.skip.sublayers), c.agreement] for c in found]
 
     sets = {name: host.skip(steps.step(f"set of {name}", partial(searched, learn[name]))[-1][0]) for name in names}
@@ -255,17 +181,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--categories", nargs="*", default=[], help="split files with categories into these domains")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--parts", nargs="+", default=["agreement", "stream"])
     parser.add_argument("--prompts", type=int, default=6, help="prompts per domain that searches see")
     parser.add_argument("--held", type=int, default=6, help="held-out prompts per domain")
     parser.add_argument("--answer", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--tokens", type=int, default=64, help="calibration tokens")
-    parser.add_argument("--held-out", type=int, default=1000, help="tokens that agreement is measured on")
-    parser.add_argument("--iterations", type=int, default=100, help="of random and Bayesian search")
-    parser.add_argument("--survivors", type=int, default=4)
     parser.add_argument("--requests", type=int, default=40, help="in each stream")
     parser.add_argument("--share", type=float, default=0.2, help="of the sublayers skipped in the stream")
-    parser.add_argument("--stream-survivors", type=int, default=2)
+    parser.add_argument("--survivors", type=int, default=2, help="of each weight in the knapsack search")
     parser.add_argument("--answers", type=Path, help="keep the model's answers in this file, and take them from there")
     parser.add_argument("--name", help="of the model, in the JSON; by default its folder's")
     parser.add_argument("--seed", type=int, default=0)
@@ -276,21 +198,17 @@ def main() -> None:
     answers = answers_of(host, load_tokenizer(options.model), wanted, options.answer, options.answers)
     learn = {name: part[: options.prompts] for name, part in answers.items()}
     held = {name: part[options.prompts :] for name, part in answers.items()}
-    others = ("parts", "json", "answers", "requests", "name")
+    others = ("json", "answers", "requests", "name")
     settings = {k: v for k, v in vars(options).items() if k not in others}
     # Runs with other settings, perhaps at the same time, keep their steps elsewhere.
     mark = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:6]
     steps = Checkpoint(options.json.with_name(f"{options.json.name}.{name_of_model}.{mark}"), settings)
-    for part in options.parts:
-        if part == "agreement":
-            figures: Any = agreement(host, learn, held, options, steps)
-        else:
-            figures = stream(host, domains, learn, held, options, steps)
-        before = earlier_figures(options.json)
-        results = before or {}
-        entry = results.setdefault(name_of_model, {})
-        entry |= {"hardware": hardware(host.device), "domains": list(domains), part: figures}
-        write_json(options.json, results, data=options.data, earlier=bool(before))
+    figures = stream(host, domains, learn, held, options, steps)
+    before = earlier_figures(options.json)
+    results = before or {}
+    entry = results.setdefault(name_of_model, {})
+    entry |= {"hardware": hardware(host.device), "domains": list(domains), "stream": figures}
+    write_json(options.json, results, data=options.data, earlier=bool(before))
 
 
 if __name__ == "__main__":

@@ -174,8 +174,7 @@ def test_the_source_tells_what_the_installed_engine_tells():
     """As `bench.versions` reads wheels that are not installed."""
     from importlib.util import find_spec
 
-    from bench.lib.hooks_in_source import Source
-    from bench.versions import ASSEMBLED, parts
+    from bench.versions import ASSEMBLED, Source, parts
 
     root = Path(find_spec("sglang").origin).parents[1]
     files = [str(path.relative_to(root)) for path in (root / "sglang/srt/arg_groups/fields").glob("*.py")]

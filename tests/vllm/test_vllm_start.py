@@ -48,8 +48,7 @@ def test_the_source_tells_what_the_installed_engine_tells() -> None:
     """As `bench.versions` reads wheels that are not installed."""
     from importlib.util import find_spec
 
-    from bench.lib.hooks_in_source import Source
-    from bench.versions import parts
+    from bench.versions import Source, parts
 
     found = find_spec("vllm")
     assert found is not None and found.origin is not None
