@@ -468,8 +468,8 @@ Scripts and files of these are in the history, at commit 4323d4f.
 - **Calibration in vLLM** (bf16) against transformers (fp32): rank correlation of 24 random skip sets .998, the knapsack
   search's sets of all 13 sizes the same.
 - **Which layers, by search**: held-out agreement with the whole model, demo model, 10, 20 and 30 % skipped: knapsack
-  .873, .782 and .695, Self-SD's Bayesian search .861, .714 and .532, SWIFT's .838, .677 and .504, the best of 100 random
-  sets .814, .664 and .496 ([table](layerskip.md#measured-which-sublayers)).
+  .873, .782 and .695, Self-SD's Bayesian search .861, .714 and .532, SWIFT's .838, .677 and .504, the best of 100
+  random sets .814, .664 and .496 ([table](layerskip.md#measured-which-sublayers)).
 - **Which layers, by context length**, 256 to 8,000 tokens, demo model: 3 of 60 sublayers, .92 to .95 of plain decoding
   as predicted and .82 to .95 as timed; predicted and timed rates of 30 sets and lengths correlate at .99.
 """

@@ -7,9 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -71,26 +68,6 @@ def served(checkout: Path) -> list[list[str]]:
     return [call[1:] for call in calls(checkout) if call[:1] == ["bench/serve.py"]]
 
 
-@pytest.fixture
-def hub() -> Iterator[str]:
-    """A hub that has no/gated for those with a token, and answers everything else by its last part."""
-
-    class Hub(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            name = self.path.removesuffix("/resolve/main/config.json").rpartition("/")[2]
-            known = self.headers["Authorization"] == "Bearer secret"
-            self.send_response((200 if known else 401) if name == "gated" else int(name))
-            self.end_headers()
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 def test_arms_and_questions_are_such_as_the_benchmark_takes(checkout: Path) -> None:
     skip_set = checkout / "set.json"
     skip_set.write_text("{}")
@@ -139,19 +116,6 @@ def test_what_is_missing_is_said_before_anything_is_begun(checkout: Path, variab
     done = run(checkout, **variables)
     assert done.returncode == 2 and says in done.stderr and "nothing was begun" in done.stderr
     assert not (checkout / "calls").exists() and not (checkout / "build" / "gpu").exists()
-
-
-def test_a_model_that_is_not_there_or_gated(checkout: Path, hub: str) -> None:
-    for name in ("no/gated", "no/401", "no/403", "no/404"):
-        done = run(checkout, MODEL=name, HF_ENDPOINT=hub, HF_TOKEN="", HF_HOME=str(checkout))
-        gated = f"missing: the model {name}: not there, or gated: accept its licence and log in"
-        assert done.returncode == 2 and done.stderr.startswith(gated)
-    assert "the hub answers 500" in run(checkout, MODEL="no/500", HF_ENDPOINT=hub).stderr
-    assert not (checkout / "calls").exists()
-    assert run(checkout, MODEL="no/gated", HF_ENDPOINT=hub, HF_TOKEN="secret").returncode == 0
-    assert calls(checkout)[0] == ["download", "no/gated", "--exclude", "original/*"]
-    (checkout / "token").write_text("secret\n")  # of `hf auth login`
-    assert run(checkout, MODEL="no/gated", HF_ENDPOINT=hub, HF_TOKEN="", HF_HOME=str(checkout)).returncode == 0
 
 
 def test_no_compiler_headers_or_questions(checkout: Path) -> None:
