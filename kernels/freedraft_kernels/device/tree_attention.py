@@ -176,9 +176,10 @@ def launch_tree_attention(
     requests, kv_heads = queries.seq_lens.shape[0], keys.shape[2]
     group, size_block = heads // kv_heads, max(16, triton.next_power_of_2(size))
     row_bytes = size_block * query.element_size()
-    narrow = row_bytes <= 256  # measured on an H200: of 16-bit heads of 128, more rows and keys at once take less time
-    most = 128 if narrow else 64 if row_bytes <= 512 else 16
-    rows = min(most, max(16, triton.next_power_of_2(max_queries * group)))
+    needed = max(16, triton.next_power_of_2(max_queries * group))
+    narrow = row_bytes <= 256
+    wide = narrow and needed >= 64 and (segments > 1 or needed == 64)  # else smaller blocks took less time on an H200
+    rows = min(needed, 128 if wide else 64 if row_bytes <= 512 else 16)
     results = requests * max_queries * heads * segments
     if segments > 1 and scratch is None:
         scratch = torch.empty(results * (size + 2), dtype=torch.float32, device=query.device)
@@ -209,7 +210,7 @@ def launch_tree_attention(
         GROUP=group,
         PAGE=keys.shape[1],
         ROWS=rows,
-        TILE=64 if narrow else 32,
+        TILE=64 if wide else 32,
         num_warps=4,
         num_stages=2 if narrow else 1,
         **shape,
