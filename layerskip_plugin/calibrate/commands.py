@@ -289,10 +289,9 @@ def disco(
 
 def inspect(
     file: Annotated[Path, typer.Argument(help="What calibrate skip-set, bayesian, knn or knapsack wrote.")],
-    plot: Annotated[Path | None, typer.Option(help="Draw the sets into this picture (PNG, SVG, PDF).")] = None,
 ) -> None:
     """Show the skip sets in a file: retained, skipped attention and skipped MLP, layer by layer."""
-    from layerskip_plugin.calibrate.report import draw, load_sets
+    from layerskip_plugin.calibrate.report import load_sets
 
     sets, about = load_sets(file)
     for name, skip in sets.items():
@@ -302,6 +301,3 @@ def inspect(
     typer.echo("  (# retained, . skipped)")
     for key, value in about.items():
         typer.echo(f"{key}: {value}")
-    if plot is not None:
-        draw(sets, plot)
-        typer.echo(f"wrote {plot}")

@@ -180,11 +180,12 @@ def test_disco_trains_or_refuses(run: Callable, tmp_path: Path) -> None:
     assert code == 2 and "no skip sets in it" in said
 
 
-def test_inspect_draws(run: Callable, tmp_path: Path) -> None:
+def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
     SkipSet.of_sublayers([2, 5], 4).save(tmp_path / "s.json", {"data": "made up"})
-    code, said = run("inspect", tmp_path / "s.json", "--plot", tmp_path / "s.png", calibrates=False)
+    code, said = run("inspect", tmp_path / "s.json", calibrates=False)
     assert code == 0 and "#.##" in said and "##.#" in said and "data: made up" in said
-    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    code, said = run("inspect", tmp_path / "s.json", "--plot", tmp_path / "s.png", calibrates=False)
+    assert code == 2 and said.startswith("error: calibrate: '--plot' is no longer supported")
 
 
 @pytest.mark.parametrize(
