@@ -44,7 +44,7 @@ def parts(engine: str) -> dict[str, tuple[Hook, ...]]:
         "calibration": hooks.CALIBRATION_HOOKS,
         "V2": hooks.V2_HOOKS,
         "tenants": hooks.TENANT_HOOKS,
-        "recycled logits": hooks.LOGITS_HOOKS + hooks.V2_LOGITS_HOOKS,
+        "recycled logits": hooks.V2_LOGITS_HOOKS,
         "trees": hooks.V2_TREE_HOOKS,
     }
 

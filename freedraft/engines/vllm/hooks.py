@@ -68,13 +68,6 @@ TENANT_HOOKS = (
     Hook("vllm.v1.request.Request", "__init__", parameters=("cache_salt",), purpose="tenants of live datastores"),
 )  # fmt: skip
 
-# Needed besides to recycle logits.
-LOGITS_HOOKS = (
-    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "_sample", parameters=("logits", "spec_decode_metadata"),
-         purpose="recycled logits"),
-    Hook("vllm.v1.spec_decode.metadata.SpecDecodeMetadata", fields=("num_draft_tokens",), purpose="recycled logits"),
-)  # fmt: skip
-
 # Needed besides for full CUDA graphs at every step of V1.
 GRAPH_HOOKS = (
     Hook("vllm.config.CompilationConfig", "resolve_cudagraph_mode_and_sizes", parameters=("min_cg_support",),
@@ -148,7 +141,7 @@ V2_HOOKS = (
          purpose="end of requests in model runner V2"),
 )  # fmt: skip
 
-# Needed besides to recycle logits there.
+# Needed besides to recycle logits.
 V2_LOGITS_HOOKS = (
     Hook("vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler", "__call__",
          parameters=("logits", "input_batch"), purpose="recycled logits in model runner V2"),
@@ -187,14 +180,7 @@ HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # What drafting does without, where it is not there.
 OPTIONAL_HOOKS = (
-    TENANT_HOOKS
-    + CALIBRATION_HOOKS
-    + GRAPH_HOOKS
-    + DRAFT_GRAPH_HOOKS
-    + GRAPH_MEMORY_HOOKS
-    + LOGITS_HOOKS
-    + V2_HOOKS
-    + V2_TREE_HOOKS
+    TENANT_HOOKS + CALIBRATION_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + V2_HOOKS + V2_TREE_HOOKS
 )
 
 
