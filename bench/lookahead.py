@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--per-token", type=float, default=0.02)
     parser.add_argument("--answers", type=Path, help="keep the model's answers in this file, and take them from there")
     options = parser.parse_args()
-    host, tokenizer = HostModel.load(options.model), load_tokenizer(options.model)
+    host, tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
     skip = SkipSet.load(options.skip_set, host.n_layers, host.fingerprint)
     learn, held = [], []
     start = time.perf_counter()

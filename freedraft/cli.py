@@ -83,6 +83,8 @@ class PluginGroup(TyperGroup):
 RETIRED = {
     "explain --windows": "windowed drafts are judged by measured times while serving: option 'window' of layerskip",
     "explain --memory": "it was for --windows",
+    "calibrate --engine": "transformers runs the model, in the checkpoint's dtype; see --device",
+    "calibrate --engine-args": "transformers runs the model, in the checkpoint's dtype; see --device",
     "calibrate --plot": "freedraft calibrate inspect FILE prints the layers of each set",
 }
 """What replaces commands and options of earlier versions."""

@@ -23,7 +23,6 @@ from freedraft.hybrid.chains import Chains
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
 from freedraft.metrics import check_address, serve, where_to_look
-from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
 from layerskip_plugin.draft_passes import Passes, Round
 from layerskip_plugin.knapsack_search import RunSublayer, Survivors, search
@@ -32,6 +31,7 @@ from layerskip_plugin.lookahead.base import NONE
 from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.lookahead.record_writer import RecordWriter
 from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.swift import WINDOW
 from layerskip_plugin.skip_set import SkipSet
 

@@ -13,7 +13,6 @@ from freedraft.config import LOCAL, PluginOptions, UserPath
 from freedraft.draft_model import Window
 from freedraft.extras import require
 from freedraft.method import EngineContext
-from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.lookahead import (
     Confidence,
     Cost,
@@ -27,6 +26,7 @@ from layerskip_plugin.lookahead import (
     RocThreshold,
 )  # fmt: skip
 from layerskip_plugin.lookahead.disco import Classifier
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Evaluate, Selection, Static
 from layerskip_plugin.selection.knapsack import Knapsack, Plan
 from layerskip_plugin.selection.knapspec import KnapSpec, Propose

@@ -16,8 +16,8 @@ from freedraft.cli import app
 from layerskip_plugin.calibrate import run as calibrate_run
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.lookahead.disco import Classifier
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.knapsack import Plan
 from layerskip_plugin.selection.knn import Domains
 from layerskip_plugin.skip_set import SkipSet
@@ -198,11 +198,8 @@ def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
         ("skip-set", ["--share", 0.9], "choose between 1 and half"),
         ("skip-set", ["--tokens", 100000], "give more text"),
         ("skip-set", ["--device", "abacus"], "there is no abacus here"),
-        ("skip-set", ["--engine", "tensorrt"], "it does not run in a server that is already serving"),
-        ("skip-set", ["--engine", "http://127.0.0.1:8000"], "it does not run in a server that is already serving"),
-        ("skip-set", ["--engine-args", "{}"], "add --engine vllm"),
-        ("skip-set", ["--engine", "vllm", "--engine-args", "dtype=float32"], "give a JSON object"),
-        ("skip-set", ["--engine", "vllm", "--device", "cpu"], "leave it out with --engine vllm"),
+        ("skip-set", ["--engine", "vllm"], "calibrate: '--engine' is no longer supported: transformers runs the model"),
+        ("knn", ["--engine-args={}"], "calibrate: '--engine-args' is no longer supported: transformers runs the model"),
         ("knn", [], "at least two domains"),
         ("knn", ["--clusters", 3], "3 from 4 prompts: ask for at least 2, and give at least 6 prompts"),
     ],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from layerskip_plugin.calibrate import bayesian
-from layerskip_plugin.calibrate.pass_times import PassTimes
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.swift import Swift

@@ -17,10 +17,9 @@ from freedraft.config import ConfigError
 from freedraft.fingerprints import hardware_name
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knn import fit
-from layerskip_plugin.calibrate.pass_times import PassTimes
-from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.knapsack_search import search
 from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
 from layerskip_plugin.selection.knapspec import KnapSpec
@@ -154,7 +153,7 @@ def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prom
     host = Reading.load(Path(swift_engine.llm_engine.model_config.model))
     sets = [SkipSet.of_bits(row.tolist(), host.fingerprint) for row in bits]
     for text, measured in zip(texts, found, strict=True):
-        sample = Sample.newest(host, text[:-1], 32)
+        sample = host.newest(text[:-1], 32)
         drafted = host.best(host.final_states(sets, sample)).numpy()
         expected = (drafted == np.array(text[-32:])).mean(1)
         assert measured == pytest.approx(expected, abs=1.01 / 32) and measured[0] == 1
@@ -201,7 +200,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
     host = Reading.load(Path(swift_engine.llm_engine.model_config.model))
     for text, sets in found[:3]:
         most = max(len(skip) for skip in sets)
-        sample = Sample.newest(host, text[:-1], WINDOW)
+        sample = host.newest(text[:-1], WINDOW)
         expected = search(sample.states(0), partial(host.sublayer, sample=sample), 2 * LAYERS, (1, 1), most)
         same = [skip.bits == tuple(bits) for skip, bits in zip(sets, expected.skipped.tolist(), strict=True)]
         assert np.mean(same) > 0.8, "beyond what rounding turns"

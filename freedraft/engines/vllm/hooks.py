@@ -54,14 +54,6 @@ MODEL_HOOKS = (
     Hook("vllm.compilation.backends", "set_model_tag", parameters=("tag",), purpose="compiled draft passes"),
 )  # fmt: skip
 
-# Needed besides to calibrate in the engine.
-CALIBRATION_HOOKS = (
-    Hook("vllm.LLM", "generate", parameters=("prompts", "sampling_params"), purpose="calibration"),
-    Hook("vllm.v1.core.block_pool.BlockPool", "get_new_blocks", parameters=("num_blocks",), purpose="calibration"),
-    Hook("vllm.v1.core.block_pool.BlockPool", "free_blocks", parameters=("ordered_blocks",), purpose="calibration"),
-    Hook("vllm.v1.core.block_pool.BlockPool", "get_num_free_blocks", purpose="calibration"),
-)  # fmt: skip
-
 # Needed besides to tell tenants apart.
 TENANT_HOOKS = (
     Hook("vllm.v1.core.sched.output.NewRequestData", "from_request", purpose="tenants of live datastores"),
@@ -179,9 +171,7 @@ V2_TREE_HOOKS = (
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # What drafting does without, where it is not there.
-OPTIONAL_HOOKS = (
-    TENANT_HOOKS + CALIBRATION_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + V2_HOOKS + V2_TREE_HOOKS
-)
+OPTIONAL_HOOKS = TENANT_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + V2_HOOKS + V2_TREE_HOOKS
 
 
 def setting() -> str:

@@ -19,9 +19,9 @@ def register():
 
 
 def make_selecting(options, context, controller):
-    from layerskip_plugin.calibrate.pass_times import PassTimes
     from layerskip_plugin.knapsack_search import search
     from layerskip_plugin.method import LayerSkipMethod
+    from layerskip_plugin.pass_times import PassTimes
     from layerskip_plugin.selection.base import Static
     from layerskip_plugin.selection.knapsack import Knapsack, Plan
     from layerskip_plugin.selection.knapspec import KnapSpec
