@@ -83,13 +83,14 @@ class PluginGroup(TyperGroup):
 RETIRED = {
     "explain --windows": "windowed drafts are judged by measured times while serving: option 'window' of layerskip",
     "explain --memory": "it was for --windows",
+    "calibrate scorer": "weights ship with freedraft; python -m bench.scorer, in a clone of it, trains others",
     "calibrate --engine": "transformers runs the model, in the checkpoint's dtype; see --device",
     "calibrate --engine-args": "transformers runs the model, in the checkpoint's dtype; see --device",
     "calibrate --plot": "freedraft calibrate inspect FILE prints the layers of each set",
 }
 """What replaces commands and options of earlier versions."""
 
-GROUPS = {"calibrate": "Search skip sets; train the scorer of sssd and DISCO's classifier."}
+GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}
 """What plugins' commands of two words are for, by the first."""
 
 

@@ -90,7 +90,7 @@ class SssdOptions(PluginOptions):
     @classmethod
     def _weights_exist(cls, weights: Path | None) -> Path | None:
         if weights is not None and not weights.is_file():
-            raise ValueError("is not a file: give a file that 'freedraft calibrate scorer' wrote, or leave it out")
+            raise ValueError("is not a file: give a file that bench/scorer wrote, or leave it out")
         return weights
 
     @cached_property
