@@ -29,7 +29,7 @@ from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.policies import Controller, Fixed, Knee
 from freedraft.cost.roofline import Roofline
-from freedraft.method import Step
+from freedraft.step import Step
 from sssd_plugin.drafter import Drafter
 
 ARMS: dict[str, tuple[str, int]] = {

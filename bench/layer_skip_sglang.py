@@ -31,7 +31,7 @@ from bench.lib.prompts import MIXED, chats
 from bench.lib.results import write_json
 from bench.lib.sglang_plugin import engine_with
 from bench.lib.switch import Call, Switch, Turns, calls_in
-from freedraft.method import Step
+from freedraft.step import Step
 
 LOG = "LAYER_SKIP_BENCH_LOG"
 ALGORITHM = "layerskip_in_turns"

@@ -29,7 +29,7 @@ from bench.lib.draft_chains import draft_chains
 from bench.lib.results import write_json
 from freedraft.cost.acceptance import Acceptance
 from freedraft.draft import DraftBatch
-from freedraft.draft_model import Recipe
+from freedraft.draft_pass import Recipe
 from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft_model import Drafted, DraftRound
-from freedraft.method import Step
+from freedraft.step import Step
 
 
 class Round:

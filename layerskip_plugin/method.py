@@ -19,10 +19,11 @@ from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel, MatchnessScorer
+from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from freedraft.hybrid.chains import Chains
-from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
-from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
+from freedraft.method import MethodSpec, ModelMethod
 from freedraft.metrics import check_address, serve, where_to_look
+from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
 from layerskip_plugin.draft_passes import Passes, Round
 from layerskip_plugin.knapsack_search import RunSublayer, Survivors, search

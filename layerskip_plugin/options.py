@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 from freedraft.extras import require
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import (
     Confidence,
     Cost,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
-from freedraft.method import NodeLogits
+from freedraft.step import NodeLogits
 from sssd_plugin import recycled_logits
 from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.index.sub_index import Snapshot

@@ -16,8 +16,9 @@ from freedraft.cost.outlook import outlook
 from freedraft.cost.policies import Controller
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
-from freedraft.method import EngineContext, Method, MethodSpec, NodeLogits, Step
+from freedraft.method import Method, MethodSpec
 from freedraft.metrics import check_address, serve, where_to_look
+from freedraft.step import EngineContext, NodeLogits, Step
 from sssd_plugin.options import SssdOptions
 from sssd_plugin.recycled_logits import owner_of
 

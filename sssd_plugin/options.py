@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath, expand_path
 from freedraft.cost.policies import Controller, Policy
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 
 Scoring = Literal["learned", "paper"]
 

@@ -13,10 +13,11 @@ from freedraft.config import ConfigError, PluginOptions
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.cost.controller import Auto, make_controller
 from freedraft.draft import DraftBatch
-from freedraft.hybrid.choice import DraftPassEstimate
+from freedraft.draft_pass import DraftPassEstimate
 from freedraft.hybrid.method import FIRST_PROBE, HybridMethod
 from freedraft.hybrid.options import option_type, part_options
-from freedraft.method import METHODS, EngineContext, Method, MethodSpec, ModelMethod, Step
+from freedraft.method import METHODS, Method, MethodSpec, ModelMethod
+from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}

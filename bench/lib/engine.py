@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.lib.servers import in_process_environment
 from bench.lib.switch import Call, Switch
-from freedraft.method import Step
+from freedraft.step import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIP_SET_OF_DEMO = ROOT / "configs" / "skip_sets" / "smollm2-135m-instruct-12.json"

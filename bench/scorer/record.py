@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.lib.prompts import chats
-from freedraft.method import TOP_TOKENS
+from freedraft.step import TOP_TOKENS
 
 
 def prompts_of(path: Path) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.method import TOP_TOKENS
+from freedraft.step import TOP_TOKENS
 
 
 class Recording(NamedTuple):

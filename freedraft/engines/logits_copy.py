@@ -11,7 +11,7 @@ from freedraft_kernels import top_tokens
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.method import TOP_TOKENS, NodeLogits
+from freedraft.step import TOP_TOKENS, NodeLogits
 
 
 class LogitsCopy:

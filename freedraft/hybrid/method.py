@@ -16,11 +16,13 @@ from freedraft.cost.policies import Controller
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel
+from freedraft.draft_pass import RestOfBatch
 from freedraft.hybrid.chains import Chains, likeliest
-from freedraft.hybrid.choice import Choice, RestOfBatch, choose, poorest_first, sizes_up_to
+from freedraft.hybrid.choice import Choice, choose, poorest_first, sizes_up_to
 from freedraft.hybrid.options import NAME, part_options
 from freedraft.hybrid.throughput import Throughput
-from freedraft.method import EngineContext, Method, ModelMethod, NodeLogits, Step, spec_of_role
+from freedraft.method import Method, ModelMethod, spec_of_role
+from freedraft.step import EngineContext, NodeLogits, Step
 
 FIRST_PROBE, RAREST_PROBE = 128, 256
 """Steps without draft passes after which they are tried again, at first and at most."""

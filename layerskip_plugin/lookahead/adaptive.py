@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from freedraft.hybrid.choice import RestOfBatch
+from freedraft.draft_pass import RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places, RoundLog, unit
 
 

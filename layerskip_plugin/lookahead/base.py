@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.draft_model import Recipe
-from freedraft.hybrid.choice import RestOfBatch
+from freedraft.draft_pass import Recipe, RestOfBatch
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]

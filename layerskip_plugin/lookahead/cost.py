@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from freedraft.cost.acceptance import PASS_KINDS, Acceptance
-from freedraft.draft_model import Recipe
-from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
+from freedraft.draft_pass import DraftPassEstimate, Recipe, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, NONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
 from layerskip_plugin.lookahead.chain_checks import ChainChecks
 from layerskip_plugin.lookahead.recipe_record import MAX_DRAFT_LEN, RecipeRecord, to_bins

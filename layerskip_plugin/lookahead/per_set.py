@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from freedraft.draft_model import Recipe
-from freedraft.hybrid.choice import RestOfBatch
+from freedraft.draft_pass import Recipe, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places
 
 

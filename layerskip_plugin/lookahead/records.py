@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.draft_model import Recipe
+from freedraft.draft_pass import Recipe, RestOfBatch
 from freedraft.files import write_atomically
-from freedraft.hybrid.choice import RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
 
 TOP = 10

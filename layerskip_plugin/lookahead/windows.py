@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.probes import ProbeSchedule
-from freedraft.draft_model import Recipe
+from freedraft.draft_pass import Recipe
 from layerskip_plugin.lookahead.base import Flags, Ints, Places
 
 FIRST_OTHER, RAREST_OTHER = 16, 256

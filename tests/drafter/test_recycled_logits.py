@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from test_drafter_equals_oracle import EXAMPLES, worlds
 
 from freedraft.draft import DraftBatch
-from freedraft.method import TOP_TOKENS, NodeLogits
+from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.recycled_logits import ENTRY, entries, owner_of
 from sssd_plugin.scoring.weights import Weights

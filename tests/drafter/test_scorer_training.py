@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bench.scorer.__main__ import main
 from bench.scorer.recordings import load_recordings
 from bench.scorer.training import initial_weights, train, train_recycled
-from freedraft.method import TOP_TOKENS
+from freedraft.step import TOP_TOKENS
 from sssd_plugin.scoring.weights import Weights
 from tests.support.models import save_word_tokenizer
 

@@ -12,7 +12,7 @@ import pytest
 from freedraft.config import ConfigError
 from freedraft.cost.controller import Auto
 from freedraft.cost.policies import Fixed, Knee
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 from sssd_plugin.method import SssdMethod, check
 from sssd_plugin.options import SssdOptions
 from tests.support.steps import make_step

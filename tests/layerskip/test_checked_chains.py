@@ -12,8 +12,8 @@ from lookahead_tools import RECIPE, KnownCosts, cost
 from test_layerskip_method import SETS, STEP, VOCAB, Engine, Model, text
 
 from freedraft.draft import DraftBatch
+from freedraft.draft_pass import RestOfBatch
 from freedraft.hybrid.chains import Chains, likeliest
-from freedraft.hybrid.choice import RestOfBatch
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.recipe_record import MAX_DRAFT_LEN
 

@@ -11,8 +11,8 @@ from lookahead_tools import KnownCosts
 
 from freedraft.config import ConfigError
 from freedraft.draft_model import Drafted, DraftModel, DraftRound
-from freedraft.hybrid.choice import RestOfBatch
-from freedraft.method import EngineContext
+from freedraft.draft_pass import RestOfBatch
+from freedraft.step import EngineContext
 from layerskip_plugin.candidate_tree import candidate_tree, cut_to_width
 from layerskip_plugin.draft_passes import Passes, Round
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Recording, Verifications

@@ -11,7 +11,7 @@ import pytest
 from lookahead_tools import RECIPE, Driver, KnownCosts
 
 from freedraft.config import ConfigError
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed, PerSet, Recording
 from layerskip_plugin.lookahead.record_writer import RecordWriter
 from layerskip_plugin.lookahead.records import Verifications

@@ -12,8 +12,8 @@ from test_layerskip_method import CONFIG, VOCAB, Model
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from freedraft.config import ConfigError
-from freedraft.draft_model import Window
-from freedraft.method import EngineContext
+from freedraft.draft_pass import Window
+from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import NONE
 from layerskip_plugin.lookahead.trials import FIRST_TRIALS

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 from freedraft.engines.draft_ranks import DraftRanks
 from tests.sglang.test_drafting import NODES, decoding_batch, request, scheduler_configuration
 

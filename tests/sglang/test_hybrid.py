@@ -60,7 +60,8 @@ def test_refused_in_one_line(monkeypatch, environment, words):
 
     from freedraft.config import ConfigError
     from freedraft.hybrid import SPEC
-    from freedraft.method import METHODS, EngineContext
+    from freedraft.method import METHODS
+    from freedraft.step import EngineContext
     from layerskip_plugin import sglang as layerskip
     from sssd_plugin import sglang as sssd
 

@@ -11,7 +11,7 @@ import pytest
 from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.outputs import output_of
 from freedraft.engines.vllm.v1.runner import V1StepState, draft_lists, make_step
-from freedraft.method import Step
+from freedraft.step import Step
 
 MAX_MODEL_LEN = 16
 ROWS = 4

@@ -10,7 +10,7 @@ from test_vllm_v2 import serve
 from vllm_cases import TINY
 from windowed_reference import Reference
 
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import random_ids
 

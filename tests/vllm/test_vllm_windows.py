@@ -15,7 +15,7 @@ from vllm_cases import TINY, metric, parameters, token_prompts, tokens_of
 from vllm_engines import batch_rows, engine, failures, runner_of, settle, spied
 from windowed_reference import Reference
 
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 from freedraft.engines.vllm.pages import Pages
 from tests.support.models import save, tiny_model
 from tests.support.prompts import random_ids

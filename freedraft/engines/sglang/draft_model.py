@@ -18,7 +18,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from torch.nn.functional import pad
 
-from freedraft.draft_model import Drafted, DraftModel, DraftRound, Recipe, T, Window
+from freedraft.draft_model import Drafted, DraftModel, DraftRound, T
+from freedraft.draft_pass import Recipe, Window
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.on_device import on_device
 from freedraft.engines.sglang.cpu import selected
@@ -26,7 +27,7 @@ from freedraft.engines.sglang.graphs import Captured, capture, free_bytes, swapp
 from freedraft.engines.sglang.layers import Stages, check_structure, run_stages, stages_of
 from freedraft.engines.sglang.set_scores import SetScores
 from freedraft.engines.sglang.window_rows import WindowRows
-from freedraft.method import Step
+from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
 

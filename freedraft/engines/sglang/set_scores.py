@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from freedraft.draft_model import MatchnessScorer, Recipe, T, Visit
+from freedraft.draft_model import MatchnessScorer, T, Visit
+from freedraft.draft_pass import Recipe
 from freedraft.engines.many_sets import SETS, forward, run_sublayer, sublayers_of
 from freedraft.engines.on_device import on_device
 from freedraft.engines.sglang.verify import SPARE_SLOT
-from freedraft.method import Step
+from freedraft.step import Step
 
 if TYPE_CHECKING:
     from freedraft.engines.sglang.draft_model import PagedDraftModel

@@ -9,7 +9,7 @@ from freedraft.cost.hardware import CPU
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.hooks import V2_LOGITS_HOOKS
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 
 
 def context_of_arguments(

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.draft_model import DraftModel, Recipe
+from freedraft.draft_model import DraftModel
+from freedraft.draft_pass import Recipe
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.on_device import on_device
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
@@ -17,7 +18,7 @@ from freedraft.engines.vllm.draft_passes import DraftPass, PagedDraftRound
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
 from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.set_scores import SetScores
-from freedraft.method import Step
+from freedraft.step import Step
 
 
 class PagedDraftModel(DraftModel):

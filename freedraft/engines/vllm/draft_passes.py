@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.draft_model import Drafted, DraftRound, Window
+from freedraft.draft_model import Drafted, DraftRound
+from freedraft.draft_pass import Window
 from freedraft.engines.vllm.kept_layers import KeptLayers
 from freedraft.engines.vllm.pages import Pages
 

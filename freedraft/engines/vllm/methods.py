@@ -34,7 +34,8 @@ from freedraft.engines.vllm.hooks import (
 from freedraft.engines.vllm.lookahead_slots import reserve_slots
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.v2.lengths import receive_lengths
-from freedraft.method import METHODS, EngineContext, MethodSpec
+from freedraft.method import METHODS, MethodSpec
+from freedraft.step import EngineContext
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.draft_model import MatchnessScorer, Recipe, T, Visit
+from freedraft.draft_model import MatchnessScorer, T, Visit
+from freedraft.draft_pass import Recipe
 from freedraft.engines.many_sets import SETS, forward, run_sublayer, sublayers_of
 from freedraft.engines.vllm.pages import StepState
-from freedraft.method import Step
+from freedraft.step import Step
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.draft_model import PagedDraftModel

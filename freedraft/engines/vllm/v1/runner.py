@@ -32,7 +32,8 @@ from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
 from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import METHODS, Step
+from freedraft.method import METHODS
+from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,8 @@ from freedraft.engines.vllm.v2.requests import Requests
 from freedraft.engines.vllm.v2.step_state import V2StepState
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import METHODS, TOP_TOKENS, Step
+from freedraft.method import METHODS
+from freedraft.step import TOP_TOKENS, Step
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.trees import Trees
