@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
+from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.graph_memory import passes_on_all_ranks, with_draft_graphs
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
-from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.outputs import longest_answer, output_of
 from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import share_logging, with_kv_cache, wrap_once

@@ -26,11 +26,11 @@ from freedraft.cost.yields import TreeYields
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
+from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
-from freedraft.engines.vllm.methods import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.v2.confidences import Confidences
