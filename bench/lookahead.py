@@ -33,7 +33,7 @@ from freedraft.draft_model import Recipe
 from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
-from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, RocThreshold
+from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead
 from layerskip_plugin.lookahead.base import NONE, Ints
 from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.lookahead.disco import Comparison, Prices, train
@@ -191,7 +191,6 @@ def main() -> None:
             **{f"fixed {n}": lambda n=n: Fixed(n) for n in (1, 2, 3, 5, options.longest)},  # type: ignore[misc]
             "confidence 0.7": lambda: Confidence(0.7),
             "Draft & Verify": DraftVerify,
-            "transformers": RocThreshold,
             "transformers, heuristic": Heuristic,
             "DISCO": lambda classifier=classifier: Disco(classifier),  # type: ignore[misc]
             "cost": lambda c=c: Cost(Costs(c, options.per_token), [skip]),  # type: ignore[misc]

@@ -95,7 +95,7 @@ class Drafted(NamedTuple):
 
 
 class DraftRound(ABC):
-    """Draft passes for the requests of one step, one token per request and pass unless further ones are guessed.
+    """Draft passes for the requests of one step, one token per request and pass.
 
     The pass at position p of a request writes the KV of its token at context - 1 + p, in a slot that the engine has
     reserved for this step's verification, which writes it again before anything else reads it.
@@ -136,12 +136,10 @@ class DraftModel(ABC):
 
     Attributes:
         n_layers: of the target.
-        max_rows: most tokens of a pass over several of a request.
         waits: whether reading a pass back keeps the device waiting for the host, so that several are read at once.
     """
 
     n_layers: int
-    max_rows: int
     waits: bool
 
     @abstractmethod

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from freedraft.cost.policies import Controller
     from freedraft.cost.schedule import Schedule
     from freedraft.draft_model import DraftModel
-    from freedraft.hybrid.chains import Chains
     from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 
 
@@ -279,19 +278,13 @@ class ModelMethod(Method, ABC):
 
     @abstractmethod
     def estimate(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        sizes: NDArray[np.int64],
-        max_draft_len: int,
-        chains: Chains | None = None,
+        self, step: Step, rows: NDArray[np.intp], sizes: NDArray[np.int64], max_draft_len: int
     ) -> DraftPassEstimate:
         """What draft passes would bring and take, for the first `sizes[k]` of the requests at `rows` of the step.
 
         Args:
             rows: intp [R]; sizes: int64 [K], ascending, at most R.
             max_draft_len: M, the longest draft considered.
-            chains: what the step's requests may go on with, which saves passes where the model says the same.
         """
 
     @property
@@ -305,19 +298,13 @@ class ModelMethod(Method, ABC):
 
     @abstractmethod
     def propose_for(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        limits: NDArray[np.int32],
-        rest: RestOfBatch,
-        chains: Chains | None = None,
+        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
     ) -> DraftBatch:
         """Draft for the requests at `rows` of the step, after `update`; the others get their roots.
 
         Args:
             rows: intp [R]; limits: int32 [R], most tokens of each, none above its capacity.
             rest: the other requests of the step.
-            chains: see `estimate`.
         """
 
 

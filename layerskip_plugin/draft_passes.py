@@ -103,26 +103,6 @@ class Passes:
         self._run([(n, rows[part], tokens[rows[part]], position) for n, part in self._by_recipe(rows)], count)
         self.read[rows] = position + count
 
-    def check(
-        self, rows: NDArray[np.intp], roots: NDArray[np.int32], chains: NDArray[np.int32], lengths: NDArray[np.int32]
-    ) -> None:
-        """One pass over roots and the first tokens of chains. What is drafted behind a token that the draft would have
-        chosen itself is what so many passes would have drafted; what is behind another one is not read.
-
-        Args:
-            rows: intp [R]; roots: int32 [B]; chains: int32 [R, K], lengths: int32 [R], tokens of them to check.
-        """
-        nodes, parts = np.concatenate((roots[rows, None], chains), 1), list[Part]()
-        for number, part in self._by_recipe(rows):
-            inside = np.arange(nodes.shape[1]) <= lengths[part, None]
-            row, position = np.nonzero(inside)
-            parts.append((number, rows[part][row], nodes[part][inside], position))
-        self._run(parts, 1)
-        places = np.arange(min(chains.shape[1], self._result.tokens.shape[1]))
-        drafted = self._result.tokens[rows, : len(places), 0]
-        same = (drafted == chains[:, : len(places)]) & (places < lengths[:, None])
-        self.read[rows] = 1 + np.cumprod(same, 1).sum(1)
-
     def _by_recipe(self, rows: NDArray[np.intp]) -> Iterator[tuple[int, NDArray[np.intp]]]:
         places = self._places[rows]
         for number in np.unique(places).tolist():

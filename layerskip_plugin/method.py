@@ -19,7 +19,6 @@ from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel, MatchnessScorer
-from freedraft.hybrid.chains import Chains
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
 from freedraft.metrics import check_address, serve, where_to_look
@@ -239,16 +238,10 @@ class LayerSkipMethod(ModelMethod):
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
     def estimate(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        sizes: NDArray[np.int64],
-        max_draft_len: int,
-        chains: Chains | None = None,
+        self, step: Step, rows: NDArray[np.intp], sizes: NDArray[np.int64], max_draft_len: int
     ) -> DraftPassEstimate:
-        assert self._cost is not None and self._model is not None
-        chances = None if chains is None else chains.chances[rows]
-        return self._cost.estimate(self._places[rows], sizes, max_draft_len, chances, self._model.max_rows)
+        assert self._cost is not None
+        return self._cost.estimate(self._places[rows], sizes, max_draft_len)
 
     @property
     def _cost(self) -> Cost | None:
@@ -282,14 +275,9 @@ class LayerSkipMethod(ModelMethod):
             self._places[rows] = self._cost.recipes_of_round(self._places[rows], step.contexts[rows], pays=pays)
 
     def propose_for(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        limits: NDArray[np.int32],
-        rest: RestOfBatch,
-        chains: Chains | None = None,
+        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
     ) -> DraftBatch:
-        round_ = self._last = self._run(step, rows, limits, rest, chains)
+        round_ = self._last = self._run(step, rows, limits, rest)
         max_nodes = int(limits.max(initial=0)) + 1
         tree = candidate_tree(
             step.roots, round_.tokens, round_.probabilities, round_.drafted, max_nodes, siblings=self.trees
@@ -302,14 +290,7 @@ class LayerSkipMethod(ModelMethod):
         tree.kinds[:, 1:] = kinds_of(self._places)[:, None]
         return tree
 
-    def _run(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        limits: NDArray[np.int32],
-        rest: RestOfBatch,
-        chains: Chains | None = None,
-    ) -> Round:
+    def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch) -> Round:
         """Passes for the requests at `rows` until none of them goes on."""
         assert self._model is not None
         started = time.perf_counter()
@@ -324,14 +305,6 @@ class LayerSkipMethod(ModelMethod):
         expected = self._pass_seconds if at_once else None
         passes = Passes(draft_round, self.draft_passes, places, result, expected, self._record_pass, started)
         active = rows[limits > 0]
-        if chains is not None and self._cost is not None and len(active):
-            chances = np.where(
-                np.arange(chains.chances.shape[1]) < limits[limits > 0, None] - 1, chains.chances[active], 0
-            )
-            lengths = self._cost.to_check(places[active], chances, self._model.max_rows)
-            if lengths.any():
-                passes.check(active, latest, chains.tokens[active], lengths)
-                self._cost.checks.record(chances, lengths, passes.read[active] - 1)
         for position in range(depth):
             if not len(active):
                 break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -24,7 +24,6 @@ from layerskip_plugin.lookahead import (
     Lookahead,
     PerSet,
     Recording,
-    RocThreshold,
 )  # fmt: skip
 from layerskip_plugin.lookahead.disco import Classifier
 from layerskip_plugin.selection.base import Evaluate, Selection, Static
@@ -35,7 +34,7 @@ from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.selection.swift import Swift
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint, text_config
 
-LookaheadName = Literal["cost", "confidence", "adaptive", "roc", "disco", "fixed"]
+LookaheadName = Literal["cost", "confidence", "adaptive", "disco", "fixed"]
 SelectionName = Literal["static", "swift", "knn", "knapsack"]
 MAX_SKIP_SETS = 4
 AUTO_WINDOWS = (512, 2048, 8192)
@@ -84,8 +83,8 @@ class LayerSkipOptions(PluginOptions):
         sinks: how many tokens of `window` are the first of the request (attention sinks).
         lookahead: which policy says how far to draft. "cost" goes on while one more token pays, and stops drafting
             altogether where none does.
-        threshold: top-1 probability below which policy "confidence" stops drafting, and with which "adaptive" and "roc"
-            begin. None: .7, for "roc" .4.
+        threshold: top-1 probability below which policy "confidence" stops drafting, and with which "adaptive" begins.
+            None: .7.
         disco: file of the classifier of policy "disco", made by `freedraft calibrate disco`.
         record: file for verifications of the first skip set's drafts, from which `freedraft calibrate disco` learns.
         tree: where the engine verifies trees (SGLang), verify the draft's other candidates beside its chain (SWIFT's
@@ -97,6 +96,9 @@ class LayerSkipOptions(PluginOptions):
     """
 
     source_name: ClassVar[str] = "layerskip"
+    retired: ClassVar[Mapping[str, str]] = {
+        "lookahead=roc": "set lookahead to cost or confidence, which draft better lengths",
+    }
 
     selection: SelectionName = "static"
     selection_file: UserPath = None
@@ -304,6 +306,5 @@ class LayerSkipOptions(PluginOptions):
             if self.disco is None:
                 raise ValueError("lookahead disco needs a classifier: train one with freedraft calibrate disco")
             return partial(Disco, Classifier.load(self.disco, model))
-        kinds = {"confidence": Confidence, "adaptive": DraftVerify, "roc": RocThreshold}
-        make: Callable[..., Lookahead] = kinds[self.lookahead]
+        make: Callable[..., Lookahead] = Confidence if self.lookahead == "confidence" else DraftVerify
         return make if self.threshold is None else partial(make, self.threshold)

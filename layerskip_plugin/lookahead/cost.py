@@ -12,7 +12,6 @@ from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.draft_model import Recipe
 from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, NONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
-from layerskip_plugin.lookahead.chain_checks import ChainChecks
 from layerskip_plugin.lookahead.recipe_record import MAX_DRAFT_LEN, RecipeRecord, to_bins
 from layerskip_plugin.lookahead.trials import Trials
 from layerskip_plugin.lookahead.windows import Windows
@@ -77,7 +76,6 @@ class Cost(Lookahead):
         reads_ahead: whether a round's passes run as far as `expected_len` before `should_continue` is asked.
         read: int [R], positions of each request of the present round that were run so far.
         trials: rounds that draft although no length seems to pay.
-        checks: of n-gram chains by first passes.
         margin: by how much the last round was expected to beat a step without drafts, as a share.
     """
 
@@ -105,7 +103,6 @@ class Cost(Lookahead):
         self.read = np.zeros(0, np.intp)
         self.on = True
         self.rate = self.margin = 0.0
-        self.checks = ChainChecks()
         self._best_len = 1
         self.windows = Windows(self.recipes, windows, page_size)
         self.trials = Trials(self.windows)
@@ -126,59 +123,15 @@ class Cost(Lookahead):
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
-    def estimate(
-        self,
-        places: Places,
-        sizes: NDArray[np.int64],
-        max_draft_len: int,
-        chances: NDArray[np.float64] | None = None,
-        room: int = 0,
-    ) -> DraftPassEstimate:
+    def estimate(self, places: Places, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
         """What a round is expected to bring and to take; see `DraftPassEstimate`.
 
         Args:
             places: intp [R], of each request's recipe; sizes: int64 [K], numbers of first requests.
-            chances, room: see `to_check`; None: nothing is checked.
         """
         numbers = np.arange(len(self.recipes))[:, None]
         counts = (places == numbers).cumsum(1)[:, sizes - 1]
-        expected = self._expected(sizes, counts, max_draft_len)
-        chances = None if chances is None else chances[:, : expected.seconds.shape[1] - 1]
-        if chances is None or not chances.size:
-            return expected
-        for number in np.unique(places).tolist():
-            mine = places == number
-            n = counts[number]
-            some = np.flatnonzero(n)
-            gain = self._saved(number, chances[mine], room)
-            # A draft of m tokens needs no more than m - 1 of them checked.
-            expected.seconds[some, 1 : 1 + gain.shape[1]] -= gain[n[some] - 1]
-            expected.seconds[some, 1 + gain.shape[1] :] -= gain[n[some] - 1, -1:]
-        return expected
-
-    def to_check(self, places: Places, chances: NDArray[np.float64], room: int) -> Ints:
-        """int32 [R]: how many tokens of each request's chain the first pass reads with the root. As far as the draft
-        says the same, the request is as many passes further.
-
-        Args:
-            places: intp [R], recipes.
-            chances: float64 [R, K], that a chain is accepted so far, never rising.
-            room: most tokens of a pass, roots included.
-        """
-        lengths, chances = np.zeros(len(places), np.int32), chances[:, : self.longest - 1]
-        for number in np.unique(places).tolist() if chances.size else ():
-            mine = places == number
-            gain = self._saved(number, chances[mine], room)
-            longest = int(gain[-1].argmax()) + 1 if gain[-1].max() > 0 else 0
-            lengths[mine] = np.minimum((chances[mine] > 0).sum(1), longest)
-        return lengths
-
-    def _saved(self, number: int, chances: NDArray[np.float64], room: int) -> NDArray[np.float64]:
-        """See `ChainChecks.saved`, for the requests of one recipe."""
-        depth, recipe = np.arange(1, chances.shape[1] + 1), self.recipes[number]
-        # Read ahead, all passes run whoever needs them.
-        reached = depth < self._best_len if self.reads_ahead else np.minimum(self.records[number].reached[depth], 1)
-        return self.checks.saved(chances, 1.0 * reached, lambda n: self.costs.pass_seconds(recipe, n), room)
+        return self._expected(sizes, counts, max_draft_len)
 
     def rates(self, counts: NDArray[np.int64], batch: int) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step, by the most tokens a draft may have; first without

@@ -46,7 +46,7 @@ class Model(DraftModel, DraftRound):
     """Drafts rightly with all layers, after two thirds of the tokens with one skipped, never with all skipped. Where it
     is wrong it is unsure, and the right token is the second one."""
 
-    n_layers, max_rows = LAYERS, 12
+    n_layers = LAYERS
 
     def __init__(self, waits=False):
         self.passes, self.waits, self.reads = [], waits, []

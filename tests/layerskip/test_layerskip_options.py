@@ -82,6 +82,13 @@ def test_policies(name: str, kind: type) -> None:
     assert isinstance(several, Cost if name == "cost" else PerSet)
 
 
+def test_the_policy_that_was_dropped_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match="'lookahead=roc' is no longer supported: set lookahead to cost or confidence"
+    ):
+        LayerSkipOptions.parse({"lookahead": "roc"})
+
+
 def test_how_far_fixed_drafts() -> None:
     lengths = [
         LayerSkipOptions.parse({"lookahead": "fixed"} | given).make_lookahead(context, [RECIPE], COSTS).length

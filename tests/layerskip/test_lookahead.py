@@ -17,9 +17,7 @@ from layerskip_plugin.lookahead import (
     Lookahead,
     PerSet,
     Recording,
-    RocThreshold,
 )
-from layerskip_plugin.lookahead.adaptive import best_threshold
 from layerskip_plugin.lookahead.base import RoundLog
 from layerskip_plugin.lookahead.disco import Classifier
 
@@ -30,7 +28,7 @@ def eager() -> list[Lookahead]:
     """One policy of each kind, set so that it would draft for ever."""
     zeros = [np.zeros(shape, np.float32) for shape in ((12,), (12, 3), (3,), (3, 1), (1,))]
     always = Classifier(zeros[0], np.ones(12, np.float32), *zeros[1:], threshold=0.5, max_length=99)
-    made = [Fixed(99), Confidence(0.0), DraftVerify(0.0), RocThreshold(0.0), Disco(always), cost({1: 1e-9}, {1: 1.0})]
+    made = [Fixed(99), Confidence(0.0), DraftVerify(0.0), Disco(always), cost({1: 1e-9}, {1: 1.0})]
     return [*made, Recording(Fixed(99), Path("unused")), PerSet(lambda: Fixed(99), 2)]
 
 
@@ -107,31 +105,6 @@ def test_draft_and_verify_follows_its_formula_per_request() -> None:
     assert policy.first_threshold == pytest.approx(
         0.6 + 0.6 * (np.mean([threshold for threshold, _ in state.values()]) - 0.6)
     )
-
-
-def test_best_threshold_is_that_of_exhaustive_search() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(100):
-        n = int(rng.integers(2, 30))
-        p = np.round(rng.random(n), 1).astype(np.float32)
-        good = rng.random(n) < p
-        if good.all() or not good.any():
-            assert best_threshold(p, good, 3.0, otherwise=0.25) == 0.25
-            continue
-        costs = {float(t): (p[~good] >= t).mean() + 3 * (p[good] < t).mean() for t in np.unique(p)}
-        found = best_threshold(p, good, 3.0, otherwise=0.25)
-        assert costs[found] == pytest.approx(min(costs.values()))
-
-
-def test_roc_threshold_finds_where_acceptance_begins() -> None:
-    rng = np.random.default_rng(3)
-    policy = RocThreshold()
-    for _ in range(150):
-        p = rng.random((4, 6)).astype(np.float32)
-        drafted = draft_round(policy, list("abcd"), 6, lambda position, rows, p=p: p[rows, position])
-        accepted = np.array([next((i for i in range(n) if row[i] < 0.7), n) for row, n in zip(p, drafted, strict=True)])
-        policy.record_acceptance(list("abcd"), drafted, accepted, accepted)
-    assert 0.69 < policy.threshold < 0.76
 
 
 def test_each_set_has_a_policy_of_its_own() -> None:

@@ -130,37 +130,6 @@ def test_attention_reads_no_more_than_the_window(windowed: Any) -> None:
     assert max(pages for _, pages in read) <= -(-longest // BLOCK) + 1 < 200 // BLOCK + 1
 
 
-def test_a_pass_over_several_tokens_of_a_request_says_what_passes_one_by_one_say(windowed: Any) -> None:
-    """Of several requests and recipes, also behind a token that is not what was drafted."""
-    drafter, compared = runner_of(windowed).drafter, []
-    method, model = drafter.guarded.method, drafter.draft_model
-
-    def again(step: Any, drafts: list[list[int]]) -> None:
-        rows = np.array([b for b, draft in enumerate(drafts) if len(draft) == K], np.intp)
-        if not len(rows) or len(rows) * K > model.max_rows:
-            return
-        last, round_ = method._last, model.start(step, rows, K)
-        for number in np.unique(method._places[rows]).tolist():
-            part = rows[method._places[rows] == number]
-            tokens = np.stack([[step.roots[b], *drafts[b][: K - 1]] for b in part])
-            wrong = tokens.copy()
-            wrong[:, K - 1] = (wrong[:, K - 1] + 1) % TINY["vocab_size"]
-            each, positions = np.repeat(part, K), np.tile(np.arange(K), len(part))
-            for given, known in ((wrong, K - 1), (tokens, K)):
-                ran = round_.launch(method.draft_passes[number], each, given.reshape(-1).astype(np.int32), positions)
-                (said,) = round_.read([ran])
-                assert said.tokens[0, :, 0].reshape(-1, K)[:, :known].tolist() == [drafts[b][:known] for b in part]
-                expected = last.probabilities[part, :known, 0]
-                assert said.probabilities[0, :, 0].reshape(-1, K)[:, :known] == pytest.approx(expected, rel=1e-4)
-            compared.append(len(part))
-
-    expected = plainly(windowed, PROMPTS[:2])
-    with spied(drafter, again):
-        assert generate(windowed, PROMPTS[:2], ["empty", "some"]) == expected
-        assert generate(windowed, PROMPTS[:2], ["some"]) == expected
-    assert {1, 2} <= set(compared)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

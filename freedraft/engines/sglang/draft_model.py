@@ -68,7 +68,6 @@ class PagedDraftModel(DraftModel):
         check_structure(self._model)
         self.decoder = self._model.model
         self.n_layers = len(self.decoder.layers)
-        self.max_rows = len(window_rows.rows) if window_rows is not None else runner.req_to_token_pool.size
         windows = [layer.self_attn.attn.sliding_window_size for layer in self.decoder.layers]
         # What the model itself looks back to: the least of its layers.
         self.attended: int | None = min((size for size in windows if size is not None and size > 0), default=None)

@@ -43,7 +43,6 @@ class PagedDraftModel(DraftModel):
         if len(runner.kv_cache_config.kv_cache_groups) != 1 or len(groups) != 1:
             raise UnsupportedModel("layer skipping needs one KV cache group and one kind of attention in all layers")
         self.n_layers = len(backbone.layers)
-        self.max_rows: int = runner.max_num_reqs  # buffers of attention are as long
         self.runner, self.backbone, self.vllm_config = runner, backbone, vllm_config
         self.group = groups[0]
         # What the model itself looks back to, the same in all layers.

@@ -4,8 +4,7 @@ What a request does is in its id, as words between dashes: `set2` drafts with sk
 place of trees, `nodes` runs draft passes as verifications of one node (as with CUDA graphs), `replay` drafts nothing
 and verifies what the request with the same word `as...` had drafted.
 
-Algorithm `hybrid_any` is the hybrid one with draft passes for requests at random, which check n-grams as far as they
-have room.
+Algorithm `hybrid_any` is the hybrid one with draft passes for requests at random.
 """
 
 import collections
@@ -53,14 +52,12 @@ def make_any(options, context, controller):
             return True
 
         def _choose(self, step, draft, capacities):
-            choice, kept, chains = super()._choose(
-                step, draft, capacities
-            )  # what it would have been: its code runs, too
+            choice, kept = super()._choose(step, draft, capacities)  # what it would have been: its code runs, too
             allowed = capacities > 0
             rows = np.flatnonzero(allowed & (coins.random(len(allowed)) < 0.5))
             totals["mixed"] += 0 < len(rows) < len(allowed)
             longest = int(coins.integers(1, max(1, capacities.max()) + 1))
-            return Choice(rows, longest, max(choice.rate, 100.0)), kept, chains
+            return Choice(rows, longest, max(choice.rate, 100.0)), kept
 
         def draft(self, step):
             tree = super().draft(step)
@@ -72,14 +69,8 @@ def make_any(options, context, controller):
             path.write_text(json.dumps(totals))
             return tree
 
-    def to_check(places, chances, room):
-        lengths = np.minimum((chances > 0).sum(1), max(room // max(len(places), 1) - 1, 0)).astype(np.int32)
-        totals["checked"] += int(lengths.sum())
-        return lengths
-
     method = Any(options, context, controller)
     fix(method.auto.times, 0.001, 0.01)
-    method.model._cost.to_check = to_check
     return method
 
 

@@ -444,7 +444,6 @@ def main() -> None:
         "replays": [graph.replays for graph in graphs],
         "reads": reads,
         "waits": waits,
-        "most checked": getattr(runner.speculator.draft_model, "max_rows", 0),
         "drafts": drafts,
         "graph lengths": [sorted(lengths) for lengths in graph_lengths],
         "lookup": core.scheduler.dynamic_sd_lookup,
