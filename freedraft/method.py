@@ -277,13 +277,11 @@ class ModelMethod(Method, ABC):
         """int32 [B]: how many tokens may be drafted for each request; never more than `step.capacities`."""
 
     @abstractmethod
-    def estimate(
-        self, step: Step, rows: NDArray[np.intp], sizes: NDArray[np.int64], max_draft_len: int
-    ) -> DraftPassEstimate:
-        """What draft passes would bring and take, for the first `sizes[k]` of the requests at `rows` of the step.
+    def estimate(self, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
+        """What draft passes would bring and take for some requests of the step that `update` was called with.
 
         Args:
-            rows: intp [R]; sizes: int64 [K], ascending, at most R.
+            sizes: int64 [K], ascending numbers of requests.
             max_draft_len: M, the longest draft considered.
         """
 
@@ -293,8 +291,8 @@ class ModelMethod(Method, ABC):
         what they would run, is new."""
         return False
 
-    def begin_round(self, step: Step, rows: NDArray[np.intp], *, pays: bool) -> None:
-        """`propose_for` follows for the requests at `rows`: because it is expected to pay, or as a trial."""
+    def begin_round(self, *, pays: bool) -> None:
+        """`propose_for` follows: because it is expected to pay, or as a trial."""
 
     @abstractmethod
     def propose_for(

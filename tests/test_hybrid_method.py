@@ -74,7 +74,7 @@ class Model(ModelMethod):
     def capacities(self, step: Step) -> np.ndarray:
         return np.minimum(step.capacities, 2)
 
-    def estimate(self, step: Step, rows: Any, sizes: Any, max_draft_len: int) -> DraftPassEstimate:
+    def estimate(self, sizes: Any, max_draft_len: int) -> DraftPassEstimate:
         m = np.arange(1, max_draft_len + 1)
         gain = sizes[:, None] * np.cumsum(0.9**m)
         unit = float(self.controller.step_seconds(1, 1))
@@ -84,7 +84,7 @@ class Model(ModelMethod):
     def wants_trial(self) -> bool:
         return self.wants
 
-    def begin_round(self, step: Step, rows: Any, *, pays: bool) -> None:
+    def begin_round(self, *, pays: bool) -> None:
         self.trials += not pays
 
     def propose_for(self, step: Step, rows: Any, limits: Any, rest: Any) -> DraftBatch:

@@ -101,10 +101,10 @@ class HybridMethod(Method):
         choice, kept = Choice(np.zeros(0, np.intp), 0, 0.0), draft.counts
         if max_len < 1:
             return choice, kept
-        if self._passes_may_pay(step, max_len):
+        if self._passes_may_pay(batch, max_len):
             p, kept = self.auto.estimate(draft)
             order = poorest_first(p, kept, capacities > 0)
-            estimate = self.model.estimate(step, order, sizes_up_to(len(order)), max_len)
+            estimate = self.model.estimate(sizes_up_to(len(order)), max_len)
             rate = self.throughput.of(step.request_ids)
             choice = choose(p, kept, order, estimate, self.auto.table(batch), self.auto.widths, rate)
         pays = len(choice.rows) > 0
@@ -114,17 +114,15 @@ class HybridMethod(Method):
             rate = max(choice.rate, self.throughput.of(step.request_ids))
             choice = Choice(np.flatnonzero(capacities > 0), max_len, rate)
         if len(choice.rows):
-            self.model.begin_round(step, choice.rows, pays=pays)
+            self.model.begin_round(pays=pays)
         return choice, kept
 
-    def _passes_may_pay(self, step: Step, max_len: int) -> bool:
-        """Whether passes would pay if n-grams offered nothing: where not, there is no need to
-        compare, step by step."""
-        batch = step.batch_size
+    def _passes_may_pay(self, batch: int, max_len: int) -> bool:
+        """Whether passes would pay if n-grams offered nothing: where not, there is no need to compare, step by step."""
         known, left = self._may_pay.get(batch, (False, 0))
         if left == 0:
             nothing, roots, order = np.zeros((batch, 1)), np.ones(batch, np.int32), np.arange(batch)
-            estimate = self.model.estimate(step, order, sizes_up_to(batch), max_len)
+            estimate = self.model.estimate(sizes_up_to(batch), max_len)
             known = len(choose(nothing, roots, order, estimate, self.auto.table(batch), self.auto.widths).rows) > 0
             left = MAY_PAY_STEPS
         self._may_pay[batch] = known, left - 1

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.draft_model import PagedDraftModel
-from freedraft.engines.vllm.draft_passes import DraftPass
+from freedraft.engines.vllm.draft_passes import DraftPass, PagedDraftRound
 from freedraft.engines.vllm.guards import check_model
 from freedraft.engines.vllm.hooks import CALIBRATION_HOOKS, MODEL_HOOKS, vllm_version
 from freedraft.engines.vllm.kept_layers import Backbone
@@ -210,8 +210,8 @@ class VllmModel(CalibrationModel):
 
     def _draft(self, draft_pass: DraftPass, pages: Tensor, context: int) -> None:
         of_request = Pages(pages[None], np.zeros(1, np.intp), np.array([len(pages)]), self.page_size)
-        draft_round = self.draft_model.round(of_request, np.array([context - 1]), 1)
-        draft_round.read([draft_round.launch(draft_pass, np.zeros(1, np.intp), np.zeros(1, np.int32), 0)])
+        draft_round = PagedDraftRound(self.draft_model, draft_pass, of_request, np.array([context - 1]), 1)
+        draft_round.read(draft_round.launch(np.zeros(1, np.intp), np.zeros(1, np.int32), 0))
 
     def _verify(self, pages: Tensor, context: int, n: int) -> None:
         positions = torch.arange(context - 1, context - 1 + n, device=self.device)

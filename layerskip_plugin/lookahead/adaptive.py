@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from freedraft.hybrid.choice import RestOfBatch
-from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places, unit
+from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, unit
+from layerskip_plugin.skip_set import SkipSet
 
 
 class DraftVerify(Lookahead):
@@ -31,8 +32,8 @@ class DraftVerify(Lookahead):
         # Threshold and acceptance rate by request.
         self.requests: dict[str, tuple[float, float]] = {}
 
-    def begin(self, request_ids: Sequence[str], sets: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        super().begin(request_ids, sets, max_draft_len, rest)
+    def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, recipe, max_draft_len, rest)
         for request in request_ids:
             self.requests.setdefault(request, (self.first_threshold, self.target))
         self.thresholds = np.array([self.requests[request][0] for request in request_ids])

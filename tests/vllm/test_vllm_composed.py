@@ -85,7 +85,7 @@ def chosen_by(monkeypatch: pytest.MonkeyPatch, llm: Any, choose: Any) -> Iterato
 
     with monkeypatch.context() as patch:
         patch.setattr(hybrid, "choose", noted)
-        patch.setattr(method, "_passes_may_pay", lambda step, max_len: True)
+        patch.setattr(method, "_passes_may_pay", lambda batch, max_len: True)
         yield made
 
 

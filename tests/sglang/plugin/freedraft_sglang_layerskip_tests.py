@@ -48,7 +48,7 @@ def make_any(options, context, controller):
     totals = collections.Counter()
 
     class Any(HybridMethod):
-        def _passes_may_pay(self, step, max_len):
+        def _passes_may_pay(self, batch, max_len):
             return True
 
         def _choose(self, step, draft, capacities):
@@ -142,7 +142,8 @@ def make_checked(options, context, controller):
                     kept = b"".join(buffer[slots].numpy().tobytes() for buffer in buffers)
                     hashes[request_id].append([length, hashlib.sha256(kept).hexdigest()])
                 if set_of(request_id) is not None:
-                    self.selector.selection.asked[request_id] = set_of(request_id)
+                    skip_set = list(self.selector.sets.values())[set_of(request_id)]
+                    self.selector.selection.asked[request_id] = skip_set
             nodes = any("nodes" in words(request_id) for request_id in ids)
             self.paged.has_graphs = lambda stages: nodes
             self.trees = not any("chain" in words(request_id) for request_id in ids)
@@ -167,7 +168,8 @@ def make_checked(options, context, controller):
                 totals["drafted"] += int(drafted.sum())
                 totals["batch 4"] += len(ids) == 4
                 totals["uneven"] += len(set(drafted.tolist())) > 1
-                totals["sets in a batch"] = max(totals["sets in a batch"], len(set(self._places.tolist())))
+                chosen = len(set(self.selector.choose(ids, step.contexts)))
+                totals["sets in a batch"] = max(totals["sets in a batch"], chosen)
                 totals["branches"] += int((tree.counts - 1 - drafted).sum())
             for i, request_id in enumerate(ids):
                 if recorded_as(request_id):
