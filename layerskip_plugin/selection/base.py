@@ -113,7 +113,7 @@ class Static(Selection):
 
     def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
         for request, name in zip(request_ids, requested, strict=False):
-            if name in self._sets:
+            if isinstance(name, str) and name in self._sets:  # clients send anything
                 self.asked[request] = self._sets[name]
             elif name is not None and not self.warned:
                 self.warned = True
