@@ -42,11 +42,11 @@ def test_requests_ask_for_a_set_by_name(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING, "freedraft.layerskip"):
         assert selector.unknown(list("abcd")) == [0, 1, 2, 3]
         selector.begin(list("abcd"), ["much", None, "no such", "much"])
-        selector.begin(["e"], [["much"]])  # type: ignore[list-item]
+        selector.begin(["odd"], [["much"]])  # type: ignore[list-item]
     assert "no skip set 'no such', only little, much" in caplog.text
     assert selector.choose(list("dcba"), context) == [skip(2, 3), skip(2), skip(2), skip(2, 3)]
     assert selector.unknown(list("abcde")) == [4] and selector.unknown(list("dcba")) == []
-    selector.finish(["a", "b", "z"])
+    selector.finish(["a", "b", "odd", "z"])
     assert len(selector) == 2 and len(selector.selection.asked) == 1
 
 
