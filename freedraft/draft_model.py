@@ -34,40 +34,28 @@ class Drafted(NamedTuple):
 
 
 class DraftRound(ABC):
-    """Draft passes for the requests of one step, one token per request and pass unless further ones are guessed.
+    """Draft passes for the requests of one step, one token per request and pass.
 
     The pass at position p of a request writes the KV of its token at context - 1 + p, in a slot that the engine has
     reserved for this step's verification, which writes it again before anything else reads it.
     """
 
     @abstractmethod
-    def launch(
-        self,
-        draft_pass: Any,
-        rows: NDArray[np.intp],
-        tokens: NDArray[np.int32],
-        position: int | NDArray[np.int64],
-        count: int = 1,
-    ) -> Any:
+    def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> Any:
         """Run so many passes, each behind the most likely token of the one before, and wait for none of them.
 
-        A request may stand in `rows` several times in a row, with one position behind the other: a layer writes the KV
-        of all tokens of a pass before its attention reads, so that every one sees those before it.
-
         Args:
-            draft_pass: from `DraftModel.build`.
-            rows: intp [R], places in the step; all smaller positions have been run for them, or are run by this pass.
-                With several of a request, R is at most `DraftModel.max_rows`.
-            tokens: int32 [R], the token at `position` of each: its root at 0, then what was drafted, or is guessed.
-            position: of the first pass, from 0; int64 [R] where they differ.
+            rows: intp [R], places in the step; all smaller positions have been run for them.
+            tokens: int32 [R], the token at `position` of each: its root at 0, then what was drafted.
+            position: of the first pass, from 0.
 
         Returns:
             what `read` takes.
         """
 
     @abstractmethod
-    def read(self, launched: Sequence[Any]) -> list[Drafted]:
-        """Wait once for the passes of several launches, which ran equally many with the same `top_k` and `entropy`."""
+    def read(self, launched: Any) -> Drafted:
+        """Wait for passes."""
 
 
 class DraftModel(ABC):
@@ -75,12 +63,10 @@ class DraftModel(ABC):
 
     Attributes:
         n_layers: of the target.
-        max_rows: most tokens of a pass over several of a request.
         waits: whether reading a pass back keeps the device waiting for the host, so that several are read at once.
     """
 
     n_layers: int
-    max_rows: int
     waits: bool
 
     @abstractmethod
@@ -99,8 +85,9 @@ class DraftModel(ABC):
         more than `step.capacities`."""
 
     @abstractmethod
-    def start(self, step: Step, rows: NDArray[np.intp], max_draft_len: int) -> DraftRound:
-        """Begin a round of at most `max_draft_len` positions for the requests at `rows` of the step (intp [R])."""
+    def start(self, step: Step, draft_pass: Any, rows: NDArray[np.intp], max_draft_len: int) -> DraftRound:
+        """Begin a round of at most `max_draft_len` positions for the requests at `rows` of the step (intp [R]), all of
+        whose passes are one that `build` has made."""
 
     @abstractmethod
     def scorer(self, window: int) -> MatchnessScorer:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from freedraft.cost.schedule import Schedule
     from freedraft.draft_model import DraftModel
     from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
-    from freedraft.hybrid.chains import Chains
 
 
 class Method:
@@ -162,20 +161,12 @@ class ModelMethod(Method, ABC):
         """int32 [B]: how many tokens may be drafted for each request; never more than `step.capacities`."""
 
     @abstractmethod
-    def estimate(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        sizes: NDArray[np.int64],
-        max_draft_len: int,
-        chains: Chains | None = None,
-    ) -> DraftPassEstimate:
-        """What draft passes would bring and take, for the first `sizes[k]` of the requests at `rows` of the step.
+    def estimate(self, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
+        """What draft passes would bring and take for some requests of the step that `update` was called with.
 
         Args:
-            rows: intp [R]; sizes: int64 [K], ascending, at most R.
+            sizes: int64 [K], ascending numbers of requests.
             max_draft_len: M, the longest draft considered.
-            chains: what the step's requests may go on with, which saves passes where the model says the same.
         """
 
     @property
@@ -184,24 +175,18 @@ class ModelMethod(Method, ABC):
         what they would run, is new."""
         return False
 
-    def begin_round(self, step: Step, rows: NDArray[np.intp], *, pays: bool) -> None:
-        """`propose_for` follows for the requests at `rows`: because it is expected to pay, or as a trial."""
+    def begin_round(self, *, pays: bool) -> None:
+        """`propose_for` follows: because it is expected to pay, or as a trial."""
 
     @abstractmethod
     def propose_for(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        limits: NDArray[np.int32],
-        rest: RestOfBatch,
-        chains: Chains | None = None,
+        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
     ) -> DraftBatch:
         """Draft for the requests at `rows` of the step, after `update`; the others get their roots.
 
         Args:
             rows: intp [R]; limits: int32 [R], most tokens of each, none above its capacity.
             rest: the other requests of the step.
-            chains: see `estimate`.
         """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,7 +69,6 @@ class PagedDraftModel(DraftModel):
         check_structure(self._model)
         self.decoder = self._model.model
         self.n_layers = len(self.decoder.layers)
-        self.max_rows = len(window_rows.rows) if window_rows is not None else runner.req_to_token_pool.size
         windows = [layer.self_attn.attn.sliding_window_size for layer in self.decoder.layers]
         # What the model itself looks back to: the least of its layers.
         self.attended: int | None = min((size for size in windows if size is not None and size > 0), default=None)
@@ -121,9 +120,9 @@ class PagedDraftModel(DraftModel):
         """SGLang has reserved slots for the widest tree."""
         return step.capacities
 
-    def start(self, step: Step, rows: NDArray[np.intp], max_draft_len: int) -> PagedRound:
-        self.ranks.tell("start", max_draft_len)
-        return PagedRound(self, step.engine, max_draft_len)
+    def start(self, step: Step, draft_pass: DraftPass, rows: NDArray[np.intp], max_draft_len: int) -> PagedRound:
+        self.ranks.tell("start", draft_pass.number, max_draft_len)
+        return PagedRound(self, step.engine, draft_pass, max_draft_len)
 
     def follow(self, batch: Any = None) -> None:
         """In ranks other than the first: do what that one does, until it has ended.
@@ -252,23 +251,15 @@ class WindowedRead(NamedTuple):
     """What passes over R of a step's requests read through a window.
 
     Attributes:
-        key: which requests, through which window.
+        key: which requests.
         rows: int64 [R], rows of `req_to_token` with the part that is read.
         tokens: int64 [R] on the CPU, tokens of each that are left out; tokens_there: the same on the device.
     """
 
-    key: tuple[bytes, Window]
+    key: bytes
     rows: torch.Tensor
     tokens: torch.Tensor
     tokens_there: torch.Tensor
-
-
-class Launched(NamedTuple):
-    """Passes on their way: float64 [N, R, 2K (+ 1)], see `most_likely`."""
-
-    outputs: torch.Tensor
-    top_k: int
-    entropy: bool
 
 
 class PagedRound(DraftRound):
@@ -283,10 +274,9 @@ class PagedRound(DraftRound):
         max_draft_len: most positions.
     """
 
-    def __init__(self, model: PagedDraftModel, batch: Any, max_draft_len: int) -> None:
-        self._model = model
-        self._batch = batch
-        self._max_draft_len = max_draft_len
+    def __init__(self, model: PagedDraftModel, batch: Any, draft_pass: DraftPass, max_draft_len: int) -> None:
+        self._model, self._batch = model, batch
+        self._draft_pass, self._max_draft_len = draft_pass, max_draft_len
         self._read: WindowedRead | None = None
         self.slots: torch.Tensor = assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
@@ -298,40 +288,27 @@ class PagedRound(DraftRound):
             device=batch.seq_lens.device,
         ).view(-1, max_draft_len)
 
-    def launch(
-        self,
-        draft_pass: DraftPass,
-        rows: NDArray[np.intp],
-        tokens: NDArray[np.int32],
-        position: int | NDArray[np.int64],
-        count: int = 1,
-    ) -> Launched:
-        model, top_k, entropy = self._model, draft_pass.top_k, draft_pass.entropy
-        model.ranks.tell("run", draft_pass.number, rows, tokens, position, count)
-        there, read, part = model.ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
+    def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> torch.Tensor:
+        """float64 [N, R, 2K (+ 1)], see `most_likely`."""
+        model, draft_pass = self._model, self._draft_pass
+        model.ranks.tell("run", rows, tokens, position, count)
+        there, read, part = model.ranks.ready(lambda: self._ready(rows, tokens, position))
         outputs: list[torch.Tensor] = []
         with model.ranks.together():
             for _ in range(count):
                 if outputs:
                     there = self._next(there, outputs[-1][:, 0].long())
-                    part = self._pass(draft_pass, there, read)
+                    part = self._pass(there, read)
                 logits = self._as_sampled(model.run(draft_pass.stages, part), there.rows_there)
-                outputs.append(most_likely(logits, top_k, entropy))
-            return Launched(torch.stack(outputs), top_k, entropy)
+                outputs.append(most_likely(logits, draft_pass.top_k, draft_pass.entropy))
+            return torch.stack(outputs)
 
-    def read(self, launched: Sequence[Launched]) -> list[Drafted]:
-        outputs = [each.outputs for each in launched]
+    def read(self, launched: torch.Tensor) -> Drafted:
         with self._model.ranks.together():
-            host = (torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]).cpu()
-        parts = host.split([each.shape[1] for each in outputs], 1)
-        return [on_host(part, each.top_k, each.entropy) for part, each in zip(parts, launched, strict=True)]
+            return on_host(launched, self._draft_pass.top_k, self._draft_pass.entropy)
 
     def _ready(
-        self,
-        draft_pass: DraftPass,
-        rows: NDArray[np.intp],
-        tokens: NDArray[np.int32],
-        position: int | NDArray[np.int64],
+        self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int
     ) -> tuple[Tokens, WindowedRead | None, ForwardBatch]:
         """The tokens of a pass, what they read, and the pass."""
         past = self._batch.seq_lens_cpu.numpy()[rows].astype(np.int64) + position
@@ -339,8 +316,8 @@ class PagedRound(DraftRound):
         here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))
         slots = self._slots(rows_there, positions)
         there = Tokens(here, torch.from_numpy(past), rows_there, ids, positions, slots)
-        read = self._windowed(rows, rows_there, draft_pass.window)
-        return there, read, self._pass(draft_pass, there, read)
+        read = self._windowed(rows, rows_there)
+        return there, read, self._pass(there, read)
 
     def _next(self, tokens: Tokens, ids: torch.Tensor) -> Tokens:
         """Those behind them, with these ids of the device."""
@@ -351,16 +328,16 @@ class PagedRound(DraftRound):
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.slots[rows, positions - self._batch.seq_lens[rows]]
 
-    def _pass(self, draft_pass: DraftPass, tokens: Tokens, read: WindowedRead | None) -> ForwardBatch:
-        as_nodes = self._model.has_graphs(draft_pass.stages)
+    def _pass(self, tokens: Tokens, read: WindowedRead | None) -> ForwardBatch:
+        as_nodes = self._model.has_graphs(self._draft_pass.stages)
         return self._model.one_token_each(self._batch, tokens, left_out=read, as_nodes=as_nodes)
 
-    def _windowed(self, rows: NDArray[np.intp], there: torch.Tensor, window: Window | None) -> WindowedRead | None:
-        """What these requests read; made again only when they or the window change. None for the whole cache."""
-        window_rows, n = self._model.window_rows, len(rows)
+    def _windowed(self, rows: NDArray[np.intp], there: torch.Tensor) -> WindowedRead | None:
+        """What these requests read; made again only when they change. None for the whole cache."""
+        window, window_rows, n = self._draft_pass.window, self._model.window_rows, len(rows)
         if window is None or window_rows is None or n > len(window_rows.rows):
             return None
-        key = rows.tobytes(), window
+        key = rows.tobytes()
         if self._read is None or self._read.key != key:
             roots = self._batch.seq_lens_cpu.numpy()[rows].astype(np.int64)
             requests = self._batch.req_pool_indices[there].long()

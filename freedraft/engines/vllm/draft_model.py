@@ -44,7 +44,6 @@ class PagedDraftModel(DraftModel):
         if len(runner.kv_cache_config.kv_cache_groups) != 1 or len(groups) != 1:
             raise UnsupportedModel("layer skipping needs one KV cache group and one kind of attention in all layers")
         self.n_layers = len(backbone.layers)
-        self.max_rows: int = runner.max_num_reqs  # buffers of attention are as long
         self.runner, self.backbone, self.vllm_config = runner, backbone, vllm_config
         self.group = groups[0]
         # What the model itself looks back to, the same in all layers.
@@ -61,18 +60,15 @@ class PagedDraftModel(DraftModel):
 
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
         number = self.ranks.tell("build", recipe, {"top_k": top_k, "entropy": entropy, "optimize": optimize})
-        kept = [(i // 2, ("attention", "mlp")[i % 2]) for i, skipped in enumerate(recipe.bits) if not skipped]
-        return DraftPass(self._layers(recipe, kept, top_k, entropy, optimize), recipe.window, number)
+        return DraftPass(self._layers(recipe.bits, top_k, entropy, optimize), recipe.window, number)
 
-    def _layers(
-        self, recipe: Recipe, kept: list[tuple[int, str]], top_k: int, entropy: bool, optimize: bool
-    ) -> KeptLayers:
+    def _layers(self, skipped: tuple[bool, ...], top_k: int, entropy: bool, optimize: bool) -> KeptLayers:
         if not optimize:
-            return KeptLayers(self.backbone, kept, top_k, entropy).eval()
-        key = (*recipe.bits, top_k, entropy)  # a window is no part of what is compiled
+            return KeptLayers(self.backbone, skipped, top_k, entropy).eval()
+        key = (*skipped, top_k, entropy)  # a window is no part of what is compiled
         if key not in self.compiled:
             with self.ranks.together():  # who warm it up
-                self.compiled[key] = compiled(self.vllm_config, self.backbone, kept, top_k, entropy)
+                self.compiled[key] = compiled(self.vllm_config, self.backbone, skipped, top_k, entropy)
         return self.compiled[key]
 
     def capture(self, table_width: int) -> None:
@@ -90,14 +86,10 @@ class PagedDraftModel(DraftModel):
         slots = pages.blocks * pages.block_size - (step.contexts - 1)
         return np.minimum(slots.clip(0), step.capacities).astype(np.int32)
 
-    def start(self, step: Step, rows: NDArray[np.intp], max_draft_len: int) -> PagedDraftRound:
+    def start(self, step: Step, draft_pass: DraftPass, rows: NDArray[np.intp], max_draft_len: int) -> PagedDraftRound:
         pages, first = step.engine.pages(), step.contexts.astype(np.int64) - 1
-        self.ranks.tell("start", pages.rows, first, max_draft_len)
-        return self.round(pages, first, max_draft_len)
-
-    def round(self, pages: Pages, first: NDArray[np.int64], max_draft_len: int) -> PagedDraftRound:
-        """The draft passes of a step, on any rank."""
-        return PagedDraftRound(self, pages, first, max_draft_len)
+        self.ranks.tell("start", draft_pass.number, pages.rows, first, max_draft_len)
+        return PagedDraftRound(self, draft_pass, pages, first, max_draft_len)
 
     def follow(self, pages: Callable[[], Pages] | None = None) -> None:
         """In ranks other than the first: do what that one does, until it has ended.
@@ -106,9 +98,11 @@ class PagedDraftModel(DraftModel):
             pages: of the step, whose rows the first rank names; None where nothing is run yet.
         """
 
-        def start(rows: NDArray[np.intp], first: NDArray[np.int64], max_draft_len: int) -> PagedDraftRound:
+        def start(
+            draft_pass: DraftPass, rows: NDArray[np.intp], first: NDArray[np.int64], max_draft_len: int
+        ) -> PagedDraftRound:
             assert pages is not None
-            return self.round(pages()._replace(rows=rows), first, max_draft_len)
+            return PagedDraftRound(self, draft_pass, pages()._replace(rows=rows), first, max_draft_len)
 
         self.ranks.follow(self.build, start)
 
