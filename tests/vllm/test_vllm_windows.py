@@ -150,7 +150,7 @@ def test_a_table_that_is_full_stays_as_wide(windowed: Any, window: Window) -> No
     first, rows = np.array([width * size - 3, 100], np.int64), np.arange(2)
     pages = Pages(whole, rows, np.full(2, width), size)
     (draft_pass, *_) = runner.drafter.guarded.method.draft_passes.values()
-    tables = PagedDraftRound(model, draft_pass._replace(window=window), pages, first, longest)._tables(rows)
+    tables = PagedDraftRound(model, None, draft_pass._replace(window=window), pages, first, longest)._tables(rows)
     assert tables.read.shape[1] <= width
     for row, (position, left_out) in enumerate(zip(first.tolist(), tables.dropped.tolist(), strict=True)):
         newest = min((position + longest - 1) // size, width - 1)

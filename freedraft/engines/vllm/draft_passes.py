@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from freedraft.draft_model import Drafted, DraftRound
 from freedraft.draft_pass import Window
+from freedraft.engines.vllm.draft_graphs import DraftGraphs
+from freedraft.engines.vllm.forward import Forward
 from freedraft.engines.vllm.kept_layers import KeptLayers
-from freedraft.engines.vllm.pages import Pages
-
-if TYPE_CHECKING:
-    from freedraft.engines.vllm.draft_model import PagedDraftModel
+from freedraft.engines.vllm.pages import BlockTables, Pages
 
 
 class DraftPass(NamedTuple):
@@ -24,21 +23,6 @@ class DraftPass(NamedTuple):
     layers: KeptLayers
     window: Window | None
     number: int
-
-
-class BlockTables(NamedTuple):
-    """What passes over some of a step's requests read and write.
-
-    Attributes:
-        key: which requests.
-        whole: int32 [R, P], blocks of their KV; read: int32 [R, P'], those that attention reads.
-        dropped: int64 [R], tokens of each that lie in between and are not read.
-    """
-
-    key: bytes
-    whole: torch.Tensor
-    read: torch.Tensor
-    dropped: NDArray[np.int64]
 
 
 class _Ready(NamedTuple):
@@ -69,13 +53,14 @@ class PagedDraftRound(DraftRound):
 
     def __init__(
         self,
-        model: PagedDraftModel,
+        model: Forward,
+        graphs: DraftGraphs | None,
         draft_pass: DraftPass,
         pages: Pages,
         first: NDArray[np.int64],
         max_draft_len: int,
     ) -> None:
-        self.model, self.draft_pass, self.pages = model, draft_pass, pages
+        self.model, self.graphs, self.draft_pass, self.pages = model, graphs, draft_pass, pages
         self.first, self.max_draft_len = first, max_draft_len
         self.tables: BlockTables | None = None
 
@@ -123,8 +108,8 @@ class PagedDraftRound(DraftRound):
     def _output(self, ready: _Ready, position: int) -> torch.Tensor:
         """float32 [R, 2K (+ 1)], see `KeptLayers.forward`."""
         model, layers, n = self.model, self.draft_pass.layers, len(ready.lengths)
-        if model.graphs is not None:
-            output = model.graphs.run(layers, ready.tables, ready.inputs, ready.slots, ready.lengths_on_device)
+        if self.graphs is not None:
+            output = self.graphs.run(layers, ready.tables, ready.inputs, ready.slots, ready.lengths_on_device)
             if output is not None:
                 return output
         eager: torch.Tensor = model.run(
