@@ -145,7 +145,7 @@ def controller_cost() -> float:
     from freedraft.cost.model_shape import ModelShape
     from freedraft.cost.roofline import Roofline
     from freedraft.draft import DraftBatch
-    from freedraft.method import Step
+    from freedraft.step import Step
 
     shape = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
     now = [0.0]  # the clock that the controller reads: steps of 50 ms

@@ -39,12 +39,12 @@ from bench.lib.selection_stream import stream
 from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate import bayesian, knapsack
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
-from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.host_model import VERIFIED, HostModel, seconds
 from layerskip_plugin.calibrate.knapsack import Candidate
-from layerskip_plugin.calibrate.pass_times import VERIFIED, PassTimes, blank, measure, seconds, tokens_per_time
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
 from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.knapsack_search import integer_weights
+from layerskip_plugin.pass_times import PassTimes, tokens_per_time
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.swift import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
@@ -69,7 +69,7 @@ def read_domains(paths: Sequence[Path], categories: Sequence[str]) -> dict[str, 
 
 def swift_over(host: HostModel, answers: Sequence[Answered], size: int, kept: Sequence[int], seed: int) -> SkipSet:
     """SWIFT's search while these answers go by, a window of its newest tokens at a time, until it is settled."""
-    windows = [Sample.newest(host, a.tokens, WINDOW) for a in answers if len(a.tokens) - a.prompt >= WINDOW]
+    windows = [host.newest(a.tokens, WINDOW) for a in answers if len(a.tokens) - a.prompt >= WINDOW]
     calls = iter(range(10**9))
 
     def evaluate(skips: Sequence[SkipSet]) -> Any:
@@ -221,12 +221,14 @@ def context(host: HostModel, learn: list[Answered], options: argparse.Namespace,
 
 def candidates_of(host: HostModel, sample: Sample, weights: tuple[int, int], kept: list[int]) -> list[list[Any]]:
     """Sublayers and agreement of the best set of each weight."""
-    return [[list(c.skip.sublayers), c.agreement] for c in knapsack.search(host, sample, weights, protected=kept)]
+    return [
+        [list(c.skip.sublayers), c.agreement] for c in knapsack.search(host, sample, weights=weights, protected=kept)
+    ]
 
 
 def timed_passes(host: HostModel, context: int) -> list[Any]:
     """The times of passes at a context length, as JSON keeps them."""
-    times = measure(host, context)
+    times = host.pass_times(context)
     return [times.attention, times.mlp, times.head, 0.0, [times.verify(n) for n in VERIFIED]]
 
 
@@ -238,7 +240,7 @@ def pass_times(values: Sequence[Any]) -> PassTimes:
 
 def measured_rate(host: HostModel, context: int, skip: SkipSet, length: int, acceptance: float) -> float:
     """Tokens per second of rounds of `length` passes without `skip` and a verification, timed as whole passes."""
-    text = blank(host, context)
+    text = host.blank(context)
     one = Sample([text], [torch.tensor([context - 1])])
     many = Sample([text], [torch.full((length + 1,), context - 1)])
 
@@ -276,7 +278,7 @@ def main() -> None:
     parser.add_argument("--name", help="of the model, in the JSON; by default its folder's")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    host, tokenizer = HostModel.load(options.model), load_tokenizer(options.model)
+    host, tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
     name_of_model = options.name or options.model.name
     domains = read_domains(options.data, options.categories)
     learn: dict[str, list[Answered]] = {}

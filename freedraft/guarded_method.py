@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.method import EngineContext, Method, MethodSpec, NodeLogits, Step
+from freedraft.method import Method, MethodSpec
+from freedraft.step import EngineContext, NodeLogits, Step
 
 if TYPE_CHECKING:
     from freedraft.draft_model import DraftModel

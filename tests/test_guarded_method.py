@@ -14,7 +14,8 @@ from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
 from freedraft.guarded_method import FIRST_PAUSE, FORGIVEN, LONGEST_PAUSE, GuardedMethod
-from freedraft.method import EngineContext, Method, MethodSpec, Step
+from freedraft.method import Method, MethodSpec
+from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
 
 PROFILE = HardwareProfile(name="x", peak_flops=1e12, bandwidth=1e10, source="measured")

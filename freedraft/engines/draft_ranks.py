@@ -55,7 +55,7 @@ class DraftRanks:
         """In the first rank: let the others "build" a draft pass, "start" a round, or "run" a pass in it.
 
         Returns:
-            a number, by which "run" names what "build" has made.
+            a number, by which "start" names what "build" has made.
         """
         self._calls += 1
         if self.several and self.first:
@@ -80,13 +80,12 @@ class DraftRanks:
                     self._built[call] = build(recipe, **options)
                 elif name == "start":
                     round_ = None
-                    round_ = start(*arguments)
-                else:
                     number, *rest = arguments
-                    if round_ is not None and number in self._built:
-                        round_.launch(self._built[number], *rest)
-                    else:
-                        self.agree(False)
+                    round_ = start(self._built[number], *rest)
+                elif round_ is not None:
+                    round_.launch(*arguments)
+                else:
+                    self.agree(False)
             except Exception:
                 logger.exception("freedraft: this rank cannot do a draft pass that the first one wants")
 

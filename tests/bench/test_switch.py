@@ -11,7 +11,8 @@ from bench.lib.switch import Switch, Turns, baseline_seconds, calls_in, verdicts
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
-from freedraft.method import EngineContext, Method, Step
+from freedraft.method import Method
+from freedraft.step import EngineContext, Step
 
 LENGTH = 3
 

@@ -94,7 +94,7 @@ def test_metrics_of_one_step_in_so_many() -> None:
     before = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
               value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
     for _ in range(EVERY):
-        metrics.update(drafter, ["x"], lambda: np.array([3]), False)
+        metrics.update(drafter, ["x"], lambda: np.array([3]))
     after = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
              value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 2]

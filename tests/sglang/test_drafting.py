@@ -20,7 +20,8 @@ from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import FIRST_PAUSE, GuardedMethod
-from freedraft.method import EngineContext, Method, MethodSpec
+from freedraft.method import Method, MethodSpec
+from freedraft.step import EngineContext
 from freedraft.tenants import tenant_key
 
 NODES = 6

@@ -281,7 +281,7 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
         ({"num_speculative_tokens": True}, ["'num_speculative_tokens'", "True"]),
         ({"num_speculative_tokens": None}, ["'num_speculative_tokens'", "missing", "8"]),
         ({"scoring": "best"}, ["'scoring'", "best", "'learned'"]),
-        ({"weights": "/no/such/weights.json"}, ["'weights'", "/no/such/weights.json", "freedraft calibrate scorer"]),
+        ({"weights": "/no/such/weights.json"}, ["'weights'", "/no/such/weights.json", "bench/scorer"]),
         ({"hardware": "h2000"}, ["h2000", "did you mean 'h200'"]),
         ({"policy": "greedy"}, ["'policy'", "greedy"]),
         ({"datastore": "/no/such/store"}, ["/no/such/store"]),

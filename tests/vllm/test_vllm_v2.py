@@ -16,7 +16,7 @@ import torch
 from vllm_cases import SAMPLED_PROMPT, PlainTiny, Prompts, p_value, recycled
 
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import prompts as texts
 from tests.support import repeat_drafter

@@ -25,7 +25,7 @@ from freedraft.engines.sglang.requests import (
     was_aborted,
 )
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import Step
+from freedraft.step import Step
 
 NOTHING = np.zeros(0, np.int32)
 

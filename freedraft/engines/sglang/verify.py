@@ -23,7 +23,7 @@ from sglang.srt.speculative.spec_utils import (
 from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
 from freedraft.engines.sglang.ranks import Ranks
-from freedraft.method import TOP_TOKENS
+from freedraft.step import TOP_TOKENS
 
 logger = logging.getLogger(__name__)
 

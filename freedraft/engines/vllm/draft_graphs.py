@@ -9,18 +9,16 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from freedraft.engines.hooks import check
+from freedraft.engines.vllm.forward import Forward
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS
 from freedraft.engines.vllm.kept_layers import KeptLayers
-
-if TYPE_CHECKING:
-    from freedraft.engines.vllm.draft_model import PagedDraftModel
-    from freedraft.engines.vllm.draft_passes import BlockTables
+from freedraft.engines.vllm.pages import BlockTables
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ class DraftGraphs:
         table_width: P, most pages of a request in the runner's block table.
     """
 
-    def __init__(self, model: PagedDraftModel, table_width: int) -> None:
+    def __init__(self, model: Forward, table_width: int) -> None:
         self._model = model
         captured = model.vllm_config.compilation_config.cudagraph_capture_sizes
         self._sizes = graph_sizes(captured, model.runner.max_num_reqs)

@@ -54,25 +54,10 @@ MODEL_HOOKS = (
     Hook("vllm.compilation.backends", "set_model_tag", parameters=("tag",), purpose="compiled draft passes"),
 )  # fmt: skip
 
-# Needed besides to calibrate in the engine.
-CALIBRATION_HOOKS = (
-    Hook("vllm.LLM", "generate", parameters=("prompts", "sampling_params"), purpose="calibration"),
-    Hook("vllm.v1.core.block_pool.BlockPool", "get_new_blocks", parameters=("num_blocks",), purpose="calibration"),
-    Hook("vllm.v1.core.block_pool.BlockPool", "free_blocks", parameters=("ordered_blocks",), purpose="calibration"),
-    Hook("vllm.v1.core.block_pool.BlockPool", "get_num_free_blocks", purpose="calibration"),
-)  # fmt: skip
-
 # Needed besides to tell tenants apart.
 TENANT_HOOKS = (
     Hook("vllm.v1.core.sched.output.NewRequestData", "from_request", purpose="tenants of live datastores"),
     Hook("vllm.v1.request.Request", "__init__", parameters=("cache_salt",), purpose="tenants of live datastores"),
-)  # fmt: skip
-
-# Needed besides to recycle logits.
-LOGITS_HOOKS = (
-    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "_sample", parameters=("logits", "spec_decode_metadata"),
-         purpose="recycled logits"),
-    Hook("vllm.v1.spec_decode.metadata.SpecDecodeMetadata", fields=("num_draft_tokens",), purpose="recycled logits"),
 )  # fmt: skip
 
 # Needed besides for full CUDA graphs at every step of V1.
@@ -148,7 +133,7 @@ V2_HOOKS = (
          purpose="end of requests in model runner V2"),
 )  # fmt: skip
 
-# Needed besides to recycle logits there.
+# Needed besides to recycle logits.
 V2_LOGITS_HOOKS = (
     Hook("vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler", "__call__",
          parameters=("logits", "input_batch"), purpose="recycled logits in model runner V2"),
@@ -186,16 +171,7 @@ V2_TREE_HOOKS = (
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # What drafting does without, where it is not there.
-OPTIONAL_HOOKS = (
-    TENANT_HOOKS
-    + CALIBRATION_HOOKS
-    + GRAPH_HOOKS
-    + DRAFT_GRAPH_HOOKS
-    + GRAPH_MEMORY_HOOKS
-    + LOGITS_HOOKS
-    + V2_HOOKS
-    + V2_TREE_HOOKS
-)
+OPTIONAL_HOOKS = TENANT_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + V2_HOOKS + V2_TREE_HOOKS
 
 
 def setting() -> str:

@@ -13,13 +13,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.batch_lengths import candidate_lengths
 from freedraft.engines.hooks import Hook, check
+from freedraft.engines.vllm.configured import ADAPTIVE, ATTRIBUTE, SCHEDULE, Configured, configured
 from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks
@@ -34,11 +34,11 @@ from freedraft.engines.vllm.hooks import (
 from freedraft.engines.vllm.lookahead_slots import reserve_slots
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.v2.lengths import receive_lengths
-from freedraft.method import METHODS, EngineContext, MethodSpec
+from freedraft.method import METHODS, MethodSpec
+from freedraft.step import EngineContext
 
 logger = logging.getLogger(__name__)
 
-ATTRIBUTE = "_freedraft"
 PROPOSER = "freedraft.engines.vllm.v1.runner.MethodProposer"
 V2_METHOD = "ngram_gpu"  # one that model runner V2 and async scheduling know; its speculator becomes ours
 ENGINE_METHOD: dict[bool, dict[str, Any]] = {
@@ -48,26 +48,8 @@ ENGINE_METHOD: dict[bool, dict[str, Any]] = {
 """What vLLM is told instead of a method of ours: on V1, and on V2."""
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
-ADAPTIVE = "enable_adaptive_verification"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
-SCHEDULE = "num_speculative_tokens_per_batch_size"
 ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, "rejection_sample_method")
-
-
-@dataclass(frozen=True)
-class Configured:
-    """What a SpeculativeConfig carries of ours.
-
-    Attributes:
-        name: of the method; options: as the user gave them.
-        lengths: draft tokens per request that model runner V2 chooses from while serving; none where it does not.
-        graph_mode_given: whether the user has chosen a mode of CUDA graphs.
-    """
-
-    name: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    lengths: tuple[int, ...] = ()
-    graph_mode_given: bool = False
 
 
 def register(spec: MethodSpec) -> bool:
@@ -112,11 +94,6 @@ def _in_worker(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, vllm_config, *args, **kwargs)
 
     return __init__
-
-
-def configured(vllm_config: Any) -> Configured:
-    """What `create_speculative_config` has passed on; name "" where the method is not ours."""
-    return getattr(getattr(vllm_config, "speculative_config", None), ATTRIBUTE, Configured())
 
 
 def _runs_model(vllm_config: Any) -> bool:

@@ -26,7 +26,7 @@ from freedraft_kernels import (
 from numpy.typing import NDArray
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from freedraft.engines.vllm.methods import configured
+from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.v2.tree_attention import ATTRIBUTE, TreeBuffers, register
 from freedraft.engines.vllm.v2.tree_support import needs_chain, why_chains
 

@@ -10,16 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-from freedraft.compiled import compiled
+from bench.scorer.long_contexts import long_rows
+from bench.scorer.recordings import Recording
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
 from sssd_plugin.scoring.learned import Recorded, draft_tree
-from sssd_plugin.scoring.long_contexts import long_rows
 from sssd_plugin.scoring.views import Store, Tree, write_context
 from sssd_plugin.scoring.weights import (
     CONTEXT_SETS,
@@ -27,9 +28,7 @@ from sssd_plugin.scoring.weights import (
     RECYCLED_FEATURES,
     SETS,
     initial_recycled_weights,
-    initial_weights,
 )
-from sssd_plugin.trace import Recording
 
 EPSILON = 1e-3
 NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
@@ -68,7 +67,14 @@ class Model(NamedTuple):
         return cls(weights, weights[0].copy(), gated, *sums, recycled, np.zeros_like(recycled))
 
 
-@compiled(nogil=True)
+def initial_weights() -> NDArray[np.float64]:
+    """Return the weights that training starts from: a mix of both interpolated probabilities."""
+    weights = np.zeros((SETS, FEATURES))
+    weights[:CONTEXT_SETS, :3] = (1.0, 0.4, 0.5)
+    return weights
+
+
+@njit(nogil=True)
 def _learn(model, seen, node, token, rate):
     """Take one step of AdaGrad on the log-loss of `token`, for the shared weights and those of the node's sets."""
     first, second = seen.weight_sets[node]
@@ -87,7 +93,7 @@ def _learn(model, seen, node, token, rate):
             model.weights[g, f] = model.shared[f] + model.gated[g, f]
 
 
-@compiled(nogil=True)
+@njit(nogil=True)
 def _learn_recycled(model, seen, node, token, rate):
     """Take one step of AdaGrad on the log-loss of `token` for the weights of recycled logits."""
     own = seen.recycled_sets[node]
@@ -100,7 +106,7 @@ def _learn_recycled(model, seen, node, token, rate):
         model.recycled[own, f] -= rate * gradient / np.sqrt(model.recycled_sum[own, f] + EPSILON)
 
 
-@compiled(nogil=True)
+@njit(nogil=True)
 def _replay(
     slots, s, truth, position, store, max_nodes, rate, model, tree, scratch, seen, recycled, start, top_tokens,
     top_log_probs,

@@ -1,8 +1,8 @@
 """Record a model's answers and its 8 likeliest tokens at each position: what recycled logits are trained on.
 
-    python bench/record.py build/model prompts.jsonl ... --answers 400 --out build/recorded.jsonl
+    python -m bench.scorer.record build/model prompts.jsonl ... --answers 400 --out build/recorded.jsonl
 
-The recording is what `freedraft calibrate scorer --recorded` reads: a JSON object per answer, with prompt and output
+The recording is what `python -m bench.scorer --recorded` reads: a JSON object per answer, with prompt and output
 (token ids), top_tokens and top_log_probs (8 for each token of the output). Prompt files have a JSON object per line
 with "prompt", "question" or "turns"; they take turns. Needs vLLM; answers are greedy.
 """
@@ -16,10 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib.prompts import chats
-from freedraft.method import TOP_TOKENS
+from freedraft.step import TOP_TOKENS
 
 
 def prompts_of(path: Path) -> Iterator[str]:
