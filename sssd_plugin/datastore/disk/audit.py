@@ -56,7 +56,7 @@ def audit(store: Datastore, *, full: bool = False) -> None:
 
 @compiled(nogil=True)
 def _facts(tokens, order):
-    """Return separators, largest id, and by how much the sums of the suffixes and of their squares differ (mod 2^64)."""
+    """Return separators, largest id, and sums of suffixes and of their squares less those of `order` (mod 2^64)."""
     separators, largest, sums, squares = 0, SEPARATOR, np.uint64(0), np.uint64(0)
     for i in range(len(tokens)):
         largest = max(largest, tokens[i])

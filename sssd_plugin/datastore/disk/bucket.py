@@ -218,7 +218,7 @@ class Bucket:
                 with reporting("write", temporary):
                     (temporary / sub.name).mkdir(mode=0o700)
                 if not address.exists():
-                    for path, entry, _ in parts:
+                    for path, _, _ in parts:
                         with _reaching(self.url):
                             name = path.relative_to(temporary).as_posix()
                             self._files.get_file(f"{self._root}/{name}", str(path))

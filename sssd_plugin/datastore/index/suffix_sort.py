@@ -7,7 +7,7 @@ reads (a match, and a draft behind it, of at most 64 each), so text that repeats
 import numpy as np
 
 from freedraft.compiled import compiled
-from sssd_plugin.datastore.index.sub_index import PAD, SPARSE_STEP
+from sssd_plugin.datastore.index.layout import PAD, SPARSE_STEP
 
 DEPTH = 128
 SORT_BYTES = 9
@@ -130,6 +130,24 @@ def fill_starts(tokens, starts):
             starts[tokens[i] + 1] += 1
     for i in range(direct):
         starts[i + 1] += starts[i]
+
+
+@compiled(nogil=True)
+def with_tables(tokens, order, direct):
+    """Return the arrays of a `SubIndex` of sorted suffixes, with buckets for the ids below `direct`."""
+    starts = np.zeros(direct + 1, np.int32)
+    fill_starts(tokens, starts)
+    sparse = np.empty((len(order) + SPARSE_STEP - 1) // SPARSE_STEP, np.int32)
+    fill_sparse(tokens, order, sparse)
+    return tokens, order, starts, sparse
+
+
+@compiled(nogil=True)
+def sorted_arrays(tokens, direct):
+    """Sort the suffixes of tokens (int32 [n + PAD]) and return the arrays of their `SubIndex`."""
+    n = len(tokens) - PAD
+    order = np.empty(n, np.int32)
+    return with_tables(tokens, order[: sort_into(tokens, 0, n, order)], direct)
 
 
 @compiled(nogil=True)
