@@ -65,7 +65,7 @@ def real_tokens(folder: Path, glob: str, tokenizer_folder: Path, n_tokens: int) 
     blocks: list[NDArray[np.int32]] = []
     start = time.perf_counter()
     for block in sources.tokenize(pieces, loaded):
-        blocks.append(block.astype(np.int32))
+        blocks.append(block.tokens.astype(np.int32))
         if sum(map(len, blocks)) >= n_tokens:
             break
     return np.concatenate(blocks)[:n_tokens], time.perf_counter() - start

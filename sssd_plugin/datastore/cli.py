@@ -99,7 +99,6 @@ def build(
     start = time.monotonic()
     fields = field or ["text"]
     with _one_line(), _ended_by_sigterm(), closing(_sorter(workers, ray, memory)) as sorter:
-        memory_bytes = parse_size(memory)
         files = find_inputs(inputs, glob)
         loaded = entry = None
         if tokenizer is not None:
@@ -113,34 +112,23 @@ def build(
         with (
             _progress(quiet) as progress,
             StoreBuilder(
-                out,
-                vocab_size=vocab_size,
-                tokenizer=entry,
-                memory=memory_bytes,
-                sub_index_tokens=sub_index_tokens,
-                replace=force,
+                out, vocab_size=vocab_size, tokenizer=entry, memory=parse_size(memory),
+                sub_index_tokens=sub_index_tokens, replace=force, sorter=sorter,
                 on_phase=lambda phase: progress.update(task, description=phase),
-                sorter=sorter,
             ) as builder,
             BuildCheckpoint(out, files, fields, entry.fingerprint if entry else None, vocab_size)
             if resume
             else nullcontext() as checkpoint,
-        ):
+        ):  # fmt: skip
             task = progress.add_task("reading", total=sum(file.size for file in files), tokens=0.0, rate=0.0)
-            kept = checkpoint.n_tokens if checkpoint else 0
-
-            def on_read(n_bytes: int) -> None:
-                n_tokens = (checkpoint or builder).n_tokens
-                rate = (n_tokens - kept) / (time.monotonic() - start) / 1e6
-                progress.update(task, advance=n_bytes, tokens=n_tokens / 1e6, rate=rate)
-
-            if checkpoint:
-                progress.update(task, advance=checkpoint.n_bytes)
-                if kept:
-                    typer.echo(f"going on after {kept:,} tokens that were read before", err=True)
-                checkpoint.fill(loaded, on_read)
-            for tokens in checkpoint.blocks() if checkpoint else tokenize(read_pieces(files, fields), loaded, on_read):
-                builder.append(tokens)
+            n_tokens, kept = 0, checkpoint.n_tokens if checkpoint else 0
+            if kept:
+                typer.echo(f"going on after {kept:,} tokens that were read before", err=True)
+            for block in checkpoint.blocks(loaded) if checkpoint else tokenize(read_pieces(files, fields), loaded):
+                builder.append(block.tokens)
+                n_tokens += len(block.tokens)
+                rate = max(0, n_tokens - kept) / (time.monotonic() - start) / 1e6
+                progress.update(task, advance=block.n_bytes, tokens=n_tokens / 1e6, rate=rate)
             manifest = builder.finish()
     seconds = time.monotonic() - start
     typer.echo(

@@ -19,7 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from sssd_plugin.datastore.build.memory import resident_bytes, sub_index_limit
+from sssd_plugin.datastore.build.memory import SORT_BYTES, resident_bytes, sub_index_memory
+from freedraft.compiled import compiled
 from sssd_plugin.datastore.build.sorting import Sorter
 from sssd_plugin.datastore.disk.bucket import Bucket, Generation
 from sssd_plugin.datastore.disk.checksum import FileEntry, write_array
@@ -38,7 +39,8 @@ from sssd_plugin.datastore.disk.format import (
 from sssd_plugin.datastore.disk.sections import LearntSubIndex, learnt_sub_indices, order_of, tables_of
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.fleet.batch import unseal
-from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, direct_buckets
+from sssd_plugin.datastore.index.suffix_sort import fill_sparse, fill_starts, sort_into
+from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, direct_buckets
 from sssd_plugin.datastore.records import Erasure, Record, in_parts, keep_shares, now_ms
 
 logger = logging.getLogger("freedraft.datastore")
@@ -162,7 +164,7 @@ class _Compaction:
     ) -> None:
         self.bucket, self.sorter, self.max_tokens = bucket, sorter, max_tokens
         self.generation, self.path, self.manifest, self.learnt = newest(bucket)
-        limit = sub_index_limit(memory, sorts=sorter.in_memory, each=sorter.process_bytes)
+        limit = sub_index_memory(memory, sorts=sorter.in_memory, each=sorter.process_bytes) // SORT_BYTES
         room = max(1 << 16, (memory - resident_bytes()) // 32)  # documents, their copies and their order
         self.limit = min(limit, room)
         age = 0 if max_age is None else max_age * 1000
@@ -297,12 +299,48 @@ class _Compaction:
         n = len(tokens) - PAD
         direct = direct_buckets(self.manifest.vocab_size)
         ends = np.cumsum(sections["documents"].astype(np.int64) + sections["tokens"])
-        sorting = self.sorter.sort(path, ends, direct if 4 * n >= direct else 0)
+        sorting: Future[dict[Role, FileEntry]] = Future()
+        order = sort_sections(tokens, ends, direct if 4 * n >= direct else 0)
+        roles: tuple[Role, ...] = ("suffix_array", "bucket_starts", "sparse_index")
+        sorting.set_result({r: write_array(path / file_name(r), array) for r, array in zip(roles, order, strict=True)})
         entry = SubIndexEntry(
             name=path.name, n_tokens=n - len(records), n_documents=len(records), max_token=int(tokens.max()),
             files=files, n_sections=len(sections),
         )  # fmt: skip
         return entry, path, sorting
+
+
+@compiled(nogil=True)
+def sort_sections(tokens, ends, direct):
+    """Sort sections of a text, each for itself.
+
+    Args:
+        tokens: int32 [n + PAD], as for `sort_into`.
+        ends: int64 [S], where each section ends; n the last.
+        direct: ids that have a bucket; used where there is one section only.
+
+    Returns:
+        The suffix arrays of the sections, one after the other, in places of `tokens`: int32 [m]; `bucket_starts`: int32
+        [direct + 1], or [1] where there are several sections; their sparse indices, one after the other: int32.
+    """
+    counts = np.zeros(len(ends), np.int64)
+    begin, n_sparse = 0, 0
+    for s in range(len(ends)):
+        for i in range(begin, ends[s]):
+            counts[s] += tokens[i] >= 0
+        begin = ends[s]
+        n_sparse += (counts[s] + SPARSE_STEP - 1) // SPARSE_STEP
+    order, sparse = np.empty(counts.sum(), np.int32), np.empty(n_sparse, np.int32)
+    starts = np.zeros(direct + 1 if len(ends) == 1 else 1, np.int32)
+    fill_starts(tokens, starts)
+    begin, at, at_sparse = 0, 0, 0
+    for s in range(len(ends)):
+        part = order[at : at + counts[s]]
+        sort_into(tokens, begin, ends[s], part)
+        fill_sparse(tokens, part, sparse[at_sparse:])
+        begin, at = ends[s], at + counts[s]
+        at_sparse += (counts[s] + SPARSE_STEP - 1) // SPARSE_STEP
+    return order, starts, sparse
 
 
 def _joined(erasures: Sequence[ErasureEntry]) -> tuple[ErasureEntry, ...]:

@@ -10,8 +10,6 @@ from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.layout import PAD, SPARSE_STEP
 
 DEPTH = 128
-SORT_BYTES = 9
-"""Memory per token of `sort_sections`: tokens, their order, and a sparse index."""
 _SMALL = 12
 _STACK = 256
 
@@ -148,36 +146,3 @@ def sorted_arrays(tokens, direct):
     n = len(tokens) - PAD
     order = np.empty(n, np.int32)
     return with_tables(tokens, order[: sort_into(tokens, 0, n, order)], direct)
-
-
-@compiled(nogil=True)
-def sort_sections(tokens, ends, direct):
-    """Sort sections of a text, each for itself.
-
-    Args:
-        tokens: int32 [n + PAD], as for `sort_into`.
-        ends: int64 [S], where each section ends; n the last.
-        direct: ids that have a bucket; used where there is one section only.
-
-    Returns:
-        The suffix arrays of the sections, one after the other, in places of `tokens`: int32 [m]; `bucket_starts`: int32
-        [direct + 1], or [1] where there are several sections; their sparse indices, one after the other: int32.
-    """
-    counts = np.zeros(len(ends), np.int64)
-    begin, n_sparse = 0, 0
-    for s in range(len(ends)):
-        for i in range(begin, ends[s]):
-            counts[s] += tokens[i] >= 0
-        begin = ends[s]
-        n_sparse += (counts[s] + SPARSE_STEP - 1) // SPARSE_STEP
-    order, sparse = np.empty(counts.sum(), np.int32), np.empty(n_sparse, np.int32)
-    starts = np.zeros(direct + 1 if len(ends) == 1 else 1, np.int32)
-    fill_starts(tokens, starts)
-    begin, at, at_sparse = 0, 0, 0
-    for s in range(len(ends)):
-        part = order[at : at + counts[s]]
-        sort_into(tokens, begin, ends[s], part)
-        fill_sparse(tokens, part, sparse[at_sparse:])
-        begin, at = ends[s], at + counts[s]
-        at_sparse += (counts[s] + SPARSE_STEP - 1) // SPARSE_STEP
-    return order, starts, sparse
