@@ -65,7 +65,7 @@ class Sorter:
                     tokens = np.fromfile(path, "<i4")
                 arrays = self._sort(tokens, direct, memory)
                 del tokens
-                future.set_result({role: write_array(folder / file_name(role), array) for role, array in arrays.items()})
+                future.set_result({role: write_array(folder / file_name(role), a) for role, a in arrays.items()})
             except MemoryError:
                 future.set_exception(DatastoreError("not enough memory to sort a sub-index: give a smaller --memory"))
             except BaseException as error:

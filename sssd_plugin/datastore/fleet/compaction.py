@@ -19,8 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from sssd_plugin.datastore.build.memory import SORT_BYTES, resident_bytes, sub_index_memory
 from freedraft.compiled import compiled
+from sssd_plugin.datastore.build.memory import SORT_BYTES, resident_bytes, sub_index_memory
 from sssd_plugin.datastore.build.sorting import Sorter
 from sssd_plugin.datastore.disk.bucket import Bucket, Generation
 from sssd_plugin.datastore.disk.checksum import FileEntry, write_array
@@ -39,8 +39,8 @@ from sssd_plugin.datastore.disk.format import (
 from sssd_plugin.datastore.disk.sections import LearntSubIndex, learnt_sub_indices, order_of, tables_of
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.fleet.batch import unseal
-from sssd_plugin.datastore.index.suffix_sort import fill_sparse, fill_starts, sort_into
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, direct_buckets
+from sssd_plugin.datastore.index.suffix_sort import fill_sparse, fill_starts, sort_into
 from sssd_plugin.datastore.records import Erasure, Record, in_parts, keep_shares, now_ms
 
 logger = logging.getLogger("freedraft.datastore")

@@ -1,8 +1,8 @@
 """Sorting suffixes with libdivsufsort, by the package `pydivsufsort`: faster than `suffix_sort`, in more memory.
 
-It sorts bytes. Tokens of a fixed number of bytes, the most significant first, are in the order of their bytes, so the
-suffixes that begin at a token are in the order of the tokens; the other ones are left out. Suffixes go on beyond the end
-of their document, so those that `suffix_sort` takes for equal may stand in another order.
+It sorts bytes. Ids are written in a fixed number of bytes, the most significant one first, so suffixes of bytes that
+begin at an id are in the order of suffixes of ids; the other ones are left out. Suffixes are compared beyond the end of
+their document, so those that `suffix_sort` takes for equal may stand in another order.
 """
 
 import importlib.util
