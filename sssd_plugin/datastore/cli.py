@@ -24,7 +24,7 @@ from sssd_plugin.datastore.build.sorting import Sorter
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, TokenizerEntry, digest, read_manifest
 from sssd_plugin.datastore.disk.remote import local_copy
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.live.learnt_runs import MIN_RUNS, SEARCHED
+from sssd_plugin.datastore.live.store import SEARCHED
 
 ABOUT = "Build, inspect and verify suffix-array datastores for SSSD."
 app = typer.Typer(name="datastore", help=ABOUT, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -41,7 +41,9 @@ def _place(text: str) -> Path:
 StorePath = Annotated[
     Path, typer.Argument(metavar="STORE", help="The datastore's directory, or a URL of one.", parser=_place)
 ]
-PlaceArgument = Annotated[str, typer.Argument(metavar="STORE", help="The datastore's directory, or a fleet's URL.")]
+PlaceArgument = Annotated[
+    str, typer.Argument(metavar="STORE", help="The datastore's directory, or the URL of servers with `live`.")
+]
 WorkersOption = Annotated[int, typer.Option(
     metavar="N", min=1, max=1024, help="Threads that sort sub-indices, sharing the memory.")]  # fmt: skip
 RayOption = Annotated[str | None, typer.Option(
@@ -197,7 +199,7 @@ def verify(
         "--erased", metavar="FILE", help="Tenants, as for `forget`, of whom nothing may be left.")] = None,
 ) -> None:  # fmt: skip
     """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; of what was learnt, with
-    --erased, that no byte is left of documents that are gone. Exit code 1 if not."""
+    --erased, that no byte of its files names these tenants. Exit code 1 if not."""
     from sssd_plugin.datastore import tokenizer as tokenizers
     from sssd_plugin.datastore.disk.audit import audit
     from sssd_plugin.datastore.disk.store import Datastore
@@ -250,11 +252,9 @@ def forget(
     tenants: TenantsOption = None,
     before: Annotated[str | None, typer.Option(
         metavar="TIME", help="What was learnt before, as 2026-01-31 or 2026-01-31T12:00.")] = None,
-    memory: MemoryOption = "2GiB",
 ) -> None:  # fmt: skip
     """Erase what was learnt while serving, on disk and in servers of this host that learn there, or at a URL and in all
     servers that learn there. With --tenants and --before, only what both apply to."""
-    from sssd_plugin.datastore.fleet import maintenance as fleets
     from sssd_plugin.datastore.live import maintenance
 
     with _one_line():
@@ -262,7 +262,7 @@ def forget(
             raise DatastoreError("say what to forget: --tenants FILE, --before TIME, or both")
         names = _tenants(tenants)
         if "://" in store:
-            fleets.forget(store, names, maintenance.end_of(before), parse_size(memory))
+            maintenance.forget_at(store, names, maintenance.end_of(before))
             typer.echo(f"{store}: forgotten; servers that learn there follow when they look next")
             return
         gone = maintenance.forget(Path(store), names, maintenance.end_of(before))
@@ -270,44 +270,14 @@ def forget(
     typer.echo(f"{store}: {gone.documents:,} documents, {gone.tokens:,} tokens forgotten{servers}")
 
 
-@app.command()
-def compact(
-    url: Annotated[str, typer.Argument(metavar="URL", help="The `datastore` of servers with `live`.")],
-    every: Annotated[float | None, typer.Option(metavar="SECONDS", min=0.1, help="Go on until stopped.")] = None,
-    max_age: Annotated[float | None, typer.Option(metavar="HOURS", help="Leave out what is older.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(
-        metavar="N", min=1, help="Beyond it, tenants that hold most lose their oldest text.")] = None,
-    memory: MemoryOption = "2GiB",
-    workers: WorkersOption = 1,
-    ray: RayOption = None,
-) -> None:  # fmt: skip
-    """Make sub-indices of what servers have learnt and published at a URL; the servers then draft from them."""
-    from sssd_plugin.datastore.disk.bucket import Bucket
-    from sssd_plugin.datastore.fleet.compaction import compact
-
-    with _one_line(), _ended_by_sigterm(), closing(_sorter(workers, ray, memory)) as sorter:
-        bucket, age = Bucket(url), None if max_age is None else 3600 * max_age
-        searched = most = SEARCHED - MIN_RUNS
-        while True:
-            try:
-                done = compact(bucket, sorter, memory=parse_size(memory), max_age=age, max_tokens=max_tokens)
-            except DatastoreError as error:  # a bucket that is down, a full disk, a fleet that nobody has started
-                if every is None:
-                    raise
-                typer.echo(f"{error}; it is tried again", err=True)
-                done = None
-            if done is not None:
-                typer.echo(
-                    f"{url}: {done.documents:,} new documents; {done.tokens:,} tokens in {done.sub_indices} "
-                    f"sub-indices; {format_size(done.sent)} written"
-                )
-                if done.sub_indices > most:
-                    most = done.sub_indices
-                    remedy = "give a larger --memory, or --max-age or --max-tokens"
-                    typer.echo(f"warning: at most {searched} of {most} sub-indices are searched: {remedy}", err=True)
-            if every is None:
-                return
-            time.sleep(every)
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def compact() -> None:
+    """Of earlier versions."""
+    with _one_line():
+        raise DatastoreError(
+            "'compact' is no longer needed: servers with one URL read what the others publish, and `live_max_age` "
+            "removes what is old; stop calling it"
+        )
 
 
 @app.command()
@@ -319,7 +289,7 @@ def export(
     = False,
 ) -> None:  # fmt: skip
     """Write what was learnt as token ids, -1 after each document. A store that is built of it drafts for everybody."""
-    from sssd_plugin.datastore.fleet.maintenance import export
+    from sssd_plugin.datastore.live.maintenance import export
 
     with _one_line():
         documents, n_tokens = export(store, out, _tenants(tenants), accept=accept)
