@@ -26,8 +26,7 @@ def audit(store: Datastore, *, full: bool = False) -> None:
     Raises:
         DatastoreError: the first thing that is wrong, with its file.
     """
-    built = [entry for entry in store.manifest.sub_indices if not entry.n_sections]
-    for entry, sub in zip(built, store.snapshot.sub_indices, strict=True):
+    for entry, sub in zip(store.manifest.sub_indices, store.snapshot.sub_indices, strict=True):
         folder = store.path / entry.name
 
         def require(right: bool, role: Role, wrong: str, folder: Path = folder) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,16 +94,6 @@ class Run:
     def row(self) -> NDArray[np.int64]:
         """Of a `Snapshot.table`."""
         return self.sub.row
-
-
-class Searched(Protocol):
-    """A run, or what else has a row of a `Snapshot.table` and tokens."""
-
-    @property
-    def row(self) -> NDArray[np.int64]: ...
-
-    @property
-    def n(self) -> int: ...
 
 
 def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, about: NDArray[np.int64]) -> Run:
@@ -198,7 +188,7 @@ class View:
     widest: int
 
     @classmethod
-    def of(cls, static: Snapshot, runs: Sequence[Searched] = ()) -> View:
+    def of(cls, static: Snapshot, runs: Sequence[Run] = ()) -> View:
         """Return the view of one group, which sees `static` and then `runs`."""
         table = np.concatenate([static.table, *(run.row[None] for run in runs)])
         size = static.n_tokens + sum(run.n for run in runs)
