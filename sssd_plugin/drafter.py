@@ -18,8 +18,7 @@ from freedraft.step import NodeLogits
 from sssd_plugin import recycled_logits
 from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.index.sub_index import Snapshot
-from sssd_plugin.datastore.live.learnt_runs import SEARCHED
-from sssd_plugin.datastore.live.store import LiveDatastore
+from sssd_plugin.datastore.live.store import SEARCHED, LiveStore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP, Recycled
 from sssd_plugin.request_index import OUTSIDE, RequestIndex, request_at
@@ -117,7 +116,7 @@ class Drafter:
         scoring: Scoring = "learned",
         weights: Path | None = None,
         snapshot: Snapshot | None = None,
-        live: LiveDatastore | None = None,
+        live: LiveStore | None = None,
         recycle_megabytes: float = 0.0,
     ) -> None:
         if not 1 <= max_nodes <= MAX_NODES:
@@ -161,7 +160,7 @@ class Drafter:
             self._set_view(View.of(snapshot))
 
     def set_tenant(self, request_id: str, tenant: int) -> None:
-        """Let the request draft from what its tenant (`LiveDatastore.tenant`) may see, until it finishes."""
+        """Let the request draft from what its tenant (`LiveStore.tenant`) may see, until it finishes."""
         if tenant:
             self._tenants[request_id] = tenant
 

@@ -25,7 +25,7 @@ from sssd_plugin.recycled_logits import owner_of
 if TYPE_CHECKING:
     from sssd_plugin.datastore.disk.store import Datastore
     from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
-    from sssd_plugin.datastore.live.store import LiveDatastore
+    from sssd_plugin.datastore.live.store import LiveStore
 
 logger = logging.getLogger("freedraft.sssd")
 
@@ -47,7 +47,7 @@ def check(options: SssdOptions, context: EngineContext) -> None:
     if options.static_store is not None:
         _open_store(options, context, verify=True).close()
     if options.live and options.datastore is not None:
-        from sssd_plugin.datastore.live.store import check_live
+        from sssd_plugin.datastore.live.opening import check_live
 
         if isinstance(options.datastore, str) and options.datastore_sha256:
             raise ValueError(
@@ -133,10 +133,10 @@ class SssdMethod(Method):
             where_to_look(port),
         )
 
-    def _open_live(self) -> LiveDatastore:
+    def _open_live(self) -> LiveStore:
         """Open the store that grows, over the static one."""
         from sssd_plugin.datastore.errors import DatastoreError
-        from sssd_plugin.datastore.live.store import open_live
+        from sssd_plugin.datastore.live.opening import open_live
 
         options, context = self.options, self.context
         if options.isolation == "tenant":

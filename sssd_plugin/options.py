@@ -102,7 +102,7 @@ class SssdOptions(PluginOptions):
             DatastoreError: the URL cannot be reached, or holds no store.
         """
         if isinstance(self.datastore, str):
-            from sssd_plugin.datastore.disk.bucket import local_copy
+            from sssd_plugin.datastore.disk.remote import local_copy
 
             return None if self.live else local_copy(self.datastore)
         if self.datastore is not None and self.live and not (self.datastore / "manifest.json").exists():

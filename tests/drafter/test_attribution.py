@@ -10,7 +10,7 @@ from drafting import replace
 from prometheus_client import REGISTRY
 
 from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
-from sssd_plugin.datastore.live.store import LiveDatastore
+from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.metrics import EVERY, SourceMetrics
 from sssd_plugin.scoring.attribution import ACCEPTED, CONTEXT, HIT, HITS, LOOKUPS, SIZE
@@ -36,7 +36,7 @@ def test_the_longest_match_decides(isolation: Any) -> None:
         return (rng.zipf(1.3, n) % 12).tolist()
 
     static = [text(60) for _ in range(3)]
-    live = LiveDatastore(
+    live = LiveStore(
         VOCAB,
         static=Snapshot([SubIndex.build(int32([*part, -1]), VOCAB) for part in static]),
         isolation=isolation,

@@ -81,7 +81,7 @@ def test_learns_from_what_it_said(
         before = counters()
         first, answers = accepted(llm, prompts, "main")
         assert answers == plain
-        runs = learning.live.runs.tenants[1].all_runs
+        runs = learning.live.tenants[1].all_runs
         learnt = [tuple(x) for run in runs for x in np.split(run.sub.tokens[: run.n], np.flatnonzero(
             run.sub.tokens[: run.n] == -1) + 1) if len(x)]  # fmt: skip
         assert sorted(learnt) == sorted((*answer, -1) for answer in plain), "every output, whole, and nothing else"
@@ -168,7 +168,7 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
         ]
         # A step may accept tokens beyond the end of an answer.
         assert texts and all(any(whole[: len(text)] == text[: len(whole)] for whole in known) for text in texts)
-        learnt = [run.sub.tokens[: run.n].tolist() for run in proposer.guarded.method.live.runs.tenants[0].all_runs]
+        learnt = [run.sub.tokens[: run.n].tolist() for run in proposer.guarded.method.live.tenants[0].all_runs]
         documents = {tuple(x[:-1]) for run in learnt for x in np.split(run, np.flatnonzero(np.array(run) == -1) + 1)}
         assert documents - {()} == set(known)
         assert not failures(proposer) and not proposer.guarded.running and not proposer.without_text
@@ -190,5 +190,5 @@ def test_what_stands_behind_a_stop_string_is_not_learnt(demo_model: Path) -> Non
         stop = whole.text[len(whole.text) // 2 :][:6]
         ended = ask(stop=[stop])
         assert ended.finish_reason == "stop" and len(ended.token_ids) < len(whole.token_ids) - 8
-        runs = [run.sub.tokens[: run.n] for run in live.runs.tenants[0].all_runs]
+        runs = [run.sub.tokens[: run.n] for run in live.tenants[0].all_runs]
         assert np.concatenate(runs).tolist() == [*whole.token_ids, -1, *ended.token_ids, -1]

@@ -421,7 +421,7 @@ def main() -> None:
         core.step()
     figures = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     live = getattr(guarded.method, "live", None)
-    tenants = () if live is None else live.runs.tenants.values()
+    tenants = () if live is None else live.tenants.values()
     tokens = [run.sub.tokens[: run.n].tolist() for tenant in tenants for run in tenant.all_runs]
     result["engine"] = {
         "v2": isinstance(runner, GPUModelRunner),
