@@ -60,9 +60,11 @@ def test_sampled_trees_are_verified_in_parts(monkeypatch):
 
     size, nodes = 42, 5
     with get_context().override_server_args(device="cpu", enable_custom_logit_processor=True):
-        settings = [{"temperature": 0.5 + b / 8, "top_k": 3 + b, "top_p": 0.7, "min_p": 0.01 * (b % 5)} for b in range(size)]
+        settings = [
+            {"temperature": 0.5 + b / 8, "top_k": 3 + b, "top_p": 0.7, "min_p": 0.01 * (b % 5)} for b in range(size)
+        ]
         requests = [request(str(b), [1] * (b + 1), **given) for b, given in enumerate(settings)]
-        batch = decoding_batch(dict.fromkeys(requests, [5]), AcceptedTokens(256, 6, "cpu"))
+        batch = decoding_batch({each: [5] for each in requests}, AcceptedTokens(256, 6, "cpu"))
     batch.sampling_info.sampling_seed = torch.arange(size)
     tree = random_tree(np.random.default_rng(1), size, nodes)
     tree.tokens[:] = np.random.default_rng(2).integers(0, 3, tree.tokens.shape)

@@ -61,8 +61,8 @@ class WidthGraphs:
                     raise
                 kept.remove(width)
                 logger.warning(
-                    "freedraft: trees of %d nodes are verified as larger ones, whose CUDA graphs could be captured (%s): "
-                    "if memory was short, lower --mem-fraction-static",
+                    "freedraft: trees of %d nodes are verified as larger ones: their CUDA graphs could not be captured "
+                    "(%s); if memory was short, lower --mem-fraction-static",
                     width,
                     (str(error) or repr(error)).splitlines()[0],
                 )

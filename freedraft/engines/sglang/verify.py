@@ -120,7 +120,7 @@ class TreeVerifier:
         seeds = sampling.sampling_seed
         if seeds is None:
             seeds = torch.randint(2**62, (tree.batch_size,), device=self._device)
-        filters = {
+        filters: dict[str, Any] = {
             "top_ks": sampling.top_ks if sampling.need_top_k_sampling else None,
             "top_ps": sampling.top_ps if sampling.need_top_p_sampling else None,
             "min_ps": sampling.min_ps if sampling.need_min_p_sampling else None,
@@ -138,7 +138,9 @@ class TreeVerifier:
         at_once = requests_at_once(logits[0].numel())
         parts = [verified(slice(i, i + at_once)) for i in range(0, tree.batch_size, at_once)]
         names = ("accepted", "lengths", "tokens", "bonus")
-        return parts[0] if len(parts) == 1 else Verification(*(torch.cat([getattr(p, n) for p in parts]) for n in names))
+        return (
+            parts[0] if len(parts) == 1 else Verification(*(torch.cat([getattr(p, n) for p in parts]) for n in names))
+        )
 
     def _compact(self, batch: Any, verified: Verification, width: int) -> None:
         """Bring the KV of the accepted path to the front of the verify window."""
