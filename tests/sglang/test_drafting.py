@@ -403,6 +403,19 @@ def test_the_smallest_prepared_width(nodes, width):
     assert tree.tokens.shape == (1, width) and tree.counts.tolist() == [min(nodes, NODES)]
 
 
+@pytest.mark.parametrize(("nodes", "width"), [(1, 4), (-1, 4), (3, 4), (5, NODES)])
+def test_widths_that_could_not_be_prepared(nodes, width):
+    """What would be verified at one of them is, at the next larger one: also the roots that a failure leaves."""
+    seam = drafting()
+    seam.keep_widths((4, NODES))
+    seam.guarded.method.nodes = {"a": nodes}
+    a = request("a", [1])
+    seam.begin([a])
+    tree = step(seam, {a: [5]})
+    assert tree.tokens.shape == (1, width) and tree.counts.tolist() == [max(nodes, 1)] and tree.tokens[0, 0] == 5
+    assert seam.guarded.method.controller.widths.tolist() == [4, NODES]
+
+
 def test_failures_leave_the_roots():
     """What raises, and what returns something that is no draft of this step."""
     seam = drafting()

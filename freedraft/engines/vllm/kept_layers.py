@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from freedraft.engines.vllm.hooks import AOT_SWITCH
+
 # Families whose decoder layers are known to be such blocks. Others may look the same and scale a residual, say.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
@@ -190,7 +192,9 @@ def compiled(vllm_config: Any, backbone: Backbone, skipped: tuple[bool, ...], to
     def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         KeptLayers.__init__(self, backbone, skipped, top_k, entropy)
 
-    kind: Any = support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})(
+    # AOT compilation saves and loads models, and a pass is only a way through one; without this switch, see `methods`.
+    aot: dict[str, Any] = {} if AOT_SWITCH.problem() else {"use_aot_compile": False}
+    kind: Any = support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0}, **aot)(
         type(name, (KeptLayers,), {"forward": forward, "__init__": init, "__qualname__": name})
     )
     device = backbone.norm.weight.device

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from freedraft.engines.vllm.context import context_of_arguments, context_of_engi
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks
 from freedraft.engines.vllm.hooks import (
+    AOT_SWITCH,
     CONFIG_HOOKS,
     MODEL_HOOKS,
     RUNNER_HOOKS,
@@ -49,7 +51,9 @@ ENGINE_METHOD: dict[bool, dict[str, Any]] = {
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
-ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, "rejection_sample_method")
+VERIFICATION = "rejection_sample_method"
+ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, VERIFICATION)
+LOSSY = ("fly", "synthetic")  # of vLLM's verifications
 
 
 def register(spec: MethodSpec) -> bool:
@@ -74,6 +78,8 @@ def register(spec: MethodSpec) -> bool:
     wrap_once(EngineArgs, "create_engine_config", _with_the_rest)
     if not check(SCHEDULER_HOOKS):
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_lengths_of_replicas)
+    if hasattr(VllmConfig, "_maybe_disable_dynamic_sd_for_v1"):
+        wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_v1", _keep_lengths_on_v1)
     if HAS_TRITON:
         from vllm.v1.worker.worker_base import WorkerBase
 
@@ -142,6 +148,8 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
                     config[SCHEDULE], learnt = schedule
         except ConfigError as error:
             _stop(error)
+        if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
+            os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
         with _rewritten(self, config):
             made = original(self, *args, **kwargs)
         given = options.model_dump(mode="json", exclude_none=True)
@@ -184,6 +192,16 @@ def _keep_lengths_of_replicas(original: Callable[..., Any]) -> Callable[..., Any
         original(self)
         if ours.lengths and getattr(self.speculative_config, SCHEDULE) is None:
             setattr(self.speculative_config, ATTRIBUTE, dataclasses.replace(ours, lengths=()))
+
+    return disable
+
+
+def _keep_lengths_on_v1(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM 0.33 takes them away from proposers on V1 that it does not know. Ours draft no more than is scheduled."""
+
+    def disable(self: Any) -> None:
+        if configured(self).name not in METHODS:
+            original(self)
 
     return disable
 
@@ -280,6 +298,10 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_DRAFT_TOKENS:
         raise ConfigError(
             f"{source}: option '{K}' must be a whole number from 1 to {MAX_DRAFT_TOKENS}, not {tokens!r}: try 8"
+        )
+    if config.get(VERIFICATION) in LOSSY:
+        raise ConfigError(
+            f"{source}: '{VERIFICATION}' '{config[VERIFICATION]}' accepts other tokens than the model's: leave it out"
         )
     return config, option_type.read(flags)
 

@@ -30,7 +30,7 @@ from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
-from freedraft.engines.vllm.kept_layers import Backbone
+from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.v2.confidences import Confidences
@@ -163,7 +163,7 @@ class MethodSpeculator(BaseSpeculator):
         """The KV cache of vLLM's GPUModelRunner is there; requests come next.
 
         Raises:
-            UnsupportedModel, RuntimeError: draft passes cannot run here, or on another rank.
+            UnsupportedModel: the model has no draft passes.
         """
         name = configured(self._vllm_config).name
         setattr(self._vllm_config.speculative_config, SCHEDULE, self._schedule)
@@ -177,9 +177,15 @@ class MethodSpeculator(BaseSpeculator):
         if not METHODS[name].runs_model:
             return
         # Told of no pass until all ranks can follow.
-        self.draft_model = model = DraftRanks(self._ranks).ready(
-            lambda: PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
-        )
+        try:
+            self.draft_model = model = DraftRanks(self._ranks).ready(
+                lambda: PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
+            )
+        except UnsupportedModel:
+            raise
+        except Exception:  # a vLLM that is built otherwise; all ranks go without
+            logger.exception("freedraft: draft passes could not be built, so none are run; please report this")
+            return
         if (guarded := self.guarded) is None:
             model.follow()
             return
