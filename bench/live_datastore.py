@@ -33,17 +33,18 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+
 from bench.lib.kills import compact, engine_kills, forget_odd, kills, kills_of
 from bench.lib.machine import cpu, timed
 from bench.lib.results import earlier_figures, write_json
+from bench.lib.trace import Row, Trace
 from bench.replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows
 from bench.replay import untainted_weights as weights_for
 from sssd_plugin.datastore.index import runs as runs_module
 from sssd_plugin.datastore.index.runs import Run, merged, release, sorted_run
-from sssd_plugin.datastore.live.merging import NICE
-from sssd_plugin.datastore.live.store import LiveDatastore, open_live
+from sssd_plugin.datastore.live.opening import open_live
+from sssd_plugin.datastore.live.store import NICE, LiveStore
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.trace import Row, Trace
 
 HUNDRED = 100
 PACE = 50_000  # tokens per second of a server's answers
@@ -76,7 +77,7 @@ def rate(drafter: Drafter, rows: list[Row], budget: int) -> float:
 
 
 def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
-    live = LiveDatastore(trace.vocab_size, isolation="shared")
+    live = LiveStore(trace.vocab_size, isolation="shared")
     make = partial(Drafter, vocab_size=trace.vocab_size, max_nodes=budget, weights=weights)
     drafter = make(live=live)
     by_hundred, steps, tokens = [], 0, 0
@@ -105,7 +106,7 @@ def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
     }
 
 
-def insert_all(live: LiveDatastore, trace: Trace, tokens_per_second: float) -> list[float]:
+def insert_all(live: LiveStore, trace: Trace, tokens_per_second: float) -> list[float]:
     """Seconds that each answer of a trace takes until it is visible."""
     seconds, due = list[float](), time.perf_counter()
     for _, output in trace.rows:
@@ -207,7 +208,7 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
     sorting = timed(lambda: sorted_run(documents, trace.vocab_size, _nobody(documents)))[1]
     merging = timed(lambda: merged(older, newer, trace.vocab_size))[1]
     gil = with_the_gil(older, newer, trace.vocab_size)
-    live = LiveDatastore(trace.vocab_size, isolation="shared")
+    live = LiveStore(trace.vocab_size, isolation="shared")
     for _, output in trace.rows[:STORE_ROWS]:
         live.insert(output)
     live.settle()

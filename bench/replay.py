@@ -37,11 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib import long_texts
 from bench.lib.results import earlier_figures, write_json
 from bench.lib.tables import pivot
+from bench.lib.trace import Row, Trace, load_tokenizer
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import BINS, Weights
-from sssd_plugin.trace import Row, Trace, load_tokenizer
 
 STORE_ROWS, MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 605, 512, 4, 9
 SHIPPED = Path(__file__).resolve().parent.parent / "sssd_plugin" / "scoring" / "weights"

@@ -37,9 +37,9 @@ from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knn import fit
-from layerskip_plugin.calibrate.pass_times import tokens_per_time
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode, load_tokenizer
-from layerskip_plugin.calibrate.sample import HostText, Sample
+from layerskip_plugin.calibrate.sample import Sample, Text
+from layerskip_plugin.pass_times import tokens_per_time
 from layerskip_plugin.selection.knn import Domains
 from layerskip_plugin.selection.swift import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
@@ -69,7 +69,7 @@ class Drafts:
 
     def __init__(self, host: HostModel, max_tokens: int, steps: Checkpoint) -> None:
         self.host, self.max_tokens, self.steps = host, max_tokens, steps
-        self.texts: dict[int, HostText] = {}
+        self.texts: dict[int, Text] = {}
 
     def __call__(self, number: int, one: Answered, skip: SkipSet, length: int) -> list[int]:
         """[rounds, tokens drafted, tokens accepted] of drafting the whole answer."""
@@ -141,7 +141,7 @@ def stream(
         for d, p in order:
             one = held[names[d]][p]
             used.append(list(swift.incumbent.sublayers))
-            window[:] = [Sample.newest(host, one.tokens[: one.prompt + options.answer], WINDOW)]
+            window[:] = [host.newest(one.tokens[: one.prompt + options.answer], WINDOW)]
             swift.step(1e9, max_batches=1)
         return used
 
@@ -192,7 +192,7 @@ def main() -> None:
     parser.add_argument("--name", help="of the model, in the JSON; by default its folder's")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    host, name_of_model = HostModel.load(options.model), options.name or options.model.name
+    host, name_of_model = HostModel.load(options.model, dtype="float32"), options.name or options.model.name
     domains = read_domains(options.data, options.categories)
     wanted = {name: texts[: options.prompts + options.held] for name, texts in domains.items()}
     answers = answers_of(host, load_tokenizer(options.model), wanted, options.answer, options.answers)

@@ -194,10 +194,9 @@ def parts(engine: str) -> dict[str, tuple[Hook, ...]]:
         "V1, full graphs": hooks.GRAPH_HOOKS,
         "graphs of draft passes": hooks.DRAFT_GRAPH_HOOKS,
         "memory for those graphs": hooks.GRAPH_MEMORY_HOOKS,
-        "calibration": hooks.CALIBRATION_HOOKS,
         "V2": hooks.V2_HOOKS,
         "tenants": hooks.TENANT_HOOKS,
-        "recycled logits": hooks.LOGITS_HOOKS + hooks.V2_LOGITS_HOOKS,
+        "recycled logits": hooks.V2_LOGITS_HOOKS,
         "trees": hooks.V2_TREE_HOOKS,
     }
 

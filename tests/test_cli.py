@@ -43,7 +43,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setitem(sys.modules, "toy_plugin", plugin)
     points = {
         "store": "toy_plugin:group",
-        "calibrate.scorer": "toy_plugin:train",
+        "calibrate.rate": "toy_plugin:train",
         "calibrate.knee": "toy_plugin:measure",
         "calibrate.lost": "toy_plugin:not_there",
         "crash": "toy_plugin:crash",
@@ -66,7 +66,7 @@ def test_version() -> None:
 
 def test_commands_of_plugins_run(commands: types.ModuleType) -> None:
     assert run("store", "info", "x").stdout == "info of x\n"
-    assert run("calibrate", "scorer", "--rate", "0.25").stdout == "trained at 0.25\n"
+    assert run("calibrate", "rate", "--rate", "0.25").stdout == "trained at 0.25\n"
 
 
 def test_help_lists_own_and_plugin_commands_and_names_broken_ones(commands: types.ModuleType) -> None:
@@ -76,7 +76,7 @@ def test_help_lists_own_and_plugin_commands_and_names_broken_ones(commands: type
         assert word in result.stdout
     inner = run("calibrate", "--help")
     assert inner.exit_code == 0
-    assert all(word in inner.stdout for word in ("scorer", "knee", "lost", "Train a thing"))
+    assert all(word in inner.stdout for word in ("rate", "knee", "lost", "Train a thing"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freedraft.cost.step_times import CENTRES
-from freedraft.hybrid.choice import Choice, DraftPassEstimate, poorest_first, sizes_up_to
+from freedraft.draft_pass import DraftPassEstimate
+from freedraft.hybrid.choice import Choice, poorest_first, sizes_up_to
 from freedraft.hybrid.choice import choose as choose_in_order
 
 TABLE = 0.010 + 0.0004 * CENTRES

@@ -20,17 +20,16 @@ import numpy as np
 from bench.lib import servers
 from bench.lib.prompts import BY_KIND
 from freedraft.tenants import tenant_key
-from sssd_plugin.datastore.live.database import LearntDatabase
-from sssd_plugin.datastore.live.log import DocumentLog
+from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.maintenance import forget
-from sssd_plugin.datastore.live.store import open_live
+from sssd_plugin.datastore.live.opening import open_live
 
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
-from sssd_plugin.datastore.live import learnt_runs
-from sssd_plugin.datastore.live.store import open_live
-learnt_runs.MEMTABLE_TOKENS = 256
+from sssd_plugin.datastore.live import store as live_store
+from sssd_plugin.datastore.live.opening import open_live
+live_store.MEMTABLE_TOKENS = 256
 store = open_live(sys.argv[1], 1000, max_tokens=1 << 18, isolation="shared")
 number = int(sys.argv[2])
 print("ready", flush=True)
@@ -52,9 +51,9 @@ def forget_odd(folder: Path) -> None:
 
 def compact(folder: Path) -> None:
     """Rewrite the file again and again."""
-    database = LearntDatabase(folder / "live" / "learnt.sqlite")
+    log = Log.open(folder, 1000, 1 << 24, None, "shared")
     while True:
-        database.compact()
+        log.compact()
 
 
 def _run(work: Callable[[Path], None], folder: Path, begun: Path, done: Path) -> None:
@@ -65,8 +64,8 @@ def _run(work: Callable[[Path], None], folder: Path, begun: Path, done: Path) ->
 
 def documents_in(folder: Path, vocab_size: int) -> list[list[int]]:
     """The documents in a store, oldest first."""
-    log = DocumentLog.open(folder, vocab_size, 1 << 24, None, "shared")
-    texts = [record.tokens.tolist() for record in log.sync()[1]]
+    log = Log.open(folder, vocab_size, 1 << 24, None, "shared")
+    texts = [record.tokens.tolist() for record in log.load()]
     log.close()
     return texts
 

@@ -1,4 +1,4 @@
-"""`Record`: a document that was learnt; `Erasure`: which to forget; `PendingRecords`: those still to be written."""
+"""`Record`: a learnt document; `Erasure`: documents to forget; `PendingRecords`: documents still to be written."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from sssd_plugin.datastore.fleet.replica import Fetched
+from sssd_plugin.datastore.index.sub_index import Snapshot
 
 T = TypeVar("T")
 
@@ -25,7 +24,7 @@ class Record:
     """A document.
 
     Attributes:
-        tenant: 16 bytes, or none.
+        tenant: digest of its tenant, 16 bytes, or none.
         milliseconds: since 1970, when its request ended.
         tokens: int32 [n].
     """
@@ -42,11 +41,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """What is to be forgotten.
+    """Documents to forget.
 
     Attributes:
-        tenant: whose documents; None for everybody's.
-        before: those from before this time, in ms since 1970; None for all that there are.
+        tenant: their tenant's digest; None for documents of all tenants.
+        before: only documents from before this time, in ms since 1970; None for documents of any time.
     """
 
     tenant: bytes | None = None
@@ -56,34 +55,19 @@ class Erasure:
         return (self.tenant is None or self.tenant == tenant) and (self.before is None or milliseconds < self.before)
 
 
-def keep_shares(held: Mapping[T, int], total: int) -> dict[T, int]:
-    """Return what each holder may keep of what it holds, `total` together: those above an equal share are cut to one
-    size, and nobody below it loses anything."""
-    left, kept = total, {}
-    for number, (holder, size) in enumerate(sorted(held.items(), key=lambda item: item[1])):
-        kept[holder] = min(size, left // (len(held) - number))
-        left -= kept[holder]
-    return kept
-
-
 class Changes(NamedTuple):
-    """What others have done since the last time.
-
-    Attributes:
-        erasures, records: what they erased, and what they then learnt.
-        fetched: what a fleet has learnt (`sssd_plugin.datastore.fleet.replica.Fetched`); None where it is as before.
-    """
+    """Erasures and then documents by other processes since the last call; a built store that became available."""
 
     erasures: list[Erasure]
     records: list[Record]
-    fetched: Fetched | None = None
+    built: Snapshot | None = None
 
 
 class PendingRecords:
-    """Documents that wait to be written, in memory, while the disk or the bucket refuses. Thread-safe.
+    """Documents in memory that wait to be written while the disk or the bucket refuses. Thread-safe.
 
     Attributes:
-        dropped: documents that were never written, because it refused for long.
+        dropped: number of documents that were never written, because it refused for long.
     """
 
     def __init__(self) -> None:
@@ -91,6 +75,9 @@ class PendingRecords:
         self._records: deque[Record] = deque()
         self._tokens = 0
         self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return bool(self._records)
 
     def append(self, record: Record) -> None:
         with self._lock:
@@ -108,7 +95,7 @@ class PendingRecords:
             return records
 
     def give_back(self, records: list[Record]) -> None:
-        """Put what could not be written before the others."""
+        """Put records that could not be written before the others."""
         with self._lock:
             self._set([*records, *self._records])
 
@@ -122,24 +109,27 @@ class PendingRecords:
         self._tokens = sum(record.size for record in self._records)
 
 
-def in_parts(records: Iterable[Record], limit: int, isolated: bool = False) -> Iterator[list[Record]]:
-    """Yield consecutive documents of at most `limit` tokens together, separators included, unless one alone is larger.
+def keep_shares(held: Mapping[T, int], total: int) -> dict[T, int]:
+    """Return the size each holder may keep, `total` together: holders above an equal share are cut to one size, and
+    holders below it lose nothing."""
+    left, kept = total, {}
+    for number, (holder, size) in enumerate(sorted(held.items(), key=lambda item: item[1])):
+        kept[holder] = min(size, left // (len(held) - number))
+        left -= kept[holder]
+    return kept
 
-    Args:
-        isolated: cut between tenants where that is possible.
-    """
+
+def in_parts(records: Iterable[Record], limit: int) -> Iterator[list[Record]]:
+    """Yield consecutive documents of at most `limit` tokens together, separators included, unless one alone is
+    larger."""
     part: list[Record] = []
-    size = begin = tenant_size = 0  # of the part; where its last tenant begins, and that one's size
+    size = 0
     for record in records:
-        if not part or (isolated and record.tenant != part[-1].tenant):
-            begin, tenant_size = len(part), 0
         if part and size + record.size > limit:
-            cut = begin or len(part)
-            yield part[:cut]
-            part, size = part[cut:], tenant_size if begin else 0
-            tenant_size, begin = size, 0
+            yield part
+            part, size = [], 0
         part.append(record)
-        size, tenant_size = size + record.size, tenant_size + record.size
+        size += record.size
     if part:
         yield part
 

@@ -12,7 +12,7 @@ from freedraft.cost.batch_lengths import PROBE_EVERY, BatchLengths, candidate_le
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 
 SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
 PROFILE = HardwareProfile(name="x", peak_flops=9.2e11, bandwidth=5.1e10, source="measured")

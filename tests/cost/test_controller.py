@@ -20,7 +20,7 @@ from freedraft.cost.policies import Fixed, Knee
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import BUCKET_OF, BUCKETS, CENTRES
 from freedraft.draft import DraftBatch
-from freedraft.method import EngineContext, Step
+from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
 
 SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.outlook import outlook, outlook_of_passes
-from freedraft.draft_model import Window
-from freedraft.method import EngineContext
+from freedraft.draft_pass import Window
+from freedraft.step import EngineContext
 from layerskip_plugin.skip_set import SkipSet
 
 LLAMA3_8B = LlamaConfig(

@@ -145,7 +145,7 @@ def test_the_knee_of_quantised_weights(bits: int | None, ridge: int) -> None:
     from transformers import LlamaConfig
 
     from freedraft.cost.controller import make_controller
-    from freedraft.method import EngineContext
+    from freedraft.step import EngineContext
 
     config = LlamaConfig(**({"quantization_config": {"quant_method": "gptq", "bits": bits}} if bits else {}))
     context = EngineContext(hf_config=config, max_draft_tokens=8)

@@ -14,7 +14,7 @@ from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.schedule import CONTEXT, draft_lengths
 from freedraft.cost.yields import CHAIN_TOKENS_PER_STEP
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

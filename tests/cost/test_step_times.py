@@ -13,7 +13,7 @@ from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import StepTimes
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 from layerskip_plugin.skip_set import SkipSet
 
 SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from freedraft.method import TOP_TOKENS, NodeLogits
+from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.live import database as database_module
-from sssd_plugin.datastore.live import learnt_runs
-from sssd_plugin.datastore.live.clock import SteadyClock
+from sssd_plugin.datastore.live import log as log_module
+from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.maintenance import forget, verify_live
-from sssd_plugin.datastore.live.store import LiveDatastore, open_live
-from sssd_plugin.datastore.live.tenants import tenant_digest
+from sssd_plugin.datastore.live.opening import open_live
+from sssd_plugin.datastore.live.store import LiveStore
+from sssd_plugin.datastore.live.tenant import tenant_digest
 from sssd_plugin.datastore.records import Erasure
 from sssd_plugin.drafter import Drafter
 from tests.support.stores import documents_of
@@ -34,7 +34,7 @@ def marker(tenant: int, number: int, n: int = 40) -> np.ndarray:
     return (1000 * (tenant + 1) + np.random.default_rng([tenant, number]).integers(0, 1000, n)).astype(np.int32)
 
 
-def teach(store: LiveDatastore, tenants: int, documents: int, first: int = 0, **settings) -> None:
+def teach(store: LiveStore, tenants: int, documents: int, first: int = 0, **settings) -> None:
     for number in range(first, first + documents):
         for tenant in range(tenants):
             n = 1 + (37 * number) % 400
@@ -60,9 +60,9 @@ def digest_of(directory: Path, tenant: int) -> bytes:
     return tenant_digest(bytes.fromhex(manifest.key), f"salt {tenant}")
 
 
-def held(store: LiveDatastore, tenant: int) -> list[list[int]]:
+def held(store: LiveStore, tenant: int) -> list[list[int]]:
     """What is in memory of a tenant, drafted from or not."""
-    owners = store.runs.tenants.values() if not store.isolated else [store.runs.tenants[store.tenant(f"salt {tenant}")]]
+    owners = store.tenants.values() if not store.isolated else [store.tenants[store.tenant(f"salt {tenant}")]]
     texts = [text for owner in owners for run in owner.all_runs for text in documents_of(run.sub)]
     return [text for text in texts if text[0] // 1000 == tenant + 1]
 
@@ -87,27 +87,9 @@ def test_nothing_is_left_of_a_tenant_on_disk(tmp_path: Path, isolation: str) -> 
     store.close()
 
 
-def test_verify_finds_what_only_a_deletion_would_leave(tmp_path: Path) -> None:
-    """Rows that are dropped at the bound may leave copies in free space; only an erasure sees to these."""
-    store = open_live(tmp_path, VOCAB, isolation="shared")
-    teach(store, 2, 50)
-    store.flush()
-    database = store._log._database._db
-    database.execute("PRAGMA secure_delete = OFF")
-    database.execute("DELETE FROM documents WHERE id % 2")
-    store.close()
-    assert left_on_disk(tmp_path, 0) > 0
-    assert "whole; no bytes" not in str(verify_live(tmp_path))
-    with pytest.raises(DatastoreError, match=r"bytes in its free space: .*forget"):
-        verify_live(tmp_path, ["nobody"])
-    assert forget(tmp_path, before=86_400_000).documents == 0
-    assert "whole; no bytes" in str(verify_live(tmp_path, ["nobody"]))
-
-
 def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learnt_runs, "MEMTABLE_TOKENS", 256)
-    monkeypatch.setattr(database_module, "ANNOUNCED_SECONDS", 0.5)
-    monkeypatch.setattr("sssd_plugin.datastore.live.log.ANNOUNCED_SECONDS", 0.5)
+    monkeypatch.setattr(live_store, "MEMTABLE_TOKENS", 256)
+    monkeypatch.setattr(log_module, "ANNOUNCED_SECONDS", 0.5)
     servers = [open_live(tmp_path, VOCAB) for _ in range(2)]
     drafters = [Drafter(vocab_size=VOCAB, max_nodes=8, live=store) for store in servers]
     teach(servers[0], 3, 60)
@@ -115,7 +97,7 @@ def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: p
     wait_until(lambda: all(store.stats().documents == 360 for store in servers), 10)
     servers[0].insert(marker(1, 999), servers[0].tenant("salt 1"))  # not on disk yet
 
-    def drafts(store: LiveDatastore, drafter: Drafter, tenant: int) -> bool:
+    def drafts(store: LiveStore, drafter: Drafter, tenant: int) -> bool:
         found = False
         for number in (3, 63, 119):
             drafter.set_tenant("x", store.tenant(f"salt {tenant}"))
@@ -145,12 +127,12 @@ def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: p
 
 def test_what_is_being_merged_sorted_or_written_is_forgotten_too(tmp_path: Path, monkeypatch) -> None:
     """Erasures at every moment of a store that learns, shared by all, large documents among them."""
-    monkeypatch.setattr(learnt_runs, "MEMTABLE_TOKENS", 128)
-    monkeypatch.setattr(learnt_runs, "LARGE_TOKENS", 200)
+    monkeypatch.setattr(live_store, "MEMTABLE_TOKENS", 128)
+    monkeypatch.setattr(live_store, "LARGE_TOKENS", 200)
     store = open_live(tmp_path, VOCAB, isolation="shared")
     for round_ in range(25):
         teach(store, 3, 8, first=8 * round_)
-        store.erase(Erasure(tenant_digest(store._key, "salt 1")))
+        store.erase(Erasure(tenant_digest(store.key, "salt 1")))
         view = store.view()[0]
         seen = [text for run in view.keeps[1:] for text in documents_of(run.sub)]
         assert not any(text[0] // 1000 == 2 for text in seen)
@@ -168,7 +150,7 @@ def test_a_server_that_slept_through_an_erasure_takes_what_the_file_holds(tmp_pa
     store._keeper.join()
     forget(tmp_path, ["salt 1"])
     other = open_live(tmp_path, VOCAB)
-    other._log._database._db.execute("DELETE FROM erasures")
+    other._log._db.execute("DELETE FROM erasures")
     teach(other, 2, 1, first=7)
     other.close()
     store.flush()
@@ -177,7 +159,7 @@ def test_a_server_that_slept_through_an_erasure_takes_what_the_file_holds(tmp_pa
 
 
 def test_recycled_logits_are_forgotten_too() -> None:
-    store = LiveDatastore(VOCAB)
+    store = LiveStore(VOCAB)
     drafter = Drafter(vocab_size=VOCAB, max_nodes=4, live=store, recycle_megabytes=1)
     drafter.set_tenant("x", store.tenant("salt 1"))
     drafter.replace("x", np.array([1, 2, 3], np.int32))
@@ -185,40 +167,44 @@ def test_recycled_logits_are_forgotten_too() -> None:
     top = np.arange(4 * TOP_TOKENS, dtype=np.int32).reshape(1, 4, TOP_TOKENS)
     drafter.recycle(NodeLogits(["x"], tree, top, np.full(top.shape, -1.0, np.float32)))
     assert (drafter._entries["key"] != 0).any()
-    store.erase(Erasure(tenant_digest(store._key, "salt 1")))
+    store.erase(Erasure(tenant_digest(store.key, "salt 1")))
     assert not drafter._entries["key"].any() and not drafter._entries["tokens"].any()
     drafter.close()
 
 
-def test_no_text_grows_older_than_it_may(tmp_path: Path) -> None:
-    now = [1e9]
-    clock = SteadyClock(lambda: now[0], lambda: now[0])
+class Wall:
+    """The clock of a host, which somebody sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 1e9
+        monkeypatch.setattr(live_store, "now_ms", lambda: int(self.seconds * 1000))
+
+
+def test_no_text_grows_older_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wall = Wall(monkeypatch)
     for directory in (None, tmp_path):
         store = open_live(directory, VOCAB, max_age=100.0)
-        store._clock, store._expire_at = clock, 0
         for number in range(20):
             teach(store, 2, 1, first=number)
-            now[0] += 10.0
+            wall.seconds += 10.0
             store.flush()
             store._expire()
         assert store.settle()
         assert [len(held(store, tenant)) for tenant in range(2)] == [10, 10]
         store.close()
-    assert verify_live(tmp_path) == "20 documents were learnt and are whole; no bytes are left in free space"
+    assert verify_live(tmp_path) == "20 documents were learnt and are whole"
 
 
-def test_a_clock_that_jumps_is_said_and_changes_no_age(caplog: pytest.LogCaptureFixture) -> None:
-    wall, elapsed = [1e9], [50.0]
-    clock = SteadyClock(lambda: wall[0], lambda: elapsed[0])
-    store = LiveDatastore(VOCAB, max_age=100.0, clock=clock)
-    teach(store, 1, 3)
-    wall[0] += 1e6
-    elapsed[0] += 50.0
-    for _ in range(3):
-        store._expire()
-    assert len(held(store, 0)) == 3 and clock.milliseconds() == int(1e12 + 5e4)
-    assert len([r for r in caplog.records if "clock jumped by 999950 s" in r.message]) == 1
-    elapsed[0] += 60.0
+def test_time_never_runs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that is set back makes no text older, and none that comes older than what is there."""
+    wall = Wall(monkeypatch)
+    store = LiveStore(VOCAB, max_age=100.0)
+    teach(store, 1, 1)
+    wall.seconds -= 1e6
+    teach(store, 1, 1, first=1)
+    times = store.tenants[1].all_runs[0].documents[:, 0]
+    assert times[0] == times[1] == 1e12
+    wall.seconds += 1e6 + 104.0
     store._expire()
     assert store.settle() and held(store, 0) == []
     store.close()

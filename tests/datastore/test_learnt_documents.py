@@ -16,10 +16,9 @@ import pytest
 
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import folder as folder_module
-from sssd_plugin.datastore.live.database import LearntDatabase, keep_shares
-from sssd_plugin.datastore.live.log import DocumentLog
-from sssd_plugin.datastore.live.store import check_live, open_live
-from sssd_plugin.datastore.records import Record
+from sssd_plugin.datastore.live.log import Log
+from sssd_plugin.datastore.live.opening import check_live, open_live
+from sssd_plugin.datastore.records import Changes, Record, keep_shares
 from tests.support.disks import full_disk
 from tests.support.stores import read_only_folder
 from tests.support.waiting import wait_until
@@ -29,10 +28,10 @@ VOCAB = 1000
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
-from sssd_plugin.datastore.live import learnt_runs, store as live
-from sssd_plugin.datastore.live.store import open_live
+from sssd_plugin.datastore.live import store as live
+from sssd_plugin.datastore.live.opening import open_live
 
-learnt_runs.MEMTABLE_TOKENS, live.SYNC_SECONDS = 64, 0.02
+live.MEMTABLE_TOKENS, live.SYNC_SECONDS = 64, 0.02
 store = open_live(sys.argv[1], 1000, max_tokens=1 << 15, isolation="shared")
 number = int(sys.argv[2])
 print("ready", flush=True)
@@ -47,9 +46,9 @@ while True:
 """
 
 
-def log_of(directory: Path, **settings) -> DocumentLog:
+def log_of(directory: Path, **settings) -> Log:
     given = {"vocab_size": VOCAB, "max_tokens": 1 << 20, "fingerprint": None, "isolation": "tenant"} | settings
-    return DocumentLog.open(directory, **given)
+    return Log.open(directory, **given)
 
 
 def record(text: list[int], tenant: bytes = b"", milliseconds: int = 1) -> Record:
@@ -308,7 +307,7 @@ def test_a_full_disk_stops_nothing_and_writing_is_tried_again(tmp_path: Path, ca
     store = open_live(tmp_path, VOCAB, isolation="shared")
     store.insert(np.array([1, 2], np.int32))
     store.flush()
-    database = store._log._database._db
+    database = store._log._db
     pages = database.execute("PRAGMA page_count").fetchone()[0]
     database.execute(f"PRAGMA max_page_count = {pages}")
     for number in range(3, 6):
@@ -370,12 +369,13 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_flushed(tmp_path: Path) -> 
 
 
 def test_a_transaction_that_fails_leaves_nothing_half_done(tmp_path: Path) -> None:
-    database = LearntDatabase(tmp_path / "f")
+    log, other = log_of(tmp_path), log_of(tmp_path)
+    log.pending.append(record([1]))
+    log.pending.append(Record(object(), 1, np.zeros(1, np.int32)))  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        database.write([record([1]), Record(object(), 1, np.zeros(1, np.int32))])  # type: ignore[arg-type]
-    assert database.write([record([2])]) == ([], [])
-    other = LearntDatabase(tmp_path / "f")
-    assert [r.tokens.tolist() for r in other.read()[1]] == [[2]]
-    database.write([record([3])])
-    assert [r.tokens.tolist() for r in other.read()[1]] == [[3]] and other.read() == ([], [])
-    database.close(), other.close()
+        log.sync()
+    for text in ([2], [3]):
+        log.pending.append(record(text))
+        assert log.sync() == Changes([], [])
+        assert [r.tokens.tolist() for r in other.sync().records] == [text] and other.sync() == Changes([], [])
+    log.close(), other.close()

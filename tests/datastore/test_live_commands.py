@@ -14,7 +14,7 @@ from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.disk.format import TokenizerEntry
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.live.store import open_live
+from sssd_plugin.datastore.live.opening import open_live
 from tests.support.stores import build_store, documents_of
 
 VOCAB = 100
@@ -33,7 +33,7 @@ def learn(directory: Path, texts: dict[str | None, list[int]]) -> None:
 
 def learnt(directory: Path) -> list[list[int]]:
     store = open_live(directory, VOCAB, isolation="shared")
-    found = [text for run_ in store.runs.tenants[0].all_runs for text in documents_of(run_.sub)]
+    found = [text for run_ in store.tenants[0].all_runs for text in documents_of(run_.sub)]
     store.close()
     return sorted(found)
 

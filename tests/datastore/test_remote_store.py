@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from sssd_plugin.datastore.cli import app
-from sssd_plugin.datastore.disk.bucket import local_copy
+from sssd_plugin.datastore.disk.format import ROLES
+from sssd_plugin.datastore.disk.remote import local_copy
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.options import SssdOptions
@@ -18,6 +21,7 @@ from tests.support.stores import build_store, documents_of
 
 fsspec = pytest.importorskip("fsspec")
 TEXTS = [[1, 2, 3], [4, 5]]
+ALL = sorted(f"{role}.i32" for role in ROLES)
 
 
 @pytest.fixture
@@ -31,13 +35,64 @@ def url(tmp_path: Path) -> str:
     return f"memory://bucket/{tmp_path.name}"
 
 
-def test_a_store_is_copied_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path / "cache"
-    copy = local_copy(url, cache)
+def contents(copy: Path) -> list[list[int]]:
     with Datastore.open(copy) as store:
-        assert documents_of(store.snapshot.sub_indices[0]) == TEXTS
-    monkeypatch.setattr(type(fsspec.filesystem("memory")), "get_file", None)
-    assert local_copy(url, cache) == copy
+        return documents_of(store.snapshot.sub_indices[0])
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are fetched."""
+    names: list[str] = []
+    kind = type(fsspec.filesystem("memory"))
+    plain = kind.get_file
+
+    def get_file(self: object, path: str, *arguments: object, **how: object) -> None:
+        names.append(path.rpartition("/")[2])
+        plain(self, path, *arguments, **how)
+
+    monkeypatch.setattr(kind, "get_file", get_file)
+    return names
+
+
+def test_a_store_is_copied_once_whoever_asks(tmp_path: Path, url: str, fetched: list[str]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        copies = set(pool.map(lambda _: local_copy(url, tmp_path / "cache"), range(8)))
+    (copy,) = copies
+    assert contents(copy) == TEXTS and sorted(fetched) == ALL
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_damaged_or_missing_is_fetched_again(tmp_path: Path, url: str, fetched: list[str], name: str) -> None:
+    copy = local_copy(url, tmp_path / "cache")
+    (file,) = copy.rglob(name)
+    content = file.read_bytes()
+    for damaged in (content[:-4] + b"abcd", content[:-4], None):
+        fetched.clear()
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        (copy / "manifest.json").unlink()  # as a killed process leaves a copy that it was fetching
+        assert local_copy(url, tmp_path / "cache") == copy
+        assert fetched == [name] and contents(copy) == TEXTS
+
+
+def test_copies_of_the_previous_layout_are_replaced(tmp_path: Path, url: str, fetched: list[str]) -> None:
+    """Folders of sub-indices were links to folders beside the copy."""
+    copy = local_copy(url, tmp_path / "cache")
+    (sub,) = (path for path in copy.iterdir() if path.is_dir())
+    sub.rename(copy.parent / "address")
+    sub.symlink_to(Path("..") / "address")
+    fetched.clear()
+    assert contents(local_copy(url, tmp_path / "cache")) == TEXTS and fetched == []
+    shutil.rmtree(copy.parent / "address")
+    assert contents(local_copy(url, tmp_path / "cache")) == TEXTS and sorted(fetched) == ALL
+
+
+def test_copies_that_nobody_used_for_a_day_go(tmp_path: Path, url: str) -> None:
+    copy = local_copy(url, tmp_path / "cache")
+    for name, age in (("day", 90_000), ("hour", 3_600)):
+        os.utime(shutil.copytree(copy, copy.with_name(name)), (time.time() - age,) * 2)
+    local_copy(url, tmp_path / "cache")
+    assert {path.name for path in copy.parent.iterdir()} == {copy.name, "hour", "lock"}
 
 
 def test_options_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,15 +118,16 @@ def test_what_cannot_be_reached_is_one_line(tmp_path: Path, wrong: str, words: s
     assert "\n" not in str(error.value)
 
 
-def test_a_damaged_file_leaves_nothing_in_the_cache(tmp_path: Path, url: str) -> None:
+def test_a_store_that_is_damaged_there_is_no_copy(tmp_path: Path, url: str) -> None:
     memory = fsspec.filesystem("memory")
     (name,) = [n for n in memory.find(f"/bucket/{tmp_path.name}") if n.endswith("suffix_array.i32")]
     content = bytearray(memory.cat_file(name))
     content[0] ^= 1
     memory.pipe_file(name, bytes(content))
-    with pytest.raises(DatastoreError, match="corrupted") as error:
+    with pytest.raises(DatastoreError, match=r"corrupted") as error:
         local_copy(url, tmp_path / "cache")
-    assert url in str(error.value) and [p.name for p in (tmp_path / "cache").rglob("*") if p.is_file()] == ["lock"]
+    assert f"{url}/" in str(error.value) and str(tmp_path / "cache") not in str(error.value)
+    assert not [p for p in (tmp_path / "cache").rglob("*") if "suffix_array" in p.name or p.name == "manifest.json"]
     memory.rm_file(name)
     with pytest.raises(DatastoreError, match="no datastore at"):
         local_copy(url, tmp_path / "cache")
@@ -99,15 +155,6 @@ def test_the_last_copy_that_is_whole(tmp_path: Path, url: str, monkeypatch: pyte
         monkeypatch.setattr(type(fsspec.filesystem("memory")), name, down)
     monkeypatch.setattr(Path, "stat", vanished)
     assert local_copy(url, cache) == copy
-
-
-def test_a_copy_that_a_power_cut_damaged_is_fetched_again(tmp_path: Path, url: str) -> None:
-    cache = tmp_path / "cache"
-    copy = local_copy(url, cache)
-    (copy / "manifest.json").write_bytes(b"")
-    assert local_copy(url, cache) == copy
-    with Datastore.open(copy) as store:
-        assert documents_of(store.snapshot.sub_indices[0]) == TEXTS
 
 
 def test_commands_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

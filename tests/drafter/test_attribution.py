@@ -10,7 +10,7 @@ from drafting import replace
 from prometheus_client import REGISTRY
 
 from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
-from sssd_plugin.datastore.live.store import LiveDatastore
+from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.metrics import EVERY, SourceMetrics
 from sssd_plugin.scoring.attribution import ACCEPTED, CONTEXT, HIT, HITS, LOOKUPS, SIZE
@@ -36,7 +36,7 @@ def test_the_longest_match_decides(isolation: Any) -> None:
         return (rng.zipf(1.3, n) % 12).tolist()
 
     static = [text(60) for _ in range(3)]
-    live = LiveDatastore(
+    live = LiveStore(
         VOCAB,
         static=Snapshot([SubIndex.build(int32([*part, -1]), VOCAB) for part in static]),
         isolation=isolation,
@@ -86,7 +86,7 @@ def test_metrics_of_one_step_in_so_many() -> None:
     before = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
               value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
     for _ in range(EVERY):
-        metrics.update(drafter, ["x"], lambda: np.array([3]), False)
+        metrics.update(drafter, ["x"], lambda: np.array([3]))
     after = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
              value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 2]

@@ -9,9 +9,9 @@ import pytest
 from drafting import replace
 from numpy.typing import NDArray
 
+from bench.scorer.long_contexts import edit, extract, long_rows
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.request_index import RequestIndex
-from sssd_plugin.scoring.long_contexts import edit, extract, long_rows
 from tests.support.stores import int32, snapshot_of
 
 VOCAB = 30_000

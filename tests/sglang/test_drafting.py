@@ -18,7 +18,8 @@ from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import EngineContext, Method, MethodSpec
+from freedraft.method import Method, MethodSpec
+from freedraft.step import EngineContext
 from freedraft.tenants import tenant_key
 
 NODES = 6
@@ -355,6 +356,19 @@ def test_trees_are_cut_to_chains_where_attention_verifies_no_others():
     branched.counts[:] = 4
     method.draft = lambda step: branched
     assert step(seam, {a: [5], b: [6]}).counts.tolist() == [3, 2]
+
+
+@pytest.mark.parametrize(("nodes", "width"), [(1, 4), (-1, 4), (3, 4), (5, NODES)])
+def test_widths_that_could_not_be_prepared(nodes, width):
+    """What would be verified at one of them is, at the next larger one: also the roots that a failure leaves."""
+    seam = drafting()
+    seam.keep_widths((4, NODES))
+    seam.guarded.method.nodes = {"a": nodes}
+    a = request("a", [1])
+    seam.begin([a])
+    tree = step(seam, {a: [5]})
+    assert tree.tokens.shape == (1, width) and tree.counts.tolist() == [max(nodes, 1)] and tree.tokens[0, 0] == 5
+    assert seam.guarded.method.controller.widths.tolist() == [4, NODES]
 
 
 def test_drafts_are_the_same_in_a_thread():

@@ -22,7 +22,7 @@ def ask(engine, prompt, **keys):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_learns_for_its_tenant(tiny, tmp_path, overlap):
-    from sssd_plugin.datastore.live.log import DocumentLog
+    from sssd_plugin.datastore.live.log import Log
     from sssd_plugin.datastore.live.maintenance import forget
 
     store, counts = tmp_path / "store", tmp_path / "counts.json"
@@ -45,8 +45,8 @@ def test_learns_for_its_tenant(tiny, tmp_path, overlap):
         assert ask(engine, prompt, extra_key="a") == (answer, second)
         time.sleep(1.0)
     # SGLang kills its processes at the end.
-    log = DocumentLog.open(store, 49152, 1 << 20, None, "tenant")
-    records = log.sync()[1]
+    log = Log.open(store, 49152, 1 << 20, None, "tenant")
+    records = log.load()
     log.close()
     assert [record.tokens.tolist() for record in records] == [answer] * 6, "each answer of a tenant, whole"
     assert len({record.tenant for record in records}) == 4

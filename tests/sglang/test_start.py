@@ -158,8 +158,8 @@ def test_what_attention_verifies(weightless, tmp_path, attention, shapes):
 
 
 def test_widths():
-    assert widths_for("triton", 16) == widths_for("fa3", 16) == (1, 2, 4, 8, 16)
-    assert widths_for("flashinfer", 12) == (1, 2, 4, 8, 12)
+    assert widths_for("triton", 16) == widths_for("fa3", 16) == (1, 4, 16)
+    assert widths_for("flashinfer", 12) == (1, 4, 12) and widths_for("fa3", 64) == (1, 4, 16, 64)
     assert widths_for("torch_native", 5) == (1, 2, 3, 4, 5)
     assert all(widths_for(backend, 16)[0] == 1 for backend in BACKENDS), "what fails leaves the roots"
 

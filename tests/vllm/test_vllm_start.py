@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,57 @@ def test_the_source_tells_what_the_installed_engine_tells() -> None:
     # Decorated with overloads, of which the last definition counts.
     lacks = Hook("vllm.compilation.decorators", "support_torch_compile", ("no_such",), purpose="a test")
     assert "no_such" in (source.problem(lacks) or "")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        ("block_table", "num_blocks", "BlockTables has no num_blocks"),
+        ("states", "total_len", "RequestState has no total_len"),
+        ("async_utils", "model_runner_output", "AsyncOutput has no model_runner_output"),
+        ("buffer_utils", "np", "UvaBackedTensor has no np"),
+        ("model_runner", "block_tables", "GPUModelRunner has no block_tables"),
+        ("model_runner", "fast_prefill", "GPUModelRunner has no fast_prefill"),
+        ("sample/sampler", "sampling_states", "Sampler has no sampling_states"),
+        ("sample/states", "seeds", "SamplingStates has no seeds"),
+    ],
+)
+def test_doctor_knows_what_is_read_of_model_runner_v2(module: str, name: str, said: str) -> None:
+    """In vLLM's own files, in which this attribute has another name."""
+    from importlib.util import find_spec
+
+    from bench.lib.hooks_in_source import Source
+
+    found = find_spec("vllm")
+    assert found is not None and found.origin is not None
+    root, changed = Path(found.origin).parents[1], f"vllm/v1/worker/gpu/{module}.py"
+
+    def read(path: str) -> str | None:
+        text = (root / path).read_text() if (root / path).is_file() else None
+        return re.sub(rf"\bself\.{name}\b", "self.renamed", text) if text is not None and path == changed else text
+
+    source = Source(read, ())
+    assert any(said in (source.problem(hook) or "") for hook in OPTIONAL_HOOKS)
+
+
+def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their passes have the target's weights. Before vLLM 0.33 only the environment says so, for all modules."""
+    from vllm import envs
+
+    from freedraft.engines.vllm.hooks import AOT_SWITCH
+
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "VLLM_USE_AOT_COMPILE"})
+    assert envs.VLLM_USE_AOT_COMPILE, "by default"
+    config_of(tiny_model, GOOD)
+    assert envs.VLLM_USE_AOT_COMPILE
+    skipping = {"method": "layerskip", "num_speculative_tokens": 3}
+    config_of(tiny_model, skipping)
+    assert (AOT_SWITCH.problem() is None) == envs.VLLM_USE_AOT_COMPILE
+    os.environ["VLLM_USE_AOT_COMPILE"] = "1"
+    config_of(tiny_model, skipping)
+    assert envs.VLLM_USE_AOT_COMPILE, "where the user says so"
 
 
 def test_the_method_is_rewritten_and_options_travel(tiny_model: Path) -> None:
@@ -270,9 +323,11 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
         ({"num_speculative_tokens": True}, ["'num_speculative_tokens'", "True"]),
         ({"num_speculative_tokens": None}, ["'num_speculative_tokens'", "missing", "8"]),
         ({"scoring": "best"}, ["'scoring'", "best", "'learned'"]),
-        ({"weights": "/no/such/weights.json"}, ["'weights'", "/no/such/weights.json", "freedraft calibrate scorer"]),
+        ({"weights": "/no/such/weights.json"}, ["'weights'", "/no/such/weights.json", "bench/scorer"]),
         ({"hardware": "h2000"}, ["h2000", "did you mean 'h200'"]),
         ({"policy": "greedy"}, ["'policy'", "greedy"]),
+        ({"rejection_sample_method": "fly"}, ["'fly'", "other tokens than the model's", "leave it out"]),
+        ({"rejection_sample_method": "synthetic"}, ["'synthetic'", "other tokens than the model's"]),
         ({"datastore": "/no/such/store"}, ["/no/such/store"]),
     ],
 )

@@ -4,6 +4,7 @@ their own. Async scheduling is on."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import torch
 from vllm_cases import SAMPLED_PROMPT, PlainTiny, Prompts, p_value, recycled
 
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import prompts as texts
 from tests.support import repeat_drafter
@@ -272,6 +273,18 @@ def test_layer_skipping_leaves_the_distribution_alone(
     assert p_value(sampled, plain_tiny.sampled[1.0, 1.0, 0, False]) > 1e-3
 
 
+def test_draft_passes_that_cannot_be_built_do_not_stop_the_start(
+    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILING", "model 1 0")
+    ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:2]]
+    cases = {"few": {"prompts": ids, "parameters": {"temperature": 0, "max_tokens": 8, "ignore_eos": True}}}
+    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 64}
+    found = serve(tiny_model, cases=cases, speculative_config=two_skip_sets(tiny_model, tmp_path), **engine)
+    assert found["few"] == [answer[:8] for answer in plain_tiny.answers[:2]]
+    assert found["engine"]["accepted"] == 0 and found["engine"]["v2"]
+
+
 def test_draft_passes_read_what_cuda_graphs_capture(
     tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path
 ) -> None:
@@ -307,6 +320,38 @@ def test_batches_that_draft_passes_are_captured_for() -> None:
     assert graph_sizes(own, 100) == [1, 2, 4, 8, 16, 32, 64, 100]
     assert graph_sizes([1, 2, 4, 8, 24], 256) == [1, 2, 4, 8, 16, 24]
     assert graph_sizes([1], 256) == graph_sizes(None, 1) == [1]
+
+
+def test_graphs_of_draft_passes_that_cannot_be_captured(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here, where there is no device: one line, eager passes, and no second try in this process."""
+    from vllm.config import CUDAGraphMode
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.utils import AttentionGroup
+
+    from freedraft.engines.vllm.draft_graphs import DraftGraphs
+    from freedraft.engines.vllm.draft_model import PagedDraftModel
+
+    runner, model = GPUModelRunner.__new__(GPUModelRunner), PagedDraftModel.__new__(PagedDraftModel)
+    runner.max_num_reqs = 4
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    model.group = AttentionGroup(TritonAttentionBackend, ["layer"], spec, 0)
+    model.runner, model.device = runner, torch.device("cpu")
+    model.vllm_config = EngineArgs(str(tiny_model), skip_tokenizer_init=True).create_engine_config()
+    model.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    graphs = [DraftGraphs(model, 8) for _ in range(2)]
+    model.device = torch.device("cuda")
+    monkeypatch.setattr(DraftGraphs, "failed", False)
+    monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="freedraft"):
+        for each in graphs:
+            each.capture([])
+    (line,) = (record.getMessage() for record in caplog.records if record.name.startswith("freedraft"))
+    assert "without CUDA graphs" in line and DraftGraphs.failed
 
 
 def test_structured_output(demo_model: Path) -> None:

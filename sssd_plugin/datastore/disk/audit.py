@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sssd_plugin.datastore.disk.format import Role, SubIndexEntry, file_name
+from freedraft.compiled import compiled
+from sssd_plugin.datastore.disk.format import Role, file_name
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError
-from sssd_plugin.datastore.index.sub_index import SEPARATOR, SubIndex
-from sssd_plugin.datastore.index.suffix_sort import DEPTH, fill_sparse, fill_starts
+from sssd_plugin.datastore.index.sub_index import SEPARATOR
+from sssd_plugin.datastore.index.suffix_sort import before, fill_sparse, fill_starts
 
-_BLOCK = 1 << 20
 SAMPLES = 100_000
 
 
 def audit(store: Datastore, *, full: bool = False) -> None:
-    """Check the counts, the tables and the suffix arrays of what was built, in a store that was opened with `verify`.
+    """Check the counts, the tables and the suffix arrays in a store that was opened with `verify`.
 
     Counts and tables are compared with the tokens, all of them. That the suffix array is a permutation of the suffixes
     is checked by sums of its entries and of their squares, and that it is sorted on `SAMPLES` neighbours; with `full`
@@ -27,86 +26,65 @@ def audit(store: Datastore, *, full: bool = False) -> None:
     Raises:
         DatastoreError: the first thing that is wrong, with its file.
     """
-    rng = np.random.default_rng(0)
-    built = [entry for entry in store.manifest.sub_indices if not entry.n_sections]
-    for entry, sub in zip(built, store.snapshot.sub_indices, strict=True):
-        checks = _Audit(store, entry, sub)
-        checks.check_tokens()
-        n = max(0, len(sub.suffix_array) - 1)
-        if full:
-            checks.check_permutation()
-            for start in range(0, n, _BLOCK):
-                checks.check_neighbours(np.arange(start, min(start + _BLOCK, n)))
+    for entry, sub in zip(store.manifest.sub_indices, store.snapshot.sub_indices, strict=True):
+        folder = store.path / entry.name
+
+        def require(right: bool, role: Role, wrong: str, folder: Path = folder) -> None:
+            if not right:
+                raise DatastoreError(f"{folder / file_name(role)} is wrong: {wrong}; {REBUILD}")
+
+        tokens, order = sub.tokens[: sub.n], sub.suffix_array
+        n_documents, largest, sums = _facts(tokens, order)
+        require(
+            (n_documents, largest) == (entry.n_documents, entry.max_token),
+            "tokens",
+            "document count or largest id differ from the manifest's",
+        )
+        require(not len(tokens) or tokens[-1] == SEPARATOR, "tokens", "the last document is not closed")
+        starts, sparse = np.zeros_like(sub.bucket_starts), np.zeros_like(sub.sparse_index)
+        fill_starts(sub.tokens, starts)
+        require(np.array_equal(starts, sub.bucket_starts), "bucket_starts", "it does not agree with the tokens")
+        fill_sparse(sub.tokens, order, sparse)
+        agrees = np.array_equal(sparse, sub.sparse_index)
+        require(agrees, "sparse_index", "it does not agree with the tokens and the suffix array")
+        permutes = not any(sums) and (not full or _is_permutation(tokens, order))
+        require(permutes, "suffix_array", "it is no permutation of the suffixes")
+        at = _first_unsorted(sub.tokens, order, 1 if full else max(1, len(order) // SAMPLES))
+        require(at < 0, "suffix_array", f"not sorted at entry {at}")
+
+
+@compiled(nogil=True)
+def _facts(tokens, order):
+    """Return separators, largest id, and sums of suffixes and of their squares less those of `order` (mod 2^64)."""
+    separators, largest, sums, squares = 0, SEPARATOR, np.uint64(0), np.uint64(0)
+    for i in range(len(tokens)):
+        largest = max(largest, tokens[i])
+        if tokens[i] == SEPARATOR:
+            separators += 1
         else:
-            checks.check_sums()
-            checks.check_neighbours(np.arange(n) if n <= SAMPLES else np.unique(rng.integers(0, n, SAMPLES)))
+            sums += np.uint64(i)
+            squares += np.uint64(i) * np.uint64(i)
+    for p in order:
+        sums -= np.uint64(p)
+        squares -= np.uint64(p) * np.uint64(p)
+    return separators, largest, (sums, squares)
 
 
-class _Audit:
-    def __init__(self, store: Datastore, entry: SubIndexEntry, sub: SubIndex) -> None:
-        self.folder = store.path / entry.name
-        self.entry, self.sub = entry, sub
-
-    def _fail(self, role: Role, what: str) -> DatastoreError:
-        return DatastoreError(f"{self.folder / file_name(role)} is wrong: {what}; {REBUILD}")
-
-    def check_tokens(self) -> None:
-        """Check counts, largest id and buckets."""
-        tokens = self.sub.tokens[: self.sub.n]
-        separators, largest = 0, SEPARATOR
-        for _, block in _blocks(tokens):
-            separators += int(np.count_nonzero(block == SEPARATOR))
-            largest = max(largest, int(block.max()))
-        if separators != self.entry.n_documents or largest != self.entry.max_token:
-            raise self._fail("tokens", "document count or largest id differ from the manifest's")
-        if len(tokens) and tokens[-1] != SEPARATOR:
-            raise self._fail("tokens", "the last document is not closed")
-        starts, sparse = np.zeros_like(self.sub.bucket_starts), np.zeros_like(self.sub.sparse_index)
-        fill_starts(self.sub.tokens, starts)
-        if not np.array_equal(starts, self.sub.bucket_starts):
-            raise self._fail("bucket_starts", "it does not agree with the tokens")
-        fill_sparse(self.sub.tokens, self.sub.suffix_array, sparse)
-        if not np.array_equal(sparse, self.sub.sparse_index):
-            raise self._fail("sparse_index", "it does not agree with the tokens and the suffix array")
-
-    def check_sums(self) -> None:
-        sums = np.zeros(2, np.uint64)  # unsigned, so that they wrap around
-        for a, block in _blocks(self.sub.tokens[: self.sub.n]):
-            sums += _sums(a + np.flatnonzero(block != SEPARATOR))
-        for _, block in _blocks(self.sub.suffix_array):
-            sums -= _sums(block)
-        if sums.any():
-            raise self._fail("suffix_array", "it is no permutation of the suffixes")
-
-    def check_permutation(self) -> None:
-        """Prove that each suffix stands once."""
-        seen = np.zeros(self.sub.n, bool)
-        for _, block in _blocks(self.sub.suffix_array):
-            seen[block] = True
-        for a, block in _blocks(self.sub.tokens[: self.sub.n]):
-            if (seen[a : a + len(block)] != (block >= 0)).any():
-                raise self._fail("suffix_array", "it is no permutation of the suffixes")
-
-    def check_neighbours(self, where: NDArray[np.int64]) -> None:
-        """Compare these suffixes with their successors, token by token, as far as they are sorted."""
-        tokens = self.sub.tokens
-        left = self.sub.suffix_array[where].astype(np.int64)
-        right = self.sub.suffix_array[where + 1].astype(np.int64)
-        for _ in range(DEPTH):
-            x, y = tokens[left], tokens[right]
-            if (x > y).any():
-                raise self._fail("suffix_array", f"not sorted at entry {int(where[np.argmax(x > y)])}")
-            # Equal up to a separator: which comes first does not matter, drafts end there.
-            go_on = (x == y) & (x != SEPARATOR)
-            left, right, where = left[go_on] + 1, right[go_on] + 1, where[go_on]
+@compiled(nogil=True)
+def _is_permutation(tokens, order):
+    """Return whether each suffix stands once in an order of as many entries."""
+    seen = np.zeros(len(tokens), np.bool_)
+    for p in order:
+        if seen[p] or tokens[p] == SEPARATOR:
+            return False
+        seen[p] = True
+    return True
 
 
-def _blocks(array: NDArray[np.int32]) -> Iterator[tuple[int, NDArray[np.int32]]]:
-    """Yield parts of a mapped array, which may be larger than the memory, after where they start."""
-    for start in range(0, len(array), _BLOCK):
-        yield start, array[start : start + _BLOCK]
-
-
-def _sums(positions: NDArray[np.integer]) -> NDArray[np.uint64]:
-    wide = positions.astype(np.uint64)
-    return np.array([wide.sum(), (wide * wide).sum()], np.uint64)
+@compiled(nogil=True)
+def _first_unsorted(tokens, order, step):
+    """Compare every `step`-th suffix with its successor; return the first that should come later, or -1."""
+    for i in range(0, len(order) - 1, step):
+        if before(tokens, order[i + 1], order[i], 0):
+            return i
+    return -1

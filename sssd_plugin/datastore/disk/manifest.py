@@ -25,13 +25,11 @@ class ChecksummedManifest(BaseModel, frozen=True):
         DESCRIBES: what the manifest describes, in a few words.
         REMEDY: what helps against damage, where there is nothing to restore.
         ALTERNATIVE: what helps, other than an upgrade, against a version that is too new.
-        FEATURES: what a manifest may require.
     """
 
     DESCRIBES: ClassVar[str]
     REMEDY: ClassVar[str]
     ALTERNATIVE: ClassVar[str]
-    FEATURES: ClassVar[frozenset[str]] = frozenset({"learnt"})
     format: str
     format_version: int
 
@@ -50,37 +48,40 @@ class ChecksummedManifest(BaseModel, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read and check the file.
-
-        Raises:
-            DatastoreError: it is missing or damaged, describes something else, or is newer than this version reads.
-        """
+        """Read and check the file; raises `DatastoreError` also where it is missing."""
         with reporting("read", path):
             data = path.read_bytes()
+        return cls.parse(data, path)
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path | str) -> Self:
+        """Check the contents of the file at `path`.
+
+        Raises:
+            DatastoreError: it is damaged, describes something else, or is newer than this version reads.
+        """
+        ours = f"freedraft {freedraft.__version__}"
         try:
             content = json.loads(data)
         except (ValueError, RecursionError):
             raise DatastoreError(f"{path} is corrupted: not JSON; restore it, or {cls.REMEDY}") from None
         if not isinstance(content, dict) or content.get("format") != cls.model_fields["format"].default:
             raise DatastoreError(f"{path} does not describe {cls.DESCRIBES}: correct the path, or {cls.REMEDY}")
-        newer = f"freedraft {freedraft.__version__}"
         version, known = content.get("format_version"), cls.model_fields["format_version"].default
-        if isinstance(version, int) and version > known:
+        if isinstance(version, int) and version != known:
+            newer = version > known
+            remedy = f"upgrade freedraft, or {cls.ALTERNATIVE}" if newer else cls.REMEDY
             raise DatastoreError(
-                f"{path} has format version {version}, newer than the {known} that {newer} reads: "
-                f"upgrade freedraft, or {cls.ALTERNATIVE}"
-            )
-        if isinstance(version, int) and version < known:
-            raise DatastoreError(
-                f"{path} has format version {version}, older than the {known} that {newer} reads: {cls.REMEDY}"
+                f"{path} has format version {version}, {'newer' if newer else 'older'} than the {known} that {ours} "
+                f"reads: {remedy}"
             )
         if content.pop("checksum", None) != checksum(content):
             raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {cls.REMEDY}")
         required = content.get("requires")
-        if isinstance(required, list) and set(map(str, required)) - cls.FEATURES:
+        if isinstance(required, list) and required:
+            features = ", ".join(map(str, required))
             raise DatastoreError(
-                f"{path} requires {', '.join(map(str, required))}, which {newer} does not know: "
-                f"upgrade freedraft, or {cls.ALTERNATIVE}"
+                f"{path} requires {features}, which {ours} does not know: upgrade freedraft, or {cls.ALTERNATIVE}"
             )
         try:
             return cls.model_validate(content)

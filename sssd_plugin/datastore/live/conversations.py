@@ -15,7 +15,7 @@ BLOCK = 256
 
 @compiled(nogil=True)
 def _keys(tokens, seed):
-    """Return a hash of each full block of tokens (int32 [n]), chained to the ones before: uint64 [n // BLOCK]."""
+    """Return a hash of each full block of tokens (int32 [n]), chained to those before: uint64 [n // BLOCK]."""
     keys = np.empty(len(tokens) // BLOCK, np.uint64)
     key = np.uint64(seed)
     for i in range(len(keys) * BLOCK):
@@ -27,21 +27,18 @@ def _keys(tokens, seed):
 
 
 class KnownBeginnings:
-    """Remembers how documents began, by hashes of their blocks. Two that collide would cost a tenant a piece of its own
-    text.
-
-    Args:
-        max_tokens: of which hashes are kept; the oldest go first.
-    """
+    """Remembers how documents began, by hashes of their blocks; the oldest of `max_tokens` go first. Two that collide
+    would cost a tenant a piece of its own text."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_blocks = max(1, max_tokens // BLOCK)
         self._known: OrderedDict[int, None] = OrderedDict()
         _keys(np.zeros(1, np.int32), 1)
+        self.clear = self._known.clear
 
     def new_part(self, tokens: NDArray[np.int32], tenant: int) -> NDArray[np.int32]:
-        """Return what of a document (int32 [n]) no earlier one of the tenant began with, and the `DEPTH` tokens before
-        it, so that drafts lead into it; and remember the document."""
+        """Return the part of a document (int32 [n]) that no earlier one of the tenant began with, and the `DEPTH`
+        tokens before it, so that drafts lead into it; and remember the document."""
         keys = _keys(np.ascontiguousarray(tokens, np.int32), 1 + tenant).tolist()
         known = 0
         while known < len(keys) and keys[known] in self._known:
@@ -51,7 +48,3 @@ class KnownBeginnings:
         while len(self._known) > self._max_blocks:
             self._known.popitem(last=False)
         return tokens[max(0, known * BLOCK - DEPTH) :]
-
-    def clear(self) -> None:
-        """Forget all: what was held may be erased."""
-        self._known.clear()

@@ -2,7 +2,7 @@
 
     STORE/live/lock             held by every process that learns there; names their host
     STORE/live/manifest.json    what the folder holds
-    STORE/live/learnt.sqlite    the documents; see `database`
+    STORE/live/learnt.sqlite    the documents; see `log`
 
 All of it is of mode 0600. Suffix arrays are not stored: sorting is faster than proving that a stored order is right.
 """
@@ -66,8 +66,9 @@ class LiveManifest(ChecksummedManifest, frozen=True):
                 raise DatastoreError(f"{path} is missing though {FILE} is there: restore it, or {cls.REMEDY}")
         return None
 
-    def check_fits(self, folder: Path, vocab_size: int, fingerprint: str | None, isolation: Isolation) -> None:
+    def check_fits(self, folder: Path | str, vocab_size: int, fingerprint: str | None, isolation: Isolation) -> None:
         """Raise `DatastoreError` unless a server of this tokenizer and isolation may learn in the folder."""
+        directory = Path(folder).parent
         other = self.fingerprint is not None and fingerprint is not None and self.fingerprint != fingerprint
         if other or self.vocab_size > vocab_size:
             raise DatastoreError(
@@ -77,7 +78,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
             raise DatastoreError(
                 f"{folder} was learnt with isolation '{self.isolation}', and '{isolation}' would show it to everybody: "
                 f"set isolation '{self.isolation}', choose another datastore, or run "
-                f"`freedraft datastore isolation {folder.parent} {isolation} --accept`"
+                f"`freedraft datastore isolation {directory} {isolation} --accept`"
             )
 
     def with_isolation(self, isolation: Isolation) -> LiveManifest:

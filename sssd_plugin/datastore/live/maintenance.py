@@ -1,32 +1,32 @@
-"""What is done to a live folder from outside, whether servers learn there or not: forgetting, checking, widening."""
+"""What is done to a live folder or an exchange from outside, whether servers learn there or not: forgetting, checking,
+exporting, widening."""
 
 from __future__ import annotations
 
-import sqlite3
+import contextlib
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
+
 from sssd_plugin.datastore.disk.format import LIVE, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.live.database import LearntDatabase, UnreadableFileError, problem
+from sssd_plugin.datastore.index.sub_index import SEPARATOR
+from sssd_plugin.datastore.live import exchange as exchanges
+from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.folder import FILE, LOCK, MANIFEST, FolderLock, LiveManifest
-from sssd_plugin.datastore.live.tenants import tenant_digest
-from sssd_plugin.datastore.records import Erasure, Record
+from sssd_plugin.datastore.live.log import Log, UnreadableFileError
+from sssd_plugin.datastore.live.tenant import tenant_digest
+from sssd_plugin.datastore.records import Erasure, now_ms
 
-_JOURNAL = f"{FILE}-journal"
+_JOURNALS = f"{FILE}-journal", f"{FILE}-wal"
 
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What was erased.
-
-    Attributes:
-        documents, tokens: on disk.
-        alone: whether no server was learning there, which would follow within a second.
-    """
+    """Documents and tokens erased on disk; `alone` if no server was learning there, which would follow in a second."""
 
     documents: int
     tokens: int
@@ -49,47 +49,53 @@ def end_of(before: str | None) -> int | None:
 
 
 def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = None) -> Forgotten:
-    """Erase learnt documents: of these tenants (none: of all), from before a time (None: of any). Servers of this host
-    that learn there forget them, too. What is damaged is erased, too, because nobody can tell whose it is.
+    """Erase learnt documents: of these tenants (none: of all), from before a time (ms since 1970; None: of any).
+    Servers of this host that learn there forget them, too. Damaged documents go with them: nobody can tell whose they
+    are.
 
     Args:
         directory: the store's.
         tenants: keys, as of `freedraft.tenants.tenant_key`.
-        before: ms since 1970.
 
     Raises:
         DatastoreError: nothing was ever learnt there, another host learns there, or the disk refuses.
     """
     folder, manifest = _learnt(directory)
-    with FolderLock(folder) as locked:
-        documents = tokens = 0
-        path = folder / FILE
+    documents = tokens = 0
+    with FolderLock(folder) as lock:
         try:
-            with closing(LearntDatabase(path)) as database:
-                digests: list[bytes | None] = [_digest(manifest, name) for name in tenants]
-                for digest in digests or [None]:
-                    gone = database.erase(Erasure(digest, before))
+            with _log(folder, lock, manifest) as log:
+                for erasure in _erasures(manifest, tenants, before):
+                    gone = log.erase(erasure)
                     documents, tokens = documents + gone[0], tokens + gone[1]
-                if locked.alone:
-                    database.end_erasures(alone=True)
-                else:
-                    database.compact()
+                log.end_erasures(alone=True) if lock.alone else log.compact()
         except UnreadableFileError as error:
-            if not locked.alone:
+            if not lock.alone:
                 raise DatastoreError(f"{error} (stop the servers that learn there before)") from None
-            with reporting("write", path):
-                path.unlink()
-                (folder / _JOURNAL).unlink(missing_ok=True)
-        except sqlite3.Error as error:
-            raise DatastoreError(problem(path, error)) from None
-        return Forgotten(documents, tokens, locked.alone)
+            with reporting("write", folder / FILE):
+                for name in (FILE, *_JOURNALS):
+                    (folder / name).unlink(missing_ok=True)
+        return Forgotten(documents, tokens, lock.alone)
+
+
+def forget_at(url: str, tenants: Sequence[str] = (), before: int | None = None) -> None:
+    """Erase as `forget` does what servers learnt at a URL; before: None is until this returns. Servers follow when they
+    look next.
+
+    Raises:
+        DatastoreError: nothing was ever learnt there, or it is out of reach.
+    """
+    exchange, manifest = _exchange(url)
+    # Until all have looked they learn and publish as before; their clocks may be ahead by as much.
+    until = now_ms() + int(2000 * exchanges.POLL_SECONDS) if before is None else before
+    exchange.forget(_erasures(manifest, tenants, until))
 
 
 def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
-    """Check what was learnt, and that nothing is left of these tenants; None where nothing was ever learnt.
+    """Check what was learnt, and that no byte of the files names these tenants; None where nothing was ever learnt.
 
     Returns:
-        What was found, in a few words.
+        The result, in a few words.
 
     Raises:
         DatastoreError: the first thing that is wrong, with its remedy.
@@ -97,48 +103,58 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
     if LiveManifest.of(Path(directory) / LIVE) is None:
         return None
     folder, manifest = _learnt(directory)
-    path = folder / FILE
-    remedy = (
-        f"run `freedraft datastore forget {directory} --before 1970-01-02`, which removes damaged documents, clears "
-        "free space and keeps all else"
-    )
-    with FolderLock(folder):
-        strange = {entry.name for entry in folder.iterdir()} - {FILE, LOCK, MANIFEST, _JOURNAL}
+    with FolderLock(folder) as lock:
+        strange = {entry.name for entry in folder.iterdir()} - {FILE, LOCK, MANIFEST, *_JOURNALS}
         if strange:
             raise DatastoreError(f"{folder / min(strange)} is no part of a live datastore: remove it")
-        try:
-            with closing(LearntDatabase(path)) as database:
-                documents, damaged, left = database.check()
-        except sqlite3.Error as error:
-            raise DatastoreError(problem(path, error)) from None
+        with _log(folder, lock, manifest) as log:
+            documents, damaged = log.check()
+            digests = [tenant_digest(log.key, name) for name in erased]
         if damaged:
-            raise DatastoreError(f"{path}: {damaged} documents are damaged: {remedy}")
-        if left and erased:
-            raise DatastoreError(f"{path} holds {left} bytes in its free space: {remedy}")
-        with reporting("read", path):
-            content = b"".join(file.read_bytes() for file in (path, folder / _JOURNAL) if file.exists())
-        if any(_digest(manifest, name) in content for name in erased):
             raise DatastoreError(
-                f"{path} still names this tenant: run `freedraft datastore forget`; if you just did and a server is "
-                "running, look again in a minute"
+                f"{folder / FILE}: {damaged} documents are damaged: run `freedraft datastore forget {directory} "
+                "--before 1970-01-02`, which removes damaged documents and keeps all else"
             )
-    return f"{documents:,} documents were learnt and are whole; {left or 'no'} bytes are left in free space"
+        with reporting("read", folder / FILE):
+            content = b"".join(path.read_bytes() for name in (FILE, *_JOURNALS) if (path := folder / name).exists())
+        if any(digest in content for digest in digests):
+            raise DatastoreError(
+                f"{folder / FILE} still names this tenant: run `freedraft datastore forget`; if you just did and a "
+                "server is running, look again in a minute"
+            )
+    return f"{documents:,} documents were learnt and are whole"
 
 
-def learnt_documents(directory: Path, tenants: Sequence[str] = ()) -> tuple[LiveManifest, list[Record]]:
-    """Return what was learnt, of these tenants (none: of all).
+def export(place: str, out: Path, tenants: Sequence[str], *, accept: bool = False) -> tuple[int, int]:
+    """Write learnt documents, of these tenants (none: of all), as token ids with a separator after each.
+
+    Args:
+        place: the directory of a store, or a URL.
+        accept: whether texts of tenants that were kept apart may come together.
+
+    Returns:
+        The number of documents and of their tokens.
 
     Raises:
-        DatastoreError: nothing was ever learnt there, or it cannot be read.
+        DatastoreError: nothing was learnt, tenants were kept apart, or a file cannot be read or written.
     """
-    folder, manifest = _learnt(directory)
-    digests = {_digest(manifest, name) for name in tenants}
-    with FolderLock(folder), closing(LearntDatabase(folder / FILE)) as database:
-        try:
-            records = database.read()[1]
-        except sqlite3.Error as error:
-            raise DatastoreError(problem(folder / FILE, error)) from None
-    return manifest, [record for record in records if not digests or record.tenant in digests]
+    if "://" in place:
+        exchange, manifest = _exchange(place)
+        records = exchange.documents()
+    else:
+        folder, manifest = _learnt(Path(place))
+        with FolderLock(folder) as lock, _log(folder, lock, manifest) as log:
+            records = log.load()
+    if manifest.isolation == "tenant" and len(tenants) != 1 and not accept:
+        raise DatastoreError(
+            f"{place} keeps tenants apart, and who drafts from {out} sees all: name one with --tenants, or say --accept"
+        )
+    digests = {tenant_digest(bytes.fromhex(manifest.key), name) for name in tenants}
+    texts = [record.tokens for record in records if not digests or record.tenant in digests]
+    parts = [part for text in texts for part in (text, [SEPARATOR])]
+    with reporting("write", out), out.open("xb") as file:
+        np.save(file, np.concatenate([*parts, np.zeros(0)], dtype=np.int32, casting="unsafe"))
+    return len(texts), sum(map(len, texts))
 
 
 def accept_isolation(directory: Path, isolation: Isolation) -> Isolation:
@@ -148,8 +164,8 @@ def accept_isolation(directory: Path, isolation: Isolation) -> Isolation:
         DatastoreError: nothing was ever learnt there, a process learns there, or the disk refuses.
     """
     folder, manifest = _learnt(directory)
-    with FolderLock(folder) as locked:
-        if not locked.alone:
+    with FolderLock(folder) as lock:
+        if not lock.alone:
             raise DatastoreError(f"a server learns in {folder}: stop it first")
         with reporting("write", folder / MANIFEST):
             manifest.with_isolation(isolation).write(folder / MANIFEST)
@@ -164,5 +180,18 @@ def _learnt(directory: Path) -> tuple[Path, LiveManifest]:
     return folder, manifest
 
 
-def _digest(manifest: LiveManifest, name: str) -> bytes:
-    return tenant_digest(bytes.fromhex(manifest.key), name)
+def _erasures(manifest: LiveManifest, tenants: Sequence[str], before: int | None) -> list[Erasure]:
+    key = bytes.fromhex(manifest.key)
+    return [Erasure(tenant_digest(key, name), before) for name in tenants] or [Erasure(None, before)]
+
+
+def _exchange(url: str) -> tuple[Exchange, LiveManifest]:
+    exchange = Exchange(url)
+    manifest = exchange.manifest()
+    if manifest is None:
+        raise DatastoreError(f"no server learns at {url}: correct the URL, or start a server that learns there")
+    return exchange, manifest
+
+
+def _log(folder: Path, lock: FolderLock, manifest: LiveManifest) -> contextlib.AbstractContextManager[Log]:
+    return contextlib.closing(Log(folder, lock, manifest))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter, Gauge
 
 if TYPE_CHECKING:
-    from sssd_plugin.datastore.live.store import LiveDatastore
+    from sssd_plugin.datastore.live.store import LiveStore
 
 _GAUGES = {
     attribute: Gauge(f"freedraft_live_{name}", text, multiprocess_mode=mode)  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ class LiveMetrics:
         self._next = 0.0
         self._shown: defaultdict[str, float] = defaultdict(float)
 
-    def show(self, live: LiveDatastore) -> None:
+    def show(self, live: LiveStore) -> None:
         """Bring the metrics up to date, for at most a hundredth of the time: with many tenants that takes a while."""
         now = time.monotonic()
         if now < self._next:

@@ -1,1 +1,0 @@
-"""What replicas on many hosts learn from each other, through a bucket."""

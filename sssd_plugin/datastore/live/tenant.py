@@ -1,0 +1,106 @@
+"""`Tenant`: the runs of one tenant, and which of them are merged next."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.index.runs import Run, View
+from sssd_plugin.datastore.records import Erasure
+
+Erasures = list[tuple[Erasure, int]]
+"""Each with the number of the first document that it spares."""
+FACTOR = 4
+"""A run is merged with its newer neighbour unless it is at least FACTOR times as large."""
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """What is learnt from one tenant's requests, or from everybody's where tenants are not kept apart.
+
+    Attributes:
+        digest: `tenant_digest` of the name; empty for requests of none.
+        runs: oldest and largest first.
+        memtable: the newest documents, which the next one is merged into.
+        erasures: of documents in `runs`. Runs that hold such documents are not drafted from.
+        tidying: a background task for `runs` is queued.
+        used: when a request last named the tenant, in seconds of the monotonic clock.
+        view: what the tenant's requests draft from; None after a change.
+    """
+
+    digest: bytes
+    runs: list[Run] = field(default_factory=list)
+    memtable: Run | None = None
+    erasures: Erasures = field(default_factory=list)
+    tidying: bool = False
+    used: float = field(default_factory=time.monotonic)
+    view: View | None = None
+
+    @property
+    def all_runs(self) -> list[Run]:
+        memtable = self.memtable  # other threads may look without a lock
+        return [*self.runs, memtable] if memtable else [*self.runs]
+
+    @property
+    def visible_runs(self) -> list[Run]:
+        """Runs without a document to erase."""
+        return [run for run in self.all_runs if kept(run, self.erasures).all()] if self.erasures else self.all_runs
+
+    @property
+    def n(self) -> int:
+        """Tokens held, separators included."""
+        return sum(run.n for run in self.all_runs)
+
+    def runs_to_replace(self, max_runs: int, max_tokens: int) -> list[Run]:
+        """Return a run with documents to erase, or two neighbours that should be one; empty if all is well.
+
+        Args:
+            max_runs: that the tenant may have, the memtable included. Where they are reached, the smallest neighbours
+                are merged, whatever their sizes.
+            max_tokens: of the merged run.
+        """
+        runs = self.runs
+        for run in runs if self.erasures else ():
+            if not kept(run, self.erasures).all():
+                return [run]
+        self.erasures.clear()
+        pairs = range(len(runs) - 1)
+        sizes = [run.n for run in runs]
+        close = [i for i in pairs if sizes[i] < FACTOR * sizes[i + 1] and sizes[i] + sizes[i + 1] <= max_tokens]
+        if pairs and not close and len(runs) + 1 >= max_runs:
+            close = [min(pairs, key=lambda i: sizes[i] + sizes[i + 1])]
+        return runs[close[-1] : close[-1] + 2] if close else []
+
+    def replace(self, inputs: list[Run], result: Run | None) -> None:
+        """Put `result` in the place of consecutive runs; behind all where there are none."""
+        at = next(i for i, run in enumerate(self.runs) if run is inputs[0]) if inputs else len(self.runs)
+        self.runs[at : at + len(inputs)] = [result] if result else []
+        self.view = None
+
+
+def tenant_digest(key: bytes, name: str) -> bytes:
+    """Return 16 bytes that stand for a tenant's name in memory and on disk and hide it from who lacks the key."""
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
+
+
+def writer_of(digest: bytes) -> int:
+    """Return what stands for a digest in `Run.documents`."""
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def kept(run: Run, erasures: Erasures) -> NDArray[np.bool_]:
+    """Return which documents of a run stay: bool [d]."""
+    times, writers, numbers = run.documents.T
+    keep = np.ones(len(times), bool)
+    for erasure, spared in erasures:
+        covered = numbers < spared
+        if erasure.before is not None:
+            covered &= times < erasure.before
+        if erasure.tenant is not None:
+            covered &= writers == writer_of(erasure.tenant)
+        keep &= ~covered
+    return keep

@@ -1,0 +1,469 @@
+"""What servers at one URL learn from each other: in a folder, in fsspec's memory, and on an S3 server."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from bench.lib.servers import free_port
+from freedraft.tenants import tenant_key
+from sssd_plugin.datastore.cli import app
+from sssd_plugin.datastore.disk.remote import UnreachableError
+from sssd_plugin.datastore.disk.store import Datastore
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.index.search import find_ngram
+from sssd_plugin.datastore.live import exchange, maintenance
+from sssd_plugin.datastore.live import store as live_store
+from sssd_plugin.datastore.live.exchange import Batch, Document, Exchange, seal, unseal
+from sssd_plugin.datastore.live.opening import check_live, open_live
+from sssd_plugin.datastore.live.store import LiveStore
+from sssd_plugin.datastore.live.tenant import tenant_digest
+from sssd_plugin.datastore.records import Erasure, Record, now_ms
+from tests.support.stores import build_store, documents_of
+from tests.support.waiting import wait_until
+
+VOCAB = 1000
+A, B = str(tenant_key("a")), str(tenant_key("b"))
+SECRET = [701, 702, 703, 704, 705, 706]
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """A server on this machine that speaks S3, in a process of its own: Flask's globals cannot be looked at from
+    outside a request, which engines do with all modules that are there."""
+    pytest.importorskip("s3fs")
+    if importlib.util.find_spec("moto") is None:
+        pytest.skip("moto is not installed")
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            break
+        except OSError:
+            assert process.poll() is None and time.monotonic() < end, "the server does not start"
+            time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}"
+    process.terminate()
+    process.wait(30)
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(live_store, "SYNC_SECONDS", 0.02)
+    for name in ("POLL_SECONDS", "_RETRY_SECONDS"):
+        monkeypatch.setattr(exchange, name, 0.05)
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param != "s3":
+        return f"{request.param}://{tmp_path}/bucket"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    name = f"b-{abs(hash(tmp_path))}"
+    fsspec.filesystem("s3").mkdir(name)
+    return f"s3://{name}/servers"
+
+
+@pytest.fixture
+def folder_url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/bucket"
+
+
+def started(url: str, **settings: object) -> LiveStore:
+    server = open_live(url, VOCAB, **settings)  # type: ignore[arg-type]
+    wait_until(lambda: server.key is not None)
+    return server
+
+
+def learn(server: LiveStore, name: str | None, text: list[int]) -> None:
+    wait_until(lambda: server.insert(np.array(text, np.int32), server.tenant(name)))
+
+
+def count(server: LiveStore, name: str | None, text: list[int]) -> int:
+    """How often a request of a tenant finds a text."""
+    view, _ = server.view(np.array([server.tenant(name)]))
+    query = np.array(text, np.int32)
+    ranges = [find_ngram(view.table, row, query, 0, len(query)) for row in range(len(view.table))]
+    return sum(high - low for low, high in ranges)
+
+
+def contents(url: str) -> dict[str, bytes]:
+    """Every file at the URL, by name."""
+    files, root = fsspec.core.url_to_fs(f"{url}/learnt")
+    files.invalidate_cache()
+    found = {}
+    for path in files.find(root):
+        with suppress(FileNotFoundError):  # a server has written it anew
+            found[path.rpartition("/")[2]] = files.cat_file(path)
+    return found
+
+
+def holds(url: str, text: list[int]) -> bool:
+    return any(np.array(text, "<i4").tobytes() in content for content in contents(url).values())
+
+
+def member(url: str, **settings: object) -> Exchange:
+    """A server's end of the URL, without the server."""
+    one = Exchange(url, VOCAB, **({"isolation": "shared"} | settings))  # type: ignore[arg-type]
+    one.sync()
+    return one
+
+
+def publish(one: Exchange, *texts: list[int], at: int | None = None, tenant: bytes = b"") -> None:
+    for text in texts:
+        one.pending.append(Record(tenant, now_ms() if at is None else at, np.array(text, np.int32)))
+    one.sync()
+
+
+def texts_at(url: str) -> list[list[int]]:
+    return [record.tokens.tolist() for record in Exchange(url, VOCAB).documents()]
+
+
+def texts_of(one: Exchange) -> list[list[int]]:
+    return [record.tokens.tolist() for record in one.sync().records]
+
+
+def test_what_one_learns_the_other_drafts_from_until_it_is_forgotten(url: str) -> None:
+    one, other = started(url), started(url)
+    learn(one, A, SECRET)
+    learn(other, B, [1, 2, 3, 4])
+    assert count(one, A, SECRET) == 1
+    wait_until(lambda: count(other, A, SECRET) == 1 and count(one, B, [1, 2, 3, 4]) == 1)
+    for server in (one, other):
+        assert count(server, B, SECRET) == count(server, None, SECRET) == 0, "tenants are kept apart"
+    late = {name: content for name, content in contents(url).items() if name[:2] == "20"}
+    learn(other, A, [*SECRET, 9])  # one in memory, or on its way
+    erased: list[int] = []
+    one.on_erased = lambda: erased.append(1)
+    maintenance.forget_at(url, [A])
+    wait_until(lambda: count(one, A, SECRET) == count(other, A, SECRET) == 0 and not holds(url, SECRET))
+    assert erased and count(other, B, [1, 2, 3, 4]) == count(one, B, [1, 2, 3, 4]) == 1
+    files, root = fsspec.core.url_to_fs(f"{url}/learnt")
+    for name, content in late.items():  # of a server that had not heard of it
+        files.pipe_file(f"{root}/{name}", content)
+    wait_until(lambda: not holds(url, SECRET))
+    fresh = started(url)
+    wait_until(lambda: count(fresh, B, [1, 2, 3, 4]) == 1)
+    assert count(fresh, A, SECRET) == count(one, A, SECRET) == 0
+    learn(one, A, [*SECRET, 5])  # later: this one was not erased
+    wait_until(lambda: count(other, A, [*SECRET, 5]) == count(fresh, A, [*SECRET, 5]) == 1)
+    for server in (one, other, fresh):
+        server.close()
+
+
+def test_servers_that_start_together_have_one_key(url: str) -> None:
+    members = [Exchange(url, VOCAB, isolation="shared") for _ in range(8)]
+    threads = [threading.Thread(target=one.sync) for one in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({one.key for one in members}) == 1 and members[0].key is not None
+    assert list(contents(url)) == ["manifest.json"]
+
+
+def test_a_url_that_is_down_stops_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = started(url)
+
+    def down(*args: object, **kwargs: object) -> object:
+        raise ConnectionError("the bucket is down")
+
+    files = type(fsspec.core.url_to_fs(url)[0])
+    with monkeypatch.context() as broken:
+        for name in ("_call_s3",) if url.startswith("s3") else ("ls", "cat_file", "pipe_file"):
+            broken.setattr(files, name, down)
+        time.sleep(0.3)
+        check_live(url, VOCAB, None, "tenant")
+        other = open_live(url, VOCAB)  # this host knows the key
+        for server, text in ((one, SECRET), (other, [1, 2, 3])):
+            learn(server, A, text)
+            assert count(server, A, text) == 1
+    wait_until(lambda: count(other, A, SECRET) == 1 and count(one, A, [1, 2, 3]) == 1)
+    assert [r for r in caplog.messages if "the bucket is down" in r and "\n" not in r]
+    one.close(), other.close()
+
+
+def test_a_start_without_the_url(folder_url: str, tmp_path: Path) -> None:
+    (tmp_path / "bucket").write_text("no folder")
+    check_live(folder_url, VOCAB, None, "tenant")
+    server = open_live(folder_url, VOCAB)
+    time.sleep(0.2)
+    assert not server.insert(np.array([1, 2, 3], np.int32), server.tenant(A))
+    assert server.stats().dropped["bucket"] == 1
+    (tmp_path / "bucket").unlink()
+    learn(server, A, [1, 2, 3])
+    server.close()
+    assert texts_at(folder_url) == [[1, 2, 3]]
+
+
+def test_what_does_not_fit_is_refused_in_one_line(folder_url: str, tmp_path: Path) -> None:
+    publish(member(folder_url, fingerprint="a" * 64), [1, 2])
+    check_live(folder_url, VOCAB, "a" * 64, "shared")
+    folder = tmp_path / "bucket"
+    cases: list[tuple[tuple[int, str, str], str]] = [
+        ((VOCAB, "a" * 64, "tenant"), "learn with isolation 'shared', not 'tenant'"),
+        ((VOCAB, "b" * 64, "shared"), "another model's tokenizer"),
+        ((VOCAB - 1, "a" * 64, "shared"), "another model's tokenizer"),
+    ]
+    for settings, words in cases:
+        with pytest.raises(DatastoreError, match=words):
+            check_live(folder_url, *settings)  # type: ignore[arg-type]
+    (folder / "learnt" / "manifest.json").unlink()
+    with pytest.raises(DatastoreError, match="is missing though there are batches: restore it"):
+        check_live(folder_url, VOCAB, None, "shared")
+    (folder / "manifest-000000000007.json").write_text("{}")
+    for attempt in (lambda: check_live(folder_url, VOCAB, None, "shared"), lambda: maintenance.forget_at(folder_url)):
+        with pytest.raises(DatastoreError, match=r"servers of an earlier version learnt.*choose an empty URL") as error:
+            attempt()
+        assert "\n" not in str(error.value)
+
+
+def test_one_batch_grows_until_it_is_full(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_BATCH_TOKENS", 100)
+    one, other = member(folder_url), member(folder_url)
+    for number in range(20):
+        publish(one, [number] * 9)
+        assert texts_of(other) == [[number] * 9], "each text once"
+    assert len(contents(folder_url)) == 1 + 2
+    assert sorted(texts_at(folder_url)) == [[number] * 9 for number in range(20)]
+    assert sorted(texts_of(Exchange(folder_url, VOCAB, isolation="shared"))) == sorted(texts_at(folder_url))
+    publish(one, [50, 51])
+    monkeypatch.setattr(Exchange, "_remove", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):  # killed between the two
+        publish(one, [77, 78])
+    assert texts_of(other) == [[50, 51], [77, 78]] and texts_at(folder_url).count([50, 51]) == 1
+
+
+def test_a_fresh_server_reads_the_newest_that_it_may_hold(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_BATCH_TOKENS", 2000)
+    one, now = member(folder_url), now_ms()
+    for number in range(20):
+        publish(one, [number] * 1900, at=now + number)
+    server = open_live(folder_url, VOCAB, isolation="shared", max_tokens=1 << 14)
+    wait_until(lambda: server.stats().tokens > 11_000 and server.settle())
+    assert [bool(count(server, None, [number] * 5)) for number in range(20)] == [False] * 12 + [True] * 8
+    server.close()
+
+
+def test_an_answer_that_is_lost_loses_no_text(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch arrives, is read, and the server that was not told so publishes it again, with more."""
+    one, other = member(folder_url), member(folder_url)
+    original = Exchange._put
+
+    def lost(self: Exchange, name: str, data: bytes) -> None:
+        original(self, name, data)
+        raise UnreachableError("the answer is lost")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Exchange, "_put", lost)
+        publish(one, [1, 2, 3])
+    assert texts_of(other) == [[1, 2, 3]]
+    publish(one, [4, 5, 6])
+    assert texts_of(other) == [[4, 5, 6]] and sorted(texts_at(folder_url)) == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_a_batch_that_is_written_anew_while_it_is_read_loses_no_text(
+    folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "_BATCH_TOKENS", 1)
+    one, other = member(folder_url), member(folder_url)
+    publish(one, [1, 2], [3, 4], [5, 6])
+    original, gone = Exchange._get, []
+
+    def get(self: Exchange, name: str) -> bytes | None:
+        if name.startswith("20") and len(gone) < 2:
+            gone.append(name)
+            return original(self, name) if len(gone) == 1 else None
+        return original(self, name)
+
+    monkeypatch.setattr(Exchange, "_get", get)
+    assert texts_of(other) == [[1, 2]] and texts_of(other) == [[3, 4], [5, 6]]
+
+
+def test_what_is_too_old_goes_everywhere(folder_url: str, tmp_path: Path) -> None:
+    now, hour = now_ms(), 3_600_000
+    one = member(folder_url)
+    publish(one, [1, 2, 3], at=now - hour - 200_000)
+    publish(one, SECRET, at=now - hour - 100_000)
+    publish(one, [7, 8, 9], at=now)  # in one batch with the others
+    (tmp_path / "bucket" / "learnt" / ".of-a-killed-one.new").write_bytes(np.array(SECRET, "<i4").tobytes())
+    other = started(folder_url, isolation="shared")
+    wait_until(lambda: count(other, None, SECRET) == 1)
+    young = started(folder_url, isolation="shared", max_age=3600.0)
+    wait_until(lambda: count(other, None, SECRET) == 0 and not holds(folder_url, SECRET))
+    for server in (other, young):
+        wait_until(lambda server=server: count(server, None, [7, 8, 9]) == 1)
+        assert count(server, None, SECRET) == 0
+        server.close()
+    assert texts_at(folder_url) == [[7, 8, 9]]
+
+
+def test_a_host_whose_clock_is_ahead_erases_nothing_that_comes(folder_url: str) -> None:
+    one, ahead, now = member(folder_url), member(folder_url, max_age=3600.0), now_ms()
+    publish(one, [1, 2, 3], at=now)
+    ahead.expire(now + 10**12)
+    ahead.sync()
+    publish(one, [4, 5, 6], at=now + 1)
+    assert texts_at(folder_url) == [[4, 5, 6]]
+    assert [name for name in contents(folder_url) if name.startswith("erased")] == [f"erased.{now + 1}.all.done"]
+
+
+def test_erasures_that_others_cover_are_not_kept(folder_url: str) -> None:
+    one = member(folder_url)
+    a, b = bytes(15) + b"a", bytes(15) + b"b"
+    one.forget([Erasure(a, 5), Erasure(b, 50), Erasure(a, 20)])
+    one.forget([Erasure(None, 20)])
+    names = [name for name in contents(folder_url) if name.startswith("erased")]
+    assert names == ["erased.20.all.done", f"erased.50.{b.hex()}.done"]
+
+
+@pytest.mark.parametrize("step", ["_announce", "_sweep", "_rewrite", "_mark_done"])
+def test_a_forget_that_was_killed_is_finished_by_a_server(
+    folder_url: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, tenants = member(folder_url, isolation="tenant"), (b"a" * 16, b"b" * 16)
+    for tenant, text in zip(tenants, (SECRET, [1, 2, 3]), strict=True):
+        publish(one, text, tenant=tenant, at=5)
+    other = member(folder_url, isolation="tenant")
+    with monkeypatch.context() as killed:
+        killed.setattr(Exchange, step, lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            member(folder_url, isolation="tenant").forget([Erasure(tenants[0], 10)])
+    monkeypatch.setattr(exchange, "FINISH_SECONDS", 0.05)
+    erased = [other.sync().erasures]
+    time.sleep(0.1)
+    other.sync()
+    begun = step != "_announce"
+    assert erased == [[Erasure(tenants[0], 10)] if begun else []]
+    assert holds(folder_url, SECRET) != begun and [1, 2, 3] in texts_at(folder_url)
+    assert not any(name.endswith("due") for name in contents(folder_url))
+
+
+def test_what_was_erased_while_a_server_was_away_is_never_published(folder_url: str) -> None:
+    away, one = member(folder_url), member(folder_url)
+    away.pending.append(Record(b"", 5, np.array(SECRET, np.int32)))
+    one.forget([Erasure(None, 10)])
+    publish(away, [1, 2, 3])
+    assert texts_at(folder_url) == [[1, 2, 3]] and not holds(folder_url, SECRET)
+
+
+def test_damaged_and_hostile_files_are_left_out_in_one_line(folder_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    one, other = member(folder_url), member(folder_url)
+    publish(one, [1, 2, 3])
+    folder = Path(folder_url[7:]) / "learnt"
+    (good,) = [path for path in folder.iterdir() if path.name.startswith("20")]
+    data = bytearray(good.read_bytes())
+    data[-3] ^= 1
+    (folder / good.name.replace(".0000", ".0001", 1)).write_bytes(data)
+    (folder / "strange.npz").write_bytes(b"PK")
+    (folder / f"{good.name[:-1]}x").write_bytes(bytes(data))
+    with (folder / good.name.replace(good.name[-4:], "0000")).open("wb") as huge:
+        huge.truncate(1 << 40)
+    assert texts_of(other) == [[1, 2, 3]] and texts_of(other) == []
+    said = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert len(said) == 4 and not any("\n" in line for line in said)
+    assert sum("is damaged" in line for line in said) == 1 and sum("is no batch" in line for line in said) == 3
+    for wrong in (-1, VOCAB):
+        name, sealed = seal("0" * 16, [Document(0, Record(b"", 5, np.array([1, wrong], np.int32)))])
+        with pytest.raises(DatastoreError, match="beyond the vocabulary"):
+            unseal(Batch("0" * 16, 0, 5, 5, name), sealed, VOCAB)
+
+
+def test_numbers_that_cannot_be_are_refused(folder_url: str) -> None:
+    """Names included: whoever may write there cannot crash a server."""
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, VOCAB, 30).astype(np.int32) for _ in range(5)]
+    _, whole = seal("0" * 16, [Document(n, Record(b"t" * 16, 5 + n, text)) for n, text in enumerate(texts)])
+    taken = 0
+    for _ in range(1000):
+        data = np.frombuffer(whole, "<i8").copy() if rng.random() < 0.5 else np.frombuffer(whole, "<i4").copy()
+        places = rng.integers(0, min(len(data), 60), int(rng.integers(1, 4)))
+        data[places] = rng.choice([-(2**31), -1, 0, 1, 31, VOCAB, 2**31 - 1], len(places))
+        content = data.tobytes()[: int(rng.integers(0, 2 * len(whole)))]
+        name = f"1970-01-01.{'0' * 16}.{4:012d}.{5:013d}.{9:013d}.{hashlib.sha256(content).hexdigest()[:32]}"
+        try:
+            documents = unseal(Batch("0" * 16, 4, 5, 9, name), content, VOCAB)
+        except DatastoreError:
+            continue
+        taken += 1
+        assert all(d.record.tokens.min() >= 0 and d.record.tokens.max() < VOCAB for d in documents)
+    assert taken < 500
+
+
+def test_a_built_store_at_the_url_is_drafted_from(folder_url: str, tmp_path: Path) -> None:
+    build_store(tmp_path / "bucket", [[5, 6, 7]], VOCAB)
+    server = started(folder_url)
+    wait_until(lambda: count(server, None, [5, 6, 7]) == 1)
+    learn(server, A, SECRET)
+    assert count(server, A, SECRET) == count(server, A, [5, 6, 7]) == 1 and count(server, None, SECRET) == 0
+    server.close()
+    assert CliRunner().invoke(app, ["verify", folder_url]).exit_code == 0
+
+
+def test_a_full_disk_keeps_what_is_learnt(
+    folder_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = started(folder_url)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(exchange, "write_atomically", full)
+        learn(server, A, [1, 2, 3])
+        wait_until(lambda: f"no space left for {folder_url}" in caplog.text)
+        assert count(server, A, [1, 2, 3]) == 1
+    wait_until(lambda: holds(folder_url, [1, 2, 3]))
+    server.close()
+
+
+def test_commands_at_a_url(folder_url: str, tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    one = member(folder_url, isolation="tenant")
+    assert one.key is not None
+    for name, text in ((A, [1, 2, 3]), (B, [4, 5])):
+        publish(one, text, tenant=tenant_digest(one.key, name))
+    out, salts = str(tmp_path / "out.npy"), tmp_path / "salts"
+    refused = run(app, ["export", folder_url, out])
+    assert refused.exit_code == 1 and "say --accept" in refused.stderr
+    salts.write_text("a\n")
+    assert run(app, ["export", folder_url, out, "--tenants", str(salts)]).exit_code == 0
+    assert np.load(out).tolist() == [1, 2, 3, -1]
+    local = open_live(tmp_path / "local", VOCAB, isolation="shared")
+    learn(local, None, [8, 9])
+    local.close()
+    assert run(app, ["export", str(tmp_path / "local"), str(tmp_path / "more.npy")]).exit_code == 0
+    args = ["build", str(tmp_path / "store"), out, str(tmp_path / "more.npy"), "--vocab-size", str(VOCAB), "--quiet"]
+    assert run(app, args).exit_code == 0
+    with Datastore.open(tmp_path / "store") as store:
+        assert documents_of(store.snapshot.sub_indices[0]) == [[1, 2, 3], [8, 9]]
+    forgotten = run(app, ["forget", folder_url, "--tenants", "-"], input="a\n")
+    assert forgotten.exit_code == 0, forgotten.output
+    assert texts_at(folder_url) == [[4, 5]]
+    missing = run(app, ["forget", f"file://{tmp_path}/nothing", "--before", "2020-01-01"])
+    assert missing.exit_code == 1 and "no server learns at" in missing.stderr and missing.stderr.count("\n") == 1
+    retired = run(app, ["compact", folder_url, "--every", "5", "--max-age", "168"])
+    assert retired.exit_code == 1 and "no longer needed" in retired.stderr and retired.stderr.count("\n") == 1
+    assert [path.name for path in (tmp_path / "bucket").iterdir()] == ["learnt"]
