@@ -22,15 +22,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.results import write_json
+from bench.lib.trace import Trace
 from bench.replay import SHIPPED, build_store, test_rows
 from freedraft.cost.controller import Auto
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.policies import Controller, Fixed, Knee
 from freedraft.cost.roofline import Roofline
-from freedraft.method import Step
+from freedraft.step import Step
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.trace import Trace
 
 ARMS: dict[str, tuple[str, int]] = {
     "plain": ("fixed", 0),

@@ -1,22 +1,23 @@
 """What a datastore costs to build, to store and to open.
 
-    python bench/datastore.py --json OUT [--tokens 8000000] [--tokenizer DIR --text FOLDER [--glob '**/*.py']]
+    python bench/datastore.py --json OUT --tokenizer DIR [--tokens 8000000]
 
 Builds from token ids, without tokenising, in a process of its own: microseconds per token, wall and CPU; peak memory
-per token beyond what the process held before; bytes per token on disk; seconds to open with and without checksums. The
-ids are drawn from a Zipf law with copied passages, for vocabularies whose sorting takes two and three bytes per token,
-and, with --tokenizer, come from real text, whose tokenising is timed too.
+per token beyond what the process held before; bytes per token on disk; seconds to open. The ids are drawn from a Zipf
+law with copied passages, for vocabularies whose ids take two and three bytes, and come from Python's standard library,
+whose tokenising is timed too.
 
     python bench/datastore.py --json OUT --tokenizer DIR --large 64000000
 
 instead runs `freedraft datastore build --resume --workers N --memory 2GiB` on text of so many tokens, one worker for
 each core: killed halfway through reading, then run again to its end. The text is shuffled from passages of Python's
-standard library (bench/demo/store.py), 6 to 14 lines each. Memory is that of all its processes together.
+standard library (bench/demo/store.py), 6 to 14 lines each.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -41,8 +43,6 @@ from sssd_plugin.datastore.build import sources
 from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.build.memory import format_size, peak_resident_bytes, resident_bytes
 from sssd_plugin.datastore.disk.store import Datastore
-
-BARS = {"build_us_per_token": 0.5, "peak_bytes_per_token": 45.0, "disk_bytes_per_token": 9.0}
 
 
 def zipf_tokens(n_tokens: int, vocab_size: int) -> NDArray[np.int32]:
@@ -58,14 +58,13 @@ def zipf_tokens(n_tokens: int, vocab_size: int) -> NDArray[np.int32]:
     return tokens
 
 
-def real_tokens(folder: Path, glob: str, tokenizer_folder: Path, n_tokens: int) -> tuple[NDArray[np.int32], float]:
-    """At most `n_tokens` of the text in `folder`, and the seconds that tokenising took."""
-    loaded = tokenizer.load(tokenizer_folder)
-    pieces = sources.read_pieces(sources.find_inputs([folder], glob))
+def real_tokens(loaded: Tokenizer, n_tokens: int) -> tuple[NDArray[np.int32], float]:
+    """At most `n_tokens` of Python's library, and the seconds that tokenising took."""
+    pieces = sources.read_pieces(sources.find_inputs([Path(os.__file__).parent], "**/*.py"))
     blocks: list[NDArray[np.int32]] = []
     start = time.perf_counter()
     for block in sources.tokenize(pieces, loaded):
-        blocks.append(block.astype(np.int32))
+        blocks.append(block.tokens.astype(np.int32))
         if sum(map(len, blocks)) >= n_tokens:
             break
     return np.concatenate(blocks)[:n_tokens], time.perf_counter() - start
@@ -98,22 +97,18 @@ def measure(name: str, tokens: NDArray[np.int32], vocab_size: int) -> dict[str, 
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             row: dict[str, Any] = {"name": name, "vocab_size": vocab_size}
             row |= pool.submit(build, file, target, vocab_size).result()
-        for key, verify in (("open_seconds", True), ("open_unverified_seconds", False)):
-            start = time.perf_counter()
-            Datastore.open(target, vocab_size=vocab_size, verify=verify).close()
-            row[key] = time.perf_counter() - start
-    row["within_bars"] = all(row[key] <= bar for key, bar in BARS.items())
-    return row
+        start = time.perf_counter()
+        Datastore.open(target, vocab_size=vocab_size).close()
+        return row | {"open_seconds": time.perf_counter() - start}
 
 
-def shuffled_text(path: Path, tokenizer_folder: Path, n_tokens: int) -> None:
+def shuffled_text(path: Path, loaded: Tokenizer, n_tokens: int) -> None:
     """JSON lines of passages in random order, of at least `n_tokens`."""
     rng = np.random.default_rng(0)
     lines = [line for document in documents() for line in document.splitlines()]
     lengths = rng.integers(6, 15, len(lines))
     starts = rng.integers(0, len(lines) - 15, len(lines))
     rows = ["\n".join(lines[s : s + n]) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
-    loaded = tokenizer.load(tokenizer_folder)
     sample = sum(len(e.ids) for e in loaded.encode_batch(rows[:2000], add_special_tokens=False))
     per_character = sample / sum(map(len, rows[:2000]))
     wanted = n_tokens * 1.03 / per_character
@@ -126,24 +121,11 @@ def shuffled_text(path: Path, tokenizer_folder: Path, n_tokens: int) -> None:
             written += len(text)
 
 
-def tree_bytes(pid: int) -> int:
-    """Memory of a process and its children; pages that they share count once."""
-    total = 0
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        total += int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            total += sum(tree_bytes(int(child)) for child in (task / "children").read_text().split())
-    except (OSError, StopIteration):
-        pass
-    return total
-
-
 def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
     workers = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         text, target = Path(name) / "text.jsonl", Path(name) / "store"
-        shuffled_text(text, tokenizer_folder, n_tokens)
+        shuffled_text(text, tokenizer.load(tokenizer_folder), n_tokens)
         flags = ["--resume", "--memory", memory, "--workers", str(workers)]
         command = [sys.executable, "-m", "freedraft.cli", "datastore", "build", str(target), str(text)]
         command += ["--tokenizer", str(tokenizer_folder), *flags, "--quiet"]
@@ -157,7 +139,9 @@ def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "true"},
             )  # fmt: skip
             while process.poll() is None:
-                peak = max(peak, tree_bytes(process.pid))
+                with contextlib.suppress(OSError, IndexError):  # it ends
+                    status = Path(f"/proc/{process.pid}/status").read_text()
+                    peak = max(peak, int(status.partition("VmHWM:")[2].split()[0]) << 10)
                 if attempt == 0 and progress.exists():
                     done = json.loads(progress.read_text())
                     if done["n_bytes"] > size / 2:
@@ -190,38 +174,25 @@ def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where to write the figures")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="model folder")
     parser.add_argument("--tokens", type=int, default=8_000_000, help="tokens per store")
-    parser.add_argument("--tokenizer", type=Path, help="model folder; also build from the text in --text")
-    parser.add_argument("--text", type=Path, default=Path(os.__file__).parent, help="folder [Python's library]")
-    parser.add_argument("--glob", default="**/*.py", help="files of --text")
     parser.add_argument("--large", type=int, metavar="N", help="only: a build of N tokens, killed once and resumed")
     parser.add_argument("--memory", default="2GiB", help="that --large may use")
     options = parser.parse_args()
 
     before = earlier_figures(options.json) or {}
     if options.large:
-        if not options.tokenizer:
-            parser.error("--large needs --tokenizer")
-        result = before | {"large": large(options.tokenizer, options.large, options.memory)}
-        write_json(options.json, result, indent=2, earlier=bool(before))
-        print(json.dumps(result["large"], indent=2))
-        return
-    measure("so that all is compiled", zipf_tokens(10_000, 1000), 1000)
-    rows = [measure(f"zipf, {v} ids", zipf_tokens(options.tokens, v), v) for v in (49_152, 150_000)]
-    if options.tokenizer:
-        tokens, seconds = real_tokens(options.text, options.glob, options.tokenizer, options.tokens)
-        row = measure("text", tokens, tokenizer.vocab_size(tokenizer.load(options.tokenizer)))
+        figures: dict[str, Any] = {"large": large(options.tokenizer, options.large, options.memory)}
+    else:
+        measure("so that all is compiled", zipf_tokens(10_000, 1000), 1000)
+        rows = [measure(f"zipf, {v} ids", zipf_tokens(options.tokens, v), v) for v in (49_152, 150_000)]
+        loaded = tokenizer.load(options.tokenizer)
+        tokens, seconds = real_tokens(loaded, options.tokens)
+        row = measure("text", tokens, tokenizer.vocab_size(loaded))
         rows.append(row | {"tokenize_us_per_token": seconds / len(tokens) * 1e6})
-    figures = {"cpu": cpu(), "cores": os.cpu_count(), "bars": BARS, "rows": rows}
+        figures = {"cpu": cpu(), "cores": os.cpu_count(), "rows": rows}
     write_json(options.json, before | figures, indent=2, earlier=bool(before))
-    for row in rows:
-        print(
-            f"{row['name']}: {row['store_tokens']:,} tokens, build {row['build_us_per_token']:.3f} us/token "
-            f"({row['build_cpu_us_per_token']:.3f} CPU), "
-            f"peak {row['peak_bytes_per_token']:.1f} bytes/token, disk {row['disk_bytes_per_token']:.2f} bytes/token "
-            f"({format_size(row['disk_bytes_per_token'] * row['store_tokens'])}), open {row['open_seconds']:.3f} s "
-            f"({row['open_unverified_seconds']:.3f} s unverified)"
-        )
+    print(json.dumps(figures, indent=2))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
-import resource
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -106,44 +103,36 @@ class Arm:
         self.drafter.finish(ids)
 
 
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def spread(values: list[float]) -> dict[str, float]:
     low, median, high = np.percentile(values, [5, 50, 95])
     return {"median": round(float(median), 2), "p5": round(float(low), 2), "p95": round(float(high), 2)}
 
 
-def build_cost(tokens: int, tokenizer: Path, vocab: int) -> dict[str, float]:
+BUILD = """
+import sys, time, numpy as np
+from pathlib import Path
+from sssd_plugin.datastore.index.sub_index import SubIndex
+def kib(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))
+SubIndex.build(np.array([1, 2, -1], np.int32), 8)
+tokens = np.load(sys.argv[1])
+Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark, which fork and exec inherit
+before, started = kib("VmRSS"), time.perf_counter()
+SubIndex.build(tokens, int(sys.argv[2]))
+print(time.perf_counter() - started, (kib("VmHWM") - before) * 1024)
+"""
+
+
+def build_cost(tokens: NDArray[np.int32], vocab: int) -> dict[str, float]:
     """Time and peak memory of `SubIndex.build`, in a process of its own; the input array is not counted."""
-    code = (
-        "import sys, time, numpy as np\n"
-        "from pathlib import Path\n"
-        "from sssd_plugin.datastore.index.sub_index import SubIndex\n"
-        "def kib(key):\n"
-        "    lines = Path('/proc/self/status').read_text().splitlines()\n"
-        "    return next(int(line.split()[1]) for line in lines if line.startswith(key))\n"
-        "SubIndex.build(np.array([1, 2, -1], np.int32), 8)\n"
-        "tokens = np.load(sys.argv[1])\n"
-        "Path('/proc/self/clear_refs').write_text('5')\n"  # resets the high-water mark, which fork and exec inherit
-        "before = kib('VmRSS')\n"
-        "started = time.perf_counter()\n"
-        "sub = SubIndex.build(tokens, int(sys.argv[2]))\n"
-        "print(time.perf_counter() - started, (kib('VmHWM') - before) * 1024)\n"
-    )
-    path = Path(sys.argv[0]).parent / f".drafter-{time.time_ns()}.npy"
-    documents, _ = corpus(tokenizer, tokens)
-    np.save(path, flatten(documents, tokens))
-    try:
-        command = [sys.executable, "-c", code, str(path), str(vocab)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    finally:
-        path.unlink()
-    seconds, peak = map(float, done.stdout.split())
-    return {"us_per_token": round(seconds / tokens * 1e6, 3), "peak_bytes_per_token": round(peak / tokens, 1)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.npy"
+        np.save(path, tokens)
+        command = [sys.executable, "-c", BUILD, str(path), str(vocab)]
+        seconds, peak = map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    n = len(tokens)
+    return {"us_per_token": round(seconds / n * 1e6, 3), "peak_bytes_per_token": round(peak / n, 1)}
 
 
 def context_cost(documents: list[NDArray[np.int32]]) -> dict[str, dict[str, float]]:
@@ -206,14 +195,11 @@ def main() -> int:
                 elif arm.batch == BATCH or start == 0:
                     arm.run(np.resize(rows if arm.batch > BATCH else part, (arm.batch, need)), timed=round_ > 0)
     result = {
-        "machine": f"{os.cpu_count()} cores of {cpu_name()}, Python {platform.python_version()}",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "draft_us_per_call": {arm.name: spread(arm.draft_us) for arm in arms},
         "append_us_per_token": {arm.name: spread(arm.append_us)["median"] for arm in arms if arm.batch == 1},
         "prompt": context_cost(documents),
         "store_bytes_per_token": store_bytes,
-        "store_build": build_cost(max(arguments.stores), arguments.tokenizer, vocab),
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "store_build": build_cost(flatten(stored, max(arguments.stores)), vocab),
     }
     print(json.dumps(result, indent=1))
     write_json(arguments.json, result)

@@ -89,8 +89,9 @@ def random_trees(shape: Shape, device: torch.device) -> TreeBatch:
     return TreeBatch(*(t.contiguous().to(device) for t in (tokens, parents, depths, counts)))
 
 
-def median_us(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of one call. On a GPU: device time between events, caches flushed before each call."""
+def median_us(run: Callable[[], object], device: torch.device, repeats: int, graph: bool = False) -> float:
+    """Median time of one call. On a GPU: device time between events, caches flushed before each call; in a CUDA graph
+    the host's time to launch is not counted."""
     run()
     if device.type != "cuda":
         times = []
@@ -99,6 +100,12 @@ def median_us(run: Callable[[], object], device: torch.device, repeats: int) -> 
             run()
             times.append((time.perf_counter() - start) * 1e6)
         return statistics.median(times)
+    if graph:
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            run()
+        run = captured.replay
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start_event, end_event in events:
@@ -284,7 +291,7 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
         reference_us = median_us(lambda run=run: run("reference"), device, repeats)  # type: ignore[misc]
         triton_us = rate = None
         if with_triton and device.type == "cuda":
-            triton_us = median_us(lambda run=run: run("triton"), device, repeats)  # type: ignore[misc]
+            triton_us = median_us(lambda run=run: run("triton"), device, repeats, graph=True)  # type: ignore[misc]
             rate = size / (triton_us * 1e-6)
         shape_text, of_copy = f"{batch}x{nodes}", rate and rate / bandwidth
         rows.append(Row(name, shape_text, equal, size, reference_us, triton_us, rate and rate / 1e9, of_copy))

@@ -1,18 +1,23 @@
-"""Layer skipping on vLLM's CPU build: where it can pay, and where it cannot and must stop by itself.
+"""Layer skipping on the CPU: where it can pay, and where it cannot and must stop by itself.
 
     python bench/layer_skip.py --model build/model --json build/layer-skip.json
+    python bench/layer_skip.py --engine sglang --json build/layer-skip-sglang.json      # in SGLang's environment
+    python bench/layer_skip.py --only composed --json build/composed.json
 
-Four parts, each in an engine of its own:
-- deep: the deep synthetic model of bench/lib/deep_model.py, whose set skips a half of the sublayers; bf16, compiled.
-  Baseline and speculative decoding take turns inside one engine, group by group, because two runs differ by more than
-  the effect. Reported by batch size: the ratio to plain decoding, the median over groups and its quarters; M, tokens
-  per step and request; alpha, accepted by drafted tokens; c, the median time of a draft pass by that of a plain step;
-  and the share that was reached of M alpha / ((M - 1) c + alpha), what it would be if verification cost a plain step
-  and nothing else cost anything.
-- demo: the demo model itself with a set of 12 of its 60 sublayers. It is too small for layer skipping to pay, so the
-  controller has to end up off, and throughput to stay that of plain decoding.
-- exact: both models in fp32, eager: the share of drafts accepted, and whether every token is that of plain decoding.
-- mixed sets (--mixed-sets): four requests of one batch, each with another skip set of the deep model.
+Parts, each in an engine of its own:
+- deep: the deep synthetic model of bench/lib/deep_model.py, whose set skips a half of the sublayers; bf16, on vLLM
+  compiled. Baseline and speculative decoding take turns inside one engine, group by group, because two runs differ by
+  more than the effect. Reported by batch size: the ratio to plain decoding, the median over groups and its quarters; M,
+  tokens per step and request; alpha, accepted by drafted tokens; c, the median time of a draft pass by that of a plain
+  step; and the share that was reached of M alpha / ((M - 1) c + alpha), what it would be if verification cost a plain
+  step and nothing else cost anything.
+- mixed: four requests in a batch that ask for four skip sets of the deep model, and draft with one of them.
+- demo (vLLM): the demo model itself with a set of 12 of its 60 sublayers. It is too small for layer skipping to pay, so
+  the controller has to end up off, and throughput to stay that of plain decoding.
+- exact (vLLM): both models in fp32, eager: the share of drafts accepted, and whether every token is that of plain
+  decoding.
+- composed (vLLM, when asked for): method "freedraft" on both models, one request at a time, by kind of prompt. No
+  drafts, n-grams only, layer skip only and both take turns prompt by prompt.
 
 Prompts are read before the clock starts; only decoding counts.
 """
@@ -22,6 +27,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,115 +41,179 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib.deep_model import SKIP_SET, build, mixed_sets
 from bench.lib.engine import ROOT, SKIP_SET_OF_DEMO, Engine, Run, in_process
 from bench.lib.machine import cores, cpu, rounded
-from bench.lib.prompts import BY_KIND, chats
+from bench.lib.prompts import BY_KIND, PROMPTS, chats
 from bench.lib.results import write_json
 from bench.lib.switch import baseline_seconds, verdicts
+from freedraft.draft import DraftBatch
+from freedraft.hybrid.method import HybridMethod
 
-BATCHES = (1, 2, 4)
-K = 5
+K, COMPOSED_K = 5, 8
+PARTS = {"vllm": ("deep", "mixed", "demo", "exact"), "sglang": ("deep", "mixed")}
+ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("sssd", "layerskip")}
+
+
+def engine_of(args: argparse.Namespace, **options: Any) -> AbstractContextManager[Any]:
+    speculative = {"method": "layerskip", "num_speculative_tokens": K, "skip_set": str(args.skip_set)} | options
+    exact, most = args.part == "exact", max(args.batches)
+    if args.engine == "vllm":
+        return nullcontext(Engine(args.model, speculative, max_num_seqs=most, exact=exact))
+    from bench.lib.sglang_engine import sglang_engine
+
+    return sglang_engine(args.model, speculative, exact=exact, max_running_requests=most, disable_radix_cache=True)
 
 
 class Bench:
     """The demo's prompts, and an engine that drafts with one or several skip sets."""
 
-    def __init__(self, args: argparse.Namespace, **options: Any) -> None:
-        self.tokens, self.rounds = args.tokens, args.rounds
-        self.prompts: list[list[int]] = chats(args.model, BY_KIND)
-        speculative = {"method": "layerskip", "num_speculative_tokens": K, "skip_set": str(args.skip_set)} | options
-        self.engine = Engine(args.model, speculative, max_num_seqs=max(BATCHES), exact=args.part == "exact")
+    def __init__(self, args: argparse.Namespace, engine: Any, sets: Sequence[str] = ()) -> None:
+        self.tokens, self.rounds, self.engine = args.tokens, args.rounds, engine
+        self.extras = [{"skip_set": name} for name in sets]
+        self.prompts: list[list[int]] = chats(args.model, BY_KIND)[: args.prompts]
 
-    def generate(self, prompts: list[list[int]], drafting: bool, sets: list[str] | None = None) -> Run:
-        extras = [{"skip_set": name} for name in sets or []]
-        return self.engine.generate(prompts, self.tokens, drafting=drafting, extras=extras)
+    def generate(self, prompts: list[list[int]], drafting: bool) -> Run:
+        run: Run = self.engine.generate(prompts, self.tokens, drafting=drafting, extras=self.extras)
+        return run
 
     def groups(self, batch: int) -> list[list[list[int]]]:
-        return [self.prompts[i : i + batch] for i in range(0, len(self.prompts), batch)]
+        return [self.prompts[i : i + batch] for i in range(0, len(self.prompts) - batch + 1, batch)]
 
-    def settle(self, sets: list[str] | None = None) -> None:
+    def settle(self, batches: Sequence[int]) -> None:
         """Let the controller learn what steps cost and what is accepted: what it settles on is measured later."""
-        for batch in BATCHES if sets is None else (len(sets),):
+        for batch in batches:
             for on in (False, True):
-                self.generate(self.prompts[:batch], on, sets)
-        for group in self.groups(max(BATCHES)):
-            self.generate(group, True, sets)
+                self.generate(self.prompts[:batch], on)
+        for group in self.groups(max(batches)):
+            self.generate(group, True)
 
-    def in_turns(self, batch: int, sets: list[str] | None = None) -> tuple[list[Run], list[Run]]:
+    def in_turns(self, batch: int) -> tuple[list[Run], list[Run]]:
         """Baseline and speculative decoding of all prompts, group by group."""
         runs: tuple[list[Run], list[Run]] = [], []
         for turn in range(self.rounds):
             for group in self.groups(batch):
                 for on in (False, True) if turn % 2 == 0 else (True, False):
-                    runs[on].append(self.generate(group, on, sets))
+                    runs[on].append(self.generate(group, on))
         return runs
+
+    def row(self, batch: int) -> dict[str, Any]:
+        return row(*self.in_turns(batch), batch)
 
 
 def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
-    """The figures of one batch size, or of mixed sets."""
+    """The figures of one batch size."""
     speed = [sum(r.decoded for r in runs) / sum(r.seconds for r in runs) for runs in (baseline, drafting)]
     pairs = [b.speed / a.speed for a, b in zip(baseline, drafting, strict=True)]
     judged = [verdict for run in drafting for verdict in verdicts(run.calls)]
     steps, drafted, accepted = len(judged), sum(d for d, _ in judged), sum(a for _, a in judged)
+    plain = median(s for run in baseline for s in baseline_seconds(run.calls, batch))
     result: dict[str, Any] = {
+        "batch": batch,
         "plain_tokens_per_second": speed[0],
         "tokens_per_second": speed[1],
         "ratio": median(pairs),
         "ratio_quarters": np.quantile(pairs, (0.25, 0.75)).tolist(),
+        "ratio_spread": [min(pairs), max(pairs)],
         "steps_with_drafts": sum(d > 0 for d, _ in judged) / steps,
-        "plain_step_ms": 1e3 * median(s for run in baseline for s in baseline_seconds(run.calls, batch)),
+        "plain_step_ms": 1e3 * plain,
+        "same": all(a.tokens == b.tokens for a, b in zip(baseline, drafting, strict=True)),
     }
-    passes = [c.pass_seconds for r in drafting for c in r.calls if c.batch == batch and c.pass_seconds is not None]
     if drafted:
-        result["draft_pass_ms"] = 1e3 * median(passes)
+        full = [(a, b) for run in drafting for a, b in pairwise(run.calls) if a.batch == batch and any(a.drafted)]
         m, alpha = 1 + accepted / steps, accepted / drafted
-        c = result["draft_pass_ms"] / result["plain_step_ms"]
+        c = median(a.pass_seconds or 0.0 for a, _ in full) / plain
         formula = m * alpha / ((m - 1) * c + alpha)
-        result |= {"M": m, "alpha": alpha, "c": c, "formula": formula, "share_of_formula": result["ratio"] / formula}
+        result |= {"M": m, "alpha": alpha, "c": c, "verify": median(b.began - a.ended for a, b in full) / plain}
+        result |= {"formula": formula, "share_of_formula": result["ratio"] / formula}
     return result
 
 
-def settled(args: argparse.Namespace) -> dict[str, Any]:
+def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Parts "deep" and "demo": a row for each batch size."""
-    bench = Bench(args)
-    bench.settle()
-    return {f"batch {batch}": row(*bench.in_turns(batch), batch) for batch in BATCHES}
+    with engine_of(args) as engine:
+        bench = Bench(args, engine)
+        bench.settle(args.batches)
+        return [bench.row(batch) for batch in args.batches]
 
 
 def mixed(args: argparse.Namespace) -> dict[str, Any]:
-    """Four requests that ask for four skip sets, in one batch."""
     paths = mixed_sets(args.model)
-    bench, names = Bench(args, skip_set=",".join(map(str, paths))), [path.stem for path in paths]
-    bench.settle(names)
-    return {"skip_sets": len(names)} | row(*bench.in_turns(len(names), names), len(names))
+    args.batches = [len(paths)]
+    with engine_of(args, skip_set=",".join(map(str, paths))) as engine:
+        bench = Bench(args, engine, [path.stem for path in paths])
+        bench.settle(args.batches)
+        return {"skip_sets": len(paths)} | bench.row(len(paths))
 
 
 def exact(args: argparse.Namespace) -> dict[str, Any]:
     """Token identity under drafts of a fixed length, and the share of draft tokens that are accepted one by one."""
-    bench = Bench(args, lookahead="fixed", num_speculative_tokens=args.length)
-    if args.length == 1:
-        figures = row(*bench.in_turns(1), 1)
-        return {"acceptance": figures["alpha"]}
-    same = [a.tokens == b.tokens for batch in (1, 4) for a, b in zip(*bench.in_turns(batch), strict=True)]
-    return {"token_identical": all(same), "prompts": len(bench.prompts)}
+    with engine_of(args, lookahead="fixed", num_speculative_tokens=args.length) as engine:
+        bench = Bench(args, engine)
+        if args.length == 1:
+            return {"acceptance": bench.row(1)["alpha"]}
+        same = [a.tokens == b.tokens for batch in (1, 4) for a, b in zip(*bench.in_turns(batch), strict=True)]
+        return {"token_identical": all(same), "prompts": len(bench.prompts)}
 
 
-PARTS = {"deep": settled, "demo": settled, "mixed": mixed, "exact": exact}
+def composed(args: argparse.Namespace) -> dict[str, Any]:
+    """By kind of prompt: ratios to plain decoding, medians over prompts and rounds, with the quarters."""
+    engine = Engine(
+        args.model, {"method": "freedraft", "num_speculative_tokens": COMPOSED_K, "skip_set": str(args.skip_set)}
+    )
+    method: HybridMethod = engine.method
+    off = {
+        "sssd": (method.host, "propose", lambda step, max_draft_len: DraftBatch.roots(step.roots)),
+        "layerskip": (method.model, "capacities", lambda step: np.zeros(step.batch_size, np.int32)),
+    }
+
+    def answer(prompt: list[int], arm: str) -> Run:
+        for name, (part, attribute, nothing) in off.items():
+            vars(part).pop(attribute, None)
+            if name not in ARMS[arm]:
+                setattr(part, attribute, nothing)
+        return engine.generate([prompt], args.tokens, drafting=arm != "plain")
+
+    prompts = {kind: chats(args.model, texts) for kind, texts in PROMPTS.items()}
+    for arm in ARMS:  # the controllers learn here what steps and passes cost
+        for of_kind in prompts.values():
+            answer(of_kind[0], arm)
+    result: dict[str, Any] = {}
+    for kind, of_kind in prompts.items():
+        ratios: dict[str, list[float]] = {arm: [] for arm in ARMS if arm != "plain"}
+        same: list[bool] = []
+        for turn in range(args.rounds):
+            for prompt in of_kind:
+                runs = {arm: answer(prompt, arm) for arm in list(ARMS)[:: 1 if turn % 2 == 0 else -1]}
+                for arm, of_arm in ratios.items():
+                    of_arm.append(runs[arm].speed / runs["plain"].speed)
+                    same.append(runs[arm].tokens == runs["plain"].tokens)
+        result[kind] = {
+            arm: {"ratio": median(r), "quarters": np.quantile(r, (0.25, 0.75)).tolist()} for arm, r in ratios.items()
+        }
+        parts = np.maximum(ratios["sssd"], ratios["layerskip"])
+        result[kind]["both by the better of the two, prompt by prompt"] = median(np.array(ratios["both"]) / parts)
+        result[kind]["outputs like plain, bf16"] = f"{sum(same)} of {len(same)}"
+    return result
+
+
+WORK = {"deep": settled, "demo": settled, "mixed": mixed, "exact": exact, "composed": composed}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=tuple(PARTS), default="vllm")
     parser.add_argument("--model", type=Path, default=ROOT / "build" / "model", help="the demo model")
     parser.add_argument("--deep-model", type=Path, default=ROOT / "build" / "deep", help="built here when missing")
     parser.add_argument("--skip-set", type=Path, default=SKIP_SET_OF_DEMO, help="for the demo model")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--prompts", type=int, default=12, help="of the demo's twelve")
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per prompt")
     parser.add_argument("--rounds", type=int, default=3, help="times that each group of prompts is decoded both ways")
-    parser.add_argument("--only", nargs="*", choices=("deep", "demo", "exact"), default=("deep", "demo", "exact"))
-    parser.add_argument("--mixed-sets", action="store_true", help="also four skip sets in one batch, on the deep model")
+    parser.add_argument("--only", nargs="*", choices=tuple(WORK), help="parts; default: all but composed")
     parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=tuple(WORK), help=argparse.SUPPRESS)
     parser.add_argument("--length", type=int, default=K, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        print(json.dumps(PARTS[args.part](args)), flush=True)
+        print(json.dumps(WORK[args.part](args)), flush=True)
         return
     if not (args.deep_model / "config.json").is_file():
         build(args.model, args.deep_model)
@@ -149,21 +221,37 @@ def main() -> None:
 
     def part(name: str, model: str, tokens: int = args.tokens, rounds: int = args.rounds, length: int = K) -> Any:
         folder, skip_set = models[model]
-        options = ("--part", name, "--model", folder, "--skip-set", skip_set, "--tokens", tokens)
-        return in_process(__file__, *options, "--rounds", rounds, "--length", length)
+        options = ("--engine", args.engine, "--part", name, "--model", folder, "--skip-set", skip_set)
+        sizes = (
+            "--rounds",
+            rounds,
+            "--tokens",
+            tokens,
+            "--prompts",
+            args.prompts,
+            "--length",
+            length,
+            "--batches",
+            *args.batches,
+        )
+        return in_process(__file__, *options, *sizes)
 
-    figures: dict[str, Any] = {"machine": f"{cpu()}, {cores()} cores"}
-    figures |= {"max_draft_tokens": K, "output_tokens": args.tokens}
+    names = args.only or PARTS[args.engine]
+    figures: dict[str, Any] = {"machine": f"{cpu()}, {cores()} cores", "output_tokens": args.tokens}
+    figures["max_draft_tokens"] = COMPOSED_K if "composed" in names else K
     for name in models:
-        if name in args.only:
-            figures[f"{name} model, bf16, compiled"] = part(name, name)
-    if args.mixed_sets:
+        if name in names:
+            rows = part(name, name)
+            by_batch = {f"batch {row['batch']}": row for row in rows}
+            figures |= {"batches": rows} if args.engine == "sglang" else {f"{name} model, bf16, compiled": by_batch}
+    if "mixed" in names:
         figures["mixed_sets"] = part("mixed", "deep")
-    if "exact" in args.only:
-        few = max(16, args.tokens // 2)
-        for name in models:
-            each = [part("exact", name, few, 1, length) for length in (K, 1)]
+    for name in models:
+        if "exact" in names:
+            each = [part("exact", name, max(16, args.tokens // 2), 1, length) for length in (K, 1)]
             figures[f"{name} model, fp32, eager"] = each[0] | each[1]
+        if "composed" in names:
+            figures[f"{name} model"] = part("composed", name)
     figures = rounded(figures)
     print(json.dumps(figures, indent=1))
     write_json(args.json, figures)

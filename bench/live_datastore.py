@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib.kills import compact, engine_kills, forget_odd, kills, kills_of
 from bench.lib.machine import cpu, timed
 from bench.lib.results import earlier_figures, write_json
+from bench.lib.trace import Row, Trace
 from bench.replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, accepted, build_store, test_rows
 from bench.replay import untainted_weights as weights_for
 from sssd_plugin.datastore.index import runs as runs_module
@@ -44,7 +45,6 @@ from sssd_plugin.datastore.index.runs import Run, merged, release, sorted_run
 from sssd_plugin.datastore.live.opening import open_live
 from sssd_plugin.datastore.live.store import NICE, LiveStore
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.trace import Row, Trace
 
 HUNDRED = 100
 PACE = 50_000  # tokens per second of a server's answers

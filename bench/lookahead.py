@@ -27,15 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib.answers import answers_of, weight_share
 from bench.lib.draft_chains import draft_chains
 from bench.lib.results import write_json
-from freedraft.cost.acceptance import Acceptance
+from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.draft import DraftBatch
-from freedraft.draft_model import Recipe
+from freedraft.draft_pass import Recipe
 from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
-from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, RocThreshold
-from layerskip_plugin.lookahead.base import NONE, Ints
-from layerskip_plugin.lookahead.cost import kinds_of
+from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead
+from layerskip_plugin.lookahead.base import Candidate, Ints
 from layerskip_plugin.lookahead.disco import Comparison, Prices, train
 from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.skip_set import SkipSet
@@ -108,25 +107,26 @@ def learn(acceptance: Acceptance, confidence: NDArray[np.float32], accepted: int
     draft.tokens[:], draft.counts[:] = 1, length + 1
     draft.parents[:], draft.depths[:] = np.arange(-1, length), np.arange(length + 1)
     draft.scores[0, 0], draft.scores[0, 1:] = 1.0, np.cumprod(confidence)
-    draft.kinds[:] = kinds_of(np.zeros(1, np.intp))
+    draft.kinds[:] = PASS_KINDS
     gained = np.append(np.ones(accepted, np.int32), np.int32(0))
     ends = np.array([len(gained)], np.int64)
     acceptance.learn(draft, draft.counts, np.zeros(1, np.int32), gained, ends - len(gained), ends)
 
 
-def walk(policy: Lookahead, recorded: list[Recorded], longest: int) -> dict[str, Any]:
+def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded], longest: int) -> dict[str, Any]:
     """Draft through all answers one after another; drafted and accepted tokens of every round, F1 of the decisions."""
     drafted, accepted, hits, predicted, actual = [], [], 0, 0, 0
-    row, first = np.zeros(1, np.int32), np.zeros(1, np.intp)
+    row = np.zeros(1, np.int32)
     for number, one in enumerate(recorded):
         place, name = 0, [str(number)]
         while place < len(one.right):
-            if policy.should_draft(first)[0] == NONE:
+            policy.choose([Candidate(skip, 1, 1)], 1, 300.0)
+            if isinstance(policy, Cost) and policy.should_draft() is None:
                 drafted.append(0)
                 accepted.append(0)
                 place += 1
                 continue
-            policy.begin(name, first, longest)
+            policy.begin(name, skip, longest)
             length = 0
             while True:
                 top = one.top[place, length][None, : policy.needs_top]
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--per-token", type=float, default=0.02)
     parser.add_argument("--answers", type=Path, help="keep the model's answers in this file, and take them from there")
     options = parser.parse_args()
-    host, tokenizer = HostModel.load(options.model), load_tokenizer(options.model)
+    host, tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
     skip = SkipSet.load(options.skip_set, host.n_layers, host.fingerprint)
     learn, held = [], []
     start = time.perf_counter()
@@ -191,13 +191,12 @@ def main() -> None:
             **{f"fixed {n}": lambda n=n: Fixed(n) for n in (1, 2, 3, 5, options.longest)},  # type: ignore[misc]
             "confidence 0.7": lambda: Confidence(0.7),
             "Draft & Verify": DraftVerify,
-            "transformers": RocThreshold,
             "transformers, heuristic": Heuristic,
             "DISCO": lambda classifier=classifier: Disco(classifier),  # type: ignore[misc]
             "cost": lambda c=c: Cost(Costs(c, options.per_token), [skip]),  # type: ignore[misc]
         }
         for name, make in policies.items():
-            done = walk(make(), held, options.longest)
+            done = walk(make(), skip, held, options.longest)
             drafted, accepted = done["drafted"], done["accepted"]
             seconds = float((c * drafted + 1 + options.per_token * drafted).sum())
             judged = np.minimum(drafted, accepted + 1).sum()

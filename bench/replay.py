@@ -5,8 +5,7 @@
     python bench/replay.py --long --tokenizer DIR --drafter sssd suffix --json OUT
 
 Several budgets or drafters print a table. Rivals: prompt lookup; `suffix`, ArcticInference's suffix decoding
-(`bench/arctic.py` builds it); `reference`, the SSSD authors' own code, where `sssd_speculator` is installed. One that
-cannot be imported is named, and the others go on.
+(`bench/arctic.py` builds it). One that cannot be imported is named, and the others go on.
 
 Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer
 of any model tells what would have been accepted: the same figure on every machine. Protocol: the outputs of the first
@@ -23,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,24 +31,23 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib import long_texts
 from bench.lib.results import earlier_figures, write_json
+from bench.lib.tables import pivot
+from bench.lib.trace import Row, Trace, load_tokenizer
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import BINS, Weights
-from sssd_plugin.trace import Row, Trace, load_tokenizer
 
 STORE_ROWS, MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 605, 512, 4, 9
 SHIPPED = Path(__file__).resolve().parent.parent / "sssd_plugin" / "scoring" / "weights"
 
-DRAFTERS = ("sssd", "paper", "suffix", "reference", "lookup")
-SHAPES = {"lookup": "chain", "reference": "tree"}
+DRAFTERS = ("sssd", "paper", "suffix", "lookup")
+SHAPES = {"lookup": "chain"}
 """Drafters that know one shape only."""
 SOURCES = ("request", "datastore", "both alike", "neither")
 
@@ -170,52 +167,6 @@ def suffix(documents: Sequence[NDArray[np.int32]], budget: int, shape: str) -> D
     return draft
 
 
-def reference(documents: Sequence[NDArray[np.int32]], budget: int, vocab_size: int) -> DraftFunction:
-    """The SSSD authors' own code: a datastore on disk, and a trie over the request.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    import sssd_speculator
-
-    folder = tempfile.TemporaryDirectory()
-    path = ""
-    if documents:
-        path = str(Path(folder.name) / "store.idx")
-        writer = sssd_speculator.Writer(index_file_path=path, vocab_size=vocab_size + 1)
-        for document in documents:
-            writer.add_entry(document.tolist())
-        writer.finalize()
-    reader = sssd_speculator.Reader(index_file_path=path, vocab_size=vocab_size + 1)
-    out = DraftBatch.empty(1, budget)
-    out.scores[0] = 1.0
-    current, known, number = "", 0, -1
-
-    def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
-        nonlocal current, known, number, folder
-        if request != current:
-            if current:
-                reader.sync_finish_sequence(number)
-            current, known, number = request, n, number + 1
-            reader.sync_put(tokens[:n].tolist(), seq_id=number)
-        if n > known:
-            reader.stream_put(tokens[known:n].tolist(), seq_id=number)
-            known = n
-        nodes, depths, _ = reader.get_candidates(
-            prefixes=[tokens[max(0, n - 8) : n].tolist()],
-            decoding_lengths=[budget - 1],
-            branch_lengths=[8],
-            seq_ids=[number],
-        )
-        parents, last = [], {0: 0}
-        for i, depth in enumerate(depths[0][1:], 1):  # depth first: a node's parent is the last one that is less deep
-            parents.append(last[int(depth) - 1])
-            last[int(depth)] = i
-        return tree(out, int(tokens[n - 1]), nodes[0][1:], parents)
-
-    return draft
-
-
 def tree(out: DraftBatch, root: int, tokens: Sequence[int], parents: Sequence[int]) -> DraftBatch:
     """A tree of others as a `DraftBatch`; `parents` count the root as 0 and come before their children."""
     out.tokens[0, 0], out.parents[0, 0], out.depths[0, 0] = root, -1, 0
@@ -290,8 +241,6 @@ def drafter(name: str, store: Trace, budget: int, shape: Any, scoring: str, weig
         return lookup(budget)
     if name == "suffix":
         return suffix(store_documents(store), budget, shape)
-    if name == "reference":
-        return reference(store_documents(store), budget, store.vocab_size)
     return sssd(build_store(store), budget, shape, "paper" if name == "paper" else scoring, store.vocab_size, weights)
 
 
@@ -326,22 +275,6 @@ def long_contexts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def long_table(results: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Table:
-    """Tokens per step: a line for each drafter, shape and kind, a column for each length."""
-    view = Table(title="tokens per step, by tokens of context", title_justify="left")
-    for column in ("drafter", "kind"):
-        view.add_column(column)
-    for length in lengths:
-        view.add_column(str(length), justify="right")
-    lines: dict[tuple[str, str], list[str]] = {}
-    for r in results:
-        cells = lines.setdefault((f"{r['drafter']} ({r['shape']})", r["kind"]), [])
-        cells.append(f"{r['tokens_per_step']:.2f}")
-    for label, cells in lines.items():
-        view.add_row(*label, *cells)
-    return view
-
-
 def run(trace: Trace, rows: list[Row], name: str, budget: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Replay one drafter with one budget.
 
@@ -374,21 +307,6 @@ def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
     return (*(result[name] for name in names), bool(result["store_tokens"]))
 
 
-def table(results: Sequence[dict[str, Any]], budgets: Sequence[int]) -> Table:
-    """Tokens per step: a line for each drafter, a column for each budget."""
-    view = Table(title=f"tokens per step on {results[0]['trace']}, by nodes", title_justify="left")
-    view.add_column("drafter")
-    for budget in budgets:
-        view.add_column(str(budget), justify="right")
-    lines: dict[str, dict[int, float]] = {}
-    for r in results:
-        label = f"{r['drafter']}{', ' + r['scoring'] if r['scoring'] else ''} ({r['shape']})"
-        lines.setdefault(label, {})[r["budget"]] = r["tokens_per_step"]
-    for label, cells in lines.items():
-        view.add_row(label, *(f"{cells[b]:.3f}" if b in cells else "-" for b in budgets))
-    return view
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", type=Path, help='JSONL with "prompt" and "output"')
@@ -413,7 +331,7 @@ def main() -> int:
             raise ValueError("--budget must be at least 1 (the root)")
         if arguments.long:
             results = long_contexts(arguments)
-            Console().print(long_table(results, arguments.lengths))
+            print(pivot(results, "drafter={drafter} | shape={shape} | kind={kind}", "context", "{tokens_per_step:.2f}"))
             write_json(arguments.json, results)
             return 0
         if arguments.trace is None:
@@ -433,7 +351,8 @@ def main() -> int:
         return 2
     many = len(arguments.budget) * len(arguments.drafter) > 1
     if many and results:
-        Console().print(table(results, arguments.budget))
+        form = "answers={trace} | drafter={drafter} | scoring={scoring} | shape={shape}"
+        print(pivot(results, form, "budget", "{tokens_per_step:.3f}"))
     elif results:
         print(json.dumps(results[0], indent=1))
     if results:

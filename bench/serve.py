@@ -9,8 +9,8 @@ A block has `--block` questions for every request at a time: when few are left, 
 whose answers end at different times wait longer for the last one than an arm that decodes in lockstep.
 Groups that have too few to keep that many requests running for two rounds are put together; with `--least-rounds 2`,
 `--limit` leaves every group as many as it takes, if it has them.
-`--questions spec-bench` downloads them. `quotes` (of prompts of 4,000 to 7,500 tokens), `long` (about modules of 16,000
-to 100,000 characters) and `agent` (a coding agent's turn that writes a file again) are made of Python's library.
+`--questions spec-bench` downloads them. `long` (about modules of 16,000 to 100,000 characters) and `agent` (a coding
+agent's turn that writes a file again) are made of Python's library.
 Arms that learn from traffic (a live datastore, suffix decoding) start empty at each concurrency and repeat, because
 they would have seen all the answers otherwise. Stopped or out of `--minutes`, the same command goes on where it was.
 
@@ -176,7 +176,7 @@ class Bench:
         texts = BY_KIND * math.ceil(2 * concurrency / len(BY_KIND))
         model, template = self.model_name(running), self.args.chat_template_kwargs
         try:
-            outcome = load.ask(running.url, model, texts, concurrency, self.args.warm_up, template=template)
+            outcome = load.ask(running.url, model, texts, concurrency, self.args.warm_up, template)
         except Exception as error:
             self.give_up(running, f"warm-up: {error}")
             return
@@ -188,8 +188,8 @@ class Bench:
         began = time.monotonic()
         model, template = self.model_name(running), self.args.chat_template_kwargs
         try:
-            texts, given = [q.text for q in block], [q.answer for q in block]
-            outcome = load.ask(running.url, model, texts, step.concurrency, self.args.max_tokens, given, template)
+            texts = [q.text for q in block]
+            outcome = load.ask(running.url, model, texts, step.concurrency, self.args.max_tokens, template)
         except Exception as error:
             self.give_up(running, f"{type(error).__name__}: {error}")
             return
@@ -251,7 +251,7 @@ def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questi
     found: list[questions.Question] = []
     for name in args.questions:
         try:
-            found += made_questions.read(name, args.model)
+            found += made_questions.read(name)
         except questions.QuestionError as error:
             problems.append(str(error))
     if args.groups:
@@ -312,7 +312,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="Spec-Bench format; spec-bench, quotes, long, agent",
+        help="Spec-Bench format; spec-bench, long, agent",
     )
     add(
         "--arms",

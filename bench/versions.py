@@ -10,15 +10,17 @@ the tables of hooks (`freedraft/engines/*/hooks.py`) would accept it, not one th
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench.lib.hooks_in_source import Source
 from freedraft.engines.hooks import Hook, is_tested
 
 # Where a version has a wheel for CPUs, that one is read, which is smaller.
@@ -27,6 +29,157 @@ VERSIONS = {
     "vllm": ("cpu==0.29.0", "cpu==0.30.0", "cpu==0.31.0", "cpu==0.32.0", "0.33.0"),
 }
 ASSEMBLED = {"sglang.srt.server_args.ServerArgs": "sglang.srt.arg_groups.fields"}
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Found(NamedTuple):
+    """A definition, and the module that contains it."""
+
+    module: str
+    node: ast.AST
+
+
+class Source:
+    """The Python files of a package, read and not imported: for versions that this machine cannot install.
+
+    Args:
+        read: gives the text of a file by its path ("sglang/srt/server_args.py"); None where there is none.
+        files: all paths.
+        assembled: classes that are put together of the annotations of all classes in the modules of a package.
+    """
+
+    def __init__(
+        self, read: Callable[[str], str | None], files: Sequence[str], assembled: Mapping[str, str] | None = None
+    ) -> None:
+        self._read, self._files, self._assembled = read, files, assembled or {}
+        self._module = cache(self._parse)
+
+    @classmethod
+    def of_wheel(cls, path: Path, assembled: Mapping[str, str] | None = None) -> Source:
+        wheel = zipfile.ZipFile(path)
+        names = wheel.namelist()
+        return cls(lambda name: wheel.read(name).decode() if name in set(names) else None, names, assembled)
+
+    def problem(self, hook: Hook) -> str | None:
+        """As `Hook.problem`."""
+        owner = self.resolve(hook.path)
+        if owner is None:
+            return f"{hook.path} is missing"
+        found = self._member(owner, hook.attribute) if hook.attribute else owner
+        if found is None:
+            return f"{hook.name} is missing"
+        absent = sorted(set(hook.parameters) - self._parameters(found)) if hook.parameters else []
+        if absent:
+            return f"{hook.name} takes no parameter {', '.join(absent)}"
+        absent = sorted({*hook.fields, *hook.assigned} - self._names(found)) if hook.fields or hook.assigned else []
+        return f"{hook.name} has no {', '.join(absent)}" if absent else None
+
+    def resolve(self, path: str) -> Found | None:
+        """The module, or what in a module, that a dotted path names."""
+        parts = path.split(".")
+        for depth in range(len(parts), 0, -1):
+            name = ".".join(parts[:depth])
+            tree = self._module(name)
+            if tree is not None:
+                found: Found | None = Found(name, tree)
+                for part in parts[depth:]:
+                    found = found and self._member(found, part)
+                return found
+        return None
+
+    def _parse(self, name: str) -> ast.Module | None:
+        path = name.replace(".", "/")
+        text = self._read(f"{path}.py") or self._read(f"{path}/__init__.py")
+        return None if text is None else ast.parse(text)
+
+    def _member(self, owner: Found, name: str) -> Found | None:
+        nodes = list(_definitions(owner.node))
+        for node in nodes:
+            if name in _defined(node) and not _is_overload(node):
+                return Found(owner.module, node)
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) in (name, "*"):
+                        path = f"{self._imported(owner.module, node)}.{name if alias.name == '*' else alias.name}"
+                        if path != f"{owner.module}.{name}" and (found := self.resolve(path)) is not None:
+                            return found
+        if isinstance(owner.node, ast.ClassDef):
+            return next((found for base in self._bases(owner) if (found := self._member(base, name))), None)
+        return None
+
+    def _imported(self, importer: str, node: ast.ImportFrom) -> str:
+        """The module that an import statement in another one names."""
+        if not node.level:
+            return node.module or ""
+        is_package = self._read(f"{importer.replace('.', '/')}/__init__.py") is not None
+        parts = importer.split(".")
+        above = parts[: len(parts) - node.level + is_package]
+        return ".".join([*above, node.module] if node.module else above)
+
+    def _bases(self, owner: Found) -> Iterator[Found]:
+        assert isinstance(owner.node, ast.ClassDef)
+        module = self._module(owner.module)
+        assert module is not None
+        for base in owner.node.bases:
+            found = self._member(Found(owner.module, module), ast.unparse(base).split(".")[0].split("[")[0])
+            if found is not None and isinstance(found.node, ast.ClassDef):
+                yield found
+
+    def _parameters(self, found: Found) -> set[str]:
+        if isinstance(found.node, ast.ClassDef):
+            made_by = self._member(found, "__init__")
+            return self._names(found) if made_by is None else self._parameters(made_by)
+        if not isinstance(found.node, Function):
+            return set()
+        arguments = found.node.args
+        return {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+    def _names(self, found: Found) -> set[str]:
+        """What a class has, and what its methods assign to their first argument."""
+        if not isinstance(found.node, ast.ClassDef):
+            return set()
+        names: set[str] = set()
+        for node in _definitions(found.node):
+            names |= _defined(node)
+        for node in ast.walk(found.node):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+        for base in self._bases(found):
+            names |= self._names(base)
+        package = self._assembled.get(f"{found.module}.{found.node.name}", "").replace(".", "/")
+        for file in self._files if package else ():
+            if file.startswith(package) and file.endswith(".py"):
+                module = self._module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+                assert module is not None
+                names |= {n for node in ast.walk(module) if isinstance(node, ast.AnnAssign) for n in _defined(node)}
+        return names
+
+
+def _definitions(node: ast.AST) -> Iterator[ast.AST]:
+    """Statements of a module or class, also those under a condition."""
+    for child in getattr(node, "body", []):
+        yield child
+        if isinstance(child, ast.If | ast.Try | ast.With):
+            yield from _definitions(child)
+            for other in (*getattr(child, "handlers", []), *getattr(child, "orelse", [])):
+                yield other
+                yield from _definitions(other)
+
+
+def _is_overload(node: ast.AST) -> bool:
+    return isinstance(node, Function) and any(ast.unparse(d).endswith("overload") for d in node.decorator_list)
+
+
+def _defined(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.ClassDef | Function):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {
+        name.id for target in targets if target is not None for name in ast.walk(target) if isinstance(name, ast.Name)
+    }
 
 
 def parts(engine: str) -> dict[str, tuple[Hook, ...]]:
@@ -41,10 +194,9 @@ def parts(engine: str) -> dict[str, tuple[Hook, ...]]:
         "V1, full graphs": hooks.GRAPH_HOOKS,
         "graphs of draft passes": hooks.DRAFT_GRAPH_HOOKS,
         "memory for those graphs": hooks.GRAPH_MEMORY_HOOKS,
-        "calibration": hooks.CALIBRATION_HOOKS,
         "V2": hooks.V2_HOOKS,
         "tenants": hooks.TENANT_HOOKS,
-        "recycled logits": hooks.LOGITS_HOOKS + hooks.V2_LOGITS_HOOKS,
+        "recycled logits": hooks.V2_LOGITS_HOOKS,
         "trees": hooks.V2_TREE_HOOKS,
     }
 
@@ -57,10 +209,6 @@ def wheel_of(engine: str, version: str, folder: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
         subprocess.run([*command, package, "-d", str(folder)], check=True)
     return next(folder.glob(pattern))
-
-
-def missing(source: Source, hooks: Iterable[Hook]) -> list[str]:
-    return [problem for hook in hooks if (problem := source.problem(hook)) is not None]
 
 
 def main() -> int:
@@ -76,10 +224,8 @@ def main() -> int:
     failed = False
     for version in given.versions or VERSIONS[given.engine]:
         source = Source.of_wheel(wheel_of(given.engine, version, given.folder), ASSEMBLED)
-        problems = [missing(source, hooks) for hooks in tables.values()]
-        cells = [
-            "; ".join(found).replace("sglang.srt.", "").replace("vllm.v1.", "") or "all there" for found in problems
-        ]
+        problems = ["; ".join(filter(None, map(source.problem, hooks))) for hooks in tables.values()]
+        cells = [found.replace("sglang.srt.", "").replace("vllm.v1.", "") or "all there" for found in problems]
         ran = is_tested(version.removeprefix("cpu=="), tested)
         print(f"| {version.removeprefix('cpu==')} | {' | '.join(cells)} | {'run' if ran else 'not run'} |")
         failed |= ran and any(problems)

@@ -27,10 +27,9 @@ import os
 import statistics
 import sys
 import sysconfig
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.layer_skip_sglang import BASELINE, DRAFTING, TURN, TURNS, engine_in_turns
+from bench.lib.engine import Drafting, Run
 from bench.lib.machine import cores, cpu, rounded, versions
 from bench.lib.results import write_json
-from bench.lib.switch import Call, Turns, calls_in
+from bench.lib.switch import Call, Turns
 
 SOURCES = (
     ("pydoc_data/topics.py", "Which statements of Python does this text describe? Explain the first one."),
@@ -56,7 +55,8 @@ SINKS = 16
 LENGTHS = (1, 2, 4, 6)
 FEWEST_ROUNDS, FEWEST_DRAFTS = 3, 10
 """From how many of a window it is judged: rounds for its times, drafts of a request for what is accepted."""
-Generate = Callable[[list[list[int]], str, int], list[list[int]]]
+TURN = 4
+"""Steps of a turn."""
 
 
 def long_prompts(model: Path, context: int, count: int, documents: int) -> list[list[int]]:
@@ -120,113 +120,89 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
 # -- engines ---------------------------------------------------------------------------------------------------------
 
 
-def sglang(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+def engine_of(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> AbstractContextManager[Any]:
+    """An engine in whose prefix cache prompts stay, so that only the first of each is read."""
     longest, most = max(context for _, context in cells), max(batch for batch, _ in cells)
-    settings = {"FREEDRAFT_WINDOW": args.window, "FREEDRAFT_TREE": "0"}
-    options = {
-        "speculative_num_draft_tokens": args.length + 1,
-        "dtype": args.dtype,
-        "max_running_requests": most,
-        # Prompts stay in the prefix cache, so that only the first of each is read.
-        "max_total_tokens": sum(batch * (context + 512) for batch, context in set(cells)) + 4 * longest,
-        "chunked_prefill_size": 2048,
-        "skip_tokenizer_init": True,
-    }
-    with tempfile.TemporaryDirectory() as name:
-        log = Path(name) / "calls.jsonl"
-        with engine_in_turns(args.model, log, settings, **options) as engine:
-
-            def generate(prompts: list[list[int]], label: str, tokens: int) -> list[list[int]]:
-                sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-                ids = [f"{label}-{i}" for i in range(len(prompts))]
-                return [o["output_ids"] for o in engine.generate(input_ids=prompts, sampling_params=sampling, rid=ids)]
-
-            yield from in_turns(args, cells, generate, lambda: calls_in(log))
-
-
-def vllm(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    from bench.lib.engine import Engine
-    from bench.lib.servers import in_process_environment
-
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB: prompts stay in the prefix cache
-    os.environ.update(in_process_environment())
-    most, longest = max(batch for batch, _ in cells), max(context for _, context in cells)
     speculative = {"method": "layerskip", "num_speculative_tokens": args.length, "window": args.window}
-    engine = Engine(
-        args.model, speculative, max_num_seqs=most, exact=args.dtype == "float32", max_model_len=longest + 512,
-        prefix_caching=True,
-    )  # fmt: skip
-    calls: list[Call] = []
+    exact = args.dtype == "float32"
+    if args.part == "vllm":
+        from bench.lib.engine import Engine
+        from bench.lib.servers import in_process_environment
 
-    def generate(prompts: list[list[int]], label: str, tokens: int) -> list[list[int]]:
-        drafting = Turns(TURN) if label.startswith(TURNS) else label.startswith(DRAFTING)
-        run = engine.generate(prompts, tokens, drafting=drafting)
-        ids = [f"{label}-{i}" for i in range(len(prompts))]
-        calls.extend(replace(call, ids=ids) for call in run.calls if call.batch == len(prompts))
-        return run.tokens
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
+        os.environ.update(in_process_environment())
+        engine = Engine(
+            args.model, speculative, max_num_seqs=most, exact=exact, max_model_len=longest + 512, prefix_caching=True
+        )
+        return nullcontext(engine)
+    from bench.lib.sglang_engine import sglang_engine
 
-    yield from in_turns(args, cells, generate, lambda: calls)
+    total = sum(batch * (context + 512) for batch, context in set(cells)) + 4 * longest
+    room = {"max_running_requests": most, "max_total_tokens": total, "chunked_prefill_size": 2048}
+    return sglang_engine(args.model, speculative, exact=exact, **room)
 
 
-def in_turns(
-    args: argparse.Namespace, cells: Iterable[tuple[int, int]], generate: Generate, calls: Callable[[], Sequence[Call]]
-) -> Iterator[dict[str, Any]]:
+def in_turns(args: argparse.Namespace, cells: Iterable[tuple[int, int]], engine: Any) -> Iterator[dict[str, Any]]:
     """A row for each cell."""
     for batch, context in cells:
-        prompts, known = long_prompts(args.model, context, batch, args.documents), len(calls())
-        plain = generate(prompts, f"{BASELINE}-{batch}-{context}", args.tokens)
-        # The controller learns what steps and passes take, and what is accepted.
-        answers = [generate(prompts, f"{DRAFTING}-{batch}-{context}-{i}", args.tokens) for i in range(args.settle)]
-        began, rounds = time.perf_counter(), 0
-        while rounds < args.rounds or time.perf_counter() < began + args.seconds:
-            answers.append(generate(prompts, f"{TURNS}-{batch}-{context}-{rounds}", args.tokens))
-            rounds += 1
-        steps = [(a, b) for a, b in itertools.pairwise(calls()[known:]) if a.ids == b.ids and a.batch == batch]
-        row = (
-            {"context": context, "batch": batch}
-            | figures(steps, args.length)
-            | {"same": all(a == plain for a in answers)}
-        )
+        prompts = long_prompts(args.model, context, batch, args.documents)
+        runs: list[tuple[bool, Run]] = []  # whether each was in turns
+
+        def generate(drafting: Drafting, prompts: Any = prompts, runs: Any = runs) -> None:
+            runs.append((isinstance(drafting, Turns), engine.generate(prompts, args.tokens, drafting=drafting)))
+
+        generate(False)
+        for _ in range(args.settle):  # the controller learns what steps and passes take, and what is accepted
+            generate(True)
+        began = time.perf_counter()
+        while len(runs) <= args.settle + args.rounds or time.perf_counter() < began + args.seconds:
+            generate(Turns(TURN))
+        answers = [(run[0], [(a, b) for a, b in itertools.pairwise(run[1].calls) if a.batch == b.batch == batch])
+                   for run in runs]  # fmt: skip
+        row = {"context": context, "batch": batch} | figures(answers, args.length)
+        row["same"] = all(run.tokens == runs[0][1].tokens for _, run in runs)
         print(json.dumps(rounded(row)), flush=True)
         yield row
 
 
-def figures(steps: Sequence[tuple[Call, Call]], longest: int) -> dict[str, Any]:
-    """Of full batches. A step runs from the beginning of its draft to that of the next one."""
-    measured = [(call, after) for call, after in steps if call.ids[0].startswith(TURNS)]
-    runs = [list(run) for _, run in itertools.groupby(measured, lambda step: (step[0].on, step[0].ids))]
-    speeds = [sum(sum(b.gained) for _, b in run) / sum(b.began - a.began for a, b in run) for run in runs]
-    ratios = []
-    for i, run in enumerate(runs):
-        beside = [speeds[j] for j in (i - 1, i + 1) if 0 <= j < len(runs) and runs[j][0][0].ids == run[0][0].ids]
-        if run[0][0].on and beside and len(run) >= TURN:
-            ratios.append(speeds[i] / statistics.mean(beside))
+Steps = list[tuple[Call, Call]]
+"""Steps of one run, each as the calls of the drafter before and after it."""
+
+
+def figures(answers: Sequence[tuple[bool, Steps]], longest: int) -> dict[str, Any]:
+    """Of runs in turns (True) and others. A step runs from the beginning of its draft to that of the next one."""
+    ratios, measured = [], [step for in_turns, steps in answers if in_turns for step in steps]
+    for in_turns, steps in answers:
+        turns = [list(turn) for _, turn in itertools.groupby(steps, lambda step: step[0].on)] if in_turns else []
+        speeds = [sum(sum(b.gained) for _, b in turn) / sum(b.began - a.began for a, b in turn) for turn in turns]
+        for i, turn in enumerate(turns):
+            beside = [speeds[j] for j in (i - 1, i + 1) if 0 <= j < len(turns)]
+            if turn[0][0].on and beside and len(turn) >= TURN:
+                ratios.append(speeds[i] / statistics.mean(beside))
     low, ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
     plain = statistics.median(b.began - a.began for a, b in measured if not a.on)
     drafting = [(a, b) for a, b in measured if a.on]
-    share = sum(any(a.drafted) for a, _ in drafting) / len(drafting)
     request_steps = sum(a.batch for a, _ in drafting)
     return {
         "steps": len(drafting),
         "M": sum(sum(b.gained) for _, b in drafting) / request_steps,
         "drafted_per_step": sum(sum(a.drafted) for a, _ in drafting) / request_steps,
-        "drafting_share": share,
+        "drafting_share": sum(any(a.drafted) for a, _ in drafting) / len(drafting),
         "plain_ms": 1e3 * plain,
         "turns": len(ratios),
         "ratio": ratio,
         "ratio_quartiles": [low, high],
-    } | allowed(steps, longest)
+    } | allowed([steps for _, steps in answers], longest)
 
 
-def allowed(steps: Sequence[tuple[Call, Call]], longest: int) -> dict[str, Any]:
+def allowed(answers: Sequence[Steps], longest: int) -> dict[str, Any]:
     """What the times of all rounds of drafts allow, in plain steps of the same answers; see above.
 
     Args:
         longest: most draft tokens.
     """
     rounds = []
-    for _, answer in itertools.groupby(steps, lambda step: step[0].ids):
-        of_answer = list(answer)
+    for of_answer in answers:
         plain = [b.began - a.began for a, b in of_answer if not any(a.drafted)]
         if plain:
             rounds += [(a, b, statistics.median(plain)) for a, b in of_answer if any(a.drafted)]
@@ -282,11 +258,11 @@ def main() -> None:
         cells = [(int(batch), int(context)) for batch, context in (cell.split(":") for cell in args.cells)]
         names = ("window", "dtype", "length", "tokens", "rounds", "seconds", "documents")
         settings = {name: getattr(args, name) for name in names}
-        run = sglang if args.part == "sglang" else vllm
         result: dict[str, Any] = about | versions(args.part) | settings | {"rows": []}
-        for row in run(args, cells):
-            result["rows"].append(row)
-            write_json(args.json, rounded(result))
+        with engine_of(args, cells) as engine:
+            for row in in_turns(args, cells, engine):
+                result["rows"].append(row)
+                write_json(args.json, rounded(result))
 
 
 if __name__ == "__main__":

@@ -39,10 +39,6 @@ def figures() -> str:
         " / ".join(f"{row['ratio']:.2f}" for n in at for row in served if (row["arm"], row["concurrency"]) == (arm, n))
         for arm in ("sssd", "suffix")
     )
-    budget = {row["batch"]: row["ratio"] for row in result("budget-vllm-cpu.json")["rows"]}
-    batches = (1, 4, 16)
-    auto = " / ".join(f"{budget[n]['auto']:.2f}" for n in batches)
-    fixed = " / ".join(f"{max(budget[n]['fixed 4'], budget[n]['fixed 8']):.2f}" for n in batches)
     deep = result("layer-skip-vllm-cpu.json")["deep model, bf16, compiled"]["batch 1"]
     deep_sglang = result("layer-skip-sglang-cpu.json")["batches"][0]
     by_engine = ((deep["ratio"], *deep["ratio_quarters"]), (deep_sglang["ratio"], *deep_sglang["ratio_spread"]))
@@ -57,7 +53,6 @@ def figures() -> str:
         "`make demo-sglang`, trees: the same prompts": demo_sglang,
         f"Spec-Bench over HTTP, {' / '.join(map(str, at))} at a time, `live` and shared by all (`suffix`: "
         f"{suffix})": sssd,
-        f"mixed prompts, `policy: auto`, batch 1 / 4 / 16 (`fixed`, the better of 4 and 8 tokens: {fixed})": auto,
         "`layerskip`, deep synthetic model, bf16 (some answers part at near ties), batch 1, vLLM / SGLang (spread)": (
             " / ".join("{:.2f} ({:.2f}-{:.2f})".format(*three) for three in by_engine)
         ),
@@ -83,8 +78,6 @@ def figures() -> str:
 
 
 def of_sssd() -> Iterator[tuple[float, str]]:
-    for row in result("budget-vllm-cpu.json")["rows"]:
-        yield row["ratio"]["auto"], f"mixed prompts, batch {row['batch']}"
     for row in result("budget-replay.json")["rows"]:
         yield row["ratio"]["auto"], f"replayed traffic, {row['batch']} at a time"
     for row in result("serve-vllm-cpu.json")["rows"]:

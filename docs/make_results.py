@@ -8,9 +8,10 @@ A file without a manifest, or changed since its benchmark wrote it, is refused b
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import report
 from bench.lib.results import checked
+from bench.lib.tables import markdown, pivot, table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path(__file__).with_name("results.md")
@@ -38,176 +40,126 @@ ON_A_GPU = "On a GPU: "
 
 
 class Section(NamedTuple):
-    """A part of the page.
-
-    Attributes:
-        title, text: of it; files: of results, in `bench/results`.
-        body: Markdown from what the files hold, in their order.
-    """
+    """A part of the page: `body` makes Markdown of what the files in `bench/results` hold, in their order."""
 
     title: str
-    files: tuple[str, ...]
-    text: str
+    files: list[str]
     body: Callable[..., str]
 
 
-def calibration(result: Any) -> str:
-    rows = [
-        [name, *(f"{part[key]:,.0f}" for key in ("weights_mb", "before_mb", "more_at_most_mb"))]
-        + [f"{part['seconds'][key]:.0f}" for key in ("scoring", "searching")]
-        for name, part in result["parts"].items()
-    ]
-    agreement, cosine = (result["spearman"][key] for key in ("agreement", "cosine"))
-    searched = result["searched"]
-    return (
-        table(["", "weights MB", "held MB", "more MB", "s to score", "s to search"], rows)
-        + f"\n\nSpearman's rank correlation over {result['sets']} random sets and {result['tokens']} tokens: agreement "
-        f"{agreement:.3f}, cosine {cosine:.3f}. Of the knapsack search's sets of {searched['weights']} sizes "
-        f"{searched['the_same_set']} are the same."
-    )
+SECTIONS: list[Section] = []
+NAMES = {"sssd": "freedraft", "suffix": "ArcticInference suffix decoding", "lookup": "prompt lookup"}
 
 
-def vllm_trees(result: Any) -> str:
-    rows = [
-        [name, f"{arm['tokens_per_step']:.3f}", f"{arm['sglang']['tokens_per_step']:.3f}",
-         f"{arm['same_answers']} and {arm['sglang']['same_answers']} of {result['questions']}"]
-        for name, arm in result["arms"].items()
-    ]  # fmt: skip
-    plain = result["plain_step"]
-    low, high = (plain["us"]["forward"]["more_quarters"][i] for i in (0, 1))
-    return (
-        table(["drafts", "tokens per step, vLLM", "SGLang", "answers as with the first"], rows)
-        + f"\n\nA step without drafts takes the host {plain['us_more_per_step']:.0f} us more than with the stock "
-        f"attention backend, eager, {plain['layers']} layers ({low:.1f} to {high:.1f} us for each)."
-    )
+def section(title: str, files: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """The function makes the section with this title of these files; its docstring is the text above."""
+
+    def add(body: Callable[..., str]) -> Callable[..., str]:
+        SECTIONS.append(Section(title, files.split(), body))
+        return body
+
+    return add
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+def spread(value: str, bounds: str) -> str:
+    """The format of a value with its bounds in brackets."""
+    return f"{value} ({{{bounds}[0]:.2f}}-{{{bounds}[1]:.2f}})"
 
 
+@section("Over HTTP, on the demo's prompts", "demo-vllm-cpu.json demo-sglang-cpu.json")
 def demo(vllm: Any, sglang: Any) -> str:
-    rows = [
-        [name, r["kind"], f"{r['plain_tps']:.1f}", f"{r['sssd_tps']:.1f}",
-         f"**{r['ratio']:.2f}** ({r['ratio_min']:.2f}-{r['ratio_max']:.2f})", f"{r['tokens_per_step']:.2f}",
-         "yes" if r["identical"] else "no"]
-        for name, result in (("vLLM", vllm), ("SGLang", sglang)) for r in result["rows"]
-    ]  # fmt: skip
+    """SmolLM2-135M-Instruct, fp32, eager, one request at a time, prefill included; two servers, prompts alternating
+    between them; datastore of Python's library, 2.4 M tokens, built in seconds. vLLM verifies chains, SGLang trees.
+    Ratios depend on the state of the machine."""
     return table(
-        ["engine", "prompts", "plain tok/s", "sssd tok/s", "ratio (repeats)", "tokens per step", "identical"], rows
+        (row | {"engine": name} for name, result in (("vLLM", vllm), ("SGLang", sglang)) for row in result["rows"]),
+        "engine={engine} | prompts={kind} | plain tok/s={plain_tps:.1f} | sssd tok/s={sssd_tps:.1f} | "
+        "ratio (repeats)=**{ratio:.2f}** ({ratio_min:.2f}-{ratio_max:.2f}) | "
+        "tokens per step={tokens_per_step:.2f} | identical={identical!y}",
     )
 
 
+@section("Over HTTP, against plain decoding and vLLM's own drafters", "serve-vllm-cpu.json serve-vllm-cpu-noise.json")
 def serve(result: Any, noise: Any) -> str:
+    """Questions of Spec-Bench, as many of each group; `sssd` starts with an empty datastore and learns from what it
+    answers; `suffix` (ArcticInference) runs with the settings of vLLM's documentation. Throughput over plain with
+    95 % intervals over blocks of questions (none where a group is one block), prefill included.
+
+    ![Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)"""
+    whole = [r for r in result["rows"] if r["group"] == "all"]
+    at = sorted({r["concurrency"] for r in whole})
     again = [r for r in noise["rows"] if r["arm"] == "again" and r["group"] == "all"]
-    said = ", ".join(f"{r['ratio']:.2f} at {r['concurrency']} at a time" for r in again)
     over = []
-    for r in result["rows"]:
-        if r["arm"] == "suffix" and r["group"] == "all":
+    for r in whole:
+        if r["arm"] == "suffix":
             ratio, low, high = (1 / value for value in (r["over"]["sssd"][i] for i in (0, 2, 1)))
             over.append(f"{ratio:.2f} ({low:.2f}-{high:.2f}) at {r['concurrency']}")
-    alone = [b for b in result["blocks"] if b["arm"] == "plain" and b["repeat"] == 0]
-    questions = {n: sum(len(b["tokens"]) for b in alone if b["concurrency"] == n) for n in at_a_time(result)}
-    asked = ", ".join(f"{count} at {n}" for n, count in questions.items())
-    return (
-        f"Questions: {asked} at a time; answers of {result['settings']['max_tokens']} tokens. {by_pass(result)}\n\n"
-        f"{report.markdown(result)}\n\n`sssd` over `suffix`, all questions: {', '.join(over)} at a time. A second "
-        f"plain server, measured the same way, over the first: {said}."
-    )
-
-
-def at_a_time(result: Any) -> list[int]:
-    return sorted({r["concurrency"] for r in result["rows"]})
-
-
-def by_pass(result: Any) -> str:
-    """How far passes over the same questions differ."""
-    passes = {
-        (r["arm"], r["concurrency"]): r["tokens_per_second_by_pass"] for r in result["rows"] if r["group"] == "all"
-    }
-    said = [
-        " and ".join(f"{a / b:.2f}" for a, b in zip(passes["sssd", n], passes["plain", n], strict=True)) + f" at {n}"
-        for n in at_a_time(result)
+    first = [b for b in result["blocks"] if b["arm"] == "plain" and b["repeat"] == 0]
+    asked = [f"{sum(len(b['tokens']) for b in first if b['concurrency'] == n)} at {n}" for n in at]
+    rates = {(r["arm"], r["concurrency"]): r["tokens_per_second_by_pass"] for r in whole}
+    passes = [
+        " and ".join(f"{a / b:.2f}" for a, b in zip(rates["sssd", n], rates["plain", n], strict=True)) + f" at {n}"
+        for n in at
     ]
-    return f"`sssd` over plain in each pass: {', '.join(said)} at a time."
-
-
-def budget(result: Any) -> str:
-    arms = list(result["rows"][0]["ratio"])
-    rows = [
-        [r["batch"], *(f"{r['ratio'][arm]:.2f}" for arm in arms), "{:.2f}-{:.2f}".format(*r["spread"]["auto"]),
-         "yes" if r["identical"] else "no"]
-        for r in result["rows"]
-    ]  # fmt: skip
-    return table(["batch", *arms, "spread of auto", "identical"], rows) + (
-        f"\n\nAnswers of {result['tokens']} tokens, {result['rounds']} passes. "
-        f"The controller takes {result['controller_us']:.0f} us per step at batch 32."
-        "\n\n![Throughput by batch](../bench/results/budget-vllm-cpu.png)"
+    return (
+        f"Questions: {', '.join(asked)} at a time; answers of {result['settings']['max_tokens']} tokens. `sssd` over "
+        f"plain in each pass: {', '.join(passes)} at a time.\n\n{report.markdown(result)}\n\n`sssd` over `suffix`, "
+        f"all questions: {', '.join(over)} at a time. A second plain server, measured the same way, over the first: "
+        f"{', '.join('{:.2f} at {} at a time'.format(r['ratio'], r['concurrency']) for r in again)}."
     )
 
 
+@section("How much is drafted, on machines whose step times are known", "budget-replay.json")
 def budget_replay(result: Any) -> str:
+    """Answers of Llama-3.1-8B replayed, chains; step times with 8 % noise that the policies do not know; drafting time
+    included. `cpu`: these two cores with SmolLM2; `h200`: the roofline of an 8B model."""
     arms = [arm for arm in result["rows"][0]["ratio"] if arm != "plain"]
-    rows = [[r["machine"], r["batch"], *(f"{r['ratio'][arm]:.2f}" for arm in arms)] for r in result["rows"]]
-    return table(["machine", "batch", *arms], rows)
+    return table(result["rows"], "machine={machine} | batch={batch}", *(f"{arm}={{ratio[{arm}]:.2f}}" for arm in arms))
 
 
+@section("Draft quality, by replay", "replay.json")
 def replay(rows: Any) -> str:
-    names = {"sssd": "freedraft", "suffix": "ArcticInference suffix decoding", "lookup": "prompt lookup"}
-    budgets = sorted({r["budget"] for r in rows})
-    lines: dict[tuple[str, str], dict[int, str]] = {}
+    """Recorded answers, scorer weights trained on the other trace. Deterministic."""
     for r in rows:
-        name = names[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "")
-        name += f", {r['shape']}" + (", no store" if r["drafter"] == "sssd" and not r["store_tokens"] else "")
-        trace = r["trace"].removeprefix("replay_").removesuffix(".jsonl")
-        lines.setdefault((trace, name), {})[r["budget"]] = f"{r['tokens_per_step']:.3f}"
-    body = [[*key, *(cells.get(b, "") for b in budgets)] for key, cells in lines.items()]
-    return table(["answers of", "tokens per step, by nodes", *budgets], body)
+        r["name"] = NAMES[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "") + f", {r['shape']}"
+        r["name"] += ", no store" if r["drafter"] == "sssd" and not r["store_tokens"] else ""
+        r["trace"] = r["trace"].removeprefix("replay_").removesuffix(".jsonl")
+    return pivot(rows, "answers of={trace} | tokens per step, by nodes={name}", "budget", "{tokens_per_step:.3f}")
 
 
+@section("Long copies and edits", "long-copies.json")
 def long_copies(rows: Any) -> str:
-    names = {"sssd": "freedraft", "paper": "freedraft, `paper`", "suffix": "ArcticInference suffix decoding"}
-    contexts = sorted({r["context"] for r in rows})
-    lines: dict[tuple[str, str, str], dict[int, str]] = {}
-    for r in rows:
-        key = (r["kind"], r["shape"], names[r["drafter"]])
-        lines.setdefault(key, {})[r["context"]] = f"{r['tokens_per_step']:.1f}"
-    body = [[*key, *(cells[c] for c in contexts)] for key, cells in sorted(lines.items())]
-    return table(["text", "draft", "drafter", *(f"{c // 1000} k" for c in contexts)], body)
+    """600 tokens copied from a prompt, with 5 % of them replaced, inserted or deleted; no datastore; at most 16 tokens
+    per step; tokens per step by tokens of context."""
+    names = NAMES | {"paper": "freedraft, `paper`"}
+    rows = [r | {"drafter": names[r["drafter"]], "thousands": r["context"] // 1000} for r in rows]
+    rows.sort(key=lambda r: (r["kind"], r["shape"], r["drafter"]))
+    form = "text={kind} | draft={shape} | drafter={drafter}"
+    return pivot(rows, form, "thousands", "{tokens_per_step:.1f}", "{} k")
 
 
-def recycle(*results: Any) -> str:
-    rows = []
-    for result in results:
-        for r in result["rows"]:
-            for arm, over in (r.get("over") or {"on": r}).items():
-                low, high = over["speed_quarters"]
-                at_once = r.get("at_once", 1)
-                rows.append(
-                    [result.get("engine", "sglang"), r["nodes"], at_once, arm, f"{r['tokens_per_step']['off']:.2f}",
-                     f"{r['tokens_per_step'][arm]:.2f} ({over['gain']:+.1%})", f"{over['step_seconds']:.2f}",
-                     f"{over['speed']:.2f} ({low:.2f}-{high:.2f})"]
-                )  # fmt: skip
-    head = ["engine", "nodes", "at a time", "`recycle`", "tokens per step without", "with", "a step takes"]
-    head += ["speed (quarters)"]
-    return table(head, rows)
-
-
+@section("Trees through vLLM", "vllm-trees.json")
 def trees(result: Any) -> str:
-    rows = [
-        [r["questions"], " and ".join(r["corpus"]) or "none", r["nodes"], f"{r['chain']:.2f}", f"{r['tree']:.2f}",
-         f"{r['gain']:+.1%}", "yes" if r["same answers"] else "no"]
-        for r in result["runs"]
-    ]  # fmt: skip
-    return table(["questions", "datastore", "nodes", "chain", "tree", "gain", "identical"], rows)
+    """Model runner V2 in Triton's interpreter with vLLM's Triton attention backend, where PyTorch computes what the
+    kernels of attention and verification do, and the same through SGLang's CPU platform; fp32, greedy; 20 prompts
+    from Spec-Bench of at most 120 tokens, four at a time, 48 tokens each; nothing learnt from answers, policy
+    `fixed`, `num_speculative_tokens` as said."""
+    rows = ({"drafts": name, "questions": result["questions"]} | arm for name, arm in result["arms"].items())
+    return table(
+        rows,
+        "drafts={drafts} | tokens per step, vLLM={tokens_per_step:.3f} | SGLang={sglang[tokens_per_step]:.3f} | "
+        "answers as with the first={same_answers} and {sglang[same_answers]} of {questions}",
+    )
 
 
+@section("What drafting costs", "drafter.json")
 def drafter(result: Any) -> str:
-    times, prompt, build = result["draft_us_per_call"], result["prompt"], result["store_build"]
-    rows = [[name, *(f"{t[key]:,.0f}" for key in ("median", "p5", "p95"))] for name, t in times.items()]
+    """Batches on two threads."""
+    times = ({"name": name} | t for name, t in result["draft_us_per_call"].items())
+    prompt, build = result["prompt"], result["store_build"]
+    form = "microseconds per draft={name} | median={median:,.0f} | 5 %={p5:,.0f} | 95 %={p95:,.0f}"
     indexing = "; ".join(f"{float(v['ns_per_token']):.0f} ns at {int(n):,} tokens" for n, v in prompt.items())
-    return table(["microseconds per draft", "median", "5 %", "95 %"], rows) + (
+    return table(times, form) + (
         f"\n\nIndexing a prompt takes, per token, {indexing}; an accepted token at most "
         f"{max(result['append_us_per_token'].values()):.1f} us. A context holds "
         f"{min(v['bytes_per_token'] for v in prompt.values()):.1f} bytes per token, a store "
@@ -216,7 +168,35 @@ def drafter(result: Any) -> str:
     )
 
 
+@section("What sssd adds to a step of vLLM's model runner V2", "v2-host-time.json")
+def host_time(result: Any) -> str:
+    """In Triton's interpreter, where kernels take far longer than on a GPU."""
+    rows = result["rows"]
+    for r in rows:
+        r["us"] = {name: us["p50"] if isinstance(us, dict) else us for name, us in r["us"].items()}
+    form = (
+        "batch={batch} | steps drafted for={drafted} of {steps} | waits={waits} | "
+        "us per step, all of it={us[propose]:,.0f} | of which drafting={?us[draft]:,.0f} | "
+        "choosing lengths={?us[decide]:,.0f}"
+    )
+    return table(rows, form)
+
+
+@section("What a step takes on the host of SGLang", "sglang-host-time.json")
+def sglang_host_time(result: Any) -> str:
+    """Microseconds of a decoding step with drafts, medians and quartiles, with the drafter's thread
+    (`draft_timeout_ms: 20`) and without; `drafting`: how long SGLang's own thread waits for drafts."""
+    names = {"outside the forward pass": "host", "drafting": "draft", "method": "method", "lookup": "lookup"}
+    names["forward pass"] = "forward"
+    forms = (
+        f"{title}={{us[{n}][p50]:,.0f}} ({{us[{n}][p25]:,.0f}}-{{us[{n}][p75]:,.0f}})" for title, n in names.items()
+    )
+    return table(result["rows"], "arm={arm} | batch={batch}", *forms)
+
+
+@section("A datastore that learns", "live-datastore.json")
 def live(result: Any) -> str:
+    """Answers of Llama-3.1-8B, 16 nodes."""
     update, rebuild, cold = (result[key] for key in ("update", "rebuild", "cold_start"))
     visible, paced = (
         ", ".join(
@@ -249,208 +229,157 @@ def live(result: Any) -> str:
     e = result["engine"]
     found = f"{e['documents_with_wrong_data']} wrong documents, "
     found += f"{e['answers_that_differ_from_plain']} of {e['answers']} answers other than plain's"
-    return table(["", ""], [*rows, [f"kill -9 of vLLM's server while it answers, {e['kills']} times", found]])
+    return markdown(["", ""], [*rows, [f"kill -9 of vLLM's server while it answers, {e['kills']} times", found]])
 
 
-def stores(result: Any) -> str:
-    rows = [
-        [r["name"], f"{r['store_tokens']:,}", f"{r['build_us_per_token']:.2f}", f"{r['peak_bytes_per_token']:.1f}",
-         f"{r['disk_bytes_per_token']:.1f}", f"{1e3 * r['open_seconds']:.0f}"]
-        for r in result["rows"]
-    ]  # fmt: skip
-    large = result["large"]
-    return table(["text", "tokens", "us per token", "peak bytes per token", "bytes on disk", "ms to open"], rows) + (
-        f"\n\n`{large['command']}` built {large['store_tokens']:,} tokens in {large['seconds_of_both_runs']:.0f} s, "
-        f"tokenising included, killed halfway and resumed, at a peak of {large['peak_memory']}."
+@section("Servers that learn from each other", "exchange.json exchange-kills.json")
+def exchange(result: Any, kills: Any) -> str:
+    """Two servers and an S3 bucket, over HTTP: tokens per step of the same question. One server answers it, then the
+    other one; then the tenant is forgotten, and both answer it again."""
+    rows = [r | {"engine": name} for name, r in result.items()]
+    for r in rows:
+        r["strangers"], r["again"] = max(*r["before"].values(), *r["after"].values()), max(r["forgotten"])
+    crashes = [kills[f"kills_while_{name}"] | {"name": name} for name in ("learning", "forgetting", "exchanging")]
+    for c in crashes:
+        c["times"] = c["kills"] - c["ended_before_the_kill"]
+        back = c.get("erasures_that_came_back", 0) + c.get("erasures_that_left_copies", 0)
+        c["back"] = "-" if c["name"] == "learning" else back
+    form = (
+        "engine={engine} | first answer={first_answer:.2f} | the other server's=**{other_server:.2f}** | "
+        "after={wait_seconds:.0f} s | other tenants, at most={strangers:.2f} | once it is forgotten={again:.2f}"
+    )
+    of_kills = (
+        "kill -9 while={name}, {times} times | wrong or missing text={restarts_with_wrong_data} | "
+        "erasures that came back or left copies={back} | oldest loss={oldest_lost_ms:.0f} ms"
+    )
+    return (
+        f"{table(rows, form)}\n\nKills, at the URL of a folder, of a process that looks and publishes every "
+        f"{kills['period_seconds']} s (2 s by default):\n\n{table(crashes, of_kills)}"
     )
 
 
+@section("Building datastores", "datastore.json")
+def stores(result: Any) -> str:
+    rows = [r | {"open_ms": 1e3 * r["open_seconds"]} for r in result["rows"]]
+    form = (
+        "text={name} | tokens={store_tokens:,} | us per token={build_us_per_token:.2f} | "
+        "peak bytes per token={peak_bytes_per_token:.1f} | bytes on disk={disk_bytes_per_token:.1f} | "
+        "ms to open={open_ms:.0f}"
+    )  # fmt: skip
+    said = (
+        "`{command}` built {store_tokens:,} tokens in {seconds_of_both_runs:.0f} s, tokenising included, killed "
+        "halfway and resumed, at a peak of {peak_memory}."
+    )
+    return f"{table(rows, form)}\n\n{said.format(**result['large'])}"
+
+
+@section("Stores that were tampered with", "fuzz-datastore.json")
 def fuzz(result: Any) -> str:
     kinds: dict[str, dict[str, int]] = {}
     for name, count in result["ended"].items():
         kind, how = name.split()
         kinds.setdefault(kind, {})[how] = count
     rows = [[kind, c.get("refused", 0), c.get("harmless", 0)] for kind, c in kinds.items()]
+    head = ["what was changed", "refused in one line", "harmless"]
+    return markdown(head, [*rows, ["wrong or crashed", len(result["wrong"]), ""]])
+
+
+@section("Layer skipping on vLLM", "layer-skip-vllm-cpu.json")
+def layer_skip(result: Any) -> str:
+    """bf16, compiled, lookahead `cost`. The deep model is a synthetic one, half of whose sublayers can be skipped; the
+    demo model cannot spare layers, and drafting stops by itself."""
+    rows, said = [], []
+    for model, cells in result.items():
+        name = model.partition(",")[0].replace("_", " ")
+        if "fp32" in model:
+            same = "all answers are those of plain decoding" if cells["token_identical"] else "answers differ"
+            said.append(f"{name}: {cells['acceptance']:.1%} of draft tokens accepted one by one, {same}")
+        elif isinstance(cells, dict):
+            cells = {"four skip sets, batch 4": cells} if model == "mixed_sets" else cells
+            rows += [{"share_of_formula": None, "M": None, "name": name, "cell": cell} | r for cell, r in cells.items()]
+    for r in rows:
+        r["share"] = "-" if r["share_of_formula"] is None else f"{r['share_of_formula']:.0%}"
+        r["drafts"] = ["-"] * 3 if r["M"] is None else [f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}"]
+    form = "model={name} | ={cell} | tokens per step={drafts[0]} | accepted={drafts[1]} | cost of a pass={drafts[2]}"
+    ratio = f"over plain (quarters)={spread('**{ratio:.2f}**', 'ratio_quarters')}"
+    return f"{table(rows, form, ratio, 'of the formula={share}')}\n\nIn fp32, eager: {'; '.join(said)}."
+
+
+@section("Layer skipping on SGLang", "layer-skip-sglang-cpu.json")
+def layer_skip_sglang(result: Any) -> str:
+    """The deep model, bf16."""
+    cells = {f"batch {b['batch']}": b for b in result["batches"]} | {"four skip sets, batch 4": result["mixed_sets"]}
     return table(
-        ["what was changed", "refused in one line", "harmless"], [*rows, ["wrong or crashed", len(result["wrong"]), ""]]
+        (r | {"name": name} for name, r in cells.items()),
+        "={name} | tokens per step={M:.2f} | accepted={alpha:.3f} | cost of a pass={c:.2f} | "
+        "of a verification={verify:.2f} | "
+        f"over plain (spread)={spread('**{ratio:.2f}**', 'ratio_spread')}",
     )
 
 
-def layer_skip(result: Any) -> str:
-    rows, said = [], []
-    for model, batches in result.items():
-        name = model.partition(",")[0].replace("_", " ")
-        if "fp32" in model:
-            same = "all answers are those of plain decoding" if batches["token_identical"] else "answers differ"
-            said.append(f"{name}: {batches['acceptance']:.1%} of draft tokens accepted one by one, {same}")
-        elif isinstance(batches, dict):
-            cells = {"four skip sets, batch 4": batches} if model == "mixed_sets" else batches
-            for cell, r in cells.items():
-                drafts = ["-"] * 3
-                if "M" in r:
-                    drafts = [f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}"]
-                low, high = r["ratio_quarters"]
-                share = f"{r['share_of_formula']:.0%}" if "share_of_formula" in r else "-"
-                rows.append([name, cell, *drafts, f"**{r['ratio']:.2f}** ({low:.2f}-{high:.2f})", share])
-    head = ["model", "", "tokens per step", "accepted", "cost of a pass", "over plain (quarters)", "of the formula"]
-    return table(head, rows) + f"\n\nIn fp32, eager: {'; '.join(said)}."
+@section("Windows", "windowed-acceptance.json")
+def windowed(result: Any) -> str:
+    """How often a pass of all layers over 16 sinks and the newest tokens says what the model says: answers of 96
+    tokens to questions about long documents, fp32, without an engine."""
+    rows = [r | {"least": min(r["by_document"]), "most": max(r["by_document"])} for r in result["rows"]]
+    form = "context={context:,} | window={window:,} | next token (by document)={next 1:.2f} ({least:.2f}-{most:.2f})"
+    return table(rows, form, *(f"next {n}={{next {n}:.2f}}" for n in (2, 4, 6)))
 
 
-def layer_skip_sglang(result: Any) -> str:
-    cells = {f"batch {b['batch']}": b for b in result["batches"]} | {"four skip sets, batch 4": result["mixed_sets"]}
-    rows = [
-        [name, f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}", f"{r['verify']:.2f}",
-         "**{:.2f}** ({:.2f}-{:.2f})".format(r["ratio"], *r["ratio_spread"])]
-        for name, r in cells.items()
-    ]  # fmt: skip
-    head = ["", "tokens per step", "accepted", "cost of a pass", "of a verification", "over plain (spread)"]
-    return table(head, rows)
-
-
-def composed(result: Any) -> str:
-    rows = []
-    for model in ("demo model", "deep model"):
-        for kind, by_arm in result[model].items():
-            arms = [by_arm[arm] for arm in ("sssd", "layerskip", "both")]
-            cells = ["{:.2f} ({:.2f}-{:.2f})".format(arm["ratio"], *arm["quarters"]) for arm in arms]
-            rows.append([model, kind, *cells])
-    return table(["model", "prompts", "`sssd`", "`layerskip`", "`freedraft`"], rows)
-
-
-def lookahead(result: Any) -> str:
-    costs = sorted({r["c"] for r in result["rows"]})
-    lines: dict[str, dict[float, str]] = {}
-    f1 = {}
-    for r in result["rows"]:
-        lines.setdefault(r["policy"], {})[r["c"]] = f"{r['tokens_per_time']:.2f}"
-        f1[r["policy"]] = f"{r['f1']:.3f}"
-    rows = [
-        [policy, "" if policy == "cost" else f1[policy], *(cells[c] for c in costs)] for policy, cells in lines.items()
-    ]
-    return table(["policy", 'F1 of "go on"', *(f"c = {c:.2f}" for c in costs)], rows)
-
-
-def selection(result: Any, *_: Any) -> str:
-    """The streams; docs/layerskip.md tells of the agreement."""
-    rows = [
-        [model, f"{r['mix']:.1f}", r["selection"], f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}",
-         f"{r['expected_speed']:.2f}"]
-        for model in result
-        for r in result[model]["stream"]["rows"]
-    ]  # fmt: skip
-    head = ["model", "share of shuffled prompts", "selection", "tokens per round", "accepted", "cost of a pass"]
-    return table([*head, "expected speed"], rows)
-
-
-def skipped_by_context(result: Any) -> str:
-    parts = []
-    for model in result:
-        found = result[model]["context"]
-        rows = []
-        for r in found["rows"]:
-            best, saving = (
-                f"{one['attention_skipped']} attention, {one['mlp_skipped']} MLP" for one in (r, r["a_fifth_saved"])
-            )
-            rows.append(
-                [model, f"{r['context']:,}", f"{r['attention_ms']:.2f}", f"{r['mlp_ms']:.2f}", best,
-                 f"{r['draft_length']}{', OFF' if r['off'] else ''}", f"{r['predicted']:.1f}", f"{r['measured']:.1f}",
-                 f"{r['plain']:.1f}", saving]
-            )  # fmt: skip
-        head = ["model", "context", "attention, ms", "MLP, ms", "best set skips", "draft length"]
-        head += ["predicted, tokens/s", "timed", "plain", "skipped to save a fifth of the time"]
-        parts.append(
-            f"{table(head, rows)}\n\nCorrelation of predicted and timed rates: {found['correlation']:.2f} over the "
-            f"best sets, {found['correlation_of_all']:.2f} over {len(found['points'])} sets and lengths."
-        )
-    return "\n\n".join(parts)
-
-
+@section("Windows in the engines", "windowed-vllm-cpu.json windowed-vllm-cpu-bf16.json windowed-sglang-cpu.json")
 def windowed_speed(*results: Any) -> str:
+    """`window: auto` over plain decoding, in turns of four steps within the same requests, on vLLM's CPU build (V1)
+    and SGLang's CPU platform: questions about long documents. Beside it what the measured times allow: the best of
+    all draft lengths and windows, drafting nothing among them."""
     rows = []
     for result in results:
         engine = f"{'SGLang' if 'sglang' in result else 'vLLM'}, {result['dtype']}"
         for r in result["rows"]:
-            drafts = [f"{r['c']:.2f}", f"{r['verify'][0]:.2f}" if r["verify"] else "-", f"{r['alpha']:.2f}"]
-            rows.append(
-                [engine, r["batch"], f"{r['context']:,}", f"{r['plain_ms']:.0f}",
-                 *(drafts if r["alpha"] else ["-"] * 3), f"{r['drafting_share']:.0%}",
-                 "{:.2f} ({:.2f}-{:.2f})".format(r["ratio"], *r["ratio_quartiles"]), r["turns"], f"{r['allowed']:.2f}",
-                 "yes" if r["same"] else "no"]
-            )  # fmt: skip
-    head = ["engine", "batch", "context", "plain step, ms", "draft pass, plain steps"]
-    head += ["verification of a draft token each"]
-    head += ["next token accepted", "steps drafted for", "over plain (quartiles)", "turns", "allowed by the times"]
-    head += ["identical"]
-    return table(head, rows)
-
-
-def windowed(result: Any) -> str:
-    rows = [
-        [f"{r['context']:,}", f"{r['window']:,}",
-         f"{r['next 1']:.2f} ({min(r['by_document']):.2f}-{max(r['by_document']):.2f})",
-         *(f"{r[f'next {n}']:.2f}" for n in (2, 4, 6))]
-        for r in result["rows"]
-    ]  # fmt: skip
-    return table(["context", "window", "next token (by document)", "next 2", "next 4", "next 6"], rows)
-
-
-def exchange(result: Any, kills: Any) -> str:
-    rows = []
-    for name, r in result.items():
-        strangers = max(*r["before"].values(), *r["after"].values())
-        rows.append(
-            [name, f"{r['first_answer']:.2f}", f"**{r['other_server']:.2f}**", f"{r['wait_seconds']:.0f} s",
-             f"{strangers:.2f}", f"{max(r['forgotten']):.2f}"]
-        )  # fmt: skip
-    head = ["engine", "first answer", "the other server's", "after", "other tenants, at most", "once it is forgotten"]
-    crashes = []
-    for name in ("learning", "forgetting", "exchanging"):
-        c = kills[f"kills_while_{name}"]
-        back = c.get("erasures_that_came_back", 0) + c.get("erasures_that_left_copies", 0)
-        crashes.append(
-            [f"{name}, {c['kills'] - c['ended_before_the_kill']} times", c["restarts_with_wrong_data"],
-             "-" if name == "learning" else back, f"{c['oldest_lost_ms'] / 1e3:.2f} s"]
-        )  # fmt: skip
-    crash_head = ["kill -9 while", "wrong or missing text", "erasures that came back or left copies", "oldest loss"]
-    return (
-        f"{table(head, rows)}\n\nKills, at the URL of a folder, of a process that looks and publishes every "
-        f"{kills['period_seconds']} s (2 s by default):\n\n{table(crash_head, crashes)}"
+            verify = f"{r['verify'][0]:.2f}" if r["verify"] else "-"
+            drafts = [f"{r['c']:.2f}", verify, f"{r['alpha']:.2f}"] if r["alpha"] else ["-"] * 3
+            rows.append(r | {"engine": engine, "drafts": drafts})
+    return table(
+        rows,
+        "engine={engine} | batch={batch} | context={context:,} | plain step, ms={plain_ms:.0f} | "
+        "draft pass, plain steps={drafts[0]} | verification of a draft token each={drafts[1]} | "
+        "next token accepted={drafts[2]} | steps drafted for={drafting_share:.0%} | "
+        "over plain (quartiles)={ratio:.2f} ({ratio_quartiles[0]:.2f}-{ratio_quartiles[1]:.2f}) | turns={turns} | "
+        "allowed by the times={allowed:.2f} | identical={same!y}",
     )
 
 
-def host_time(result: Any) -> str:
-    rows = [
-        [r["batch"], f"{r['drafted']} of {r['steps']}", r["waits"],
-         *(f"{r['us'].get(name, 0):,.0f}" for name in ("propose", "draft", "decide"))]
-        for r in result["rows"]
-    ]  # fmt: skip
-    head = ["batch", "steps drafted for", "waits", "us per step, all of it", "of which drafting", "choosing lengths"]
-    return table(head, rows)
+@section("Both together", "composed-vllm-cpu.json")
+def composed(result: Any) -> str:
+    """Over plain, quarters in brackets; vLLM, bf16."""
+    names = {"sssd": "sssd", "layerskip": "layerskip", "both": "freedraft"}
+    ratios = [f"`{name}`={spread(f'{{{arm}[ratio]:.2f}}', f'{arm}[quarters]')}" for arm, name in names.items()]
+    models = ("demo model", "deep model")
+    rows = ({"model": model, "kind": kind} | arms for model in models for kind, arms in result[model].items())
+    return table(rows, "model={model} | prompts={kind}", *ratios)
 
 
-def sglang_host_time(result: Any) -> str:
-    names = ("host", "draft", "method", "lookup", "forward")
-    rows = [
-        [r["arm"], r["batch"], *("{p50:,.0f} ({p25:,.0f}-{p75:,.0f})".format(**r["us"][name]) for name in names)]
-        for r in result["rows"]
-    ]
-    return table(["arm", "batch", "outside the forward pass", "drafting", "method", "lookup", "forward pass"], rows)
+@section("How far to draft", "lookahead.json")
+def lookahead(result: Any) -> str:
+    """Recorded drafts of SmolLM2 with 12 of 60 sublayers skipped, held-out answers; tokens per time in units of plain
+    decoding, for draft passes that cost c of a whole one."""
+    f1 = {r["policy"]: f"{r['f1']:.3f}" for r in result["rows"]} | {"cost": ""}
+    rows = [r | {"f1": f1[r["policy"]]} for r in result["rows"]]
+    return pivot(rows, 'policy={policy} | F1 of "go on"={f1}', "c", "{tokens_per_time:.2f}", "c = {:.2f}")
 
 
-def sampling(result: Any) -> str:
-    names = {"visited": "ours", "sorted": "a sort of every node's vocabulary"}
-    rows = [
-        [names[arm], f"{a['median_s']:.2f} ({min(a['seconds']):.2f}-{max(a['seconds']):.2f})",
-         f"{a['bytes'] / 2**20:,.0f}"]
-        for arm, a in result["arms"].items()
-    ]  # fmt: skip
-    batch, nodes, vocab = result["shape"]
-    said = f"{batch} requests of {nodes} nodes, {vocab:,} ids, top-k {result['top_k']}, top-p {result['top_p']}; "
-    said += f"the largest difference of a probability is {result['difference']:.0e}."
-    return table(["", "seconds (range)", "MiB beside the logits"], rows) + "\n\n" + said
+@section("Which layers, on streams of prompts", "selection-streams.json")
+def selection(result: Any) -> str:
+    """Expected speed over plain from measured acceptance and pass times."""
+    return table(
+        (r | {"model": model} for model in result for r in result[model]["stream"]["rows"]),
+        "model={model} | share of shuffled prompts={mix:.1f} | selection={selection} | tokens per round={M:.2f} | "
+        "accepted={alpha:.3f} | cost of a pass={c:.2f} | expected speed={expected_speed:.2f}",
+    )
 
 
+@section(f"{ON_A_GPU}vLLM", "serve-vllm.json")
 def gpu_serve(result: Any) -> str:
+    """Throughput over plain vLLM with 95 % intervals over blocks of questions, prefill included, by `bench/gpu.sh`."""
     said = (report.conditions(result), report.near_the_best(result), report.below_plain(result))
     own = {tuple(arm["versions"].items()) for arm in result["settings"]["arms"].values() if "versions" in arm}
     apart = [
@@ -460,28 +389,36 @@ def gpu_serve(result: Any) -> str:
     return "\n\n".join([report.markdown(result), " ".join(part for part in (*said, *apart) if part)])
 
 
+@section(f"{ON_A_GPU}SGLang", "serve-sglang.json")
+def gpu_serve_sglang(result: Any) -> str:
+    """The same over plain SGLang."""
+    return gpu_serve(result)
+
+
+@section(f"{ON_A_GPU}kernels", "kernels.json")
 def gpu_kernels(result: Any) -> str:
-    rows = [
-        [r["kernel"], r["shape"], {True: "yes", False: "**no**", None: "-"}[r["equal"]], f"{r['bytes'] / 1e6:,.1f}",
-         *([f"{r['triton_us']:,.0f}", f"{r['reference_us'] / r['triton_us']:.1f}", f"{r['share_of_copy']:.0%}"]
-           if r["triton_us"] else ["-"] * 3)]
-        for r in result["rows"]
-    ]  # fmt: skip
-    head = ["kernel", "requests x nodes", "as its reference", "MB that it must move", "us", "times faster"]
+    """Each Triton kernel against its reference in PyTorch, and against the bytes that it must move at least."""
+    rows = result["rows"]
+    for r in rows:
+        r["said"], r["MB"], us = {True: "yes", False: "**no**", None: "-"}[r["equal"]], r["bytes"] / 1e6, r["triton_us"]
+        times = (f"{us:,.0f}", f"{r['reference_us'] / us:.1f}", f"{r['share_of_copy']:.0%}") if us else "---"
+        r["us"], r["times"], r["share"] = times
+    form = (
+        "kernel={kernel} | requests x nodes={shape} | as its reference={said} | MB that it must move={MB:,.1f} | "
+        "us={us} | times faster={times} | of a copy's bandwidth={share}"
+    )
     said = f"{result['device']}; a copy moves {result['copy_bytes_per_s'] / 1e9:,.0f} GB/s."
-    return table([*head, "of a copy's bandwidth"], rows) + f"\n\n{said}"
+    return f"{table(rows, form)}\n\n{said}"
 
 
+@section(f"{ON_A_GPU}forward times", "forward-times.json")
 def gpu_forward_times(result: Any) -> str:
-    counts = sorted({r["query_tokens"] for r in result["rows"]})
-    cells = {(r["batch"], r["context"], r["query_tokens"]): f"{r['growth']:.2f} ({r['predicted_growth']:.2f})"
-             for r in result["rows"]}  # fmt: skip
+    """A step of a decoder with random weights, in CUDA graphs: milliseconds with the fewest query tokens, and how many
+    times that with more, all requests together; in brackets what the roofline says that `auto` starts from."""
     plain = {(r["batch"], r["context"]): r for r in reversed(result["rows"])}  # the fewest query tokens of each
-    rows = [
-        [batch, f"{context:,}", f"{r['ms']:.2f} ({r['predicted_ms']:.2f})",
-         *(cells.get((batch, context, n), "") for n in counts)]
-        for (batch, context), r in sorted(plain.items())
-    ]  # fmt: skip
+    rows = [r | {"plain": plain[r["batch"], r["context"]]} for r in result["rows"]]
+    rows.sort(key=lambda r: (r["batch"], r["context"]))
+    form = "batch={batch} | context={context:,} | ms={plain[ms]:.2f} ({plain[predicted_ms]:.2f})"
     middle = ", ".join(
         f"{name.replace('_', ' ')} {low:.2f}, {median:.2f}, {high:.2f}"
         for name, (low, median, high) in result["summary"].items()
@@ -489,229 +426,33 @@ def gpu_forward_times(result: Any) -> str:
     skipped = len(result.get("skipped", ()))
     said = f"Of all cells the least, the median and the most: {middle}."
     said += f" {skipped} cells did not fit into memory." if skipped else ""
-    return table(["batch", "context", "ms", *(f"{n} tokens" for n in counts)], rows) + f"\n\n{said}"
+    cells = pivot(rows, form, "query_tokens", "{growth:.2f} ({predicted_growth:.2f})", "{} tokens")
+    return f"{cells}\n\n{said}"
 
 
-SECTIONS = (
-    Section(
-        "Over HTTP, on the demo's prompts",
-        (
-            "demo-vllm-cpu.json",
-            "demo-sglang-cpu.json",
-        ),
-        "SmolLM2-135M-Instruct, fp32, eager, one request at a time, prefill included; two servers, prompts "
-        "alternating between them; datastore of Python's library, 2.4 M tokens, built in seconds. vLLM verifies "
-        "chains, SGLang trees. Ratios depend on the state of the machine.",
-        demo,
-    ),
-    Section(
-        "Over HTTP, against plain decoding and vLLM's own drafters",
-        (
-            "serve-vllm-cpu.json",
-            "serve-vllm-cpu-noise.json",
-        ),
-        "Questions of Spec-Bench, as many of each group; `sssd` starts with an empty datastore and learns from what it "
-        "answers; `suffix` (ArcticInference) runs with the settings of vLLM's documentation. Throughput over "
-        "plain with 95 % intervals over blocks of questions (none where a group is one block), prefill included.\n\n"
-        "![Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)",
-        serve,
-    ),
-    Section(
-        "How much is drafted, by batch",
-        ("budget-vllm-cpu.json",),
-        "Through vLLM: fp32, eager, SmolLM2-135M, no datastore, the demo's four kinds of prompts mixed. Throughput "
-        "over plain.",
-        budget,
-    ),
-    Section(
-        "How much is drafted, on machines whose step times are known",
-        ("budget-replay.json",),
-        "Answers of Llama-3.1-8B replayed, chains; step times with 8 % noise that the policies do not know; "
-        "drafting time included. `cpu`: these two cores with SmolLM2; `h200`: the roofline of an 8B model.",
-        budget_replay,
-    ),
-    Section(
-        "Draft quality, by replay",
-        ("replay.json",),
-        "Recorded answers, scorer weights trained on the other trace. Deterministic.",
-        replay,
-    ),
-    Section(
-        "Long copies and edits",
-        ("long-copies.json",),
-        "600 tokens copied from a prompt, with 5 % of them replaced, inserted or deleted; no datastore; at most "
-        "16 tokens per step; tokens per step by tokens of context.",
-        long_copies,
-    ),
-    Section(
-        "Recycled logits",
-        (
-            "recycle-sglang-cpu.json",
-            "recycle-sglang-cpu-64-nodes.json",
-            "recycle-sglang-cpu-32-at-once.json",
-            "recycle-vllm-cpu.json",
-        ),
-        "Spec-Bench questions, two servers in turns, both learning from what they answer, policy `fixed`, "
-        "identical answers. Large trees cost more than they bring on these cores: they show what a device with "
-        "idle arithmetic can have.",
-        recycle,
-    ),
-    Section(
-        "Trees against chains",
-        ("sglang-tree.json",),
-        "Through SGLang, fp32; tokens per step.",
-        trees,
-    ),
-    Section(
-        "Trees through vLLM",
-        ("vllm-trees.json",),
-        "Model runner V2 in Triton's interpreter with vLLM's Triton attention backend, where PyTorch computes what the "
-        "kernels of attention and verification do, and the same through SGLang's CPU platform; fp32, greedy; 20 "
-        "prompts from Spec-Bench of at most 120 tokens, four at a time, 48 tokens each; nothing learnt from answers, "
-        "policy `fixed`, `num_speculative_tokens` as said.",
-        vllm_trees,
-    ),
-    Section(
-        "What drafting costs",
-        ("drafter.json",),
-        "Batches on two threads.",
-        drafter,
-    ),
-    Section(
-        "What sssd adds to a step of vLLM's model runner V2",
-        ("v2-host-time.json",),
-        "In Triton's interpreter, where kernels take far longer than on a GPU.",
-        host_time,
-    ),
-    Section(
-        "What a step takes on the host of SGLang",
-        ("sglang-host-time.json",),
-        "Microseconds of a decoding step with drafts, medians and quartiles, with the drafter's thread "
-        "(`draft_timeout_ms: 20`) and without; `drafting`: how long SGLang's own thread waits for drafts.",
-        sglang_host_time,
-    ),
-    Section(
-        "What sampling over the nodes of trees costs",
-        ("sampling.json",),
-        "Temperature, top-k and top-p, as SGLang verifies sampled requests: on two cores, where NumPy filters; on a "
-        "GPU a kernel does.",
-        sampling,
-    ),
-    Section(
-        "A datastore that learns",
-        ("live-datastore.json",),
-        "Answers of Llama-3.1-8B, 16 nodes.",
-        live,
-    ),
-    Section(
-        "Servers that learn from each other",
-        ("exchange.json", "exchange-kills.json"),
-        "Two servers and an S3 bucket, over HTTP: tokens per step of the same question. One server answers it, then "
-        "the other one; then the tenant is forgotten, and both answer it again. (Through sub-indices that a command "
-        "made of what servers published, two SGLang servers: 1.22, then 6.00; commit 4323d4f.)",
-        exchange,
-    ),
-    Section(
-        "Building datastores",
-        ("datastore.json",),
-        "",
-        stores,
-    ),
-    Section(
-        "Stores that were tampered with",
-        ("fuzz-datastore.json",),
-        "",
-        fuzz,
-    ),
-    Section(
-        "Layer skipping on vLLM",
-        ("layer-skip-vllm-cpu.json",),
-        "bf16, compiled, lookahead `cost`. The deep model is a synthetic one, half of whose sublayers can be "
-        "skipped; the demo model cannot spare layers, and drafting stops by itself.",
-        layer_skip,
-    ),
-    Section(
-        "Layer skipping on SGLang",
-        ("layer-skip-sglang-cpu.json",),
-        "The deep model, bf16.",
-        layer_skip_sglang,
-    ),
-    Section(
-        "Windows",
-        ("windowed-acceptance.json",),
-        "How often a pass of all layers over 16 sinks and the newest tokens says what the model says: answers of 96 "
-        "tokens to questions about long documents, fp32, without an engine.",
-        windowed,
-    ),
-    Section(
-        "Windows in the engines",
-        ("windowed-vllm-cpu.json", "windowed-vllm-cpu-bf16.json", "windowed-sglang-cpu.json"),
-        "`window: auto` over plain decoding, in turns of four steps within the same requests, on vLLM's CPU build (V1) "
-        "and SGLang's CPU platform: questions about long documents. Beside it what the measured times allow: the best "
-        "of all draft lengths and windows, drafting nothing among them.",
-        windowed_speed,
-    ),
-    Section(
-        "Both together",
-        ("composed-vllm-cpu.json",),
-        "Over plain, quarters in brackets; vLLM, bf16.",
-        composed,
-    ),
-    Section(
-        "How far to draft",
-        ("lookahead.json",),
-        "Recorded drafts of SmolLM2 with 12 of 60 sublayers skipped, held-out answers; tokens per time in units "
-        "of plain decoding, for draft passes that cost c of a whole one.",
-        lookahead,
-    ),
-    Section(
-        "Calibration in vLLM",
-        ("calibration.json",),
-        "The same tokens and sets in vLLM (bf16) and in transformers (fp32, the reference); memory of the process "
-        "before reading texts, scoring and searching, and how much more it held at most meanwhile.",
-        calibration,
-    ),
-    Section(
-        "Which layers, on streams of prompts",
-        ("selection-streams.json", "selection.json"),
-        "Expected speed over plain from measured acceptance and pass times.",
-        selection,
-    ),
-    Section(
-        "Which layers, by context length",
-        ("selection-contexts.json",),
-        "The knapsack's set and draft length of most tokens per time, with the acceptance that was calibrated: "
-        "predicted from the times of attention, MLPs and a verification, and with passes that are timed as a whole. "
-        "OFF where plain decoding is predicted to be as fast.",
-        skipped_by_context,
-    ),
-    # What bench/gpu.sh writes, for when somebody has run it.
-    Section(
-        f"{ON_A_GPU}vLLM",
-        ("serve-vllm.json",),
-        "Throughput over plain vLLM with 95 % intervals over blocks of questions, prefill included, by `bench/gpu.sh`.",
-        gpu_serve,
-    ),
-    Section(
-        f"{ON_A_GPU}SGLang",
-        ("serve-sglang.json",),
-        "The same over plain SGLang.",
-        gpu_serve,
-    ),
-    Section(
-        f"{ON_A_GPU}kernels",
-        ("kernels.json",),
-        "Each Triton kernel against its reference in PyTorch, and against the bytes that it must move at least.",
-        gpu_kernels,
-    ),
-    Section(
-        f"{ON_A_GPU}forward times",
-        ("forward-times.json",),
-        "A step of a decoder with random weights, in CUDA graphs: milliseconds with the fewest query tokens, and how "
-        "many times that with more, all requests together; in brackets what the roofline says that `auto` starts from.",
-        gpu_forward_times,
-    ),
-)
+EARLIER = """\
+## Measured before
+
+Scripts and files of these are in the history, at commit 4323d4f.
+
+- **How much is drafted, by batch**, through vLLM, the demo's four kinds of prompts mixed: `auto` 1.36, 1.22, 1.12, 1.05
+  and 1.18 times plain at batch 1, 2, 4, 8 and 16, the better of 4 and 8 fixed tokens 1.32, 1.15, 1.00, 0.91 and 1.03.
+- **Recycled logits**, Spec-Bench questions, policy `fixed`, over the same drafts without: through SGLang, trees of 16,
+  32 and 64 nodes +10.2 %, +18.5 % and +24.6 % tokens per step, 1.05, 1.11 and 1.12 times the speed with one request at
+  a time; 8 nodes with 32 at a time +7.8 % and 0.99; through vLLM's model runner V1, chains of 9, +1.9 % and 1.03.
+- **Trees against chains** of 16 nodes, through SGLang: 2.44 against 1.98 tokens per step on Spec-Bench with a datastore
+  of answers, 1.93 against 1.67 on the demo's prompts without one. A step without drafts took vLLM's model runner V2 43
+  us more on the host with the attention backend for trees than with the stock one (eager, 30 layers).
+- **Sampling over the nodes of trees**, 32 requests of 16 nodes, 152,064 ids, top-k 20, top-p 0.95, two cores: 0.77 s
+  and 596 MiB, by a sort of every node's vocabulary 4.41 s and 1,790 MiB.
+- **Calibration in vLLM** (bf16) against transformers (fp32): Spearman's rank correlation over 24 random sets and 64
+  tokens .998 for agreement and 1.000 for cosines; of the knapsack search's sets of 13 sizes 13 are the same.
+- **Which layers, by search**: held-out agreement with the whole model, demo model, 10, 20 and 30 % skipped: knapsack
+  .873, .782 and .695, Self-SD's Bayesian search .861, .714 and .532, SWIFT's .838, .677 and .504, the best of 100
+  random sets .814, .664 and .496 ([table](layerskip.md#measured-which-sublayers)).
+- **Which layers, by context length**, 256 to 8,000 tokens, demo model: 3 of 60 sublayers, .92 to .95 of plain decoding
+  as predicted and .82 to .95 as timed; predicted and timed rates of 30 sets and lengths correlate at .99.
+"""
 
 
 def source(name: str) -> str:
@@ -756,9 +497,10 @@ def page() -> str:
             raise ValueError(
                 f"{', '.join(section.files)}: not as their benchmark writes them now ({error!r})"
             ) from None
-        blocks = [f"## {section.title}", section.text, body, "\n".join(sources)]
+        text = "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(section.body) or "").split("\n\n"))
+        blocks = [f"## {section.title}", text, body, "\n".join(sources)]
         parts.append("\n\n".join(block for block in blocks if block) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, EARLIER])
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ def installed_commands() -> dict[str, EntryPoint]:
 
 
 class CommandError(Exception):
-    """A plugin's command that cannot be loaded."""
+    """A command that cannot be loaded, or that is no longer there."""
 
 
 class PluginGroup(TyperGroup):
@@ -56,6 +56,13 @@ class PluginGroup(TyperGroup):
             return _group(cmd_name, inner)
         return None
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that `args` begins with; refuses what is no longer there by name."""
+        for word in (arg.partition("=")[0] for i, arg in enumerate(args[1:]) if i == 0 or arg.startswith("--")):
+            if sentence := RETIRED.get(f"{args[0]} {word}"):
+                raise CommandError(f"{args[0]}: '{word}' is no longer supported: {sentence}")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command; an error that a user can put right ends in one line and exit code 2.
 
@@ -73,7 +80,17 @@ class PluginGroup(TyperGroup):
         return {name: point for name, point in installed_commands().items() if name.startswith(self.prefix)}
 
 
-GROUPS = {"calibrate": "Search skip sets; train the scorer of sssd and DISCO's classifier."}
+RETIRED = {
+    "explain --windows": "windowed drafts are judged by measured times while serving: option 'window' of layerskip",
+    "explain --memory": "it was for --windows",
+    "calibrate scorer": "weights ship with freedraft; python -m bench.scorer, in a clone of it, trains others",
+    "calibrate --engine": "transformers runs the model, in the checkpoint's dtype; see --device",
+    "calibrate --engine-args": "transformers runs the model, in the checkpoint's dtype; see --device",
+    "calibrate --plot": "freedraft calibrate inspect FILE prints the layers of each set",
+}
+"""What replaces commands and options of earlier versions."""
+
+GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}
 """What plugins' commands of two words are for, by the first."""
 
 
@@ -178,11 +195,6 @@ def explain(
     tokens_per_step: Annotated[
         str | None, typer.Option(metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")
     ] = None,
-    windows: Annotated[
-        str | None,
-        typer.Option(metavar="N:A,...", help="Windowed drafts instead: tokens they read, and how often accepted."),
-    ] = None,
-    memory: Annotated[float | None, typer.Option(help="GB of all ranks together, with --windows.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it too (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Say what a step costs and how much the cost model would draft, by batch size, from the roofline alone."""
@@ -190,28 +202,11 @@ def explain(
     from rich.table import Table
 
     from freedraft.cost import explain as explanation
-    from freedraft.cost import explain_windows as windowed
     from freedraft.cost.hardware import choose_profile
     from freedraft.cost.model_shape import ModelShape
     from freedraft.cost.roofline import Roofline
 
     roofline = Roofline(ModelShape.load(model, dtype), choose_profile(hardware), tensor_parallel)
-    if windows is not None:
-        title = f"{model.name} on {tensor_parallel} x {roofline.profile.name}"
-        found = windowed.explain_windows(roofline, windowed.parse_windows(windows), memory and memory * 1e9)
-        table = Table(title=f"{title}: windowed drafts, accepted as {windows}")
-        for heading in ("batch", "context", "plain ms", "window", "draft", "pass / plain", "gain"):
-            table.add_column(heading, justify="right")
-        for each in found:
-            table.add_row(
-                str(each.batch), f"{each.context:,}", f"{each.plain * 1e3:.2f}", str(each.window or "off"),
-                str(each.draft_len), f"{each.pass_share:.2f}", f"{each.gain:.2f}x",
-            )  # fmt: skip
-        Console().print(table)
-        if plot is not None:
-            windowed.plot_windows(found, title, plot)
-            typer.echo(f"drawn: {plot}")
-        return
     curve = explanation.parse_curve(tokens_per_step) if tokens_per_step else None
     rows = explanation.explain(roofline, context, curve=curve)
     table = Table(title=f"{model} on {roofline.profile.name} ({roofline.profile.source}), context {context:,}")

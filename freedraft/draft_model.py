@@ -3,81 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.draft_pass import Recipe
+from freedraft.step import Step
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from freedraft.method import Step
-
 T = TypeVar("T")
 Visit: TypeAlias = "Callable[[Tensor, Callable[[int, Tensor], Tensor]], T]"
-
-
-class Window(NamedTuple):
-    """The part of a request's KV cache that a draft pass reads: its first tokens (attention sinks) and its newest, in
-    whole pages, so that kernels read a shorter block table and nothing else changes (StreamingLLM, Xiao et al., 2024).
-
-    Attributes:
-        sinks, newest: tokens.
-    """
-
-    sinks: int
-    newest: int
-
-    @property
-    def tokens(self) -> int:
-        return self.sinks + self.newest
-
-    def whole_up_to(self, page_size: int) -> int:
-        """Tokens of a request, its root included, up to which no page is left out."""
-        return self.newest + (-(-self.sinks // page_size) + 1) * page_size - 1
-
-    def pages(
-        self, roots: NDArray[np.int64], page_size: int, *, attended: int | None = None, max_draft_len: int = 1
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What a round of draft passes leaves out: page i of its shorter table is page i of the request for i < s, and
-        page i + d from there on.
-
-        Args:
-            roots: int64 [B], position of each request's root. The newest tokens are counted from here.
-            attended: tokens back to which the model itself looks (its sliding window); a request that may draft beyond
-                them has no sinks, whose pages the engine may have given away.
-
-        Returns:
-            s, d: int64 [B].
-        """
-        sinks = np.full(len(roots), -(-self.sinks // page_size))
-        if attended is not None:
-            sinks[roots + max_draft_len > attended] = 0
-        return sinks, np.maximum((roots + 1 - self.newest) // page_size - sinks, 0)
-
-
-class Recipe(Protocol, Hashable):
-    """Which sublayers of a model with L layers a draft pass skips, and which part of the KV cache it reads."""
-
-    @property
-    def window(self) -> Window | None:
-        """None for the whole cache."""
-
-    @property
-    def n_layers(self) -> int: ...
-
-    @property
-    def attention(self) -> frozenset[int]:
-        """Layers whose attention is skipped."""
-
-    @property
-    def mlp(self) -> frozenset[int]:
-        """Layers whose MLP is skipped."""
-
-    @property
-    def bits(self) -> tuple[bool, ...]:
-        """2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ..."""
 
 
 class Drafted(NamedTuple):
@@ -95,40 +34,28 @@ class Drafted(NamedTuple):
 
 
 class DraftRound(ABC):
-    """Draft passes for the requests of one step, one token per request and pass unless further ones are guessed.
+    """Draft passes for the requests of one step, one token per request and pass.
 
     The pass at position p of a request writes the KV of its token at context - 1 + p, in a slot that the engine has
     reserved for this step's verification, which writes it again before anything else reads it.
     """
 
     @abstractmethod
-    def launch(
-        self,
-        draft_pass: Any,
-        rows: NDArray[np.intp],
-        tokens: NDArray[np.int32],
-        position: int | NDArray[np.int64],
-        count: int = 1,
-    ) -> Any:
+    def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> Any:
         """Run so many passes, each behind the most likely token of the one before, and wait for none of them.
 
-        A request may stand in `rows` several times in a row, with one position behind the other: a layer writes the KV
-        of all tokens of a pass before its attention reads, so that every one sees those before it.
-
         Args:
-            draft_pass: from `DraftModel.build`.
-            rows: intp [R], places in the step; all smaller positions have been run for them, or are run by this pass.
-                With several of a request, R is at most `DraftModel.max_rows`.
-            tokens: int32 [R], the token at `position` of each: its root at 0, then what was drafted, or is guessed.
-            position: of the first pass, from 0; int64 [R] where they differ.
+            rows: intp [R], places in the step; all smaller positions have been run for them.
+            tokens: int32 [R], the token at `position` of each: its root at 0, then what was drafted.
+            position: of the first pass, from 0.
 
         Returns:
             what `read` takes.
         """
 
     @abstractmethod
-    def read(self, launched: Sequence[Any]) -> list[Drafted]:
-        """Wait once for the passes of several launches, which ran equally many with the same `top_k` and `entropy`."""
+    def read(self, launched: Any) -> Drafted:
+        """Wait for passes."""
 
 
 class DraftModel(ABC):
@@ -136,12 +63,10 @@ class DraftModel(ABC):
 
     Attributes:
         n_layers: of the target.
-        max_rows: most tokens of a pass over several of a request.
         waits: whether reading a pass back keeps the device waiting for the host, so that several are read at once.
     """
 
     n_layers: int
-    max_rows: int
     waits: bool
 
     @abstractmethod
@@ -160,8 +85,9 @@ class DraftModel(ABC):
         more than `step.capacities`."""
 
     @abstractmethod
-    def start(self, step: Step, rows: NDArray[np.intp], max_draft_len: int) -> DraftRound:
-        """Begin a round of at most `max_draft_len` positions for the requests at `rows` of the step (intp [R])."""
+    def start(self, step: Step, draft_pass: Any, rows: NDArray[np.intp], max_draft_len: int) -> DraftRound:
+        """Begin a round of at most `max_draft_len` positions for the requests at `rows` of the step (intp [R]), all of
+        whose passes are one that `build` has made."""
 
     @abstractmethod
     def scorer(self, window: int) -> MatchnessScorer:

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.method import EngineContext, Method, MethodSpec, NodeLogits, Step
+from freedraft.method import Method, MethodSpec
+from freedraft.step import EngineContext, NodeLogits, Step
 
 if TYPE_CHECKING:
     from freedraft.draft_model import DraftModel
@@ -25,13 +26,31 @@ FORGIVEN = 1024
 """Steps without a failure after which the next pause is a first one again."""
 
 
+_FAULTS = {"AcceleratorError", "CudaError", "DistBackendError"}
+"""Torch's errors of a device, its driver and NCCL."""
+_LASTING = (
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "device-side assert",
+    "launch failure",
+)
+"""What Triton, whose errors have no class, says of a fault that every later call to the device meets again."""
+
+
+def is_device_fault(error: Exception) -> bool:
+    """Whether a device has failed: no later step can succeed, and the engine has its own ways of ending."""
+    named = not _FAULTS.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+    return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in _LASTING))
+
+
 class EngineMustEnd(BaseException):
     """Going on without drafts could give wrong tokens, or let ranks wait for ever. No `except Exception` survives it,
     neither ours nor an engine's: the process ends, and the engine's own supervision ends the others."""
 
 
 class GuardedMethod:
-    """Calls a method, counts and times it, and survives what it raises, but for `EngineMustEnd`.
+    """Calls a method, counts and times it, and survives what it raises, but for `EngineMustEnd` and device faults.
 
     A failure is counted in `freedraft_failures_total`, logged with its traceback when a pause begins, and followed by a
     pause of so many steps. Requests begin and finish also during a pause, so that nothing of them is lost or kept.
@@ -125,10 +144,16 @@ class GuardedMethod:
         self.call(self.method.close)
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns; None where it raises. Also for what an adapter itself does for the sake of drafts."""
+        """What `work` returns; None where it raises. Also for what an adapter itself does for the sake of drafts.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
         try:
             return work()
-        except Exception:
+        except Exception as error:
+            if is_device_fault(error):
+                raise
             self.metrics.failures.inc()
             if self._paused == 0:
                 self._paused = self._next_pause

@@ -1,4 +1,4 @@
-"""`Method`: what an engine asks of a drafter; `Step`: what it tells of a step; `MethodSpec`: how a method is found."""
+"""`Method`: the interface of a drafter, which the engine calls. `MethodSpec`: its registry entry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,130 +14,13 @@ from numpy.typing import NDArray
 from freedraft.config import ConfigError, PluginOptions
 from freedraft.draft import DraftBatch
 from freedraft.metrics import Metrics
+from freedraft.step import EngineContext, NodeLogits, Step
 
 if TYPE_CHECKING:
     from freedraft.cost.policies import Controller
     from freedraft.cost.schedule import Schedule
     from freedraft.draft_model import DraftModel
-    from freedraft.hybrid.chains import Chains
-    from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
-
-
-TOP_TOKENS = 8
-"""Likeliest next tokens at a node, as many as are kept."""
-
-
-class NodeLogits(NamedTuple):
-    """The likeliest next tokens at the nodes that a step has verified, for B requests of at most N nodes.
-
-    Attributes:
-        request_ids: B ids, of which some may have finished.
-        draft: [B, N], the trees that were verified, without depths and scores.
-        top_tokens: int32 [B, N, TOP_TOKENS], likeliest first, -1 for none; what stands at padding is undefined.
-        top_log_probs: float32 [B, N, TOP_TOKENS], natural logarithms, before temperature and filters; -inf for none.
-    """
-
-    request_ids: Sequence[str]
-    draft: DraftBatch
-    top_tokens: NDArray[np.int32]
-    top_log_probs: NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One decoding step of B requests, before its draft.
-
-    Attributes:
-        request_ids: B ids, in the order of the engine's batch.
-        tokens: int32 [T], any array in which the tokens stand that requests gained.
-        starts, ends: int64 [B]; request b gained `tokens[starts[b]:ends[b]]` by the step that has just ended, at least
-            one token.
-        contexts: int32 [B], tokens of each request, those included.
-        capacities: int32 [B], how many draft tokens each request may have, the root not counted.
-        drafted: int32 [B], draft tokens of each request that the step that has just ended verified.
-        widths: ascending numbers of nodes per request, root included, that the engine is prepared to verify, if all
-            requests of a step must have the same; None where every request may have its own.
-        previous: number of requests and of query tokens of the step that has just ended; None if it did more than
-            decode, or if nothing is known of it.
-        history: gives all tokens of request b, int32 [contexts[b]], for drafters that missed some.
-        trees: whether drafts may be trees also without widths.
-        engine: what the engine's `DraftModel` needs to know of the step; None where that is over.
-    """
-
-    request_ids: Sequence[str]
-    tokens: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    contexts: NDArray[np.int32]
-    capacities: NDArray[np.int32]
-    drafted: NDArray[np.int32]
-    widths: NDArray[np.int32] | None
-    previous: tuple[int, int] | None
-    history: Callable[[int], NDArray[np.int32]]
-    trees: bool = False
-    engine: Any = None
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.request_ids)
-
-    @property
-    def roots(self) -> NDArray[np.int32]:
-        """int32 [B]: the newest token of each request."""
-        return self.tokens[self.ends - 1]
-
-    @property
-    def gained(self) -> NDArray[np.int64]:
-        """int64 [B]: tokens that each request gained."""
-        return self.ends - self.starts
-
-    @property
-    def accepted(self) -> NDArray[np.int32]:
-        """int32 [B]: draft tokens that the step accepted; the token after them is the model's own."""
-        return np.minimum(self.gained - 1, self.drafted).astype(np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineContext:
-    """What a method is built for. In the front-end process, where only options are checked, the defaults stand for what
-    is not known yet.
-
-    Attributes:
-        hf_config: the model's Hugging Face configuration, as it was published.
-        vocab_size: of the target model.
-        max_draft_tokens: most draft tokens per request, roots not counted.
-        widths: see `Step`.
-        chains: whether drafts must be chains also with widths, because of how this engine's attention verifies them.
-        dtype: what the engine computes in, as "bfloat16".
-        kv_dtype: what keys and values are kept in, as "fp8_e4m3"; "auto" for what the model says.
-        page_size: tokens of a page of the KV cache; None where it is not known.
-        tensor_parallel: number of tensor-parallel ranks.
-        rank: of this process among those that draft: one for each data-parallel replica, or each rank where all draft;
-            each serves metrics at a port of its own.
-        device: the name of the GPU, or "cpu"; None to ask torch, where a method wants to know.
-        hardware: the device in words, as `freedraft calibrate` writes it; None where it is not known.
-        lengths: numbers of draft tokens that a step may verify for each of its requests, where all of them have the
-            same, decided before anything is drafted (`freedraft.cost.schedule`), so that shorter drafts save nothing;
-            None where every request may have its own.
-        gives_logits: whether the engine calls `Method.recycle`.
-        tokenizer_fingerprint: gives the fingerprint of the target's tokenizer; None where there is none.
-    """
-
-    hf_config: Any = None
-    vocab_size: int | None = None
-    max_draft_tokens: int = 1
-    widths: tuple[int, ...] | None = None
-    chains: bool = False
-    dtype: str = "bfloat16"
-    kv_dtype: str = "auto"
-    page_size: int | None = None
-    tensor_parallel: int = 1
-    rank: int = 0
-    device: str | None = None
-    hardware: str | None = None
-    lengths: tuple[int, ...] | None = None
-    gives_logits: bool = False
-    tokenizer_fingerprint: Callable[[], str | None] = lambda: None
+    from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 
 
 class Method:
@@ -278,20 +161,12 @@ class ModelMethod(Method, ABC):
         """int32 [B]: how many tokens may be drafted for each request; never more than `step.capacities`."""
 
     @abstractmethod
-    def estimate(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        sizes: NDArray[np.int64],
-        max_draft_len: int,
-        chains: Chains | None = None,
-    ) -> DraftPassEstimate:
-        """What draft passes would bring and take, for the first `sizes[k]` of the requests at `rows` of the step.
+    def estimate(self, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
+        """What draft passes would bring and take for some requests of the step that `update` was called with.
 
         Args:
-            rows: intp [R]; sizes: int64 [K], ascending, at most R.
+            sizes: int64 [K], ascending numbers of requests.
             max_draft_len: M, the longest draft considered.
-            chains: what the step's requests may go on with, which saves passes where the model says the same.
         """
 
     @property
@@ -300,24 +175,18 @@ class ModelMethod(Method, ABC):
         what they would run, is new."""
         return False
 
-    def begin_round(self, step: Step, rows: NDArray[np.intp], *, pays: bool) -> None:
-        """`propose_for` follows for the requests at `rows`: because it is expected to pay, or as a trial."""
+    def begin_round(self, *, pays: bool) -> None:
+        """`propose_for` follows: because it is expected to pay, or as a trial."""
 
     @abstractmethod
     def propose_for(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        limits: NDArray[np.int32],
-        rest: RestOfBatch,
-        chains: Chains | None = None,
+        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
     ) -> DraftBatch:
         """Draft for the requests at `rows` of the step, after `update`; the others get their roots.
 
         Args:
             rows: intp [R]; limits: int32 [R], most tokens of each, none above its capacity.
             rest: the other requests of the step.
-            chains: see `estimate`.
         """
 
 

@@ -1,33 +1,42 @@
-"""`Passes`: the draft passes of a round over some requests of a step, and `Round`: what they drafted."""
+"""`Round`: what the draft passes of a step drafted, and what became of it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.draft_model import Drafted, DraftRound
-from freedraft.method import Step
+from freedraft.draft_model import Drafted
+from freedraft.step import Step
+from layerskip_plugin.skip_set import SkipSet
 
 
 class Round:
     """What one round drafted.
 
     Attributes:
+        recipe: of all its passes.
         tokens: int32 [B, D, K], the draft's best tokens at each position, best first.
         probabilities: float32 [B, D, K]; entropy: float32 [B, D].
         drafted: int32 [B], positions drafted.
     """
 
-    def __init__(self, request_ids: Sequence[str], batch: int, depth: int, top_k: int) -> None:
-        self.request_ids = request_ids
+    def __init__(self, request_ids: Sequence[str], recipe: SkipSet, depth: int, top_k: int) -> None:
+        batch = len(request_ids)
+        self.request_ids, self.recipe = request_ids, recipe
         self.tokens = np.zeros((batch, depth, top_k), np.int32)
         self.probabilities = np.zeros((batch, depth, top_k), np.float32)
         self.entropy = np.zeros((batch, depth), np.float32)
         self.drafted = np.zeros(batch, np.int32)
+
+    def take(self, drafted: Drafted, rows: NDArray[np.intp], position: int) -> None:
+        """Keep what passes from `position` on drafted for the requests at `rows`."""
+        for i, tokens in enumerate(drafted.tokens, position):
+            self.tokens[rows, i], self.probabilities[rows, i] = tokens, drafted.probabilities[i - position]
+            if drafted.entropy is not None:
+                self.entropy[rows, i] = drafted.entropy[i - position]
 
     def outcome(self, step: Step) -> Outcome | None:
         """What the step that verified it accepted; None where none of its requests had drafts and is still there."""
@@ -61,93 +70,3 @@ class Outcome(NamedTuple):
     verified: NDArray[np.int32]
     accepted: NDArray[np.int32]
     of_step: NDArray[np.int32]
-
-
-Part: TypeAlias = "tuple[int, NDArray[np.intp], NDArray[np.int32], int | NDArray[np.int64]]"
-"""What passes of one recipe are run on: its place, and what `DraftRound.launch` takes: rows, tokens, position."""
-
-
-class Passes:
-    """The draft passes of a round, each recipe's in turn.
-
-    Args:
-        draft_round: of the engine's draft model; draft_passes: of each recipe.
-        places: intp [B], of each request's recipe.
-        result: what is filled.
-        expected: seconds that a pass takes by (a recipe's place, its tokens), 0 where it never ran: those of several
-            recipes are read back at once, so that only their sum is known, and each gets its share of it. None where
-            each is read back by itself.
-        record: told of (a recipe's place, tokens of a pass, its seconds, how many there were), with what a round takes
-            besides: setting up, deciding. since: when the round began, by `time.perf_counter`.
-
-    Attributes:
-        read: intp [B], positions of each request whose tokens are known.
-    """
-
-    def __init__(
-        self,
-        draft_round: DraftRound,
-        draft_passes: Sequence[Any],
-        places: NDArray[np.intp],
-        result: Round,
-        expected: Callable[[int, int], float] | None,
-        record: Callable[[int, int, float, int], None],
-        since: float,
-    ) -> None:
-        self._draft_round, self._draft_passes, self._places = draft_round, draft_passes, places
-        self._result, self._expected, self._record, self._since = result, expected, record, since
-        self.read = np.zeros(len(result.drafted), np.intp)
-
-    def run(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int) -> None:
-        """So many passes from `position` on; tokens: int32 [B], the newest of each request."""
-        self._run([(n, rows[part], tokens[rows[part]], position) for n, part in self._by_recipe(rows)], count)
-        self.read[rows] = position + count
-
-    def check(
-        self, rows: NDArray[np.intp], roots: NDArray[np.int32], chains: NDArray[np.int32], lengths: NDArray[np.int32]
-    ) -> None:
-        """One pass over roots and the first tokens of chains. What is drafted behind a token that the draft would have
-        chosen itself is what so many passes would have drafted; what is behind another one is not read.
-
-        Args:
-            rows: intp [R]; roots: int32 [B]; chains: int32 [R, K], lengths: int32 [R], tokens of them to check.
-        """
-        nodes, parts = np.concatenate((roots[rows, None], chains), 1), list[Part]()
-        for number, part in self._by_recipe(rows):
-            inside = np.arange(nodes.shape[1]) <= lengths[part, None]
-            row, position = np.nonzero(inside)
-            parts.append((number, rows[part][row], nodes[part][inside], position))
-        self._run(parts, 1)
-        places = np.arange(min(chains.shape[1], self._result.tokens.shape[1]))
-        drafted = self._result.tokens[rows, : len(places), 0]
-        same = (drafted == chains[:, : len(places)]) & (places < lengths[:, None])
-        self.read[rows] = 1 + np.cumprod(same, 1).sum(1)
-
-    def _by_recipe(self, rows: NDArray[np.intp]) -> Iterator[tuple[int, NDArray[np.intp]]]:
-        places = self._places[rows]
-        for number in np.unique(places).tolist():
-            yield number, np.flatnonzero(places == number)
-
-    def _run(self, parts: Sequence[Part], count: int) -> None:
-        expected = [self._expected(number, len(rows)) for number, rows, _, _ in parts] if self._expected else [0.0]
-        at_once = all(expected)
-        for together in [parts] if at_once else [[part] for part in parts]:
-            launched = [
-                self._draft_round.launch(self._draft_passes[number], rows, tokens, position, count)
-                for number, rows, tokens, position in together
-            ]
-            for (_, rows, _, position), drafted in zip(together, self._draft_round.read(launched), strict=True):
-                self._take(drafted, rows, position)
-            now = time.perf_counter()
-            each = expected if at_once else [1.0]
-            for (number, rows, _, _), seconds in zip(together, each, strict=True):
-                self._record(number, len(rows), (now - self._since) * seconds / sum(each) / count, count)
-            self._since = now
-
-    def _take(self, drafted: Drafted, rows: NDArray[np.intp], position: int | NDArray[np.int64]) -> None:
-        result = self._result
-        for i, tokens in enumerate(drafted.tokens):
-            result.tokens[rows, position + i] = tokens
-            result.probabilities[rows, position + i] = drafted.probabilities[i]
-            if drafted.entropy is not None:
-                result.entropy[rows, position + i] = drafted.entropy[i]

@@ -19,19 +19,18 @@ from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel, MatchnessScorer
-from freedraft.hybrid.chains import Chains
-from freedraft.hybrid.choice import DraftPassEstimate, RestOfBatch
-from freedraft.method import EngineContext, MethodSpec, ModelMethod, Step
+from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
+from freedraft.method import MethodSpec, ModelMethod
 from freedraft.metrics import check_address, serve, where_to_look
-from layerskip_plugin.calibrate.pass_times import PassTimes
+from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
-from layerskip_plugin.draft_passes import Passes, Round
+from layerskip_plugin.draft_passes import Round
 from layerskip_plugin.knapsack_search import RunSublayer, Survivors, search
 from layerskip_plugin.lookahead import Cost, Costs, Recording
-from layerskip_plugin.lookahead.base import NONE
-from layerskip_plugin.lookahead.cost import kinds_of
 from layerskip_plugin.lookahead.record_writer import RecordWriter
 from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.pass_times import PassTimes
+from layerskip_plugin.recipes import Recipes
 from layerskip_plugin.selection.swift import WINDOW
 from layerskip_plugin.skip_set import SkipSet
 
@@ -47,8 +46,6 @@ SGLang's `custom_params`. The name is that of the file without its ending."""
 FIRST_BASELINE, RAREST_BASELINE = 4, 256
 """Steps with drafts before the first one without between them, and before each later one at most, where drafting
 doubles the speed; fewer in proportion where it brings less: such a step then costs less, and decides more."""
-READ_APART = 16
-"""Rounds of which one reads the passes of each recipe back by themselves, so that their own times stay known."""
 
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:
@@ -89,9 +86,9 @@ SPEC = MethodSpec(
 class LayerSkipMethod(ModelMethod):
     """Draft chains, or trees, from passes of the target over its own KV cache, without the sublayers of a skip set.
 
-    Each pass drafts one more token for the requests that the lookahead policy lets go on; requests of different
-    recipes, that is skip sets and windows, run in passes of their own. Prefill and verification always run the whole
-    model.
+    Each pass drafts one more token for the requests that the lookahead policy lets go on. All passes of a round have
+    one recipe, that is skip set and window, for all its requests: verification is exact, whichever that is. Prefill
+    and verification always run the whole model.
 
     Raises:
         ConfigError: steps of this model cannot be priced.
@@ -110,25 +107,24 @@ class LayerSkipMethod(ModelMethod):
         )
         self.needs_prompt_states = self.selector.selection.needs_hidden
         self.windows = options.windows(context)
-        self._page_size = context.page_size or 1
-        self.recipes = [recipe for skip_set in self.selector.sets.values() for recipe in self._recipes(skip_set)]
-        self.lookahead = options.make_lookahead(context, self.recipes, self.auto, len(self.windows))
+        self.recipes = Recipes(self.selector.sets.values(), self.windows, context.page_size or 1)
+        self.recipe: SkipSet | None = None  # of the present step; None: nothing is drafted
+        self.lookahead = options.make_lookahead(context, self.recipes.all, self.auto)
         self.trees = options.tree and context.widths is not None and not context.chains
         self.top_k = max(self.lookahead.needs_top, MAX_CANDIDATES if self.trees else 1)
-        self.draft_passes: list[Any] = []
+        self.draft_passes: dict[SkipSet, Any] = {}
         self._model: DraftModel | None = None
         self._scorer: MatchnessScorer | None = None
         self._requested: dict[str, Any] = {}  # by running request
         self._prompt_states: dict[str, NDArray[np.float32]] = {}
         self._last: Round | None = None
-        self._places = np.zeros(0, np.intp)  # of each request's recipe in this step
-        self._rounds = 0
+        self._batch = 1
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
         self._records = RecordWriter(self.lookahead, self._prices)
         port = serve(options.metrics_port, context.rank, options.metrics_host)
         if alone:
-            first = self.recipes[: len(self.windows)]
-            pays = outlook_of_passes(context, controller.profile, first)
+            first = next(iter(self.selector.sets.values()))
+            pays = outlook_of_passes(context, controller.profile, self.recipes.of(first))
             measured = "which is measured" if options.lookahead == "cost" else "it drafts whether that is so or not"
             logger.info("freedraft: layerskip: %s (%s); %s", pays, measured, where_to_look(port))
 
@@ -137,16 +133,14 @@ class LayerSkipMethod(ModelMethod):
         self._model = model
         if self._cost is not None:
             self._cost.reads_ahead = model.waits
-        for place, (name, recipe) in enumerate(self.selector.sets.items()):
+        for number, (name, skip_set) in enumerate(self.selector.sets.items()):
             started = time.perf_counter()
-            recipe.require(model.n_layers)
-            self.draft_passes += [
-                self._build(r, optimize=place < self.selector.compiled) for r in self._recipes(recipe)
-            ]
+            skip_set.require(model.n_layers)
+            self.build(skip_set, optimize=number < self.selector.compiled)
             logger.info(
                 "freedraft: skip set '%s' leaves out %d of %d sublayers (built in %.0f s); lookahead '%s', %s, drafts "
                 "read %s",
-                name, len(recipe), len(recipe.bits), time.perf_counter() - started, self.options.lookahead,
+                name, len(skip_set), len(skip_set.bits), time.perf_counter() - started, self.options.lookahead,
                 "trees" if self.trees else "chains",
                 " or ".join("all" if w is None else f"{w.tokens} tokens" for w in self.windows) + " of the KV cache",
             )  # fmt: skip
@@ -157,13 +151,13 @@ class LayerSkipMethod(ModelMethod):
     def optimized_passes(self) -> int:
         return min(len(self.selector.sets), self.selector.compiled)
 
-    def _recipes(self, skip_set: SkipSet) -> list[SkipSet]:
-        return [replace(skip_set, window=window) for window in self.windows]
-
-    def _build(self, recipe: SkipSet, *, optimize: bool) -> Any:
+    def build(self, skip_set: SkipSet, *, optimize: bool) -> None:
+        """Build the draft passes of a skip set with each of its windows."""
         assert self._model is not None
-        needs_entropy = self.lookahead.needs_entropy
-        return self._model.build(recipe, top_k=self.top_k, entropy=needs_entropy, optimize=optimize)
+        entropy = self.lookahead.needs_entropy
+        for recipe in self.recipes.of(skip_set):
+            draft_pass = self._model.build(recipe, top_k=self.top_k, entropy=entropy, optimize=optimize)
+            self.draft_passes[recipe] = draft_pass
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -187,11 +181,11 @@ class LayerSkipMethod(ModelMethod):
     def _prices(self) -> tuple[float, float] | None:
         """What a draft pass of the first recipe, and a further query token of each request, take in plain steps of the
         newest step's batch; None before steps and passes were timed."""
-        batch = max(1, len(self._places))
+        batch = self._batch
         if self.auto is None or not self.auto.baseline_known(batch):
             return None
         one, two = self.auto.step_seconds(batch, np.array([batch, 2 * batch]))
-        return float(self.auto.pass_seconds(self.recipes[0], batch)) / one, max(float(two / one) - 1.0, 0.0)
+        return float(self.auto.pass_seconds(self.recipes.all[0], batch)) / one, max(float(two / one) - 1.0, 0.0)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -200,7 +194,11 @@ class LayerSkipMethod(ModelMethod):
         controller.update(step)
         self.update(step)
         limits = self.capacities(step)
-        rows = self._rows_to_draft(step, limits)
+        if limits.any():
+            chosen, self.recipe = self.recipe, self._recipe_to_draft()
+            if self.recipe is not chosen:
+                limits = self.capacities(step)
+        rows = np.flatnonzero(limits > 0)
         if len(rows):
             rest = step.batch_size - len(rows)
             draft = self.propose_for(step, rows, limits[rows], RestOfBatch(rest, rest, None))
@@ -219,36 +217,38 @@ class LayerSkipMethod(ModelMethod):
             state = self._prompt_states.pop(request_id, None)
             hidden = None if state is None else state[None]
             self.selector.begin([request_id], [self._requested.get(request_id)], hidden)
-        sets = self.selector.choose(step.request_ids, step.contexts)
-        self._places = places = self.lookahead.recipes_for(sets, step.contexts)
-        if self.windows[0] is not None and self._cost is None:  # which leaves them out itself
-            whole_up_to = np.array([self._whole_up_to(recipe) for recipe in self.recipes])
-            self._places = np.where(step.contexts > whole_up_to[places], places, NONE)
+        self._search(step)
+        self._batch, contexts = max(step.batch_size, 1), step.contexts
+        chosen = self.selector.choose(step.request_ids, contexts)
+        lengths = self.selector.selection.max_lengths(contexts)
+        if lengths is not None:  # only requests that may draft have a say
+            rows = np.flatnonzero(lengths)
+            chosen, contexts = [chosen[i] for i in rows], contexts[rows]
+        candidates = self.recipes.candidates(chosen, contexts)
+        mean = float(step.contexts.mean()) if step.batch_size else 1.0
+        self.recipe = self.lookahead.choose(candidates, self._batch, mean)
+
+    def _search(self, step: Step) -> None:
         scorer = self._scorer
-        if scorer is not None:
-            recipe = self.selector.search(lambda: scorer.observe(step))
-            for place, new in enumerate(self._recipes(recipe) if recipe is not None else ()):
-                # It drafts from the next step on, unoptimized: it may soon be replaced.
-                self.recipes[place], self.draft_passes[place] = new, self._build(new, optimize=False)
-                self.lookahead.replace_recipe(place, new)
+        if scorer is None or (found := self.selector.search(lambda: scorer.observe(step))) is None:
+            return
+        self.recipes.use([found])
+        self.draft_passes.clear()
+        self.build(found, optimize=False)  # it may soon be replaced
+        self.lookahead.use(self.recipes.all)
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
+        if self.recipe is None:
+            return np.zeros(step.batch_size, np.int32)
         assert self._model is not None
-        capacities = np.where(self._places != NONE, self._model.capacities(step), 0).astype(np.int32)
+        applies = self.recipes.applies(self.recipe, step.contexts)
+        capacities = np.where(applies, self._model.capacities(step), 0).astype(np.int32)
         lengths = self.selector.selection.max_lengths(step.contexts)
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
-    def estimate(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        sizes: NDArray[np.int64],
-        max_draft_len: int,
-        chains: Chains | None = None,
-    ) -> DraftPassEstimate:
-        assert self._cost is not None and self._model is not None
-        chances = None if chains is None else chains.chances[rows]
-        return self._cost.estimate(self._places[rows], sizes, max_draft_len, chances, self._model.max_rows)
+    def estimate(self, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
+        assert self._cost is not None and self.recipe is not None
+        return self._cost.estimate(self.recipe, sizes, max_draft_len)
 
     @property
     def _cost(self) -> Cost | None:
@@ -256,40 +256,28 @@ class LayerSkipMethod(ModelMethod):
         policy = self.lookahead.inner if isinstance(self.lookahead, Recording) else self.lookahead
         return policy if isinstance(policy, Cost) else None
 
-    def _rows_to_draft(self, step: Step, limits: NDArray[np.int32]) -> NDArray[np.intp]:
-        """The requests that draft in this step. Where costs decide, some steps go without drafts, so that what drafting
-        has to beat stays known."""
-        rows = np.flatnonzero(limits > 0)
-        if not len(rows):
-            return rows
-        batch = step.batch_size
-        if self.auto is not None and self._cost is not None:
-            longest = np.clip(self._cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
-            if not self.auto.baseline_known(batch) or self._baseline.due(batch, longest=float(longest)):
-                return rows[:0]
-        self._places = self._places.copy()
-        contexts = step.contexts[rows]
-        self._places[rows] = self.lookahead.should_draft(self._places[rows], batch - len(rows), contexts)
-        return rows[self._places[rows] != NONE]
+    def _recipe_to_draft(self) -> SkipSet | None:
+        """The recipe that the present step drafts with. Where costs decide, some steps go without drafts, so that what
+        drafting has to beat stays known."""
+        if self.auto is None or self._cost is None:
+            return self.recipe
+        longest = np.clip(self._cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
+        if not self.auto.baseline_known(self._batch) or self._baseline.due(self._batch, longest=float(longest)):
+            return None
+        return self._cost.should_draft()
 
     @property
     def wants_trial(self) -> bool:
         return self._cost is not None and self._cost.trials.wanted
 
-    def begin_round(self, step: Step, rows: NDArray[np.intp], *, pays: bool) -> None:
+    def begin_round(self, *, pays: bool) -> None:
         if self._cost is not None:
-            self._places = self._places.copy()
-            self._places[rows] = self._cost.recipes_of_round(self._places[rows], step.contexts[rows], pays=pays)
+            self.recipe = self._cost.recipe_of_round(pays=pays)
 
     def propose_for(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        limits: NDArray[np.int32],
-        rest: RestOfBatch,
-        chains: Chains | None = None,
+        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
     ) -> DraftBatch:
-        round_ = self._last = self._run(step, rows, limits, rest, chains)
+        round_ = self._last = self._run(step, rows, limits, rest)
         max_nodes = int(limits.max(initial=0)) + 1
         tree = candidate_tree(
             step.roots, round_.tokens, round_.probabilities, round_.drafted, max_nodes, siblings=self.trees
@@ -299,52 +287,36 @@ class LayerSkipMethod(ModelMethod):
             widths = np.asarray(self.auto.widths)
             seconds = self.auto.overrun * self.auto.step_seconds(tree.batch_size, tree.batch_size * widths)
             cut_to_width(tree, round_.drafted, rest.most_nodes, widths, self._cost.rate * seconds)
-        tree.kinds[:, 1:] = kinds_of(self._places)[:, None]
+        tree.kinds[:, 1:] = self.lookahead.kind
         return tree
 
-    def _run(
-        self,
-        step: Step,
-        rows: NDArray[np.intp],
-        limits: NDArray[np.int32],
-        rest: RestOfBatch,
-        chains: Chains | None = None,
-    ) -> Round:
+    def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch) -> Round:
         """Passes for the requests at `rows` until none of them goes on."""
-        assert self._model is not None
-        started = time.perf_counter()
-        batch, depth, places, lookahead = step.batch_size, int(limits.max(initial=0)), self._places, self.lookahead
-        result = Round(step.request_ids, batch, depth, self.top_k)
+        model, lookahead, recipe = self._model, self.lookahead, self.recipe
+        assert model is not None and recipe is not None
+        since = time.perf_counter()
+        batch, depth = step.batch_size, int(limits.max(initial=0))
+        result = Round(step.request_ids, recipe, depth, self.top_k)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
         allowed[rows], place[rows] = limits, np.arange(len(rows))
-        lookahead.begin([step.request_ids[i] for i in rows.tolist()], places[rows], depth, rest)
-        draft_round = self._model.start(step, rows, depth)
-        self._rounds += 1
-        at_once = self._model.waits and (self.auto is None or self._rounds % READ_APART)
-        expected = self._pass_seconds if at_once else None
-        passes = Passes(draft_round, self.draft_passes, places, result, expected, self._record_pass, started)
-        active = rows[limits > 0]
-        if chains is not None and self._cost is not None and len(active):
-            chances = np.where(
-                np.arange(chains.chances.shape[1]) < limits[limits > 0, None] - 1, chains.chances[active], 0
-            )
-            lengths = self._cost.to_check(places[active], chances, self._model.max_rows)
-            if lengths.any():
-                passes.check(active, latest, chains.tokens[active], lengths)
-                self._cost.checks.record(chances, lengths, passes.read[active] - 1)
+        lookahead.begin([step.request_ids[i] for i in rows.tolist()], recipe, depth, rest)
+        draft_round = model.start(step, self.draft_passes[recipe], rows, depth)
+        active, read = rows[limits > 0], 0
         for position in range(depth):
             if not len(active):
                 break
-            unread = active[passes.read[active] == position]
-            if len(unread):
+            if read == position:
                 count = 1
-                if self._model.waits:  # as far as all of them have slots
-                    count = min(max(lookahead.expected_len() - position, 1), int(allowed[unread].min()) - position)
-                    others = passes.read[active]  # who have read further join where they need a pass
-                    count = min(count, int(others[others > position].min(initial=depth)) - position)
-                passes.run(unread, latest, position, count)
+                if model.waits:  # as far as all of them have slots
+                    count = min(max(lookahead.expected_len() - position, 1), int(allowed[active].min()) - position)
+                drafted = draft_round.read(draft_round.launch(active, latest[active], position, count))
+                result.take(drafted, active, position)
+                now, read = time.perf_counter(), position + count
+                if self.auto is not None:  # with what a round takes besides: setting up, deciding
+                    self.auto.record_pass(recipe, len(active), (now - since) / count, count)
+                since = now
             if self._cost is not None:
-                self._cost.read = passes.read[rows]
+                self._cost.read = read
             result.drafted[active] += 1
             latest[active] = result.tokens[active, position, 0]
             top = result.probabilities[active, position, : lookahead.needs_top]
@@ -353,17 +325,6 @@ class LayerSkipMethod(ModelMethod):
             active = active[more & (allowed[active] > position + 1)]
         lookahead.end(int(result.drafted.max(initial=0)))
         return result
-
-    def _pass_seconds(self, place: int, tokens: int) -> float:
-        """What a pass is expected to take; 0 where it never ran."""
-        if self.auto is None:  # times are not kept
-            return 1.0
-        recipe = self.recipes[place]
-        return float(self.auto.pass_seconds(recipe, tokens)) if self.auto.times.warm(recipe, tokens) else 0.0
-
-    def _record_pass(self, place: int, tokens: int, seconds: float, count: int) -> None:
-        if self.auto is not None:
-            self.auto.record_pass(self.recipes[place], tokens, seconds, count)
 
     def _record_acceptance(self, step: Step) -> None:
         """Report to policy and selection how much of the last round's chains was accepted."""
@@ -376,7 +337,8 @@ class LayerSkipMethod(ModelMethod):
         judged = np.flatnonzero(verified > 0).tolist()
         if judged:
             ids = [request_ids[i] for i in judged]
-            self.selector.selection.record_acceptance(ids, verified[judged], accepted[judged])
+            skip_set = self.recipes.skip_set_of(last.recipe)
+            self.selector.selection.record_acceptance(ids, verified[judged], accepted[judged], skip_set)
         self.lookahead.record_acceptance(request_ids, verified, accepted, of_step)
 
     def _propose(self, weights: tuple[int, int], max_weight: int, base: SkipSet) -> list[SkipSet]:
@@ -392,8 +354,7 @@ class LayerSkipMethod(ModelMethod):
     def _pass_times(self) -> PassTimes | None:
         """What the parts of draft passes take at the batch and context of the newest step; None while steps without
         drafts are not known there. Sublayers by the roofline, as far off as the present set's passes are from it."""
-        batch, places = max(1, len(self._places)), self._places[self._places != NONE]
-        present = self.recipes[np.bincount(places).argmax() if len(places) else 0]
+        batch, present = self._batch, self.recipes.all[0] if self.recipe is None else self.recipe
         if self.auto is None or not self.auto.baseline_known(batch):
             return None
         auto, layers = self.auto, present.n_layers
@@ -404,10 +365,6 @@ class LayerSkipMethod(ModelMethod):
         attention, mlp = (scale * (whole - each) / layers for each in without)
         head = scale * whole - layers * (attention + mlp)
         return PassTimes(attention, mlp, head, lambda n: float(auto.step_seconds(batch, batch * n)))
-
-    def _whole_up_to(self, recipe: SkipSet) -> int:
-        """Tokens of a request up to which a pass with this recipe does what the whole model does."""
-        return recipe.window.whole_up_to(self._page_size) if recipe.window is not None and not len(recipe) else 0
 
     def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
         assert self._scorer is not None

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 from freedraft.extras import require
-from freedraft.method import EngineContext
-from layerskip_plugin.calibrate.pass_times import PassTimes
+from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import (
     Confidence,
     Cost,
@@ -22,11 +20,10 @@ from layerskip_plugin.lookahead import (
     DraftVerify,
     Fixed,
     Lookahead,
-    PerSet,
     Recording,
-    RocThreshold,
 )  # fmt: skip
 from layerskip_plugin.lookahead.disco import Classifier
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Evaluate, Selection, Static
 from layerskip_plugin.selection.knapsack import Knapsack, Plan
 from layerskip_plugin.selection.knapspec import KnapSpec, Propose
@@ -35,7 +32,7 @@ from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.selection.swift import Swift
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint, text_config
 
-LookaheadName = Literal["cost", "confidence", "adaptive", "roc", "disco", "fixed"]
+LookaheadName = Literal["cost", "confidence", "adaptive", "disco", "fixed"]
 SelectionName = Literal["static", "swift", "knn", "knapsack"]
 MAX_SKIP_SETS = 4
 AUTO_WINDOWS = (512, 2048, 8192)
@@ -84,8 +81,8 @@ class LayerSkipOptions(PluginOptions):
         sinks: how many tokens of `window` are the first of the request (attention sinks).
         lookahead: which policy says how far to draft. "cost" goes on while one more token pays, and stops drafting
             altogether where none does.
-        threshold: top-1 probability below which policy "confidence" stops drafting, and with which "adaptive" and "roc"
-            begin. None: .7, for "roc" .4.
+        threshold: top-1 probability below which policy "confidence" stops drafting, and with which "adaptive" begins.
+            None: .7.
         disco: file of the classifier of policy "disco", made by `freedraft calibrate disco`.
         record: file for verifications of the first skip set's drafts, from which `freedraft calibrate disco` learns.
         tree: where the engine verifies trees (SGLang), verify the draft's other candidates beside its chain (SWIFT's
@@ -97,6 +94,9 @@ class LayerSkipOptions(PluginOptions):
     """
 
     source_name: ClassVar[str] = "layerskip"
+    retired: ClassVar[Mapping[str, str]] = {
+        "lookahead=roc": "set lookahead to cost or confidence, which draft better lengths",
+    }
 
     selection: SelectionName = "static"
     selection_file: UserPath = None
@@ -268,15 +268,11 @@ class LayerSkipOptions(PluginOptions):
             return Knn(Domains.load(file, layers, model))
         return Knapsack(Plan.load(file, layers, model, hardware), measured=self.lookahead == "cost")
 
-    def make_lookahead(
-        self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None, windows: int = 1
-    ) -> Lookahead:
+    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
         """The lookahead policy that these options describe.
 
         Args:
-            recipes: skip sets with windows, in the order of their places, those of one skip set together; what a
-                policy learns, it learns of each by itself.
-            windows: how many of them each skip set has; more than one for "cost" only.
+            recipes: skip sets with windows; verifications of the first one's drafts are recorded.
             costs: what "cost" goes by; None where the engine decides by costs how much a step drafts.
 
         Raises:
@@ -287,23 +283,14 @@ class LayerSkipOptions(PluginOptions):
         if self.lookahead == "cost" and context.lengths is not None:
             lookahead = Fixed(context.max_draft_tokens)
         elif self.lookahead == "cost":
-            lookahead = Cost(
-                cast(Costs, costs), recipes, windows=windows, widths=context.widths, longest=context.max_draft_tokens,
-                page_size=context.page_size or 1,
-            )  # fmt: skip
-        else:
-            make = self._policy(context, model)
-            lookahead = PerSet(make, len(recipes)) if len(recipes) > 1 else make()
-        return lookahead if self.record is None else Recording(lookahead, self.record, model)
-
-    def _policy(self, context: EngineContext, model: str) -> Callable[[], Lookahead]:
-        """What makes a policy that knows of no costs."""
-        if self.lookahead == "fixed":
-            return partial(Fixed, self.length or (context.max_draft_tokens if context.widths is None else 5))
-        if self.lookahead == "disco":
+            lookahead = Cost(cast(Costs, costs), recipes, widths=context.widths, longest=context.max_draft_tokens)
+        elif self.lookahead == "fixed":
+            lookahead = Fixed(self.length or (context.max_draft_tokens if context.widths is None else 5))
+        elif self.lookahead == "disco":
             if self.disco is None:
                 raise ValueError("lookahead disco needs a classifier: train one with freedraft calibrate disco")
-            return partial(Disco, Classifier.load(self.disco, model))
-        kinds = {"confidence": Confidence, "adaptive": DraftVerify, "roc": RocThreshold}
-        make: Callable[..., Lookahead] = kinds[self.lookahead]
-        return make if self.threshold is None else partial(make, self.threshold)
+            lookahead = Disco(Classifier.load(self.disco, model))
+        else:
+            policy = Confidence if self.lookahead == "confidence" else DraftVerify
+            lookahead = policy() if self.threshold is None else policy(self.threshold)
+        return lookahead if self.record is None else Recording(lookahead, recipes[0], self.record, model)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 from freedraft.files import one_line_error, write_json_atomically
 
 FORMAT = "freedraft skip set 1"

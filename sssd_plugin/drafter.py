@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
-from freedraft.method import NodeLogits
+from freedraft.step import NodeLogits
 from sssd_plugin import recycled_logits
 from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.index.sub_index import Snapshot
@@ -131,7 +131,6 @@ class Drafter:
         if scoring == "learned":
             loaded = Weights.load(weights)
             self._weights = loaded.values, loaded.recycled
-        self._no_entries = recycled_logits.entries(0)
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
         self._owners: dict[str, int] = {}  # of requests whose logits are not everyone's
@@ -229,7 +228,6 @@ class Drafter:
         max_nodes: int,
         shape: Shape = "tree",
         min_score: float = 0.0,
-        recycled: bool = True,
     ) -> DraftBatch:
         """Draft the best trees, or chains, for these requests.
 
@@ -238,7 +236,6 @@ class Drafter:
             max_nodes: per request, root included.
             shape: `chain` gives every node at most one child.
             min_score: leave out nodes whose score does not exceed this.
-            recycled: draft from recycled logits, too, where there are any.
 
         Returns:
             A DraftBatch of B rows: views that the next call overwrites. Nodes stand in order of falling score, so any
@@ -260,8 +257,8 @@ class Drafter:
                 self._out = self._batch.head(n)
             out = self._out
             trees = (out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds)
-            entries, owners = self._entries if recycled else self._no_entries, self._owners_of(request_ids)
-            how = (entries, max_nodes, shape == "chain", min_score)
+            owners = self._owners_of(request_ids)
+            how = (self._entries, max_nodes, shape == "chain", min_score)
             parts = max(1, min(self._threads, n // MIN_ROWS))
             if parts == 1:
                 self._draft_part(0, slot_ids, groups, owners, trees, *how)

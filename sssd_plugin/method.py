@@ -16,10 +16,10 @@ from freedraft.cost.outlook import outlook
 from freedraft.cost.policies import Controller
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
-from freedraft.method import EngineContext, Method, MethodSpec, NodeLogits, Step
+from freedraft.method import Method, MethodSpec
 from freedraft.metrics import check_address, serve, where_to_look
+from freedraft.step import EngineContext, NodeLogits, Step
 from sssd_plugin.options import SssdOptions
-from sssd_plugin.recycle_choice import RecycleChoice
 from sssd_plugin.recycled_logits import owner_of
 
 if TYPE_CHECKING:
@@ -108,9 +108,11 @@ class SssdMethod(Method):
             self.store = _open_store(options, context, verify=False)
         self.live = self._open_live() if options.live else None
         self.live_metrics = LiveMetrics()
-        recycles = context.gives_logits and options.scoring == "learned"
-        self.recycling = RecycleChoice(options.recycle if recycles else "off")
-        self._recycles = self.recycling.on
+        can_recycle = context.gives_logits and options.scoring == "learned"
+        if options.recycle == "on" and not can_recycle:
+            lacks = "this engine gives no logits" if options.scoring == "learned" else "scoring 'paper' takes no logits"
+            logger.warning("freedraft: option 'recycle' is on, but %s: n-grams are drafted without them", lacks)
+        self._recycles = can_recycle and options.recycle != "off"
         self._prompt_lengths: dict[str, int] = {}  # where it learns
         self._requests = 0  # begun; requests of no tenant keep their logits for themselves
         self.drafter = Drafter(
@@ -185,10 +187,9 @@ class SssdMethod(Method):
 
     def update(self, step: Step) -> None:
         drafter, request_ids = self.drafter, step.request_ids
-        self.recycling.update(step)
         for row in drafter.update(request_ids, step.tokens, step.starts, step.ends, step.contexts):
             drafter.replace(request_ids[row], step.history(row))
-        self.source_metrics.update(drafter, request_ids, lambda: step.gained, self.recycling.on)
+        self.source_metrics.update(drafter, request_ids, lambda: step.gained)
 
     @property
     def learns(self) -> bool:
@@ -196,7 +197,7 @@ class SssdMethod(Method):
 
     @property
     def needs_logits(self) -> bool:
-        return self.recycling.on
+        return self._recycles
 
     def recycle(self, logits: NodeLogits) -> None:
         self.drafter.recycle(logits)
@@ -207,7 +208,6 @@ class SssdMethod(Method):
             max_nodes=max_draft_len + 1,
             shape="tree" if self._branches(step) else "chain",
             min_score=self.min_score,
-            recycled=self.recycling.on,
         )
 
     def _branches(self, step: Step) -> bool:

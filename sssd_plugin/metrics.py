@@ -29,9 +29,6 @@ _STATIC_TOKENS = Gauge("freedraft_static_tokens", "Tokens in the datastore that 
 _STATIC_SUB_INDICES = Gauge(
     "freedraft_static_sub_indices", "Sub-indices of the datastore that was built", multiprocess_mode="livemax"
 )
-_RECYCLING = Gauge(
-    "freedraft_recycling", "1 while recycled logits are drafted from, else 0", multiprocess_mode="livemax"
-)
 
 
 class SourceMetrics:
@@ -48,19 +45,15 @@ class SourceMetrics:
         _STATIC_TOKENS.set(static.n_tokens)
         _STATIC_SUB_INDICES.set(len(static.sub_indices))
 
-    def update(
-        self, drafter: Drafter, request_ids: Sequence[str], gained: Callable[[], NDArray[np.int64]], recycling: bool
-    ) -> None:
+    def update(self, drafter: Drafter, request_ids: Sequence[str], gained: Callable[[], NDArray[np.int64]]) -> None:
         """Count one step, after its tokens have entered the drafter.
 
         Args:
             gained: returns int64 [B], how many tokens each request has gained by the step; called when it is counted.
-            recycling: whether recycled logits are drafted from.
         """
         self._steps += 1
         if self._steps % EVERY:
             return
-        _RECYCLING.set(recycling)
         tally = np.zeros(SIZE, np.int64)
         drafter.attribute(request_ids, gained(), tally)
         _LOOKUPS.inc(int(tally[LOOKUPS]))

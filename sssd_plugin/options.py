@@ -10,8 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath, expand_path
 from freedraft.cost.policies import Controller, Policy
-from freedraft.method import EngineContext
-from sssd_plugin.recycle_choice import Recycle
+from freedraft.step import EngineContext
 
 Scoring = Literal["learned", "paper"]
 
@@ -55,7 +54,8 @@ class SssdOptions(PluginOptions):
             its steps (vLLM's FlashAttention leaves such steps to a kernel of ours, on "tree" alone).
         min_score: draft tokens of a lower estimated probability of acceptance are not verified. None: 0, but under
             "knee" and "fixed" on vLLM's model runner V1 what a token costs by the hardware profile.
-        recycle: draft from the logits of verified nodes, too: "auto" where this brings tokens per second, "on", "off".
+        recycle: draft from the logits of verified nodes, too: "auto" where they come without a wait, that is on SGLang
+            and vLLM's model runner V2; "on" says in the log where they do not come; "off".
         recycle_megabytes: memory for recycled logits; the oldest are replaced first.
         draft_timeout_ms: milliseconds that a step of SGLang waits for its drafts, which a thread makes; if they are
             late, it goes on without. 0: SGLang's own thread makes them, and waits as long as they take.
@@ -80,7 +80,7 @@ class SssdOptions(PluginOptions):
     step_times: UserPath = None
     shape: Literal["auto", "tree", "chain"] = "auto"
     min_score: float | None = Field(default=None, ge=0.0, le=1.0)
-    recycle: Recycle = "auto"
+    recycle: Literal["auto", "on", "off"] = "auto"
     recycle_megabytes: int = Field(default=64, ge=1, le=1 << 16)
     draft_timeout_ms: float = Field(default=0.0, ge=0.0, le=1e6)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
@@ -90,7 +90,7 @@ class SssdOptions(PluginOptions):
     @classmethod
     def _weights_exist(cls, weights: Path | None) -> Path | None:
         if weights is not None and not weights.is_file():
-            raise ValueError("is not a file: give a file that 'freedraft calibrate scorer' wrote, or leave it out")
+            raise ValueError("is not a file: give a file that bench/scorer wrote, or leave it out")
         return weights
 
     @cached_property

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
-from freedraft.method import TOP_TOKENS
+from freedraft.step import TOP_TOKENS
 from sssd_plugin.request_index import mix
 from sssd_plugin.scoring.views import write_context
 

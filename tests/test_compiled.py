@@ -101,13 +101,6 @@ def test_no_folder_that_can_be_written(package: Path) -> None:
     assert answer.startswith("2 0\n") and answer.count("no folder") == 1
 
 
-def test_a_disk_that_takes_no_more(package: Path) -> None:
-    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-    answer = python(full + RUN, 1, folder=package)
-    assert answer.startswith("2 0\n") and "File too large" in answer
-    assert run(package, 1) == "2 0\n"
-
-
 WRITER = """
 import json, sys, time
 from pathlib import Path

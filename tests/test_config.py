@@ -40,7 +40,7 @@ def test_values_of_the_environment_are_converted() -> None:
         ({"scoring": "best"}, {}, ["'scoring'", "'learned' or 'paper'", "best"]),
         ({"min_score": float("nan")}, {}, ["'min_score'", "finite"]),
         ({"min_score": 1.5}, {}, ["'min_score'", "1.5"]),
-        ({"weights": "/no/such/file"}, {}, ["'weights'", "/no/such/file", "freedraft calibrate scorer"]),
+        ({"weights": "/no/such/file"}, {}, ["'weights'", "/no/such/file", "bench/scorer"]),
         ({"metrics_port": 70000}, {}, ["'metrics_port'", "70000"]),
         ({}, {"FREEDRAFT_KNEE": "six"}, ["FREEDRAFT_KNEE", "six"]),
         ({}, {"FREEDRAFT_DATASTROE": "six"}, ["FREEDRAFT_DATASTROE", "FREEDRAFT_DATASTORE"]),

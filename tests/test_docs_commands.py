@@ -19,6 +19,7 @@ from tests.support.repeat_drafter import RepeatOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md")])
+PAGES.remove(ROOT / "docs" / "results.md")  # its commands are those of the commits that it names
 OPTIONS = {"sssd": {*SssdOptions.model_fields}, "layerskip": {*LayerSkipOptions.model_fields}}
 OPTIONS["freedraft"] = OPTIONS["sssd"] | OPTIONS["layerskip"]
 ENGINE_KEYS = {"method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"}

@@ -14,7 +14,8 @@ from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
 from freedraft.guarded_method import FIRST_PAUSE, FORGIVEN, LONGEST_PAUSE, GuardedMethod
-from freedraft.method import EngineContext, Method, MethodSpec, Step
+from freedraft.method import Method, MethodSpec
+from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
 
 PROFILE = HardwareProfile(name="x", peak_flops=1e12, bandwidth=1e10, source="measured")
@@ -126,3 +127,61 @@ def test_the_budget_and_the_time_of_every_step_are_shown(guarded: GuardedMethod)
     assert value("budget_tokens") == 6 and value("drafting_seconds_count") == steps + 1
     guarded.draft(make_step(["a", "b"], [[1], [2]], capacities=0))
     assert value("budget_tokens") == 0
+
+
+def device_faults() -> list[Exception]:
+    """As torch, cudart, NCCL and Triton raise them."""
+    import torch
+
+    class Busy(torch.AcceleratorError):
+        """A kind of it."""
+
+    return [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        Busy("CUDA error: device busy"),
+        torch.cuda.CudaError.__new__(torch.cuda.CudaError),  # whose words only a driver has
+        torch.distributed.DistBackendError("NCCL error: unhandled system error"),
+        RuntimeError("Triton Error [CUDA]: unspecified launch failure"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_faults_of_a_device_are_the_engines(
+    guarded: GuardedMethod, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No step after them can succeed: they are raised as they are, without a word of drafting before them."""
+    fault, before = device_faults()[number], failures()
+
+    def fail() -> None:
+        raise fault
+
+    with pytest.raises(type(fault)) as raised, caplog.at_level(logging.DEBUG):
+        guarded.call(fail)
+    assert raised.value is fault and failures() == before and not caplog.records
+    assert guarded.draft(step()) is not None, "and no pause follows"
+
+
+def test_a_rank_whose_device_fails_in_a_draft_pass_raises_that(caplog: pytest.LogCaptureFixture) -> None:
+    """And not that drafting has ended the engine, which is for what leaves other ranks waiting."""
+    from freedraft.engines.draft_ranks import DraftRanks
+    from freedraft.guarded_method import EngineMustEnd
+
+    ranks = DraftRanks.__new__(DraftRanks)
+    ranks.several = True
+    fault = device_faults()[0]
+    with pytest.raises(type(fault)), caplog.at_level(logging.DEBUG), ranks.together():
+        raise fault
+    assert not caplog.records
+    with pytest.raises(EngineMustEnd), ranks.together():
+        raise ValueError("a mistake")
+
+
+def test_what_leaves_the_device_alone_is_survived(guarded: GuardedMethod) -> None:
+    import torch
+
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: invalid argument")):
+
+        def fail(error: Exception = error) -> None:
+            raise error
+
+        assert guarded.call(fail) is None

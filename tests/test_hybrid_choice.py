@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freedraft.cost.step_times import CENTRES
-from freedraft.hybrid.choice import Choice, DraftPassEstimate, poorest_first, sizes_up_to
+from freedraft.draft_pass import DraftPassEstimate
+from freedraft.hybrid.choice import Choice, poorest_first, sizes_up_to
 from freedraft.hybrid.choice import choose as choose_in_order
-from freedraft.hybrid.throughput import STEPS, Throughput
 
 TABLE = 0.010 + 0.0004 * CENTRES
 
@@ -110,50 +110,3 @@ def test_passes_that_cost_what_they_bring_are_left_out() -> None:
     assert len(choose(p, kept, everyone, estimate(3, 0.9, 0.001), TABLE).rows) == 3
     assert len(choose(p, kept, everyone, estimate(3, 0.9, 0.02), TABLE).rows) == 0
     assert len(choose(p, kept, everyone, estimate(3, 0.9, 0.001), TABLE, widths=(1,)).rows) == 0
-
-
-def test_passes_wait_where_n_grams_are_about_to_return() -> None:
-    """In the midst of a copy a step without n-grams is followed by one with them, and passes would only delay it."""
-    p, kept, everyone = np.zeros((1, 1)), np.ones(1, np.int32), np.ones(1, np.bool_)
-    passes, plain = estimate(1, 0.95, 0.005), 1 / float(np.interp(1, CENTRES, TABLE))
-    assert len(choose(p, kept, everyone, passes, TABLE, rate=plain).rows) == 1
-    assert len(choose(p, kept, everyone, passes, TABLE, rate=3.5 * plain).rows) == 0
-
-
-def test_throughput_follows_each_request() -> None:
-    pace = Throughput()
-    for _ in range(100):
-        pace.update(["copies", "writes"], np.array([9, 1]), 0.01)
-    assert abs(pace.of(["copies", "unknown"]) - 900) < 1e-6 and abs(pace.of(["copies", "writes"]) - 1000) < 1e-6
-    pace.update(["copies"], np.array([1]), 0.01)
-    assert 800 < pace.of(["copies"]) < 900
-    for _ in range(3 * STEPS):
-        pace.update(["copies"], np.array([1]), 0.01)
-    assert 100 < pace.of(["copies"]) < 150
-    for request_id in ("copies", "unknown"):
-        pace.finish(request_id)
-    assert len(pace) == 1 and pace.of(["copies"]) == 0
-
-
-def test_sizes_cover_small_batches_and_thin_out() -> None:
-    assert sizes_up_to(7).tolist() == list(range(1, 8))
-    assert sizes_up_to(300)[0] == 1 and sizes_up_to(300)[-1] == 300 and len(sizes_up_to(300)) <= 32
-
-
-def test_passes_that_shorten_a_step_are_not_chosen_more_lightly() -> None:
-    """Poor n-grams of 6 nodes, or one drafted token: a little less is expected of it, in a step that is shorter by a
-    little less than that is worth. The margin is on the side of no passes there, too."""
-    table = 0.010 * CENTRES
-    p = np.zeros((1, 7))
-    p[0, :] = [0.0, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05]
-    kept, allowed = np.array([7], np.int32), np.ones(1, np.bool_)
-    alone = 1 + p[0, 1:].sum()
-    rate = alone / table[6]
-    saved = 0.03
-    for share, chosen in ((0.95, False), (1.0, False), (0.85, True)):
-        # What the passes bring less than n-grams, by what the saved seconds are worth.
-        gain = alone - 1 - share * rate * saved
-        passes = DraftPassEstimate(
-            np.array([1]), np.array([[gain]]), np.array([[1.0]]), np.array([[table[6] - saved - table[1]]])
-        )
-        assert bool(len(choose(p, kept, allowed, passes, table, margin=1.1).rows)) == chosen, share

@@ -13,10 +13,11 @@ from freedraft.config import ConfigError, PluginOptions
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.cost.controller import Auto, make_controller
 from freedraft.draft import DraftBatch
-from freedraft.hybrid.choice import DraftPassEstimate
+from freedraft.draft_pass import DraftPassEstimate
 from freedraft.hybrid.method import FIRST_PROBE, HybridMethod
 from freedraft.hybrid.options import option_type, part_options
-from freedraft.method import METHODS, EngineContext, Method, MethodSpec, ModelMethod, Step
+from freedraft.method import METHODS, Method, MethodSpec, ModelMethod
+from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
@@ -74,7 +75,7 @@ class Model(ModelMethod):
     def capacities(self, step: Step) -> np.ndarray:
         return np.minimum(step.capacities, 2)
 
-    def estimate(self, step: Step, rows: Any, sizes: Any, max_draft_len: int, chains: Any = None) -> DraftPassEstimate:
+    def estimate(self, sizes: Any, max_draft_len: int) -> DraftPassEstimate:
         m = np.arange(1, max_draft_len + 1)
         gain = sizes[:, None] * np.cumsum(0.9**m)
         unit = float(self.controller.step_seconds(1, 1))
@@ -84,12 +85,12 @@ class Model(ModelMethod):
     def wants_trial(self) -> bool:
         return self.wants
 
-    def begin_round(self, step: Step, rows: Any, *, pays: bool) -> None:
+    def begin_round(self, *, pays: bool) -> None:
         self.trials += not pays
 
-    def propose_for(self, step: Step, rows: Any, limits: Any, rest: Any, to_check: Any = None) -> DraftBatch:
+    def propose_for(self, step: Step, rows: Any, limits: Any, rest: Any) -> DraftBatch:
         self.asked.append([step.request_ids[i] for i in rows.tolist()])
-        self.rest, self.to_check = rest, to_check
+        self.rest = rest
         return chains(step, rows, np.minimum(2, limits), 50, 0.9, PASS_KINDS)
 
 
@@ -134,7 +135,6 @@ def test_draft_passes_go_to_whom_n_grams_say_nothing(registered: None) -> None:
     drive(hybrid, ["copy-1", "new-1", "copy-2", "new-2"], 40, accept="both")
     assert sorted(hybrid.model.asked[-1]) == ["new-1", "new-2"]
     assert hybrid.model.rest.requests == 2 and hybrid.model.rest.query_tokens >= 6
-    assert hybrid.model.to_check.tokens[0].tolist() == [10] and not hybrid.model.to_check.chances[1].any()
 
 
 def test_passes_that_cannot_pay_are_tried_ever_more_rarely(registered: None) -> None:
@@ -142,7 +142,6 @@ def test_passes_that_cannot_pay_are_tried_ever_more_rarely(registered: None) -> 
     hybrid.model.seconds = 5.0
     drive(hybrid, ["copy-1", "new-1"], 4 * FIRST_PROBE)
     assert [len(asked) for asked in hybrid.model.asked] == [2, 2], "after 128 steps, and 256 more"
-    assert hybrid.model.to_check is None, "a trial shows what passes bring one by one"
 
 
 def test_what_is_new_is_tried_at_once(registered: None) -> None:

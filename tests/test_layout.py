@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import re
 import subprocess
@@ -64,6 +65,18 @@ def imports(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+def imported(path: Path, known: set[str]) -> set[str]:
+    """Modules out of `known` that a file imports anywhere."""
+    found = set(imports(path)) & known
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module in known:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & known
+            if names <= known:  # nothing of the package's own
+                found.discard(node.module)
+    return found
+
+
 def tops(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports(path)}
 
@@ -82,18 +95,9 @@ def tracked() -> list[Path]:
     done = subprocess.run(["git", "ls-files", "-z"], capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode == 0 and done.stdout:
         return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
-    hidden = (
-        ".git",
-        ".venv",
-        "build",
-        "dist",
-        "__pycache__",
-        ".pytest_cache",
-        ".mypy_cache",
-        ".ruff_cache",
-        ".hypothesis",
-    )
-    return [p for p in ROOT.rglob("*") if p.is_file() and not set(hidden) & set(p.relative_to(ROOT).parts)]
+    hidden = {".git", ".venv", "build", "dist", "__pycache__", ".hypothesis"}
+    hidden |= {f".{tool}_cache" for tool in ("pytest", "mypy", "ruff")}
+    return [p for p in ROOT.rglob("*") if p.is_file() and not hidden & set(p.relative_to(ROOT).parts)]
 
 
 @cache
@@ -157,6 +161,13 @@ def test_arrows_point_one_way() -> None:
         if (wrong := tops(path) & set(SOURCE_ROOTS) - allowed[package] - {package})
     }
     assert found == {}
+
+
+def test_no_circle_of_imports() -> None:
+    """Also none that is closed inside a function or under `TYPE_CHECKING`: it shows that something is misplaced."""
+    paths = {name: path for package in SOURCE_ROOTS for name, path in modules(package).items()}
+    graph = {name: imported(path, set(paths)) - {name} for name, path in paths.items() if "datastore" not in name}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names one
 
 
 def test_no_folder_shadows_a_package_of_an_engine() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from pathlib import Path
 
@@ -50,13 +49,6 @@ def test_rates_between_two_readings(drafter: Metrics) -> None:
     assert found["requests"] == "3" and found["tokens per second"] == "22.50"
     assert found["tokens per request and step"] == "2.25" and found["of draft tokens, accepted"] == "0.50"
     assert found["over plain, by policy auto"] == "1.25" and found["microseconds to draft, per step"] == "300"
-
-
-def test_nothing_happened_and_nothing_is_estimated(drafter: Metrics) -> None:
-    drafter.speedup.set(math.nan)
-    now = top.read(f"http://127.0.0.1:{port()}/metrics")
-    shown = cells(top.view(now, now, 1.0))
-    assert all("-" in shown[title] for title in ("tokens per request and step", "over plain, by policy auto"))
 
 
 def test_the_command(drafter: Metrics) -> None:

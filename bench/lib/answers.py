@@ -39,7 +39,7 @@ def answers_of(
 def sample_of(host: HostModel, answers: Sequence[Answered], tokens: int, seed: int) -> Sample:
     """At most `tokens` tokens, drawn from all of the answers."""
     tokens = min(tokens, sum(len(a.tokens) - a.prompt for a in answers))
-    return Sample.spread(host, [a.tokens for a in answers], tokens, [a.prompt for a in answers], seed)
+    return host.sample([a.tokens for a in answers], tokens, [a.prompt for a in answers], seed)
 
 
 def weight_share(host: HostModel, skip: SkipSet) -> float:

@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from layerskip_plugin.calibrate.host_model import HEAD_ROWS, HostModel
-from layerskip_plugin.calibrate.sample import HostText
+from layerskip_plugin.calibrate.sample import Text
 from layerskip_plugin.skip_set import SkipSet
 
 
 @torch.inference_mode()
 def draft_chains(
-    host: HostModel, skip: SkipSet, text: HostText, first: int, length: int
+    host: HostModel, skip: SkipSet, text: Text, first: int, length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
     """Greedy drafts of `length` tokens from every position of a text on, as rounds of an engine would make them.
 

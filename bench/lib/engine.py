@@ -13,8 +13,10 @@ from typing import Any
 
 from bench.lib.servers import in_process_environment
 from bench.lib.switch import Call, Switch
-from freedraft.method import Step
+from freedraft.step import Step
 
+Drafting = bool | Callable[[Step], bool]
+"""Whether the drafter is asked, or in which steps."""
 ROOT = Path(__file__).resolve().parents[2]
 SKIP_SET_OF_DEMO = ROOT / "configs" / "skip_sets" / "smollm2-135m-instruct-12.json"
 
@@ -73,14 +75,10 @@ class Engine:
         prompts: Sequence[list[int]],
         tokens: int,
         *,
-        drafting: bool | Callable[[Step], bool],
+        drafting: Drafting,
         extras: Sequence[dict[str, Any]] = (),
     ) -> Run:
-        """Greedy answers of exactly `tokens` tokens; `extras` are what each request sends for the drafter.
-
-        Args:
-            drafting: whether the drafter is asked, or in which steps.
-        """
+        """Greedy answers of exactly `tokens` tokens; `extras` are what each request sends for the drafter."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 

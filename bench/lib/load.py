@@ -44,13 +44,11 @@ def ask(
     texts: Sequence[str],
     concurrency: int,
     max_tokens: int,
-    given: Sequence[str | None] | None = None,
     template: dict[str, Any] | None = None,
 ) -> Outcome:
     """Put the texts to the server as chats and wait for all answers.
 
     Args:
-        given: what each answer must begin with, None for anything.
         template: arguments of the model's chat template, `enable_thinking` for one.
 
     The end of a sequence is ignored, so that every answer has `max_tokens` tokens and arms do equal work. Nothing else
@@ -59,15 +57,7 @@ def ask(
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
 
-    requests = [
-        SampleRequest(
-            prompt=text,
-            prompt_len=0,
-            expected_output_len=max_tokens,
-            request_overrides={"structured_outputs": {"choice": [answer]}} if answer else None,
-        )
-        for text, answer in zip(texts, given or [None] * len(texts), strict=True)
-    ]
+    requests = [SampleRequest(prompt=text, prompt_len=0, expected_output_len=max_tokens) for text in texts]
     server: dict[str, Any] = {"endpoint_type": "openai-chat", "api_url": url + CHAT, "base_url": url}
     server |= {"model_id": model, "model_name": model, "tokenizer": None, "lora_modules": None, "extra_headers": None}
     answers: dict[str, Any] = {"ignore_eos": True, "logprobs": None}
@@ -85,8 +75,7 @@ def ask(
         result: dict[str, Any] = asyncio.run(call)
     lengths = result["output_lens"]
     # A stream that breaks off in the middle is no error to vLLM's client.
-    least = [1 if answer else max_tokens for answer in given or [None] * len(texts)]
-    failed = [bool(e) or n < m for e, n, m in zip(result["errors"], lengths, least, strict=True)]
+    failed = [bool(error) or n < max_tokens for error, n in zip(result["errors"], lengths, strict=True)]
     nan, accepted = float("nan"), result.get("spec_decode_accepted_tokens")
     if verifications is not None:  # each, and each prompt, brought a token of the model's own
         passes = (sglang_verifications(url) or 0) - verifications + len(failed) - sum(failed)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.scoring.long_contexts import edit
-from sssd_plugin.trace import Row
+from bench.lib.trace import Row
+from bench.scorer.long_contexts import edit
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

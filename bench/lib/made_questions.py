@@ -1,4 +1,4 @@
-"""Questions that we make, of Python's own library and documentation: quotes, long documents, turns of an agent.
+"""Questions about Python's own library: long documents, turns of an agent.
 
 They are the same on every machine with the same Python.
 
@@ -29,15 +29,13 @@ NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests", "idlelib", 
 """Folders of the library that some distributions leave out, or fill with packages."""
 
 
-def read(name: str, model: Path) -> list[Question]:
+def read(name: str) -> list[Question]:
     """The questions of one of the names that are made here, of Spec-Bench, which is downloaded, or of a file.
 
     Raises:
         QuestionError: a file that cannot be had or used.
     """
     match name:
-        case "quotes":
-            return quotes(model)
         case "long":
             return long_documents()
         case "agent":
@@ -45,30 +43,6 @@ def read(name: str, model: Path) -> list[Question]:
         case "spec-bench":
             return load(download(Path("build/questions")))
     return load(Path(name))
-
-
-def quotes(model: Path) -> list[Question]:
-    """Questions that are answered by quoting 400 tokens of a prompt of 4,000 to 7,500, of Python's own documentation.
-
-    Small models cannot quote from so far, so a grammar makes them (structured output).
-
-    Args:
-        model: folder of the model, for its tokenizer.
-    """
-    from pydoc_data.topics import topics
-
-    from tokenizers import Tokenizer
-
-    encoder = Tokenizer.from_file(str(model / "tokenizer.json"))
-    source = encoder.encode("\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False).ids
-    made = []
-    for i, length in enumerate(range(4000, 7501, 700)):
-        part = source[9_000 * i : 9_000 * i + length]
-        text, answer = encoder.decode(part), encoder.decode(part[length // 5 : length // 5 + 400])
-        answer = answer[answer.index("\n") + 1 :]
-        ask = "Repeat the text above word for word, beginning with this line:\n" + answer.partition("\n")[0]
-        made.append(Question(f"quotes:{length}", "quotes", f"{text}\n\n{ask}", answer))
-    return made
 
 
 def long_documents() -> list[Question]:
@@ -128,7 +102,7 @@ def problems(names: list[str], concurrency: list[int], limit: int | None, least_
     asked, said = [], []
     for name in names:
         try:
-            asked += read(name, Path())
+            asked += read(name)
         except QuestionError as error:
             said.append(str(error))
     if asked and not said:
@@ -146,8 +120,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--least-rounds", type=int, default=0)
     args = parser.parse_args()
-    names = [name for name in args.names if name != "quotes"]  # they need the model's tokenizer
-    said = problems(names, args.concurrency, args.limit, args.least_rounds)
+    said = problems(args.names, args.concurrency, args.limit, args.least_rounds)
     print("\n".join(said), end="\n" if said else "")
     return 1 if said else 0
 

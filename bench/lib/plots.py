@@ -143,48 +143,6 @@ def ratios(name: str, rows: Rows) -> Plot | None:
     )
 
 
-def acceptance(name: str, rows: Rows) -> Plot | None:
-    drafting = [r for r in rows if r.get("drafted_per_step")]
-    if not drafting:
-        return None
-    lowest = min(r["concurrency"] for r in drafting)
-    drafting = [r for r in drafting if r["concurrency"] == lowest]
-    groups, arms = names(drafting, "group"), names(drafting, "arm")
-    figure, (left, right) = plt.subplots(2, 1, figsize=(9, 6), sharex=True)
-    grouped_bars(left, drafting, groups, arms, "tokens_per_step", None)
-    left.set_ylabel("tokens per forward pass")
-    left.axhline(1, color="#555555", linewidth=1.2)
-    left.legend(ncols=len(arms), loc="upper right", bbox_to_anchor=(1, 1.2))
-    percent = [r | {"acceptance": 100 * (r["acceptance"] or 0)} for r in drafting]
-    grouped_bars(right, percent, groups, arms, "acceptance", None)
-    right.set_ylabel("drafts accepted, %")
-    return Plot(
-        f"{name}-acceptance",
-        figure,
-        f"Acceptance by group of questions, {lowest} at a time: tokens that a request gets for each forward pass it "
-        "takes part in, and the share of drafted tokens that the model accepted. Few drafts, well chosen, are a high "
-        "share; many are a low one: the first figure is what counts, unless verifying costs time.",
-    )
-
-
-def drafted(name: str, rows: Rows) -> Plot | None:
-    drafting = [r for r in overall(rows) if r.get("drafted_per_step") is not None]
-    concurrencies = names(drafting, "concurrency")
-    if len(concurrencies) < 2:
-        return None
-    figure, axis = plt.subplots(figsize=(7.2, 4))
-    arms = names(drafting, "arm")
-    for arm in arms:
-        mine = [r for r in drafting if r["arm"] == arm]
-        x, y = [r["concurrency"] for r in mine], [r["concurrency"] * r["drafted_per_step"] for r in mine]
-        axis.plot(x, y, marker=MARKS.get(arm, "o"), color=colour(arm, arms), label=arm)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(concurrencies, [str(c) for c in concurrencies])
-    axis.set(xlabel="requests at a time", ylabel="draft tokens per step, whole batch", ylim=(0, None))
-    axis.legend()
-    return Plot(f"{name}-drafted", figure, "How much is drafted as the batch grows: all requests of a step together.")
-
-
 def accepted_from(rows: Rows) -> Plot:
     figure, axis = plt.subplots(figsize=(9, 0.9 + 0.42 * len(rows)))
     sources = list(rows[0]["accepted_from"])
@@ -207,24 +165,3 @@ def accepted_from(rows: Rows) -> Plot:
         "Where accepted tokens came from: whether the longer context that matched stood in the request (prompt and "
         "output so far) or in the datastore; alike up to the four tokens that are told apart; neither: from frequency.",
     )
-
-
-def budget_lines(axis: Any, rows: Rows) -> None:
-    batches = [r["batch"] for r in rows]
-    palette = {"auto": "#0072B2", "knee": "#009E73", "fixed 4": "#E69F00", "fixed 8": "#D55E00"}
-    for policy in rows[0]["ratio"]:
-        spread = [r["spread"][policy] for r in rows]
-        axis.plot(batches, [r["ratio"][policy] for r in rows], marker="o", label=policy, color=palette.get(policy))
-        low, high = zip(*spread, strict=True)
-        axis.fill_between(batches, low, high, color=palette.get(policy), alpha=0.15, linewidth=0)
-    axis.axhline(1, color="#555555", linewidth=1.2)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(batches, [str(b) for b in batches])
-    axis.set(xlabel="requests at a time", ylabel="throughput over plain")
-    axis.legend(title="draft tokens by")
-
-
-def budget(rows: Rows) -> Plot:
-    figure, axis = plt.subplots(figsize=(7.2, 4.2))
-    budget_lines(axis, rows)
-    return Plot("budget-by-batch", figure, "Throughput by batch size and policy; the band is the spread over rounds.")

@@ -26,16 +26,11 @@ class QuestionError(ValueError):
 
 @dataclass(frozen=True)
 class Question:
-    """One question. Only its first turn is asked: the second one depends on the answer.
-
-    Attributes:
-        answer: what the answer must begin with, by a grammar; None for whatever the model says.
-    """
+    """One question. Only its first turn is asked: the second one depends on the answer."""
 
     name: str
     group: str
     text: str
-    answer: str | None = None
 
 
 def load(path: Path) -> list[Question]:

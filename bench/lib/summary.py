@@ -106,7 +106,6 @@ def over(mine: dict[Key, Block], blocks: Sequence[Block], other: str) -> list[fl
 def measures(blocks: Sequence[Block]) -> dict[str, Any]:
     """Throughput over the time of all blocks; latencies over all requests."""
     tokens = sum(sum(b["tokens"]) for b in blocks)
-    rates = [sum(b["tokens"]) / b["seconds"] for b in blocks]
     latency = [1e3 * s / n for b in blocks for s, n in zip(b["latency_s"], b["tokens"], strict=True)]
     decode = [
         1e3 * (s - first) / (n - 1)
@@ -118,9 +117,7 @@ def measures(blocks: Sequence[Block]) -> dict[str, Any]:
         "requests": sum(len(b["tokens"]) for b in blocks),
         "tokens": tokens,
         "tokens_per_second": tokens / sum(b["seconds"] for b in blocks),
-        "tokens_per_second_spread": quantiles(rates, 0.25, 0.75),
         "ms_per_token": statistics.median(latency),
-        "ms_per_token_spread": quantiles(latency, 0.1, 0.9),
         "decode_ms_per_token": statistics.median(decode) if decode else None,
         "decode_ms_per_token_p99": quantiles(decode, 0.99)[0] if decode else None,
         "ttft_ms": 1e3 * statistics.median(x for b in blocks for x in b["ttft_s"]),
@@ -153,11 +150,9 @@ def against(mine: Sequence[Block], plain: Sequence[Block]) -> dict[str, Any]:
         for a, b in zip(x["answers"], y["answers"], strict=True)
         if a is not None and b is not None
     ]
-    rates = [[sum(b["tokens"]) / b["seconds"] for b in side] for side in (mine, plain)]
     return {
         "ratio": ratio,
         "ratio_interval": interval,
-        "ratio_median": float(np.median(np.array(rates[0]) / np.array(rates[1]))),
         "identical": sum(a == b for a, b in pairs) / len(pairs) if pairs else None,
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from freedraft.draft import DraftBatch
-from freedraft.method import Step
+from freedraft.step import Step
 
 
 @dataclass(frozen=True)

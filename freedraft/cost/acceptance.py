@@ -21,7 +21,7 @@ from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 
 if TYPE_CHECKING:
-    from freedraft.method import Step
+    from freedraft.step import Step
 
 KINDS = 128
 PASS_KINDS = 112

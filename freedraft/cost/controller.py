@@ -30,10 +30,10 @@ from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import CENTRES, MAX_QUERY_TOKENS, StepTimes, StepTimesFile, row_of
 from freedraft.draft import DraftBatch
-from freedraft.draft_model import Recipe
+from freedraft.draft_pass import Recipe
 
 if TYPE_CHECKING:
-    from freedraft.method import EngineContext, Step
+    from freedraft.step import EngineContext, Step
 
 logger = logging.getLogger(__name__)
 

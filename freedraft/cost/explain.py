@@ -9,8 +9,7 @@ import numpy as np
 
 from freedraft.config import ConfigError
 from freedraft.cost.policies import Knee
-from freedraft.cost.roofline import Roofline, operations
-from freedraft.plotting import picture
+from freedraft.cost.roofline import Roofline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 TOKENS_PER_STEP = {1: 1.0, 4: 1.542, 8: 1.699, 16: 1.814, 32: 1.918, 64: 1.988}
@@ -82,39 +81,32 @@ def expected_tokens(lengths: np.ndarray, curve: dict[int, float]) -> np.ndarray:
     return np.interp(np.log2(lengths), np.log2(list(curve)), list(curve.values()))
 
 
-def plot(roofline: Roofline, context: int, rows: list[Row], path: Path, *, max_nodes: int = 64) -> None:
+def plot(roofline: Roofline, context: int, rows: list[Row], path: Path, *, batch: int = 8, max_nodes: int = 64) -> None:
     """Draw step time by speculation length (figure 3 of arXiv 2411.05894 for this model) and the lengths by batch size.
 
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot draws with matplotlib: pip install matplotlib") from None
     lengths = np.arange(1, max_nodes + 1, dtype=np.float64)
-    with picture(path, (11, 4.2), columns=2) as (figure, axes):
-        left, right = axes[0]
-        batch = 8
-        peak, bandwidth = roofline.profile.flops(roofline.shape.dtype), roofline.profile.bandwidth
-        parts = {"linear layers": np.zeros(max_nodes), "attention": np.zeros(max_nodes)}
-        for operation in operations(
-            roofline.shape, batch, lengths, context, tensor_parallel=roofline.tensor_parallel, mask=roofline.mask
-        ):
-            part = "attention" if operation.name == "attention" else "linear layers"
-            parts[part] = parts[part] + np.asarray(operation.seconds(peak, bandwidth)) * 1e3
-        left.stackplot(lengths, list(parts.values()), labels=list(parts), colors=["#e8a33d", "#4878a8"], alpha=0.85)
-        knee = min(max_nodes, max(1, round(roofline.profile.ridge / batch)))
-        left.axvline(knee, color="black", ls="--", lw=1, label="$I_{knee} / b$")
-        left.set(
-            title=f"Step time, batch {batch}, context {context:,}",
-            xlabel="nodes per request $s_q$ (root included)", ylabel="ms", xlim=(1, max_nodes),
-        )  # fmt: skip
-        left.legend(loc="upper left")
-        batches = [row.batch for row in rows]
-        right.plot(batches, [row.best for row in rows], "o-", color="#b5483a", label="most tokens per second")
-        right.plot(batches, [row.rule for row in rows], "s--", color="#555555", label="rule $I_{knee} / b$, capped")
-        right.set(title="Nodes per request", xlabel="batch size", ylabel="$s_q$")
-        right.set_xscale("log", base=2)
-        right.set_yscale("log", base=2)
-        right.xaxis.set_major_formatter("{x:.0f}")
-        right.yaxis.set_major_formatter("{x:.0f}")
-        right.legend()
-        profile = roofline.profile
-        figure.suptitle(f"{profile.name} ({profile.source}), tensor parallel {roofline.tensor_parallel}")
+    profile = roofline.profile
+    figure = Figure((11, 4.2), layout="constrained")
+    figure.suptitle(f"{profile.name} ({profile.source}), tensor parallel {roofline.tensor_parallel}")
+    left, right = figure.subplots(1, 2)
+    left.plot(lengths, np.asarray(roofline.seconds(batch, batch * lengths, context)) * 1e3)
+    left.axvline(min(max_nodes, max(1, round(profile.ridge / batch))), color="black", ls="--", label="$I_{knee} / b$")
+    left.set(title=f"Step of {batch} requests of {context:,} tokens", xlabel="nodes per request, root included")
+    left.set(ylabel="ms", ylim=(0, None))
+    left.legend()
+    batches = [row.batch for row in rows]
+    right.plot(batches, [row.best for row in rows], "o-", label="most tokens per second")
+    right.plot(batches, [row.rule for row in rows], "s--", label="rule $I_{knee} / b$, capped")
+    right.set(title="Nodes per request", xlabel="batch size", xscale="log", yscale="log")
+    right.legend()
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from None

@@ -9,8 +9,8 @@ from freedraft.cost.controller import roofline_of
 from freedraft.cost.explain import BATCHES, TOKENS_PER_STEP, explain
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.yields import CHAIN_TOKENS_PER_STEP
-from freedraft.draft_model import Recipe
-from freedraft.method import EngineContext
+from freedraft.draft_pass import Recipe
+from freedraft.step import EngineContext
 
 TYPICAL_CONTEXT = 1024  # tokens of a request
 WORTHWHILE = 1.05  # over plain decoding

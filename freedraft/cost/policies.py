@@ -13,7 +13,7 @@ from freedraft.cost.hardware import HardwareProfile
 from freedraft.draft import DraftBatch
 
 if TYPE_CHECKING:
-    from freedraft.method import Step
+    from freedraft.step import Step
 
 Policy = Literal["auto", "knee", "fixed"]
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
-from freedraft.draft_model import Recipe
+from freedraft.draft_pass import Recipe
 
 Number = float | NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from freedraft.cost.batch_lengths import BatchLengths, Rows, candidate_lengths
 from freedraft.cost.controller import knee_of, roofline_of
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Knee, Policy
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 
 CONTEXT = 1024
 """Tokens of context per request that steps are priced at."""

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from freedraft.compiled import compiled
 from freedraft.cost.roofline import Roofline
-from freedraft.draft_model import Recipe
+from freedraft.draft_pass import Recipe
 from freedraft.files import write_json_atomically
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ReduceOp, all_reduce
 
 from freedraft.draft_model import DraftRound
-from freedraft.guarded_method import EngineMustEnd
+from freedraft.guarded_method import EngineMustEnd, is_device_fault
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class DraftRanks:
         """In the first rank: let the others "build" a draft pass, "start" a round, or "run" a pass in it.
 
         Returns:
-            a number, by which "run" names what "build" has made.
+            a number, by which "start" names what "build" has made.
         """
         self._calls += 1
         if self.several and self.first:
@@ -80,14 +80,15 @@ class DraftRanks:
                     self._built[call] = build(recipe, **options)
                 elif name == "start":
                     round_ = None
-                    round_ = start(*arguments)
-                else:
                     number, *rest = arguments
-                    if round_ is not None and number in self._built:
-                        round_.launch(self._built[number], *rest)
-                    else:
-                        self.agree(False)
-            except Exception:
+                    round_ = start(self._built[number], *rest)
+                elif round_ is not None:
+                    round_.launch(*arguments)
+                else:
+                    self.agree(False)
+            except Exception as error:
+                if is_device_fault(error):
+                    raise
                 logger.exception("freedraft: this rank cannot do a draft pass that the first one wants")
 
     def ready(self, prepare: Callable[[], T]) -> T:
@@ -112,12 +113,12 @@ class DraftRanks:
 
         Raises:
             EngineMustEnd: it failed on this one of several ranks, whose next message would be taken for one of what
-                the others are still doing. With one rank, its own error.
+                the others are still doing. With one rank, and where the device has failed, its own error.
         """
         try:
             yield
         except Exception as error:
-            if not self.several:
+            if not self.several or is_device_fault(error):
                 raise
             logger.exception("freedraft: this rank failed in the midst of a draft pass: the engine has to end")
             raise EngineMustEnd("a draft pass failed that other tensor-parallel ranks wait for") from error

@@ -11,7 +11,7 @@ from freedraft_kernels import top_tokens
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.method import TOP_TOKENS, NodeLogits
+from freedraft.step import TOP_TOKENS, NodeLogits
 
 
 class LogitsCopy:
@@ -54,22 +54,19 @@ class LogitsCopy:
         lengths: NDArray[np.int64],
         first: NDArray[np.int64],
         logits: torch.Tensor,
-        parents: NDArray[np.int32] | None = None,
+        parents: NDArray[np.int32],
     ) -> None:
         """Start the copy of what follows each node of B trees.
 
         Args:
             tokens: int32 [B, N], roots first; lengths: int64 [B], draft tokens of each, below N.
             first: int64 [B], the row of `logits` that belongs to each root; those of its draft tokens follow.
-            parents: int32 [B, N], as in `DraftBatch`; None for chains.
+            parents: int32 [B, N], as in `DraftBatch`.
         """
         width = int(lengths.max()) + 1
         trees = DraftBatch.empty(len(lengths), width)
-        trees.parents[:] = np.arange(-1, width - 1)
         trees.counts[:] = lengths + 1
-        trees.tokens[:] = tokens[:, :width]
-        if parents is not None:
-            trees.parents[:] = parents[:, :width]
+        trees.tokens[:], trees.parents[:] = tokens[:, :width], parents[:, :width]
         # One after the other: the nodes of a tree, and its rows of logits.
         tree = np.repeat(np.arange(len(lengths)), lengths + 1)
         node = np.arange(len(tree)) - np.repeat(np.cumsum(lengths + 1) - lengths - 1, lengths + 1)

@@ -9,55 +9,19 @@ tokens - rate * seconds, where `rate` is what this rule leads to (Dinkelbach).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.step_times import CENTRES
+from freedraft.draft_pass import DraftPassEstimate
 
 Floats = NDArray[np.float64]
 
 MARGIN = 1.1
 """By how much what passes bring must exceed what their time is worth: the best of many guesses is guessed too high."""
 _MAX_SIZES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPassEstimate:
-    """What a round of draft passes over the first `sizes[k]` of some requests would bring and take, by the most tokens
-    m = 1 .. M that a draft may have.
-
-    Attributes:
-        sizes: int64 [K], numbers of requests, ascending.
-        gain: float64 [K, M], accepted tokens of these requests together.
-        tokens: float64 [K, M], their draft tokens together.
-        seconds: float64 [K, M], of the passes.
-        overrun: by how much a step with passes takes longer than these and its verification, as a factor.
-    """
-
-    sizes: NDArray[np.int64]
-    gain: Floats
-    tokens: Floats
-    seconds: Floats
-    overrun: float = 1.0
-
-
-class RestOfBatch(NamedTuple):
-    """The requests of a step that take no part in a round of draft passes.
-
-    Attributes:
-        requests: how many.
-        query_tokens: theirs in the verifying step.
-        rate: expected tokens per second of the whole step; None where nobody has estimated it.
-        most_nodes: of any one of their drafts, root included.
-    """
-
-    requests: int
-    query_tokens: int
-    rate: float | None
-    most_nodes: int = 1
 
 
 class Choice(NamedTuple):

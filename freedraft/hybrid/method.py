@@ -16,11 +16,12 @@ from freedraft.cost.policies import Controller
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel
-from freedraft.hybrid.chains import Chains, likeliest
-from freedraft.hybrid.choice import Choice, RestOfBatch, choose, poorest_first, sizes_up_to
+from freedraft.draft_pass import RestOfBatch
+from freedraft.hybrid.choice import Choice, choose, poorest_first, sizes_up_to
 from freedraft.hybrid.options import NAME, part_options
 from freedraft.hybrid.throughput import Throughput
-from freedraft.method import EngineContext, Method, ModelMethod, NodeLogits, Step, spec_of_role
+from freedraft.method import Method, ModelMethod, spec_of_role
+from freedraft.step import EngineContext, NodeLogits, Step
 
 FIRST_PROBE, RAREST_PROBE = 128, 256
 """Steps without draft passes after which they are tried again, at first and at most."""
@@ -50,7 +51,6 @@ class HybridMethod(Method):
         self.throughput = Throughput()
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
         self._may_pay: dict[int, tuple[bool, int]] = {}
-        likeliest(DraftBatch.roots(np.zeros(1, np.int32)), np.zeros((1, 1)), 1)  # compiled before the first request
         self._by_model: set[str] = set()
         self._previous: tuple[frozenset[str], float] = frozenset(), 0.0
 
@@ -64,13 +64,13 @@ class HybridMethod(Method):
         draft = self.host.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
         np.minimum(draft.counts, step.capacities + 1, out=draft.counts)
         capacities = self.model.capacities(step)
-        choice, kept, chains = self._choose(step, draft, capacities)
+        choice, kept = self._choose(step, draft, capacities)
         verified, passes = 0, 0.0
         if len(choice.rows):
             rows = choice.rows
             started = time.perf_counter()
             limits = np.minimum(capacities[rows], choice.max_draft_len)
-            passed = self.model.propose_for(step, rows, limits, _rest(kept, choice), chains)
+            passed = self.model.propose_for(step, rows, limits, _rest(kept, choice))
             passes = time.perf_counter() - started
             controller.exclude(passes)
             counts = np.zeros_like(draft.counts)
@@ -96,19 +96,17 @@ class HybridMethod(Method):
         self.host.update(step)
         self.model.update(step)
 
-    def _choose(
-        self, step: Step, draft: DraftBatch, capacities: NDArray[np.int32]
-    ) -> tuple[Choice, NDArray[np.int32], Chains | None]:
-        """The requests that get draft passes in place of their n-grams (all of them now and then, to see how it goes);
-        int32 [B], the nodes of the n-gram drafts that are worth verifying; and what of them passes may check."""
+    def _choose(self, step: Step, draft: DraftBatch, capacities: NDArray[np.int32]) -> tuple[Choice, NDArray[np.int32]]:
+        """The requests that get draft passes in place of their n-grams (all of them now and then, to see how it goes),
+        and int32 [B], the nodes of the n-gram drafts that are worth verifying."""
         batch, max_len = step.batch_size, int(capacities.max(initial=0))
-        choice, kept, chains = Choice(np.zeros(0, np.intp), 0, 0.0), draft.counts, None
+        choice, kept = Choice(np.zeros(0, np.intp), 0, 0.0), draft.counts
         if max_len < 1:
-            return choice, kept, chains
-        if self._passes_may_pay(step, max_len):
+            return choice, kept
+        if self._passes_may_pay(batch, max_len):
             p, kept = self.auto.estimate(draft)
-            order, chains = poorest_first(p, kept, capacities > 0), likeliest(draft, p, max_len - 1)
-            estimate = self.model.estimate(step, order, sizes_up_to(len(order)), max_len, chains)
+            order = poorest_first(p, kept, capacities > 0)
+            estimate = self.model.estimate(sizes_up_to(len(order)), max_len)
             rate = self.throughput.of(step.request_ids)
             choice = choose(p, kept, order, estimate, self.auto.table(batch), self.auto.widths, rate)
         pays = len(choice.rows) > 0
@@ -116,19 +114,17 @@ class HybridMethod(Method):
             self._probes.reset()
         elif self.model.wants_trial or self._probes.due():
             rate = max(choice.rate, self.throughput.of(step.request_ids))
-            choice, chains = Choice(np.flatnonzero(capacities > 0), max_len, rate), None  # what a pass each takes
+            choice = Choice(np.flatnonzero(capacities > 0), max_len, rate)
         if len(choice.rows):
-            self.model.begin_round(step, choice.rows, pays=pays)
-        return choice, kept, chains
+            self.model.begin_round(pays=pays)
+        return choice, kept
 
-    def _passes_may_pay(self, step: Step, max_len: int) -> bool:
-        """Whether passes would pay if n-grams offered nothing, not even to check: where not, there is no need to
-        compare, step by step."""
-        batch = step.batch_size
+    def _passes_may_pay(self, batch: int, max_len: int) -> bool:
+        """Whether passes would pay if n-grams offered nothing: where not, there is no need to compare, step by step."""
         known, left = self._may_pay.get(batch, (False, 0))
         if left == 0:
             nothing, roots, order = np.zeros((batch, 1)), np.ones(batch, np.int32), np.arange(batch)
-            estimate = self.model.estimate(step, order, sizes_up_to(batch), max_len)
+            estimate = self.model.estimate(sizes_up_to(batch), max_len)
             known = len(choose(nothing, roots, order, estimate, self.auto.table(batch), self.auto.widths).rows) > 0
             left = MAY_PAY_STEPS
         self._may_pay[batch] = known, left - 1

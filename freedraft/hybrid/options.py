@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import create_model
 
 from freedraft.config import ConfigError, PluginOptions
-from freedraft.method import EngineContext, MethodSpec, spec_of_role
+from freedraft.method import MethodSpec, spec_of_role
+from freedraft.step import EngineContext
 
 NAME = "freedraft"
 ROLES = ("host", "model")

@@ -13,6 +13,8 @@ import torch
 from freedraft_kernels.checks import check_tensor
 
 DRAW_BITS = 48
+WEIGHT_ONE = 1 << 46
+"""A probability of 1 as verification compares them: integers of 2**-46."""
 STREAM = 0x54524545  # "TREE": keeps these draws apart from other Philox users of the same seed
 _MASK = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57

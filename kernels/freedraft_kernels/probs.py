@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
-from freedraft_kernels.verification import WEIGHT_ONE
+from freedraft_kernels.draws import WEIGHT_ONE
 
 _NO_LIMIT = 1 << 62
 

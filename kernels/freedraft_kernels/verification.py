@@ -19,11 +19,8 @@ import torch
 
 from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
-from freedraft_kernels.draws import draws, scale
+from freedraft_kernels.draws import WEIGHT_ONE, draws, scale
 from freedraft_kernels.tree import TreeBatch
-
-WEIGHT_BITS = 46
-WEIGHT_ONE = 1 << WEIGHT_BITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.calibrate.pass_times import PassTimes, tokens_per_time
+from layerskip_plugin.calibrate.run import Run
+from layerskip_plugin.pass_times import PassTimes, tokens_per_time
 from layerskip_plugin.selection.base import Evaluate
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.skip_set import SkipSet
@@ -16,6 +17,7 @@ RANDOM = 10
 """Random points before the Gaussian process is asked."""
 MAX_LENGTH = 10
 """Tokens of a draft, at most."""
+SAVE_EVERY = 10
 
 
 def seconds_per_token(skip: SkipSet, acceptance: float, times: PassTimes) -> float:
@@ -63,3 +65,32 @@ def search(
         for _ in new:
             progress()
     return space.best[0]
+
+
+def calibrate(run: Run, size: int | None, iterations: int) -> tuple[SkipSet, float]:
+    """The best set after `iterations` evaluations, those of its checkpoint included, and its agreement.
+
+    Args:
+        size: of the set of most agreement; None for the set of any size that takes least time per token.
+    """
+    sample, times = run.sample(), run.times() if size is None else None
+    space = BitSearch(run.model.n_layers, run.model.fingerprint, size=size, seed=run.common.seed)
+    space.restore(run.checkpoint.steps.get("evaluated", []))
+
+    def evaluate(skips: Sequence[SkipSet]) -> NDArray[np.float64]:
+        return run.model.scores(skips, sample)[0]
+
+    def under_bar(tick: Callable[[], object]) -> SkipSet:
+        for _ in space.values:
+            tick()
+
+        def evaluated() -> None:
+            tick()
+            if len(space.values) % SAVE_EVERY == 0:
+                run.checkpoint.put("evaluated", space.state())
+
+        return search(evaluate, space, iterations, times, evaluated)
+
+    best: SkipSet = run.progress("evaluating", iterations, under_bar)
+    run.checkpoint.put("evaluated", space.state())
+    return best, float(evaluate([best])[0])

@@ -2,143 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from functools import partial
+import inspect as python
+from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from freedraft.extras import require
-from layerskip_plugin.skip_set import SkipSet
+from layerskip_plugin.calibrate.common import Common, Out, Seed
 
 if TYPE_CHECKING:
-    from layerskip_plugin.calibrate.prompts import Answered
+    from layerskip_plugin.calibrate.run import Run
 
-ModelOption = Annotated[Path, typer.Option(help="Hugging Face folder of the model that will be served.")]
-OutOption = Annotated[Path, typer.Option(help="The file to write (JSON).")]
-DataArgument = Annotated[
-    list[Path], typer.Argument(help='JSONL files with "prompt", "question", "turns" or "text" in each line.')
-]
-TokensOption = Annotated[int, typer.Option(help="Calibration tokens, at least 24.")]
-PromptsOption = Annotated[int, typer.Option(help="Prompts of each file; the model answers them.")]
-ShareOption = Annotated[
+Share = Annotated[
     float | None,
     typer.Option(help="Share of the 2L sublayers to skip; without it, what brings most tokens per time here."),
 ]
-SeedOption = Annotated[int, typer.Option(help="Of all randomness.")]
-DeviceOption = Annotated[str, typer.Option(help="Of transformers: cpu or cuda; auto takes cuda where there is one.")]
-EngineOption = Annotated[
-    str | None,
-    typer.Option(help="vllm or sglang: in the engine that will serve, its dtype and kernels; default: transformers."),
-]
-EngineArgsOption = Annotated[
-    str, typer.Option(help='What the engine will be served with, as JSON: {"dtype": "bfloat16"}.')
-]
-SurvivorsOption = Annotated[int, typer.Option(help="Partial sets kept per weight; 1 is the paper's.")]
+Survivors = Annotated[int, typer.Option(help="Partial sets kept per weight; 1 is the paper's.")]
 
 
-def skip_set(
-    data: DataArgument,
-    model: ModelOption,
-    out: OutOption,
-    share: ShareOption = None,
-    tokens: TokensOption = 64,
-    prompts: PromptsOption = 8,
-    survivors: SurvivorsOption = 4,
-    engine: EngineOption = None,
-    engine_args: EngineArgsOption = "",
-    device: DeviceOption = "auto",
-    seed: SeedOption = 0,
-) -> None:
+def command(*modules: str, **defaults: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a search, `search(run, **own)`: with the options of `Common`, and with its own ones.
+
+    Args:
+        modules: of the extra "calibrate", that it needs.
+        defaults: of common options, where they differ from those of `Common`.
+    """
+
+    def decorate(search: Callable[..., None]) -> Callable[..., None]:
+        name = search.__name__.replace("_", "-")
+
+        def run_search(**given: Any) -> None:
+            require(f"calibrate {name}", "calibrate", *modules)
+            from layerskip_plugin.calibrate.run import Run
+
+            with Run(name, Common(**{f.name: given.pop(f.name) for f in fields(Common)}), given) as run:
+                search(run, **given)
+
+        common = python.signature(Common, eval_str=True).parameters.values()
+        _, *own = python.signature(search, locals={"Run": Any}, eval_str=True).parameters.values()
+        shared = [p.replace(default=defaults.get(p.name, p.default)) for p in common]
+        parameters = [*shared, *(p.replace(kind=python.Parameter.KEYWORD_ONLY) for p in own)]
+        run_search.__doc__ = search.__doc__
+        run_search.__signature__ = python.Signature(parameters)  # type: ignore[attr-defined]
+        run_search.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run_search
+
+    return decorate
+
+
+@command()
+def skip_set(run: Run, share: Share = None, survivors: Survivors = 4) -> None:
     """Search one skip set, of a given size or of most tokens per time, for the option "skip_set" (knapsack search)."""
-    from layerskip_plugin.calibrate.run import Run
-
-    with Run("skip-set", locals()) as run:
-        calibrated, size = run.model, None if share is None else run.size(share)
-        sample = run.sample(tokens, prompts)
-        protected = run.protected(sample)
-        found = run.search("searching", sample, max_weight=size, protected=protected, survivors=survivors)
-        best, gain = run.fastest(found, len(sample)) if size is None else (found[-1], None)
-        if size is not None and best.weight < size:
-            raise ValueError(
-                f"only {best.weight} of the {size} sublayers wanted can be skipped without ruining the draft; "
-                "ask for a smaller --share"
-            )
-        about = run.about(agreement=round(best.agreement, 3), cosine=round(best.cosine, 4), protected=protected)
-        best.skip.save(out, about if gain is None else about | {"expected_over_plain": round(gain, 3)})
-        typer.echo(
-            f"wrote {out}: {len(best.skip)} of {calibrated.sublayers} sublayers skipped, {best.agreement:.2f} agreement"
-            + ("" if gain is None else f", {gain:.2f} of plain expected by times measured here")
+    size, sample = run.size(share), run.sample()
+    protected = run.protected(sample)
+    found = run.search("searching", sample, max_weight=size, protected=protected, survivors=survivors)
+    best, gain = run.fastest(found, len(sample)) if size is None else (found[-1], None)
+    if size is not None and best.weight < size:
+        raise ValueError(
+            f"only {best.weight} of the {size} sublayers wanted can be skipped without ruining the draft; "
+            "ask for a smaller --share"
         )
+    about = run.about(agreement=round(best.agreement, 3), cosine=round(best.cosine, 4), protected=protected)
+    best.skip.save(run.common.out, about if gain is None else about | {"expected_over_plain": round(gain, 3)})
+    typer.echo(
+        f"wrote {run.common.out}: {len(best.skip)} of {run.model.sublayers} sublayers skipped, "
+        f"{best.agreement:.2f} agreement"
+        + ("" if gain is None else f", {gain:.2f} of plain expected by times measured here")
+    )
 
 
+@command("bayes_opt.acquisition", "sklearn.gaussian_process")
 def bayesian(
-    data: DataArgument,
-    model: ModelOption,
-    out: OutOption,
-    share: Annotated[float | None, typer.Option(help="Share to skip; without it, the fastest set of any size.")] = None,
-    iterations: Annotated[int, typer.Option(help="Sets to evaluate.")] = 200,
-    tokens: TokensOption = 64,
-    prompts: PromptsOption = 8,
-    engine: EngineOption = None,
-    engine_args: EngineArgsOption = "",
-    device: DeviceOption = "auto",
-    seed: SeedOption = 0,
+    run: Run, share: Share = None, iterations: Annotated[int, typer.Option(help="Sets to evaluate.")] = 200
 ) -> None:
     """Self-SD: offline Bayesian optimisation of measured seconds per token, or of acceptance at a given share."""
-    require("calibrate bayesian", "calibrate", "bayes_opt.acquisition", "sklearn.gaussian_process")
-    from layerskip_plugin.calibrate.bayesian import search
-    from layerskip_plugin.calibrate.run import TIMED_CONTEXT, Run
-    from layerskip_plugin.selection.bit_search import BitSearch
+    from layerskip_plugin.calibrate.bayesian import calibrate
 
-    with Run("bayesian", locals()) as run:
-        calibrated, size = run.model, None if share is None else run.size(share)
-        sample = run.sample(tokens, prompts)
-        space = BitSearch(calibrated.n_layers, calibrated.fingerprint, size=size, seed=seed)
-        space.restore(run.checkpoint.steps.get("evaluated", []))
-        times = calibrated.pass_times(TIMED_CONTEXT) if share is None else None
-
-        def evaluate(skips: Sequence[SkipSet]) -> Any:
-            return calibrated.scores(skips, sample)[0]
-
-        def search_on(tick: Callable[[], object]) -> SkipSet:
-            for _ in space.values:
-                tick()
-
-            def evaluated() -> None:
-                tick()
-                if len(space.values) % 10 == 0:
-                    run.checkpoint.put("evaluated", space.state())
-
-            return search(evaluate, space, iterations, times, evaluated)
-
-        best = run.progress("evaluating", iterations, search_on)
-        run.checkpoint.put("evaluated", space.state())
-        agreement = float(evaluate([best])[0])
-        best.save(out, run.about(iterations=iterations, agreement=round(agreement, 3)))
-        typer.echo(f"wrote {out}: {len(best)} of {calibrated.sublayers} sublayers skipped, {agreement:.2f} agreement")
+    best, agreement = calibrate(run, run.size(share), iterations)
+    best.save(run.common.out, run.about(iterations=iterations, agreement=round(agreement, 3)))
+    typer.echo(
+        f"wrote {run.common.out}: {len(best)} of {run.model.sublayers} sublayers skipped, {agreement:.2f} agreement"
+    )
 
 
+@command()
 def knapsack(
-    data: DataArgument,
-    model: ModelOption,
-    out: OutOption,
+    run: Run,
     contexts: Annotated[str, typer.Option(help="Context lengths, with commas.")] = "256,1024,4096",
-    tokens: TokensOption = 64,
-    prompts: PromptsOption = 8,
     longest: Annotated[int, typer.Option(help="Largest draft length.")] = 10,
-    survivors: SurvivorsOption = 1,
-    engine: EngineOption = None,
-    engine_args: EngineArgsOption = "",
-    device: DeviceOption = "auto",
-    seed: SeedOption = 0,
+    survivors: Survivors = 1,
 ) -> None:
     """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
     from freedraft.fingerprints import hardware_name
     from layerskip_plugin.calibrate.knapsack import best_choice
-    from layerskip_plugin.calibrate.run import Run
     from layerskip_plugin.knapsack_search import integer_weights
     from layerskip_plugin.selection.knapsack import Plan
 
@@ -146,114 +105,55 @@ def knapsack(
         lengths = sorted({int(c) for c in contexts.split(",")})
     except ValueError:
         raise ValueError(f"contexts: {contexts!r} is no list of numbers with commas") from None
-    with Run("knapsack", locals() | {"contexts": lengths}) as run:
-        calibrated, sample = run.model, run.sample(tokens, prompts)
-        protected = run.protected(sample)
-        choices, details = [], []
-        for context in lengths:
-            times = calibrated.pass_times(context)
-            weights = integer_weights(times.attention, times.mlp)
-            options = {"weights": weights, "protected": protected, "survivors": survivors}
-            candidates = run.search(f"context {context}", sample, **options)
-            choice = best_choice(candidates, times, longest, len(sample))
-            choices.append(choice)
-            baseline = 1 / times.verify(1)
-            rate = round(baseline, 2)
-            details.append({"context": context, "weights": list(weights), "plain_tokens_per_second": rate})
-            what = f"{len(choice.skip)} skipped, draft {choice.length}" if choice.length else "plain"
-            typer.echo(f"context {context}: {what}, {choice.rate / baseline:.2f} of plain expected")
-        plan = Plan(tuple(lengths), tuple(choices), hardware_name(calibrated.device))
-        plan.save(out, run.about(times=details, protected=protected))
-        typer.echo(f"wrote {out}")
+    sample = run.sample()
+    protected = run.protected(sample)
+    choices, details = [], []
+    for context in lengths:
+        times = run.times(context)
+        weights = integer_weights(times.attention, times.mlp)
+        options = {"weights": weights, "protected": protected, "survivors": survivors}
+        choice = best_choice(run.search(f"context {context}", sample, **options), times, longest, len(sample))
+        choices.append(choice)
+        plain = 1 / times.verify(1)
+        details.append({"context": context, "weights": list(weights), "plain_tokens_per_second": round(plain, 2)})
+        what = f"{len(choice.skip)} skipped, draft {choice.length}" if choice.length else "plain"
+        typer.echo(f"context {context}: {what}, {choice.rate / plain:.2f} of plain expected")
+    plan = Plan(tuple(lengths), tuple(choices), hardware_name(run.model.device))
+    plan.save(run.common.out, run.about(times=details, protected=protected))
+    typer.echo(f"wrote {run.common.out}")
 
 
+@command("sklearn.cluster", tokens=48, prompts=24)
 def knn(
-    data: DataArgument,
-    model: ModelOption,
-    out: OutOption,
-    share: ShareOption = None,
-    tokens: TokensOption = 48,
-    prompts: PromptsOption = 24,
+    run: Run,
+    share: Share = None,
     clusters: Annotated[
         int | None, typer.Option(help="The files are a log without labels: so many domains are found in it.")
     ] = None,
     answered: Annotated[int, typer.Option(help="Prompts of each domain that the model answers for its set.")] = 8,
-    survivors: SurvivorsOption = 2,
-    engine: EngineOption = None,
-    engine_args: EngineArgsOption = "",
-    device: DeviceOption = "auto",
-    seed: SeedOption = 0,
+    survivors: Survivors = 2,
 ) -> None:
     """KNN-SSD: anchors and a skip set per domain, from a file of prompts per domain, or from a log with --clusters."""
-    require("calibrate knn", "calibrate", "sklearn.cluster")
-    import numpy as np
+    from layerskip_plugin.calibrate.knn import calibrate
 
-    from layerskip_plugin.calibrate import knn as offline
-    from layerskip_plugin.calibrate.knapsack import protected_sublayers
-    from layerskip_plugin.calibrate.prompts import Prompts, encode
-    from layerskip_plugin.calibrate.run import Run
-    from layerskip_plugin.selection.knn import ALL_DOMAINS
-
-    with Run("knn", locals()) as run:
-        calibrated, size = run.model, None if share is None else run.size(share)
-
-        def last_states(texts: Sequence[str]) -> Any:
-            def read(tick: Callable[[], object]) -> Any:
-                rows = []
-                for text in texts:
-                    rows.append(calibrated.read(encode(run.tokenizer, text)).final[-1].float().numpy(force=True))
-                    tick()
-                return np.stack(rows)
-
-            return run.progress("reading", len(texts), read)
-
-        if clusters is None:
-            parts = [Prompts(p.texts[:prompts], p.name, p.sha256) for p in run.prompts]
-            if len({p.name for p in parts}) < len(parts):
-                raise ValueError("data: two files have the same name, and it names the domain; rename one")
-            offline.require_prompts({p.name: len(p.texts) for p in parts})
-            hidden = [last_states(p.texts) for p in parts]
-        else:
-            log = [text for p in run.prompts for text in p.texts]
-            log = [log[i] for i in np.random.default_rng(seed).permutation(len(log))[: prompts * clusters]]
-            states = last_states(log)
-            members = offline.clusters(states, clusters, seed)
-            hidden = [states[m] for m in members]
-            parts = [Prompts([log[i] for i in m], f"cluster {n}", "") for n, m in enumerate(members, 1)]
-
-        def best_set(name: str, answers: list[Answered]) -> list[int]:
-            sample = run.sample_of(answers, tokens)
-            options = {"max_weight": size, "protected": protected_sublayers(calibrated, sample), "survivors": survivors}
-            found = run.search(f"set of {name}", sample, **options)
-            best = found[-1] if size is not None else run.fastest(found, len(sample))[0]
-            return list(best.skip.sublayers)
-
-        answers = [run.answers(domain, min(answered, len(domain.texts))) for domain in parts]
-        answers.append([a for part in answers for a in part])
-        names = [domain.name for domain in parts]
-        sets = [
-            calibrated.skip(run.checkpoint.step(f"set {name}", partial(best_set, name, part)))
-            for name, part in zip([*names, ALL_DOMAINS], answers, strict=True)
-        ]
-        domains = offline.fit(hidden, names, sets, seed=seed)
-        domains.save(out, run.about())
-        correct = [(domains.route(h) == i).mean() for i, h in enumerate(hidden)]
-        typer.echo(
-            f"wrote {out}: {len(names)} domains, {len(domains.anchors)} anchors; "
-            f"{np.mean(correct):.0%} of these prompts find their domain"
-        )
+    domains, found = calibrate(run, run.size(share), clusters, answered, survivors)
+    domains.save(run.common.out, run.about())
+    typer.echo(
+        f"wrote {run.common.out}: {len(domains.names)} domains, {len(domains.anchors)} anchors; "
+        f"{found:.0%} of these prompts find their domain"
+    )
 
 
 def disco(
     records: Annotated[Path, typer.Argument(help='Recorded verifications (.npz): the option "record" of the engines.')],
-    out: OutOption,
+    out: Out,
     draft_pass: Annotated[
         float | None, typer.Option(min=0.0, help="Time of a draft pass in plain steps; default: as recorded.")
     ] = None,
     query_token: Annotated[
         float | None, typer.Option(min=0.0, help="Of a further token in verification; default: as recorded.")
     ] = None,
-    seed: SeedOption = 0,
+    seed: Seed = 0,
 ) -> None:
     """DISCO: train the classifier that says when to stop drafting; refused when a plain threshold, a fixed length or no
     drafting does as well, in tokens per time."""
@@ -287,12 +187,9 @@ def disco(
     )
 
 
-def inspect(
-    file: Annotated[Path, typer.Argument(help="What calibrate skip-set, bayesian, knn or knapsack wrote.")],
-    plot: Annotated[Path | None, typer.Option(help="Draw the sets into this picture (PNG, SVG, PDF).")] = None,
-) -> None:
+def inspect(file: Annotated[Path, typer.Argument(help="What another calibrate command wrote.")]) -> None:
     """Show the skip sets in a file: retained, skipped attention and skipped MLP, layer by layer."""
-    from layerskip_plugin.calibrate.report import draw, load_sets
+    from layerskip_plugin.calibrate.report import load_sets
 
     sets, about = load_sets(file)
     for name, skip in sets.items():
@@ -302,6 +199,3 @@ def inspect(
     typer.echo("  (# retained, . skipped)")
     for key, value in about.items():
         typer.echo(f"{key}: {value}")
-    if plot is not None:
-        draw(sets, plot)
-        typer.echo(f"wrote {plot}")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from layerskip_plugin import knapsack_search
-from layerskip_plugin.calibrate.model import CalibrationModel
-from layerskip_plugin.calibrate.pass_times import PassTimes, tokens_per_time
+from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.sample import Sample
-from layerskip_plugin.knapsack_search import PRUNE, cosine
+from layerskip_plugin.knapsack_search import cosine
+from layerskip_plugin.pass_times import PassTimes, tokens_per_time
 from layerskip_plugin.selection.knapsack import Choice
 from layerskip_plugin.skip_set import SkipSet
 
@@ -50,7 +51,7 @@ def require_tokens(count: int) -> None:
         )
 
 
-def protected_sublayers(model: CalibrationModel, sample: Sample, min_agreement: float = PROTECT) -> frozenset[int]:
+def protected_sublayers(model: HostModel, sample: Sample, min_agreement: float = PROTECT) -> frozenset[int]:
     """Sublayers that no set may skip: skipping that one alone leaves less than `min_agreement`."""
     require_tokens(len(sample))
     agreement, _ = model.scores([model.skip([i]) for i in range(model.sublayers)], sample)
@@ -58,26 +59,12 @@ def protected_sublayers(model: CalibrationModel, sample: Sample, min_agreement: 
 
 
 @torch.inference_mode()
-def search(
-    model: CalibrationModel,
-    sample: Sample,
-    weights: tuple[int, int] = (1, 1),
-    max_weight: int | None = None,
-    protected: Iterable[int] = (),
-    prune: float = PRUNE,
-    survivors: int = 1,
-    progress: Callable[[], object] = lambda: None,
-) -> list[Candidate]:
+def search(model: HostModel, sample: Sample, **options: Any) -> list[Candidate]:
     """The best sets by skipped weight, 0 (the empty set) included.
 
     Args:
         sample: at least 24 tokens.
-        weights: of an attention and of an MLP sublayer.
-        max_weight: limit of the skipped weight; by default half of the whole.
-        protected: sublayers that are never skipped.
-        prune: a partial set is dropped when its cosine falls below this.
-        survivors: partial sets kept per weight; 1 is the paper's.
-        progress: called after each of the 2L sublayers.
+        options: see `knapsack_search.search`.
 
     Returns:
         One set per reachable weight, ascending; of `survivors` sets the one with the best agreement, then cosine.
@@ -86,9 +73,7 @@ def search(
         ValueError: too few tokens.
     """
     require_tokens(len(sample))
-    sublayer = partial(model.sublayer, sample=sample)
-    limits = max_weight, protected, prune, survivors
-    found = knapsack_search.search(sample.states(0), sublayer, model.sublayers, weights, *limits, progress)
+    found = knapsack_search.search(sample.states(0), partial(model.sublayer, sample=sample), model.sublayers, **options)
     final, best = sample.gather(lambda t: t.final), sample.gather(lambda t: t.best)
     drafted = model.norm(found.states)
     agreement = torch.stack([(model.best(h) == best).double().mean() for h in drafted]).numpy(force=True)

@@ -2,17 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.selection.knn import Domains, unit
+from layerskip_plugin.calibrate.knapsack import protected_sublayers
+from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode
+from layerskip_plugin.calibrate.run import Run
+from layerskip_plugin.selection.knn import ALL_DOMAINS, Domains, unit
 from layerskip_plugin.skip_set import SkipSet
 
 MAX_ANCHORS = 10
 MARGIN = 0.05
 """A prompt belongs to no domain when it is less similar to all anchors than 99 % of held-out prompts, by this much."""
+
+
+def calibrate(run: Run, size: int | None, count: int | None, answered: int, survivors: int) -> tuple[Domains, float]:
+    """Anchors and a skip set of each domain, and what share of the prompts they route to their own.
+
+    Args:
+        size: of the sets; None for what brings most tokens per time.
+        count: clusters to find in a log without labels; None where each file is a domain.
+        answered: prompts of each domain that the model answers for its set; survivors: of the search.
+
+    Raises:
+        ValueError: prompts that cannot be told apart, or too few.
+    """
+    parts, hidden = _files(run) if count is None else _clusters(run, count)
+
+    def best_set(name: str, answers: Sequence[Answered]) -> list[int]:
+        sample = run.sample(answers)
+        protected = protected_sublayers(run.model, sample)
+        found = run.search(f"set of {name}", sample, max_weight=size, protected=protected, survivors=survivors)
+        best = found[-1] if size is not None else run.fastest(found, len(sample))[0]
+        return list(best.skip.sublayers)
+
+    answers = [run.answers(part, min(answered, len(part.texts))) for part in parts]
+    answers.append([a for part in answers for a in part])
+    names = [part.name for part in parts]
+    sets = [
+        run.model.skip(run.checkpoint.step(f"set {name}", partial(best_set, name, part)))
+        for name, part in zip([*names, ALL_DOMAINS], answers, strict=True)
+    ]
+    domains = fit(hidden, names, sets, seed=run.common.seed)
+    return domains, float(np.mean([(domains.route(h) == i).mean() for i, h in enumerate(hidden)]))
+
+
+def _files(run: Run) -> tuple[list[Prompts], list[NDArray[np.float32]]]:
+    """The domains, one per file, and the last hidden states of their prompts."""
+    parts = [Prompts(p.texts[: run.common.prompts], p.name, p.sha256) for p in run.prompts]
+    if len({p.name for p in parts}) < len(parts):
+        raise ValueError("data: two files have the same name, and it names the domain; rename one")
+    require_prompts({p.name: len(p.texts) for p in parts})
+    return parts, [_last_states(run, p.texts) for p in parts]
+
+
+def _clusters(run: Run, count: int) -> tuple[list[Prompts], list[NDArray[np.float32]]]:
+    """The same of the clusters that are found in all files together."""
+    log = [text for p in run.prompts for text in p.texts]
+    order = np.random.default_rng(run.common.seed).permutation(len(log))[: run.common.prompts * count]
+    log = [log[i] for i in order]
+    states = _last_states(run, log)
+    members = clusters(states, count, run.common.seed)
+    parts = [Prompts([log[i] for i in m], f"cluster {n}", "") for n, m in enumerate(members, 1)]
+    return parts, [states[m] for m in members]
+
+
+def _last_states(run: Run, texts: Sequence[str]) -> NDArray[np.float32]:
+    def read(tick: Callable[[], object]) -> NDArray[np.float32]:
+        rows = []
+        for text in texts:
+            rows.append(run.model.read(encode(run.tokenizer, text)).final[-1].float().numpy(force=True))
+            tick()
+        return np.stack(rows)
+
+    states: NDArray[np.float32] = run.progress("reading", len(texts), read)
+    return states
 
 
 def fit(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layerskip_plugin.calibrate.model import CalibrationModel
+from layerskip_plugin.calibrate.host_model import HostModel
 
 PROMPT_KEYS = ("prompt", "question", "turns", "text")
 MAX_PROMPT_TOKENS = 384
@@ -78,7 +78,7 @@ def encode(tokenizer: Any, text: str, max_tokens: int = MAX_PROMPT_TOKENS) -> li
 
 
 def answer(
-    model: CalibrationModel,
+    model: HostModel,
     tokenizer: Any,
     prompts: Sequence[str],
     max_new_tokens: int,

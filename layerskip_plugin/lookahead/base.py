@@ -5,31 +5,42 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.draft_model import Recipe
-from freedraft.hybrid.choice import RestOfBatch
+from freedraft.cost.acceptance import PASS_KINDS
+from freedraft.draft_pass import RestOfBatch
+from layerskip_plugin.skip_set import SkipSet
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
-Places = NDArray[np.intp]
 ALONE = RestOfBatch(0, 0, None)
-NONE = -1
-"""The place of no recipe."""
 LEN_RATE = 0.1
 """Of the newest round in how long rounds are of late."""
+
+
+class Candidate(NamedTuple):
+    """A recipe that a round may run.
+
+    Attributes:
+        votes: requests whose own skip set it has; requests: all that would draft with it.
+    """
+
+    recipe: SkipSet
+    votes: int
+    requests: int
 
 
 class Lookahead(ABC):
     """How far to draft, decided for a whole batch after every position of a round of draft passes.
 
-    A round: `recipes_for` and `should_draft`; `begin` with the requests that do; then the draft passes of one position
-    at a time, each followed by `should_continue` for the requests that took part (also after the last one allowed:
-    policies learn from it); after verification `record_acceptance`. `finish` when requests end. A policy belongs to one
-    drafting thread.
+    A round: `choose` says which recipe all its passes have; `begin` with the requests that draft; then the draft passes
+    of one position at a time, each followed by `should_continue` for the requests that took part (also after the last
+    one allowed: policies learn from it); after verification `record_acceptance`. `finish` when requests end. A policy
+    belongs to one drafting thread.
 
     The token just drafted is always kept and verified, however unlikely it looks: dropping it after it was sampled
     would change the distribution of what is accepted. A policy therefore only says whether another one follows.
@@ -43,29 +54,29 @@ class Lookahead(ABC):
     needs_top: int = 0
     needs_entropy: bool = False
 
-    def recipes_for(self, sets: Places, contexts: Ints) -> Places:
-        """intp [B]: the place of the recipe that each request would draft with, or NONE; its skip set, and tokens, of
-        each. To be asked once per step."""
-        return sets
+    kind: int = PASS_KINDS
+    """What `DraftBatch.kinds` says of the tokens of the present round."""
 
-    def should_draft(self, places: Places, others: int = 0, contexts: Ints | None = None) -> Places:
-        """intp [B]: the place of the recipe that each request drafts with, NONE where it is not worth it. To be asked
-        once per step.
+    def use(self, recipes: Sequence[SkipSet]) -> None:
+        """Rounds run one of these recipes from now on; what was learnt of others is forgotten."""
+
+    def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
+        """The recipe that a round of this step would run: the one of most votes, unless a policy knows better; None
+        without candidates. Called once per step.
 
         Args:
-            places: intp [B], what `recipes_for` said; others: further requests of the step, which cannot draft.
-            contexts: int32 [B], tokens of each; None: more than any window.
+            batch: all requests of the step; context: tokens of each, the mean.
         """
-        return places
+        return max(candidates, key=lambda candidate: candidate.votes).recipe if candidates else None
 
     _mean_len = 0.0
 
-    def begin(self, request_ids: Sequence[str], places: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+    def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
         """A round begins.
 
         Args:
             request_ids: those that draft; `rows` in `should_continue` are places in it.
-            places: intp [R], of each one's recipe.
+            recipe: of its passes.
             max_draft_len: limit of the tokens drafted for one of them.
             rest: the other requests of the step.
         """
@@ -80,9 +91,6 @@ class Lookahead(ABC):
     def end(self, length: int) -> None:
         """A round ends, whose longest draft has so many tokens."""
         self._mean_len += (length - self._mean_len) * (LEN_RATE if self._mean_len else 1.0)
-
-    def replace_recipe(self, place: int, recipe: Recipe) -> None:
-        """The recipe at this place is another one from the next round on."""
 
     @abstractmethod
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:

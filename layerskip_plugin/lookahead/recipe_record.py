@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.cost.acceptance import PASS_KINDS
 from layerskip_plugin.lookahead.base import Floats, Ints
 from layerskip_plugin.lookahead.rates import BinnedRate
 
@@ -19,14 +20,16 @@ class RecipeRecord:
     """See above.
 
     Attributes:
+        kind: what `DraftBatch.kinds` says of tokens that were drafted with it.
         reached, verified, accepted: float64 [MAX_DRAFT_LEN], per place in the draft the share of rounds in which a
             token was drafted there, in which one was verified there, and in which one was accepted there.
         next_given: the chance that a further token is accepted, by the confidence in the one before it.
     """
 
-    def __init__(self, prior: float) -> None:
-        places = np.arange(MAX_DRAFT_LEN)
-        self.reached, self.verified, self.accepted = prior**places, prior**places, prior ** (places + 1)
+    def __init__(self, prior: float, kind: int = PASS_KINDS) -> None:
+        self.kind = kind
+        self.reached = np.array([prior**place for place in range(MAX_DRAFT_LEN)])
+        self.verified, self.accepted = self.reached.copy(), prior * self.reached
         self.weight = PRIOR_WEIGHT
         # Pooled: bins behind which nothing was drafted yet count as like the others. At a fixed prior that does not pay
         # for a pass nothing would ever be drafted behind them.

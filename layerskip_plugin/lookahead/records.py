@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.draft_model import Recipe
+from freedraft.draft_pass import RestOfBatch
 from freedraft.files import write_atomically
-from freedraft.hybrid.choice import RestOfBatch
-from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, Places, RoundLog
+from layerskip_plugin.lookahead.base import ALONE, Candidate, Flags, Floats, Ints, Lookahead, RoundLog
+from layerskip_plugin.skip_set import SkipSet
 
 TOP = 10
 FORMAT = "freedraft verifications 1"
@@ -96,7 +96,7 @@ class Recording(Lookahead):
     """Any policy, with the verifications of the first recipe's drafts kept for `freedraft calibrate disco`.
 
     Args:
-        inner: the policy that decides.
+        inner: the policy that decides; first: the first recipe.
         path: where `save` writes.
         model: fingerprint of the model.
         max_tokens: tokens kept; later ones are not recorded.
@@ -105,7 +105,10 @@ class Recording(Lookahead):
     needs_top = TOP
     needs_entropy = True
 
-    def __init__(self, inner: Lookahead, path: Path, model: str = "", max_tokens: int = 200_000) -> None:
+    def __init__(
+        self, inner: Lookahead, first: SkipSet, path: Path, model: str = "", max_tokens: int = 200_000
+    ) -> None:
+        self.first = first
         self.inner, self.path, self.model, self.max_tokens = inner, path, model, max_tokens
         self.log = RoundLog(TOP + 1)
         self.parts: list[tuple[NDArray[Any], ...]] = []
@@ -113,20 +116,18 @@ class Recording(Lookahead):
         self.numbers: dict[str, list[int]] = {}
         self.requests = 0
 
-    def recipes_for(self, sets: Places, contexts: Ints) -> Places:
-        return self.inner.recipes_for(sets, contexts)
+    def use(self, recipes: Sequence[SkipSet]) -> None:
+        self.first = recipes[0]
+        self.inner.use(recipes)
 
-    def should_draft(self, places: Places, others: int = 0, contexts: Ints | None = None) -> Places:
-        return self.inner.should_draft(places, others, contexts)
+    def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
+        return self.inner.choose(candidates, batch, context)
 
-    def replace_recipe(self, place: int, recipe: Recipe) -> None:
-        self.inner.replace_recipe(place, recipe)
-
-    def begin(self, request_ids: Sequence[str], places: Places, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        super().begin(request_ids, places, max_draft_len, rest)
-        self.log.begin(request_ids, max_draft_len)
-        self.places = np.asarray(places)
-        self.inner.begin(request_ids, places, max_draft_len, rest)
+    def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, recipe, max_draft_len, rest)
+        self.log.begin(request_ids if recipe == self.first else (), max_draft_len)
+        self.inner.begin(request_ids, recipe, max_draft_len, rest)
+        self.kind = self.inner.kind
 
     def end(self, length: int) -> None:
         self.inner.end(length)
@@ -136,8 +137,8 @@ class Recording(Lookahead):
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         assert entropy is not None
-        first = self.places[rows] == 0
-        self.log.put(position, rows[first], np.concatenate([top, entropy[:, None]], 1)[first])
+        if self.log.row:
+            self.log.put(position, rows, np.concatenate([top, entropy[:, None]], 1))
         needed = entropy if self.inner.needs_entropy else None
         return self.inner.should_continue(position, rows, top[:, : self.inner.needs_top], needed)
 

@@ -1,20 +1,19 @@
-"""`Trials`: rounds that draft although no length seems to pay, since what is never tried is never known."""
+"""`Trials`: rounds that do not seem to pay, or not to be the best, since what is never tried is never known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
-from numpy.typing import NDArray
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from freedraft.cost.probes import ProbeSchedule
-from freedraft.cost.step_times import row_of
-from layerskip_plugin.lookahead.base import NONE, Ints
+from layerskip_plugin.lookahead.base import Ints
 from layerskip_plugin.lookahead.recipe_record import RecipeRecord
-from layerskip_plugin.lookahead.windows import Windows
+from layerskip_plugin.skip_set import SkipSet
 
 FIRST_PROBE, RAREST_PROBE = 128, 256
 """Steps after which drafting is tried although no length seems to pay, at first and at most."""
+FIRST_OTHER, RAREST_OTHER = 16, 256
+"""Rounds after which another recipe than the best is tried, at first and at most."""
 SURPRISE, DOUBTED_WEIGHT = 0.5, 3.0
 """Tokens that such a trial must bring beyond what was expected of it for another one to follow at once, and the rounds
 that what is known of the recipe then counts for: the text has changed."""
@@ -23,7 +22,7 @@ MORE_TRIALS, GOOD, DOUBTFUL = 8, 0.9, 0.7
 the tokens is accepted. As much is a surprise, too, where less than the last share was expected: one token cannot exceed
 that by much."""
 FIRST_TRIALS = 3
-"""Rounds of each window that are tried at once at batches and contexts at which none was: until then, what a pass takes
+"""Rounds of each recipe that are tried at once at batches and contexts at which none was: until then, what a pass takes
 there is a guess, and the first one of its kind, which warms up, is not timed."""
 
 
@@ -34,47 +33,50 @@ class Trials:
         wanted: whether another trial is to follow the last one at once.
     """
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self) -> None:
         self.wanted = False
-        self._windows, self._place, self._left = windows, NONE, 0
+        self._recipe: SkipSet | None = None
+        self._left = 0
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
-        self._tried: dict[tuple[int, int], int] = {}  # by skip set, batch and context
+        self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
+        self._tried: Counter[tuple[SkipSet, int]] = Counter()
 
-    def ask(self, place: int) -> None:
-        """This recipe is to be tried next."""
-        self._place, self.wanted = place, True
+    def forget(self) -> None:
+        """All recipes are new, and to be tried at once."""
+        self._tried.clear()
+        self.wanted = True
 
-    def next(self, counts: NDArray[np.int64], contexts: Ints | None) -> int:
-        """The recipe to try in this step; NONE: nothing is tried. To be asked once for each step that does not draft.
+    def next(self, recipes: Sequence[SkipSet], row: int, *, forced: bool = False) -> SkipSet | None:
+        """The recipe to try in a step that is not expected to pay; None: nothing is tried.
 
         Args:
-            counts: int64 [S], requests by recipe; contexts: int32 [R], tokens of those that could draft; None: more
-                than any window.
+            recipes: that the step may draft with.
+            row: of its batch and context, see `row_of`.
+            forced: whether one has to be tried.
         """
-        present = np.flatnonzero(counts)
-        place = self._place if self.wanted and self._place in present else self._untried(counts, contexts)
-        if place == NONE and (self.wanted or self._probes.due()):  # each in its turn
-            place = int(present[np.searchsorted(present, self._place, side="right") % len(present)])
-        self._place = self._place if place == NONE else place
-        return place
-
-    def _untried(self, counts: NDArray[np.int64], contexts: Ints | None) -> int:
-        """One of these recipes that hardly was tried at such batches and contexts; NONE where all were."""
-        context = np.inf if contexts is None else float(contexts.mean())
-        for place in np.flatnonzero(counts).tolist():
-            first = self._windows.first(np.array([place]))
-            kind = int(first[0]), row_of(int(counts[place]), 1.0 if contexts is None else context)
-            windows = int(self._windows.useful(first, np.array([context])).sum())
-            if self._tried.get(kind, 0) < FIRST_TRIALS * max(windows, 1):
-                self._tried[kind] = self._tried.get(kind, 0) + 1
-                return int(place)
-        return NONE
-
-    def begin_round(self, *, pays: bool) -> None:
-        """A round is drafted that is expected to pay, or else is a trial."""
-        if pays:
-            self._probes.reset()
+        untried = next((recipe for recipe in recipes if self._tried[recipe, row] < FIRST_TRIALS), None)
+        if not (self.wanted and self._recipe in recipes):
+            if untried is not None:
+                self._recipe = untried
+            elif self.wanted or forced or self._probes.due():
+                self._take_turns(recipes)
+            else:
+                return None
         self.wanted = False
+        assert self._recipe is not None
+        self._tried[self._recipe, row] += 1
+        return self._recipe
+
+    def beside(self, best: SkipSet, recipes: Sequence[SkipSet]) -> SkipSet:
+        """The recipe of a round that is expected to pay: the best, and now and then another one in its turn."""
+        self._probes.reset()
+        self.wanted = False
+        return self._take_turns(recipes) if len(recipes) > 1 and self._others.due() else best
+
+    def _take_turns(self, recipes: Sequence[SkipSet]) -> SkipSet:
+        last = recipes.index(self._recipe) if self._recipe in recipes else -1
+        self._recipe = recipes[(last + 1) % len(recipes)]
+        return self._recipe
 
     def judge(
         self, record: RecipeRecord, drafted: Ints, accepted: Ints, *, paid: bool, could_pay: Callable[[], bool]

@@ -1,4 +1,4 @@
-"""A selection decides which skip set each request drafts with."""
+"""A selection decides which skip set suits each request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Counts = NDArray[np.int32]
 
 
 class Selection(ABC):
-    """Decides which sublayers the drafts of each running request skip.
+    """Decides which sublayers the drafts of each running request should skip. A round drafts with one set for all of
+    them, which most of them have, by what its drafts bring.
 
     The engine calls `begin` once per request behind its prefill, `choose` at every round, `record_acceptance` after
     its verification and `finish` when the request ends.
@@ -47,15 +48,17 @@ class Selection(ABC):
         """Take in requests that are about to draft for the first time."""
 
     @abstractmethod
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
-        """intp[B]: index in `sets` of each request's set; `contexts`: the tokens of each request so far."""
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
+        """The set of each request, of which a round takes one for all; `contexts`: the tokens of each so far."""
 
     def max_lengths(self, contexts: Counts) -> Counts | None:
         """Draft length limit at each context length; None leaves it to the lookahead policy."""
         return None
 
-    def record_acceptance(self, request_ids: Sequence[str], drafted: Counts, accepted: Counts) -> None:
-        """Learn from a verification how many tokens were drafted, and how many of them accepted."""
+    def record_acceptance(
+        self, request_ids: Sequence[str], drafted: Counts, accepted: Counts, skip_set: SkipSet
+    ) -> None:
+        """Learn from a verification how many tokens were drafted with `skip_set`, and how many of them accepted."""
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget requests that have ended."""
@@ -75,8 +78,8 @@ class SearchingSelection(Selection):
     matchness: float
     candidates: int
 
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
-        return np.zeros(len(request_ids), np.intp)
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
+        return [self.incumbent] * len(request_ids)
 
     @property
     @abstractmethod
@@ -98,12 +101,11 @@ class SearchingSelection(Selection):
 
 
 class Static(Selection):
-    """Serves fixed sets: each request drafts with the one that it asks for by name, else with the first."""
+    """Serves fixed sets: each request has the one that it asks for by name, else the first."""
 
     def __init__(self, sets: Mapping[str, SkipSet]) -> None:
         self._sets = dict(sets)
-        self._names = list(self._sets)
-        self.asked: dict[str, int] = {}
+        self.asked: dict[str, SkipSet] = {}
         self.warned = False
 
     def sets(self) -> dict[str, SkipSet]:
@@ -111,15 +113,16 @@ class Static(Selection):
 
     def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
         for request, name in zip(request_ids, requested, strict=False):
-            if name in self._names:
-                self.asked[request] = self._names.index(name)
+            if isinstance(name, str) and name in self._sets:  # clients send anything
+                self.asked[request] = self._sets[name]
             elif name is not None and not self.warned:
                 self.warned = True
-                known = ", ".join(self._names)
+                known = ", ".join(self._sets)
                 logger.warning("freedraft: there is no skip set '%s', only %s: the first is used", name, known)
 
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
-        return np.fromiter((self.asked.get(request, 0) for request in request_ids), np.intp, len(request_ids))
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
+        first = next(iter(self._sets.values()))
+        return [self.asked.get(request, first) for request in request_ids]
 
     def finish(self, request_ids: Sequence[str]) -> None:
         for request in request_ids:

@@ -109,7 +109,7 @@ class Plan:
 
 
 class Knapsack(Selection):
-    """Each request drafts with the set and draft length of its present context length.
+    """Each request has the set and draft length of its present context length.
 
     Args:
         plan: of this model and hardware.
@@ -127,16 +127,13 @@ class Knapsack(Selection):
                 self._sets[f"context {context}"] = choice.skip
         if not self._sets:
             self._sets["plain"] = plan.choices[0].skip
-        built = list(self._sets.values())
-        pairs = zip(plan.choices, lengths, strict=True)
-        self._index = np.array([built.index(x.skip) if length else 0 for x, length in pairs], np.intp)
         self._length = np.array(lengths, np.int32)
 
     def sets(self) -> dict[str, SkipSet]:
         return self._sets
 
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
-        return self._index[self.plan.at(contexts)]
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
+        return [self.plan.choices[i].skip for i in self.plan.at(contexts).tolist()]
 
     def max_lengths(self, contexts: Counts) -> Counts:
         """int32[B]: the searched draft length at each context length; 0 where decoding without drafts is faster."""

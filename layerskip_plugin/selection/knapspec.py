@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.calibrate.pass_times import PassTimes, tokens_per_time
 from layerskip_plugin.knapsack_search import integer_weights
+from layerskip_plugin.pass_times import PassTimes, tokens_per_time
 from layerskip_plugin.selection.base import Counts, Evaluate, SearchingSelection
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.swift import WINDOW

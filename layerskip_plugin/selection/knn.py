@@ -22,8 +22,6 @@ MIN_TRIALS, MAX_DEFICIT = 200.0, 0.03
 loses its requests."""
 EXPLORE_EVERY = 20
 """One request in so many of an anchor drafts with the other one of the two sets, so that both are known."""
-MAX_SETS = 4
-"""Sets that one batch may hold."""
 
 
 @dataclass(frozen=True)
@@ -107,29 +105,22 @@ class Knn(Selection):
 
     An anchor whose requests accept the domain's set less often than the global one sends further requests to the global
     set. Only its own requests are compared, since some domains are harder than others.
-
-    A batch never holds more than `MAX_SETS` sets: domains beyond the most frequent ones
-    share the global set.
     """
 
     needs_hidden = True
 
     def __init__(self, domains: Domains) -> None:
         self.domains = domains
-        # The global one first; domains that share a set share its index.
+        # The global one first; domains may share a set.
         named = zip([ALL_DOMAINS, *domains.names], [domains.sets[-1], *domains.sets[:-1]], strict=True)
         self._sets: dict[str, SkipSet] = {}
         for name, skip in named:
             if skip not in self._sets.values():
                 self._sets[name] = skip
-        built = list(self._sets.values())
-        self._index = np.array([built.index(skip) for skip in domains.sets], np.intp)
-        self._nowhere = len(domains.names), 2 * len(domains.anchors)
-        # Domain and bin of acceptance by request: two bins per anchor, of its own set and the global one, and one for
-        # requests of no domain.
-        self.requests: dict[str, tuple[int, int]] = {}
-        self.acceptance = BinnedRate(np.full(2 * len(domains.anchors) + 1, 0.5), weight=1.0, memory=2000.0)
-        self._moved: set[str] = set()  # requests that drafted with the global set last, which is not their own
+        # Set and anchor by request; None for those of no domain.
+        self.requests: dict[str, tuple[SkipSet, int | None]] = {}
+        # Two bins per anchor, of its own set and the global one.
+        self.acceptance = BinnedRate(np.full(2 * len(domains.anchors), 0.5), weight=1.0, memory=2000.0)
         self._begun = np.zeros(len(domains.anchors), np.int64)
 
     def sets(self) -> dict[str, SkipSet]:
@@ -137,42 +128,39 @@ class Knn(Selection):
 
     def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
         """Route these requests; without `hidden` (a request resumed from elsewhere) they take the global set."""
+        everywhere = self.domains.sets[-1]
         if hidden is None:
-            self.requests |= dict.fromkeys(request_ids, self._nowhere)
+            self.requests |= dict.fromkeys(request_ids, (everywhere, None))
             return
-        all_domains, no_anchor = self._nowhere
-        anchor, cosine = self.domains.nearest(hidden)
-        (own, everywhere) = self.acceptance.rates[:-1].reshape(-1, 2)[anchor].T
-        known = (self.acceptance.trials[:-1].reshape(-1, 2)[anchor] >= MIN_TRIALS).all(1)
-        worse = known & (own < everywhere - MAX_DEFICIT)
+        anchors, cosine = self.domains.nearest(hidden)
+        rates, trials = (values.reshape(-1, 2)[anchors] for values in (self.acceptance.rates, self.acceptance.trials))
+        worse = (trials >= MIN_TRIALS).all(1) & (rates[:, 0] < rates[:, 1] - MAX_DEFICIT)
         near = cosine >= self.domains.floor
-        np.add.at(self._begun, anchor[near], 1)
-        routed = near & (worse == (self._begun[anchor] % EXPLORE_EVERY == 0))
-        domains = np.where(routed, self.domains.domain[anchor], all_domains)
-        bins = np.where(near, 2 * anchor + ~routed, no_anchor)
-        self.requests.update(zip(request_ids, zip(domains.tolist(), bins.tolist(), strict=True), strict=True))
+        np.add.at(self._begun, anchors[near], 1)
+        own = worse == (self._begun[anchors] % EXPLORE_EVERY == 0)
+        for request, anchor, is_near, has_own in zip(request_ids, anchors.tolist(), near, own, strict=True):
+            skip_set = self._own_set(anchor) if is_near and has_own else everywhere
+            self.requests[request] = skip_set, anchor if is_near else None
 
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
-        self._moved = set()
-        chosen = self._index[[self.requests.get(r, self._nowhere)[0] for r in request_ids]]
-        counts = np.bincount(chosen, minlength=len(self._sets))
-        if np.count_nonzero(counts) > MAX_SETS:
-            counts[0] = 0
-            rare = np.argsort(-counts, kind="stable")[MAX_SETS - 1 :]
-            moved = np.isin(chosen, rare)
-            chosen[moved] = 0
-            self._moved = {request_ids[i] for i in np.flatnonzero(moved).tolist()}
-        return chosen
+    def _own_set(self, anchor: int) -> SkipSet:
+        return self.domains.sets[self.domains.domain[anchor]]
 
-    def record_acceptance(self, request_ids: Sequence[str], drafted: Counts, accepted: Counts) -> None:
-        no_anchor = self._nowhere[1]
-        bins = np.array([self.requests.get(r, self._nowhere)[1] for r in request_ids], np.intp)
-        moved = np.array([r in self._moved for r in request_ids], np.bool_)
-        bins = np.where(moved & (bins < no_anchor), bins | 1, bins)
-        accepted = np.asarray(accepted)
-        rejected = np.minimum(np.asarray(drafted), accepted + 1) - accepted
-        trials = np.concatenate([np.repeat(bins, accepted), np.repeat(bins, rejected)])
-        self.acceptance.add(trials, np.arange(len(trials)) < accepted.sum())
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
+        nowhere = self.domains.sets[-1], None
+        return [self.requests.get(request, nowhere)[0] for request in request_ids]
+
+    def record_acceptance(
+        self, request_ids: Sequence[str], drafted: Counts, accepted: Counts, skip_set: SkipSet
+    ) -> None:
+        bins, good = list[int](), list[bool]()
+        for request, n, right in zip(request_ids, drafted.tolist(), accepted.tolist(), strict=True):
+            anchor = self.requests.get(request, (skip_set, None))[1]
+            # A batch may draft with the set of another domain, which says nothing of the two.
+            if anchor is not None and skip_set in (self._own_set(anchor), self.domains.sets[-1]):
+                judged = min(n, right + 1)
+                bins += [2 * anchor + (skip_set != self._own_set(anchor))] * judged
+                good += [place < right for place in range(judged)]
+        self.acceptance.add(np.array(bins, np.intp), np.array(good, np.bool_))
 
     def finish(self, request_ids: Sequence[str]) -> None:
         for request in request_ids:

@@ -1,4 +1,4 @@
-"""The engine's view of a selection: which of the sets that the engine has built each running request drafts with."""
+"""The engine's view of a selection: which of the sets that the engine has built each running request votes for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-
-import numpy as np
-from numpy.typing import NDArray
 
 from layerskip_plugin.selection.base import Counts, Hidden, Requested, SearchingSelection, Selection, Static
 from layerskip_plugin.skip_set import SkipSet
@@ -22,8 +19,8 @@ COMPILED = 4
 class Selector:
     """Passes requests on to a selection, each of them once.
 
-    The engine builds the modules of `sets` when it starts, in this order, and `choose` returns indices into them. Only
-    a selection that searches changes its sets later; `search` then returns the new one.
+    The engine builds the modules of `sets` when it starts, and `choose` returns them. Only a selection that searches
+    changes its sets later; `search` then returns the new one.
 
     Args:
         selection: decides.
@@ -39,7 +36,7 @@ class Selector:
 
     @property
     def sets(self) -> dict[str, SkipSet]:
-        """The sets by name, in the order of the indices that `choose` returns."""
+        """The sets by name."""
         return self.selection.sets()
 
     @property
@@ -58,10 +55,8 @@ class Selector:
         self.selection.begin(request_ids, requested, hidden)
         self._begun.update(request_ids)
 
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> NDArray[np.intp]:
-        """intp[B]: index in `sets` of each request's set; `contexts`: the tokens of each request so far."""
-        if self.fixed:
-            return np.zeros(len(request_ids), np.intp)
+    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
+        """The set of each request; `contexts`: the tokens of each so far."""
         return self.selection.choose(request_ids, contexts)
 
     def finish(self, request_ids: Sequence[str]) -> None:

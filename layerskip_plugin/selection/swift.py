@@ -102,7 +102,9 @@ class Swift(SearchingSelection):
             self._settle()
         return self.incumbent != before
 
-    def record_acceptance(self, request_ids: Sequence[str], drafted: Counts, accepted: Counts) -> None:
+    def record_acceptance(
+        self, request_ids: Sequence[str], drafted: Counts, accepted: Counts, skip_set: SkipSet
+    ) -> None:
         verified = float(np.minimum(np.asarray(drafted), np.asarray(accepted) + 1).sum())
         if not verified:
             return

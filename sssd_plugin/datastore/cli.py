@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.console import Console
@@ -66,92 +68,94 @@ def _one_line() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-@app.command()
-def build(
-    out: OutPath,
-    inputs: Annotated[list[Path], typer.Argument(
-        metavar="INPUT...",
-        help="JSON lines (.jsonl), token ids (.npy; -1 between documents), text, or folders of these.")],
-    tokenizer: TokenizerOption = None,
-    field: Annotated[list[str] | None, typer.Option(
-        help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. (default: text)")] = None,
-    glob: Annotated[str, typer.Option(help="Which files of a folder.")] = "**/*",
-    memory: MemoryOption = "2GiB",
-    sub_index_tokens: Annotated[int | None, typer.Option(
-        metavar="N", help="Largest sub-index (default: what the memory allows).")] = None,
-    vocab_size: Annotated[int | None, typer.Option(
-        metavar="N", help="Ids are below it (default: the tokenizer's; needed without one).")] = None,
-    force: ForceOption = False,
-    resume: Annotated[bool, typer.Option(
-        "--resume",
-        help="Keep the tokens read so far beside OUT if interrupted, and go on from there when called again.")] = False,
-    workers: WorkersOption = 1,
-    ray: RayOption = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class BuildOptions:
     """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing (but see --resume).
 
     Reading and tokenising use the cores of this machine (one where TOKENIZERS_PARALLELISM is false). Sorting takes one
     thread for each sub-index: with --workers or --ray, several are sorted while more is read.
     """
-    from sssd_plugin.datastore import tokenizer as tokenizers
-    from sssd_plugin.datastore.build.checkpoint import BuildCheckpoint
-    from sssd_plugin.datastore.build.sources import find_inputs, read_pieces, tokenize
 
-    start = time.monotonic()
-    fields = field or ["text"]
-    with _one_line(), _ended_by_sigterm(), closing(_sorter(workers, ray, memory)) as sorter:
-        memory_bytes = parse_size(memory)
-        files = find_inputs(inputs, glob)
+    out: OutPath
+    inputs: Annotated[list[Path], typer.Argument(
+        metavar="INPUT...",
+        help="JSON lines (.jsonl), token ids (.npy; -1 between documents), text, or folders of these.")]
+    tokenizer: TokenizerOption = None
+    field: Annotated[list[str] | None, typer.Option(
+        help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. (default: text)")] = None
+    glob: Annotated[str, typer.Option(help="Which files of a folder.")] = "**/*"
+    memory: MemoryOption = "2GiB"
+    sub_index_tokens: Annotated[int | None, typer.Option(
+        metavar="N", help="Largest sub-index (default: what the memory allows).")] = None
+    vocab_size: Annotated[int | None, typer.Option(
+        metavar="N", help="Ids are below it (default: the tokenizer's; needed without one).")] = None
+    force: ForceOption = False
+    resume: Annotated[bool, typer.Option(
+        "--resume",
+        help="Keep the tokens read so far beside OUT if interrupted, and go on from there when called again.")] = False
+    workers: WorkersOption = 1
+    ray: RayOption = None
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False
+
+    def run(self) -> None:
+        start = time.monotonic()
+        with _one_line(), _ended_by_sigterm(), closing(_sorter(self.workers, self.ray, self.memory)) as sorter:
+            manifest = self._build(sorter, start)
+        seconds = time.monotonic() - start
+        typer.echo(
+            f"{self.out}: {_contents(manifest)}; built in {seconds:.1f} s "
+            f"({seconds / manifest.n_tokens * 1e6:.2f} us/token), peak memory {format_size(peak_resident_bytes())}"
+        )
+        if (n := len(manifest.sub_indices)) > SEARCHED:
+            best = f"drafts are best with at most {SEARCHED}: build with a larger --memory"
+            typer.echo(f"warning: {n} sub-indices; {best}", err=True)
+
+    def _build(self, sorter: Sorter, start: float) -> Manifest:
+        from sssd_plugin.datastore import tokenizer as tokenizers
+        from sssd_plugin.datastore.build.checkpoint import BuildCheckpoint
+        from sssd_plugin.datastore.build.sources import find_inputs, read_pieces, tokenize
+
+        files, fields = find_inputs(self.inputs, self.glob), self.field or ["text"]
         loaded = entry = None
-        if tokenizer is not None:
-            loaded = tokenizers.load(tokenizer)
-            entry = TokenizerEntry(name=tokenizer.resolve().name, fingerprint=tokenizers.fingerprint(loaded))
+        vocab_size = self.vocab_size or 0
+        if self.tokenizer is not None:
+            loaded = tokenizers.load(self.tokenizer)
+            entry = TokenizerEntry(name=self.tokenizer.resolve().name, fingerprint=tokenizers.fingerprint(loaded))
             vocab_size = vocab_size or tokenizers.vocab_size(loaded)
         elif any(file.kind != "npy" for file in files):
             raise DatastoreError("text needs a tokenizer: give --tokenizer, the folder of the model")
-        elif vocab_size is None:
+        elif self.vocab_size is None:
             raise DatastoreError("token ids need a vocabulary: give --tokenizer (or --vocab-size)")
         with (
-            _progress(quiet) as progress,
+            _progress(self.quiet) as progress,
             StoreBuilder(
-                out,
-                vocab_size=vocab_size,
-                tokenizer=entry,
-                memory=memory_bytes,
-                sub_index_tokens=sub_index_tokens,
-                replace=force,
+                self.out, vocab_size=vocab_size, tokenizer=entry, memory=parse_size(self.memory),
+                sub_index_tokens=self.sub_index_tokens, replace=self.force, sorter=sorter,
                 on_phase=lambda phase: progress.update(task, description=phase),
-                sorter=sorter,
             ) as builder,
-            BuildCheckpoint(out, files, fields, entry.fingerprint if entry else None, vocab_size)
-            if resume
+            BuildCheckpoint(self.out, files, fields, entry.fingerprint if entry else None, vocab_size)
+            if self.resume
             else nullcontext() as checkpoint,
         ):
             task = progress.add_task("reading", total=sum(file.size for file in files), tokens=0.0, rate=0.0)
-            kept = checkpoint.n_tokens if checkpoint else 0
+            n_tokens, kept = 0, checkpoint.n_tokens if checkpoint else 0
+            if kept:
+                typer.echo(f"going on after {kept:,} tokens that were read before", err=True)
+            for block in checkpoint.blocks(loaded) if checkpoint else tokenize(read_pieces(files, fields), loaded):
+                builder.append(block.tokens)
+                n_tokens += len(block.tokens)
+                rate = max(0, n_tokens - kept) / (time.monotonic() - start) / 1e6
+                progress.update(task, advance=block.n_bytes, tokens=n_tokens / 1e6, rate=rate)
+            return builder.finish()  # fmt: skip
 
-            def on_read(n_bytes: int) -> None:
-                n_tokens = (checkpoint or builder).n_tokens
-                rate = (n_tokens - kept) / (time.monotonic() - start) / 1e6
-                progress.update(task, advance=n_bytes, tokens=n_tokens / 1e6, rate=rate)
 
-            if checkpoint:
-                progress.update(task, advance=checkpoint.n_bytes)
-                if kept:
-                    typer.echo(f"going on after {kept:,} tokens that were read before", err=True)
-                checkpoint.fill(loaded, on_read)
-            for tokens in checkpoint.blocks() if checkpoint else tokenize(read_pieces(files, fields), loaded, on_read):
-                builder.append(tokens)
-            manifest = builder.finish()
-    seconds = time.monotonic() - start
-    typer.echo(
-        f"{out}: {_contents(manifest)}; built in {seconds:.1f} s "
-        f"({seconds / manifest.n_tokens * 1e6:.2f} us/token), peak memory {format_size(peak_resident_bytes())}"
-    )
-    if (n := len(manifest.sub_indices)) > SEARCHED:
-        best = f"drafts are best with at most {SEARCHED}: build with a larger --memory"
-        typer.echo(f"warning: {n} sub-indices; {best}", err=True)
+def build(**options: Any) -> None:
+    BuildOptions(**options).run()
+
+
+build.__doc__, build.__annotations__ = BuildOptions.__doc__, get_type_hints(BuildOptions, include_extras=True)
+vars(build)["__signature__"] = inspect.signature(BuildOptions, eval_str=True)  # of which the command's options are made
+app.command()(build)
 
 
 def _sorter(workers: int, ray: str | None, memory: str) -> Sorter:
@@ -190,7 +194,7 @@ def verify(
     tokenizer: TokenizerOption = None,
     vocab_size: Annotated[int | None, typer.Option(metavar="N", help="The model's vocabulary size.")] = None,
     full: Annotated[bool, typer.Option(
-        "--full", help="Prove the order of every suffix (slow; 4 bytes of memory per token).")] = False,
+        "--full", help="Prove the order of every suffix (slow; a byte of memory per token).")] = False,
     erased: Annotated[str | None, typer.Option(
         "--erased", metavar="FILE", help="Tenants, as for `forget`, of whom nothing may be left.")] = None,
 ) -> None:  # fmt: skip

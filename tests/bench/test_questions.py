@@ -52,28 +52,6 @@ def test_every_block_keeps_so_many_requests_running(tmp_path: Path, concurrency:
     assert groups == by_themselves | ({"mixed"} if len(by_themselves) < len(sizes) else set())
 
 
-@pytest.mark.parametrize("concurrency", [1, 16, 32, 64, 256])
-def test_a_limit_leaves_two_rounds(tmp_path: Path, concurrency: int) -> None:
-    """Spec-Bench with the groups that we make, as bench/gpu.sh asks them: they are groups up to 32 at a time."""
-    sizes = {f"group {i}": 80 for i in range(6)} | {"long": 32, "agent": 64}
-    rows = [row(100 * g + i, group) for g, (group, size) in enumerate(sizes.items()) for i in range(size)]
-    asked = questions.load(write(tmp_path / "q.jsonl", *rows))
-    blocks = questions.blocks(asked, concurrency, 8, limit=20, least_rounds=2)
-    by_group = {name: sum(len(b) for b in blocks if b[0].group == name) for name in {b[0].group for b in blocks}}
-    if concurrency > 32:
-        assert by_group == {"mixed": sum(min(size, 2 * concurrency) for size in sizes.values())}
-        assert by_group["mixed"] >= 2 * concurrency
-    else:
-        assert by_group == {name: min(size, max(20, 2 * concurrency)) for name, size in sizes.items()}
-
-
-def test_a_group_that_is_too_small_is_put_to_the_smallest(tmp_path: Path) -> None:
-    sizes = {"qa": 80, "rag": 64, "long": 24}
-    rows = [row(100 * g + i, group) for g, (group, size) in enumerate(sizes.items()) for i in range(size)]
-    blocks = questions.blocks(questions.load(write(tmp_path / "q.jsonl", *rows)), 32)
-    assert {b[0].group for b in blocks} == {"qa", "mixed"}
-
-
 def test_more_requests_at_a_time_than_questions(tmp_path: Path) -> None:
     asked = questions.load(write(tmp_path / "q.jsonl", *[row(i, "qa") for i in range(5)]))
     with pytest.raises(questions.QuestionError, match="8 requests at a time, but 5 questions"):
@@ -106,20 +84,6 @@ def test_another_format_is_named_with_its_line(tmp_path: Path, content: str, say
     with pytest.raises(questions.QuestionError, match=says) as error:
         questions.load(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(questions.QuestionError, match="cannot be read"):
-        questions.load(tmp_path / "none.jsonl")
-    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(questions.QuestionError, match="cannot be read"):
-        questions.load(tmp_path / "b.jsonl")
-
-
-def test_another_question_is_another_digest(tmp_path: Path) -> None:
-    one = questions.load(write(tmp_path / "q.jsonl", row(1, "qa")))
-    other = questions.load(write(tmp_path / "q.jsonl", row(1, "rag")))
-    assert questions.digest(one) != questions.digest(other)
 
 
 def test_made_questions_are_the_same_every_time() -> None:

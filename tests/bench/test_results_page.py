@@ -36,7 +36,7 @@ def serve(path: Path, names: dict[str, str], **of_arms: Any) -> None:
 
 
 def test_without_any_the_page_is_of_cpus(make_results: ModuleType) -> None:
-    assert make_results.page() == make_results.HEAD
+    assert make_results.page() == f"{make_results.HEAD}\n{make_results.EARLIER}"
 
 
 def test_serving_on_a_gpu(tmp_path: Path, make_results: ModuleType) -> None:
@@ -45,7 +45,7 @@ def test_serving_on_a_gpu(tmp_path: Path, make_results: ModuleType) -> None:
     serve(tmp_path / "serve-sglang.json", {"plain": "sglang", "sssd": "sglang-sssd"}, versions=versions)
     page = make_results.page()
     assert 'All but what is titled "On a GPU" ran on CPUs: 2 cores' in page
-    vllm, sglang = page.split("\n## ")[1:]
+    vllm, sglang = page.split("\n## ")[1:-1]
     assert vllm.startswith("On a GPU: vLLM\n") and "| 1 | QA | 10.0 | **2.00** | 0.80 |" in vllm
     assert "One server at a time" in vllm and "below plain: sssd 0 of 6, ngram 6 of 6." in vllm
     assert sglang.startswith("On a GPU: SGLang\n") and "| 1 | QA | 10.0 | **2.00** |" in sglang

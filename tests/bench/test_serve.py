@@ -13,7 +13,7 @@ import pytest
 from results import block
 
 from bench import serve
-from bench.lib import load, machine, results, serving
+from bench.lib import machine, results, serving
 
 SCRIPT = Path(serve.__file__)
 GOOD = '{"question_id": 1, "category": "qa", "turns": ["What is a lighthouse for?"]}\n'
@@ -39,31 +39,6 @@ def test_arms_from_the_command_line() -> None:
     for wrong in ("nosuch", "x=[1]", "x=nothing"):
         with pytest.raises(argparse.ArgumentTypeError):
             serving.parse_arm(wrong)
-
-
-@pytest.mark.parametrize(
-    ("options", "learns"),
-    [
-        ({"method": "layerskip", "selection": "swift"}, True),
-        ({"method": "freedraft", "selection": "knapsack"}, True),
-        ({"method": "layerskip", "selection": "knapsack", "selection_file": "plan.json"}, False),
-        ({"method": "layerskip", "skip_set": "set.json"}, False),
-        ({"method": "sssd", "live": True}, True),
-    ],
-)
-def test_an_arm_that_searches_layers_learns(options: dict[str, object], learns: bool) -> None:
-    (arm,) = serve.parse(["--questions", "q.jsonl", "--arms", f"x={json.dumps(options)}"]).arms
-    assert arm.learns is learns and arm.speculative == options
-
-
-def test_arguments_of_the_chat_template(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--questions", "q.jsonl", "--chat-template-kwargs"]
-    assert serve.parse([*given, '{"enable_thinking": false}']).chat_template_kwargs == {"enable_thinking": False}
-    assert serve.parse(given[:2]).chat_template_kwargs is None
-    for wrong in ("[1]", "no"):
-        with pytest.raises(SystemExit):
-            serve.parse([*given, wrong])
-        assert "is no JSON object" in capsys.readouterr().err
 
 
 def test_arms_of_sglang_are_kept_with_the_versions_of_its_environment(tmp_path: Path) -> None:
@@ -115,28 +90,6 @@ def test_results_go_on_only_with_the_same_settings_and_code(tmp_path: Path, monk
         serving.Report.open(tmp_path / "serve.json", settings, fresh=False)
 
 
-def test_writing_takes_a_small_part_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, writes, made = 0.0, list[int](), results.write
-
-    def write(path: Path, text: str) -> None:
-        nonlocal now
-        now += 1.0
-        writes.append(len(json.loads(text)["blocks"]))
-        made(path, text)
-
-    monkeypatch.setattr(serving.results, "write", write)
-    monkeypatch.setattr(serving.time, "monotonic", lambda: now)
-    settings = {"device": "cpu", "arms": {"plain": serving.asdict(serving.PRESETS["plain"])}}
-    report = serving.Report(tmp_path / "serve.json", settings)
-    answered = load.Outcome(1.0, [4], [0.5], [0.1], ["a"], None, None, [])
-    for i in range(200):
-        now += 1.0
-        report.add(serving.Step("plain", 1, 0, i), "qa", i, answered)
-    assert 8 <= len(writes) <= 10 and writes[0] == 1
-    report.write()
-    assert len(serving.Report.open(tmp_path / "serve.json", settings, fresh=False).done) == 200
-
-
 def test_a_failed_block_is_asked_again(tmp_path: Path) -> None:
     settings = {"device": "cpu", "arms": {"plain": serving.asdict(serving.PRESETS["plain"])}}
     blocks = [block("plain", "qa", 0), block("plain", "rag", 1, errors=["refused"])]
@@ -156,9 +109,3 @@ def test_an_unreachable_server_and_a_bad_file_are_named(tmp_path: Path) -> None:
     assert len(problems) == 2
     assert "bad.jsonl line 1: not Spec-Bench's format" in problems[0]
     assert "arm 'gone' is left out: no server answers at http://127.0.0.1:1/health" in problems[1]
-
-
-def test_without_any_question_there_is_nothing_to_do(tmp_path: Path) -> None:
-    done = run(tmp_path, "--questions", "none.jsonl")
-    assert done.returncode == 2 and done.stderr.startswith("error: questions none.jsonl: cannot be read")
-    assert "Traceback" not in done.stderr and not (tmp_path / "serve.json").exists()

@@ -40,12 +40,6 @@ def test_accepted_tokens_save_passes() -> None:
     assert "tokens_per_step" not in find(summary.rows(blocks(), PLAIN), "plain", "qa")
 
 
-def test_a_server_that_does_not_say_what_it_drafted() -> None:
-    row = find(summary.rows([b | {"drafted": None} for b in blocks()], PLAIN), "sssd", "qa")
-    assert row["tokens_per_step"] == pytest.approx(16 / 12)
-    assert "drafted_per_step" not in row and "acceptance" not in row
-
-
 def test_a_differing_answer_shows() -> None:
     found = [b for b in blocks() if (b["arm"], b["block"], b["concurrency"]) != ("sssd", 0, 1)]
     found.append(block("sssd", "qa", 0, answers=["a0", "other"]))
@@ -104,13 +98,3 @@ def test_questions_that_are_one_group_are_one_cell() -> None:
 def test_cells_below_plain_are_those_of_every_arm() -> None:
     rows = summary.rows(blocks(), PLAIN)
     assert summary.below_plain(rows) == {"sssd": (0, 6), "ngram": (6, 6)}
-
-
-def test_slow_requests_and_passes_show() -> None:
-    same = {"tokens": [8] * 100, "ttft_s": [0.5] * 100, "answers": ["a"] * 100}
-    slow = block("plain", "qa", 0, latency_s=[1.5] * 98 + [9.5] * 2, seconds=20.0, **same)
-    fast = block("plain", "qa", 0, repeat=1, latency_s=[1.5] * 100, seconds=10.0, **same)
-    row = find(summary.rows([slow, fast], {"plain": None}), "plain", "qa")
-    assert row["tokens_per_second_by_pass"] == [pytest.approx(40), pytest.approx(80)]
-    assert row["decode_ms_per_token"] == pytest.approx(1000 / 7) and row["ttft_ms_p99"] == pytest.approx(500)
-    assert 1000 / 7 < row["decode_ms_per_token_p99"] <= 9000 / 7

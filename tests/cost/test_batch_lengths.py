@@ -8,12 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from freedraft.cost.batch_lengths import PROBE_EVERY, BatchLengths, batch_range, candidate_lengths
+from freedraft.cost.batch_lengths import PROBE_EVERY, BatchLengths, candidate_lengths
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
-from freedraft.method import EngineContext
-from tests.support.steps import make_step
+from freedraft.step import EngineContext
 
 SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
 PROFILE = HardwareProfile(name="x", peak_flops=9.2e11, bandwidth=5.1e10, source="measured")
@@ -106,20 +105,6 @@ def test_batch_sizes_that_alternate_have_lengths_of_their_own() -> None:
     assert np.mean(few == 8) > 0.85 and np.mean(many == 0) > 0.85
 
 
-def test_ranges_hold_all_batch_sizes_once() -> None:
-    ranges = [batch_range(batch) for batch in range(1, 1025)]
-    for batch, (first, last) in enumerate(ranges, 1):
-        assert first <= batch <= last and batch_range(first) == batch_range(last) == (first, last)
-        assert last / first <= 1.25 or last - first == 0
-    assert [batch_range(b) for b in range(1, 9)] == [(b, b) for b in range(1, 9)]
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 16, 64])
-def test_candidates_are_few(most: int) -> None:
-    lengths = candidate_lengths(most)
-    assert lengths[0] == 0 and lengths[-1] == most and len(lengths) <= 5 and list(lengths) == sorted(set(lengths))
-
-
 def test_chances_are_those_of_the_requests_that_tried_a_depth() -> None:
     lengths = learner((0, 1, 4))
     for _ in range(3000):  # the second token is always accepted where it is tried, the first by half
@@ -145,11 +130,6 @@ def test_what_was_learnt_is_kept(tmp_path) -> None:
     first.save()
     again = BatchLengths(Roofline(SHAPE, PROFILE), LENGTHS, path=path)
     assert again.times.count(4, 4, 300.0) > 20
-
-
-def test_it_drafts_what_the_engine_asks_for() -> None:
-    lengths, tokens = learner(), [np.zeros(1, np.int32)] * 2
-    assert lengths.max_draft_len(make_step(["a", "b"], tokens, capacities=np.array([2, 3], np.int32))) == 3
 
 
 def test_the_controller_of_an_engine() -> None:

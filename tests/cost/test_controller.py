@@ -20,7 +20,7 @@ from freedraft.cost.policies import Fixed, Knee
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import BUCKET_OF, BUCKETS, CENTRES
 from freedraft.draft import DraftBatch
-from freedraft.method import EngineContext, Step
+from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
 
 SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
@@ -105,15 +105,6 @@ def test_acceptance_learns_what_scores_are_worth() -> None:
     after = acceptance.probabilities(draft)[0]
     assert after[1] == pytest.approx(0.2, abs=0.1)
     assert after[2] / after[1] == pytest.approx(0.9, abs=0.12)
-
-
-def test_kinds_are_told_apart() -> None:
-    acceptance, rng = Acceptance(), np.random.default_rng(0)
-    for _ in range(1000):
-        for kind, p in ((1, 0.8), (2, 0.1)):
-            acceptance.observe(chains([[0.4]], kind), [np.array([1 if rng.random() < p else 7], np.int32)])
-    good, bad = (acceptance.probabilities(chains([[0.4]], kind))[0, 1] for kind in (1, 2))
-    assert good == pytest.approx(0.8, abs=0.12) and bad == pytest.approx(0.1, abs=0.1)
 
 
 def test_an_outcome_counts_once_per_child_of_the_true_path() -> None:
@@ -201,13 +192,6 @@ def test_where_nothing_pays_it_is_plain_but_for_probes(batch: int) -> None:
     assert control.times.count(batch, batch, 300.0) > 100
 
 
-def test_useless_drafts_are_not_verified() -> None:
-    machine = Machine(expensive)
-    control = controller(clock=machine.clock)
-    lengths = machine.run(control, 1500, accept=0.0)
-    assert np.count_nonzero(lengths[800:]) <= 700 / PROBE_EVERY + 1
-
-
 def test_a_change_of_traffic_is_followed_within_300_steps() -> None:
     machine = Machine(expensive)
     control = controller(clock=machine.clock)
@@ -239,35 +223,6 @@ def test_drafting_that_costs_more_than_it_brings_stops_but_for_glances() -> None
     assert max(machine.run(control, 300, accept=0.95)[200:]) >= 4, "it comes back"
 
 
-def test_widths_are_chosen_from_the_set() -> None:
-    machine = Machine(flat, 2)
-    control = controller(longest=15, widths=(1, 2, 4, 8, 16), clock=machine.clock)
-    width = 1
-    for _ in range(300):
-        step = make_step(machine.ids, [[1], [1]], previous=(2, 2 * width))
-        control.update(step)
-        assert control.max_draft_len(step) + 1 in (1, 2, 4, 8, 16)
-        draft = chains([[0.9] * 15, [0.3] * 3])
-        width = control.truncate(draft)
-        control.end(step)
-        machine.now += flat(2, 2 * width)
-        assert width in (1, 2, 4, 8, 16) and draft.counts.max() <= width
-    assert np.isfinite(control.acceptance.bias).all()
-
-
-def test_requests_come_and_go() -> None:
-    machine = Machine(flat, 3)
-    control = controller(clock=machine.clock)
-    for ids in (["a", "b", "c"], ["c", "a"], [], ["d"], ["d", "e", "c"]):
-        n = len(ids)
-        step = make_step(ids, [[1, 2]] * n, previous=(n, n) if n else None)
-        control.update(step)
-        if n and control.max_draft_len(step):
-            control.truncate(chains([[0.8] * 3] * n))
-        control.end(step)
-        machine.now += 0.02
-
-
 def test_a_clock_that_jumps_does_no_harm() -> None:
     machine = Machine(flat)
     control = controller(clock=machine.clock)
@@ -290,18 +245,6 @@ def test_step_times_survive_a_restart(tmp_path) -> None:
     assert np.count_nonzero(machine.run(again, 90, accept=0.6)) <= 3
 
 
-def test_times_are_learnt_although_requests_come_and_go() -> None:
-    """At a large batch hardly a step has the same requests as the one before."""
-    machine = Machine(flat)
-    control = controller(clock=machine.clock)
-    for i in range(40):
-        step = make_step([f"r{i}", f"r{i + 1}"], [[1], [1]], previous=(2, 2))
-        control.update(step)
-        control.end(step)
-        machine.now += 0.05
-    assert control.times.seconds(2, 2, 300.0) == pytest.approx(0.05, rel=0.02)
-
-
 def test_a_step_that_did_other_work_teaches_no_time() -> None:
     machine = Machine(flat)
     control = controller(clock=machine.clock)
@@ -314,18 +257,6 @@ def test_a_step_that_did_other_work_teaches_no_time() -> None:
     control.interrupt()
     control.update(make_step(["a"], [[1]], previous=(1, 1)))
     assert control.times.seen == 0, "what lies between is not known"
-
-
-def test_rest_of_a_draft_that_was_not_verified_is_learnt_from_too() -> None:
-    control = controller()
-    draft, other = chains([[0.5] * 3], kinds=2), chains([[0.5] * 3], kinds=3)
-    control.update(make_step(["a"], [[1]]))
-    control.truncate(draft, other)
-    before = control.acceptance.outcomes
-    step = make_step(["a"], [[1, 2, 9]])
-    control.end(make_step(["a"], [[1]]))
-    control.update(step)
-    assert control.acceptance.outcomes - before == 6
 
 
 class _Config:

@@ -11,7 +11,6 @@ from freedraft.cli import app
 from freedraft.config import ConfigError
 from freedraft.cost import profiling
 from freedraft.cost.explain import expected_tokens, explain, parse_curve
-from freedraft.cost.explain_windows import explain_windows, parse_windows
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.profiling import write
@@ -73,6 +72,8 @@ def test_the_command_prints_and_draws(model: Path) -> None:
         (["--hardware", "h1000"], "did you mean"),
         (["--hardware", "h100", "--dtype", "int7"], "int7"),
         (["--hardware", "h100", "--tokens-per-step", "x"], "--tokens-per-step"),
+        (["--windows", "512:0.9"], "'--windows' is no longer supported: windowed drafts are judged by measured times"),
+        (["--windows=512:0.9", "--memory", "80"], "'--windows' is no longer supported"),
     ],
 )
 def test_wrong_arguments_are_named(model: Path, arguments: list[str], word: str) -> None:
@@ -98,31 +99,3 @@ def test_a_machine_is_measured_and_its_profile_loads(tmp_path: Path, monkeypatch
     assert HardwareProfile.load(out) == profile  # the one that was there
     write(profile, out, force=True)
     assert HardwareProfile.load(out) == profile
-
-
-def test_windows_pay_where_the_cache_is_what_a_step_reads() -> None:
-    roofline = Roofline(ModelShape.from_config(LLAMA3_8B), HardwareProfile.load("h200"))
-    rows = {(row.batch, row.context): row for row in explain_windows(roofline, {1024: 0.85})}
-    # The estimates of an earlier calculation by Table 2: 32 requests at 16 k 1.91 times plain, one request nothing.
-    assert rows[32, 16384].gain == pytest.approx(1.91, abs=0.05) and rows[32, 16384].window == 1024
-    assert rows[32, 16384].pass_share == pytest.approx(0.24, abs=0.02)
-    assert rows[1, 1024].window == 0 and rows[1, 1024].gain == 1.0
-    for batch in (8, 32):
-        gains = [rows[batch, context].gain for context in (4096, 16384, 65536)]
-        assert gains == sorted(gains)
-    # 8 billion weights in bf16, and 128 KiB a token.
-    fits = {(row.batch, row.context) for row in explain_windows(roofline, {1024: 0.85}, 80e9)}
-    assert (64, 4096) in fits and (64, 8192) not in fits and (1, 65536) in fits
-
-
-@pytest.mark.parametrize("text", ["512", "a:b", "512:1.5", "0:0.5", ""])
-def test_windows_that_cannot_be_read(text: str) -> None:
-    with pytest.raises(ConfigError, match="--windows"):
-        parse_windows(text)
-
-
-def test_the_command_says_it_for_windows(model: Path, tmp_path: Path) -> None:
-    drawing = tmp_path / "windows.png"
-    arguments = ["explain", "--model", str(model), "--hardware", "h100", "--windows", "512:0.9,2048:0.95"]
-    result = CliRunner().invoke(app, [*arguments, "--memory", "80", "--plot", str(drawing)])
-    assert result.exit_code == 0 and "2048" in result.output and "off" in result.output and drawing.stat().st_size

@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 
 from freedraft.cost.batch_lengths import candidate_lengths
-from freedraft.cost.explain import TOKENS_PER_STEP
 from freedraft.cost.yields import TreeYields
 
 SIZES = np.array(candidate_lengths(32))
-
-
-def test_trees_are_known_beforehand() -> None:
-    tokens = TreeYields(31).tokens(np.array([0, 3, 7, 15, 31]))
-    assert tokens == pytest.approx([TOKENS_PER_STEP[n] for n in (1, 4, 8, 16, 32)])
 
 
 def test_a_size_that_is_verified_is_known_and_the_others_follow() -> None:
@@ -28,15 +22,6 @@ def test_a_size_that_is_verified_is_known_and_the_others_follow() -> None:
     factor = (after[at] - 1) / (before[at] - 1)
     assert (after - 1)[1:] == pytest.approx((before - 1)[1:] * factor, rel=0.15)
     assert after[0] == 1.0
-
-
-def test_sizes_learn_of_themselves_most() -> None:
-    yields = TreeYields(32)
-    for _ in range(500):
-        yields.record(np.full(4, 32, np.int32), np.full(4, 6, np.int32))
-        yields.record(np.full(4, 8, np.int32), np.full(4, 1, np.int32))
-    tokens = dict(zip(SIZES.tolist(), yields.tokens(SIZES).tolist(), strict=True))
-    assert tokens[32] == pytest.approx(7, abs=0.4) and tokens[8] == pytest.approx(2, abs=0.4)
 
 
 def test_what_the_scheduler_cut_or_left_out_says_nothing() -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
-from sssd_plugin.datastore.build.memory import format_size, parse_size, resident_bytes, sub_index_limit
+from sssd_plugin.datastore.build.memory import format_size, parse_size, resident_bytes, sub_index_memory
+from sssd_plugin.datastore.build.ray_sorting import RaySorter
 from sssd_plugin.datastore.errors import DatastoreError
 
 BUILD = """
@@ -47,20 +48,22 @@ def test_a_process_that_holds_more_than_the_default_builds_too(tmp_path: Path, m
         builder.finish()
 
 
-def test_the_limit_follows_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sorting_gets_what_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sssd_plugin.datastore.build.memory.resident_bytes", lambda: 100 << 20)
-    assert 180_000_000 < sub_index_limit(2 << 30) < (2 << 30) / 9
-    assert sub_index_limit(1 << 40) == 1 << 29
-    assert sub_index_limit(2 << 30, 1_000) == 1_000
-
-
-def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sssd_plugin.datastore.build.memory.resident_bytes", lambda: 100 << 20)
+    assert 1_600_000_000 < sub_index_memory(2 << 30) < 2 << 30
+    assert sub_index_memory(4 << 30, sorts=4) <= sub_index_memory(4 << 30) / 4
+    each = RaySorter.process_bytes  # of which none is this process's
+    assert sub_index_memory(1 << 30, sorts=0, each=each) == (1 << 30) - each
     with pytest.raises(DatastoreError, match=r"--memory 50.0 MiB is too little: give at least"):
-        sub_index_limit(50 << 20)
-    for wrong in (0, 63, 1 << 30):
-        with pytest.raises(DatastoreError, match="--sub-index-tokens must be from 64 to 536870912"):
-            sub_index_limit(2 << 30, wrong)
+        sub_index_memory(50 << 20)
+    with pytest.raises(DatastoreError, match="too little: give at least"):
+        sub_index_memory(300 << 20, sorts=32)
+
+
+@pytest.mark.parametrize("wrong", [0, 63, 1 << 30])
+def test_sub_indices_of_a_strange_size_are_refused(tmp_path: Path, wrong: int) -> None:
+    with pytest.raises(DatastoreError, match="--sub-index-tokens must be from 64 to 536870912"):
+        StoreBuilder(tmp_path / "store", vocab_size=10, sub_index_tokens=wrong)
 
 
 def test_sizes() -> None:

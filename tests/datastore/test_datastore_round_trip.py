@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import stat
+import struct
 import tempfile
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.disk.audit import audit
+from sssd_plugin.datastore.disk.format import digest
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SubIndex
-from tests.support.stores import brute_force, build_store, documents_of, leftovers, look_up
+from tests.support.stores import brute_force, build_store, documents_of, keys_of, leftovers, look_up
 
 HUGE = 2**31 - 1
 
@@ -66,11 +68,48 @@ def test_files_hold_the_arrays_of_the_sub_index(tmp_path: Path) -> None:
         assert len(store.snapshot.sub_indices) == -(-(sum(map(len, documents)) + len(documents)) // 3_000) > 2
         for sub in store.snapshot.sub_indices:
             built = SubIndex.build(np.array(sub.tokens[: sub.n]), 64)
-            for name in ("tokens", "suffix_array", "bucket_starts", "sparse_index"):
+            for name in ("tokens", "bucket_starts", "sparse_index"):
                 assert np.array_equal(getattr(sub, name), getattr(built, name)), name
+            assert np.array_equal(keys_of(sub), keys_of(built)), "in any order where they are equal"
             assert sub.n <= 3_000
             assert sub.tokens.ctypes.data % 4096 == 0, "mapped from the start of a page"
             assert not sub.tokens.flags.writeable
+
+
+FIRST = """{
+ "format": "freedraft-datastore", "format_version": 1, "requires": [], "vocab_size": 4, "tokenizer": null,
+ "separator": -1, "padding": 32, "block_bytes": 67108864, "created_at": "2026-11-26T01:44:27Z",
+ "created_by": "freedraft 0.1.0", "sub_indices": [{"name": "0000-219cf4dd", "n_tokens": 5, "n_documents": 2,
+ "max_token": 2, "files": {
+  "tokens": {"size": 156, "crc32": ["e692feca"],
+   "sha256": ["92d23b5856d93e19b8b79e216a412b06b98e706b5e9e483cd6671e499bb19e33"]},
+  "suffix_array": {"size": 20, "crc32": ["fc8aa7de"],
+   "sha256": ["bd23d79a24b97a7a7682e2ac9fbc19904b5f80a2edd65805bc2fb63bfe5124a7"]},
+  "bucket_starts": {"size": 20, "crc32": ["0775b72b"],
+   "sha256": ["84e44eb3cbc4d91a5712129ee1b965bf0c10960c10dc3b65cb167981ac355464"]},
+  "sparse_index": {"size": 4, "crc32": ["ffffffff"],
+   "sha256": ["ad95131bc0b799c0b1af477fb14fcf26a6a9f76079e48bf090acb7e8367bfd0e"]}},
+ "n_sections": 0}], "learnt": null, "checksum": "e82a3da6"}"""
+
+
+def test_stores_of_the_first_version_open(tmp_path: Path) -> None:
+    """This one is byte by byte what freedraft 0.1.0 wrote."""
+    folder = tmp_path / "0000-219cf4dd"
+    folder.mkdir()
+    (tmp_path / "manifest.json").write_text(FIRST)
+    arrays = {
+        "tokens": [1, 2, 1, -1, 2, 1, -1, *[-1] * 32],
+        "suffix_array": [2, 5, 0, 1, 4],
+        "bucket_starts": [0, 0, 3, 5, 5],
+        "sparse_index": [-1],
+    }
+    for name, numbers in arrays.items():
+        (folder / f"{name}.i32").write_bytes(struct.pack(f"<{len(numbers)}i", *numbers))
+    with Datastore.open(tmp_path, vocab_size=4, sha256=digest(tmp_path)) as store:
+        audit(store, full=True)
+        assert documents_of(store.snapshot.sub_indices[0]) == [[1, 2, 1], [2, 1]]
+    build_store(tmp_path / "again", [[1, 2, 1], [2, 1]], 4)
+    assert {path.stem for path in (tmp_path / "again").rglob("*.i32")} == set(arrays)
 
 
 def test_ids_up_to_the_largest_do_not_wrap(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from sssd_plugin.datastore.index.sub_index import SEPARATOR
 def token_stream(paths: list[Path], folder: Path | None, fields: tuple[str, ...] = ("text",)) -> list[int]:
     loaded = tokenizer.load(folder) if folder else None
     pieces = sources.read_pieces(sources.find_inputs(paths), fields)
-    return [int(t) for block in sources.tokenize(pieces, loaded) for t in block]
+    return [int(t) for block in sources.tokenize(pieces, loaded) for t in block.tokens]
 
 
 def encode(folder: Path, *documents: str) -> list[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from freedraft.method import TOP_TOKENS, NodeLogits
+from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import log as log_module
 from sssd_plugin.datastore.live import store as live_store

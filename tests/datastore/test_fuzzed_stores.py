@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.lib.fuzz import fuzz
+from bench.fuzz_datastore import fuzz
 
 
 def test_each_is_refused_in_one_line_or_harmless() -> None:

@@ -1,41 +1,41 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SubIndex
-from sssd_plugin.datastore.index.suffix_sort import DEPTH, sort_sections
+from sssd_plugin.datastore.build.sorting import sort
+from sssd_plugin.datastore.index import byte_sort
+from sssd_plugin.datastore.index.sub_index import PADDING, SEPARATOR, SubIndex
+from sssd_plugin.datastore.index.suffix_sort import DEPTH
+from tests.support.stores import int32, joined, keys_of
 
 HUGE = 2**31 - 1
-IDS = st.one_of(st.integers(-1, 3), st.integers(-1, 70_000), st.integers(HUGE - 3, HUGE), st.integers(-1, HUGE))
+IDS = st.one_of(st.integers(0, 3), st.integers(0, 70_000), st.integers(HUGE - 3, HUGE), st.integers(0, HUGE))
 
 
-def key(tokens: list[int], start: int) -> list[int]:
-    """What a suffix is sorted by."""
-    end = tokens.index(SEPARATOR, start) if SEPARATOR in tokens[start:] else len(tokens)
-    return tokens[start : min(end, start + DEPTH)]
+def by_bytes(tokens: np.ndarray) -> SubIndex:
+    """As `pydivsufsort` sorts, which knows nothing of ours."""
+    padded = np.concatenate([tokens, PADDING])
+    assert byte_sort.installed()
+    arrays = sort(padded, 8, 1 << 40)
+    return SubIndex(padded, *arrays.values())
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(IDS, max_size=60), min_size=1, max_size=4))
-def test_each_section_is_sorted_for_itself(sections: list[list[int]]) -> None:
-    closed = [[*section, SEPARATOR] for section in sections]
-    tokens = [token for section in closed for token in section]
-    ends = np.cumsum([len(section) for section in closed])
-    order, starts, sparse = sort_sections(np.array(tokens + [SEPARATOR] * PAD, np.int32), ends, 4)
-    at = begin = 0
-    expected_sparse = []
-    for section, end in zip(closed, ends.tolist(), strict=True):
-        suffixes = [i for i in range(begin, end) if tokens[i] != SEPARATOR]
-        part = order[at : at + len(suffixes)].tolist()
-        assert sorted(part) == suffixes
-        keys = [key(section, i - begin) for i in part]
-        assert keys == sorted(keys)
-        expected_sparse += [tokens[i + 1] for i in part[::16]]
-        at, begin = at + len(suffixes), end
-    assert at == len(order) and sparse.tolist() == expected_sparse
-    assert len(starts) == (5 if len(sections) == 1 else 1)
+def test_suffixes_are_in_order(documents: list[list[int]]) -> None:
+    tokens = int32(joined(documents))
+    ours, theirs = SubIndex.build(tokens, 8), by_bytes(tokens)
+    suffixes = np.flatnonzero(tokens != SEPARATOR).tolist()
+    for sub in (ours, theirs):
+        assert sorted(sub.suffix_array.tolist()) == suffixes
+        assert sub.sparse_index.tolist() == sub.tokens[sub.suffix_array[::16] + 1].tolist()
+        assert len(sub.bucket_starts) == 9
+    keys = [tuple(key) for key in keys_of(ours).tolist()]
+    assert keys == sorted(keys) and keys_of(theirs).tolist() == keys_of(ours).tolist()
+    assert theirs.bucket_starts.tolist() == ours.bucket_starts.tolist()
 
 
 def test_text_that_repeats_for_ever_takes_no_longer() -> None:
@@ -45,18 +45,30 @@ def test_text_that_repeats_for_ever_takes_no_longer() -> None:
     assert np.array_equal(np.sort(sub.suffix_array), np.arange(999_999))
 
 
-def test_long_runs_of_any_ids() -> None:
-    for vocab_size, scale in ((100, 1), (5_000, 20_000), (100_000, 20_000)):
-        rng = np.random.default_rng(vocab_size)
-        tokens = (rng.permutation(300_000) % vocab_size * scale).astype(np.int32)
-        tokens[100_000:200_000] = tokens[:100_000]
-        tokens[::1_000] = SEPARATOR
-        tokens[-1] = SEPARATOR
-        sub = SubIndex.build(tokens, vocab_size * scale)
-        order, padded = sub.suffix_array.astype(np.int64), sub.tokens
-        assert np.array_equal(np.sort(order), np.flatnonzero(tokens != SEPARATOR))
-        left, right = order[:-1], order[1:]
-        for _ in range(DEPTH):
-            assert (padded[left] <= padded[right]).all()
-            same = (padded[left] == padded[right]) & (padded[left] != SEPARATOR)
-            left, right = left[same] + 1, right[same] + 1
+@pytest.mark.parametrize(("vocab_size", "scale"), [(100, 1), (5_000, 20_000), (100_000, 20_000)])
+def test_long_runs_of_any_ids(vocab_size: int, scale: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    tokens = (rng.permutation(300_000) % vocab_size * scale).astype(np.int32)
+    tokens[100_000:200_000] = tokens[:100_000]
+    tokens[::1_000] = SEPARATOR
+    tokens[-1] = SEPARATOR
+    ours, theirs = SubIndex.build(tokens, vocab_size * scale), by_bytes(tokens)
+    assert np.array_equal(np.sort(ours.suffix_array), np.flatnonzero(tokens != SEPARATOR))
+    left, right = ours.suffix_array.astype(np.int64), theirs.suffix_array.astype(np.int64)
+    for _ in range(DEPTH):
+        assert np.array_equal(ours.tokens[left], ours.tokens[right])
+        left, right = (s[ours.tokens[s] != SEPARATOR] + 1 for s in (left, right))
+
+
+def test_less_memory_is_taken_where_there_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = np.concatenate([int32([5, 70_000, 5, 5, SEPARATOR]), PADDING])
+    sorted_by = []
+    plain = byte_sort.sorted_suffixes
+    monkeypatch.setattr(byte_sort, "sorted_suffixes", lambda *a: sorted_by.append("bytes") or plain(*a))
+    needed = 5 * byte_sort.bytes_per_token(70_000)
+    assert needed == 5 * (4 + 3 + 4 * 3 + 1)
+    for memory, expected in ((needed, ["bytes"]), (needed - 1, [])):
+        assert sort(tokens, 8, memory)["suffix_array"].tolist() == [3, 2, 0, 1]
+        assert sorted_by == expected
+        sorted_by.clear()
+    assert byte_sort.can_sort(1 << 29, 1 << 23) and not byte_sort.can_sort(1 << 29, 1 << 24)

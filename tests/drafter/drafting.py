@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.draft import DraftBatch
-from freedraft.method import NodeLogits
+from freedraft.step import NodeLogits
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import FEATURES, RECYCLED_FEATURES, RECYCLED_SETS, SETS, Weights
 from tests.support.stores import Documents, int32, joined, snapshot_of

@@ -75,14 +75,6 @@ def test_the_longest_match_decides(isolation: Any) -> None:
     live.close()
 
 
-def test_without_a_store_all_is_input_or_other() -> None:
-    drafter = Drafter(vocab_size=VOCAB, max_nodes=8)
-    replace(drafter, {"x": [1, 2, 3, 1, 2, 3]})
-    tally = np.zeros(SIZE, np.int64)
-    drafter.attribute(["x"], np.array([4]), tally)  # 3 1 2 were drafted: nothing was before the 3, nor after it
-    assert tally.tolist() == [1, 1, 0, 0, 1, 0, 0, 2]
-
-
 def test_metrics_of_one_step_in_so_many() -> None:
     def value(name: str, source: str | None = None) -> float:
         return REGISTRY.get_sample_value(name, {"source": source} if source else {}) or 0.0
@@ -94,7 +86,7 @@ def test_metrics_of_one_step_in_so_many() -> None:
     before = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
               value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
     for _ in range(EVERY):
-        metrics.update(drafter, ["x"], lambda: np.array([3]), False)
+        metrics.update(drafter, ["x"], lambda: np.array([3]))
     after = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
              value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 2]

@@ -35,21 +35,6 @@ def run_all(*targets: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def test_finish_forgets() -> None:
-    drafter = Drafter(vocab_size=10, max_nodes=8)
-    assert len(drafter) == 0  # the warm-up leaves nothing behind
-    replace(drafter, {"a": [1, 2, 1], "b": [3, 4, 3]})
-    assert (len(drafter), drafter.length("a"), sorted(drafter.request_ids())) == (2, 3, ["a", "b"])
-    drafter.finish(["a", "never seen"])
-    drafter.finish(iter(["a"]))
-    assert (len(drafter), drafter.length("a"), drafter.length("b")) == (1, 0, 3)
-    # A finished id starts afresh, in a slot that another request has used.
-    replace(drafter, {"a": [5]})
-    batch = drafter.draft(["a", "b"], max_nodes=8)
-    assert batch.tokens[:, 0].tolist() == [5, 3]
-    assert batch.counts[0] == 1 and batch.counts[1] > 1
-
-
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_unknown_requests_draft_nothing_and_leave_nothing(scoring: str) -> None:
     drafter = Drafter(vocab_size=10, max_nodes=8, scoring=scoring)  # type: ignore[arg-type]
@@ -206,26 +191,6 @@ def test_threads(scoring: str) -> None:
     pair.requests |= final
     pair.compare()
     drafter.close()
-
-
-def test_drafting_in_several_threads() -> None:
-    """Drafts overwrite each other's views, but nothing is damaged."""
-    pair = Pair([[python_sources()["queue"]]], scoring="learned", vocab_size=50_000, max_nodes=16)
-    sources = python_sources()
-    snapshot = snapshot_of([[sources["queue"]]], 50_000)
-
-    def work(name: str) -> None:
-        pair.drafter.begin(name, int32(sources[name][:200]))
-        for n in range(200, 319):
-            update = [name], int32(sources[name][n : n + 1]), np.array([0]), np.array([1]), int32([n + 1])
-            assert pair.drafter.update(*update) == []
-            pair.drafter.draft([name], max_nodes=16)
-            if n % 40 == 0:
-                pair.drafter.use(snapshot)
-
-    run_all(*(lambda n=name: work(n) for name in list(sources)[:6]))
-    pair.requests = {name: sources[name][:319] for name in list(sources)[:6]}
-    pair.compare()
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)

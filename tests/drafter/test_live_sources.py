@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from freedraft.engines.vllm.tenants import SALT, _from_request
-from freedraft.method import EngineContext, Step
+from freedraft.step import EngineContext, Step
 from freedraft.tenants import parse_tenant, tenant_key
 from sssd_plugin.method import SssdMethod
 from sssd_plugin.options import SssdOptions

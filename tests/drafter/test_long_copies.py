@@ -6,12 +6,12 @@ import time
 
 import numpy as np
 import pytest
-from drafting import python_sources, replace
+from drafting import replace
 from numpy.typing import NDArray
 
+from bench.scorer.long_contexts import edit, extract, long_rows
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.request_index import RequestIndex
-from sssd_plugin.scoring.long_contexts import edit, extract, long_rows
 from tests.support.stores import int32, snapshot_of
 
 VOCAB = 30_000
@@ -87,20 +87,6 @@ def test_drafts_are_as_long_as_a_copy_is_likely() -> None:
         batch = drafter.draft(["r"], max_nodes=128, shape=shape)
         assert batch.depths[0].max() >= 100
     drafter.close()
-
-
-def test_drafts_do_not_depend_on_the_seed() -> None:
-    sources = python_sources()
-    drafters = [Drafter(vocab_size=50_000, max_nodes=NODES) for _ in range(3)]
-    assert len({drafter._index.seed for drafter in drafters}) == 3
-    for name, tokens in sources.items():
-        for n in range(300, min(1_500, len(tokens)), 150):
-            drafts = []
-            for drafter in drafters:
-                replace(drafter, {name: tokens[:n]})
-                batch = drafter.draft([name], max_nodes=NODES)
-                drafts.append((batch.tokens.tolist(), batch.parents.tolist(), batch.scores.tolist()))
-            assert drafts[0] == drafts[1] == drafts[2]
 
 
 def test_drafts_do_not_depend_on_what_else_has_the_same_hash() -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from test_drafter_equals_oracle import EXAMPLES, worlds
 
 from freedraft.draft import DraftBatch
-from freedraft.method import TOP_TOKENS, NodeLogits
+from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.recycled_logits import ENTRY, entries, owner_of
 from sssd_plugin.scoring.weights import Weights
@@ -69,8 +69,8 @@ def one_node(drafter: Drafter, name: str, tokens: list[int], following: int) -> 
     drafter.recycle(NodeLogits([name], root, top, log_probs))
 
 
-def first_draft(drafter: Drafter, name: str, **options: object) -> int | None:
-    batch = drafter.draft([name], max_nodes=2, **options)  # type: ignore[arg-type]
+def first_draft(drafter: Drafter, name: str) -> int | None:
+    batch = drafter.draft([name], max_nodes=2)
     return int(batch.tokens[0, 1]) if batch.counts[0] == 2 else None
 
 
@@ -97,7 +97,6 @@ def test_the_newest_logits_count_and_others_are_asked_for_in_vain() -> None:
     one_node(drafter, "r", [8, 2, 3], 555)
     drafter.replace("s", int32([9, 3]))
     assert first_draft(drafter, "s") == 555
-    assert first_draft(drafter, "s", recycled=False) is None
     drafter.replace("s", int32([1, 2, 3]))
     assert first_draft(drafter, "s") == 777, "the longest context counts"
     drafter.replace("t", int32([4]))

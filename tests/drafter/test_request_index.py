@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from drafting import python_sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,16 +90,6 @@ def test_chains(steps: list[tuple[str, list[int]]]) -> None:
             check(index, other, expected)
 
 
-@pytest.mark.parametrize("piece", [1, 7, 10_000])
-def test_growth(piece: int) -> None:
-    """In pieces of any size the same chains come out."""
-    text = (np.random.default_rng(0).zipf(1.3, 10_000) % 2**31).tolist()
-    index = RequestIndex()
-    for start in range(0, len(text), piece):
-        append(index, "r", text[start : start + piece])
-    check(index, "r", text)
-
-
 def test_ragged_batches() -> None:
     rng = np.random.default_rng(0)
     index = RequestIndex(2)
@@ -147,23 +136,3 @@ def test_fourteen_bytes_a_token(n: int, piece: int) -> None:
         append(index, "r", text[start : start + piece])
     assert len(index.tokens("r")) == n
     assert 12 * n < index.nbytes() <= 14 * n
-
-
-def test_fourteen_bytes_a_token_of_real_text() -> None:
-    text = [token for source in python_sources().values() for token in source][:8_192]
-    index = RequestIndex()
-    append(index, "r", text)
-    assert 12 * len(text) < index.nbytes() <= 14 * len(text)
-
-
-def test_slots_are_reused() -> None:
-    index = RequestIndex(2)
-    for round_ in range(5):
-        for i in range(20):
-            append(index, str(i), [i, round_, i])
-        assert len(index) == 20 and "3" in index
-        index.finish([*map(str, range(20)), "unknown"])
-        assert len(index) == 0 and "3" not in index and index.nbytes() == 0
-    assert len(index.slots) == 32
-    assert index.slot_ids(["x", "y"]).tolist() == [-1, -1]
-    assert len(index) == 0

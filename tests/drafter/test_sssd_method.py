@@ -12,7 +12,7 @@ import pytest
 from freedraft.config import ConfigError
 from freedraft.cost.controller import Auto
 from freedraft.cost.policies import Fixed, Knee
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 from sssd_plugin.method import SssdMethod, check
 from sssd_plugin.options import SssdOptions
 from tests.support.steps import make_step
@@ -96,3 +96,24 @@ def test_requests_of_no_tenant_are_counted_as_not_learnt_from() -> None:
         assert sssd.live is not None and sssd.live.stats().dropped == dropped
     assert sssd.live.stats().documents == 1
     sssd.close()
+
+
+@pytest.mark.parametrize(
+    ("recycle", "scoring", "gives_logits", "recycles", "says"),
+    [
+        ("auto", "learned", True, True, ""),
+        ("on", "learned", True, True, ""),
+        ("off", "learned", True, False, ""),
+        ("auto", "learned", False, False, ""),
+        ("on", "learned", False, False, "option 'recycle' is on, but this engine gives no logits"),
+        ("on", "paper", True, False, "option 'recycle' is on, but scoring 'paper' takes no logits"),
+    ],
+)
+def test_logits_are_recycled_where_they_come(
+    recycle: Any, scoring: Any, gives_logits: bool, recycles: bool, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, gives_logits=gives_logits)
+    sssd = SssdMethod(SssdOptions(recycle=recycle, scoring=scoring), context)
+    assert sssd.needs_logits == recycles == (len(sssd.drafter._entries) > 0)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == bool(says) and all(says in line for line in warned)

@@ -73,7 +73,8 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
     reads = {"pages": "*i32", "seq_lens": "*i32", "prefixes": "*i32", "masks": "*i64", "scale": "fp32"}
     attention = {**heads, **parts, **reads, **strides}
     sizes = {"SIZE": 128, "SIZE_BLOCK": 128, "SEGMENTS": 4, "TREES_ONLY": False}
-    attended = {**sizes, "HEADS": 32, "GROUP": 4, "PAGE": 16, "ROWS": 64, "TILE": 32}
+    attended = {**sizes, "HEADS": 32, "GROUP": 4, "PAGE": 16, "ROWS": 128, "TILE": 64}
+    less = {"ROWS": 64, "TILE": 32}  # at once, of more bytes
 
     def attends(dtype: str, **constants: int) -> tuple[object, dict[str, str], dict[str, int], int]:
         typed = dict.fromkeys(("query", "keys", "values", "out"), f"*{dtype}")
@@ -86,11 +87,11 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
         "newest tokens": (newest_tokens.newest_tokens_kernel, newest, {"BLOCK": 16}, 1),
         "attention": attends("bf16"),
         "attention, all keys at once": attends("fp16", SEGMENTS=1, TREES_ONLY=True),
-        "attention, float32": attends("fp32", SEGMENTS=16),
+        "attention, float32": attends("fp32", SEGMENTS=16, **less),
         "attention, heads of 80": attends("bf16", SIZE=80),
-        "attention, heads of 64": attends("fp32", SIZE=64, SIZE_BLOCK=64, ROWS=16, GROUP=1),
-        "attention, heads of 256": attends("bf16", SIZE=256, SIZE_BLOCK=256),
-        "attention, heads of 256, float32": attends("fp32", SIZE=256, SIZE_BLOCK=256, ROWS=16),
+        "attention, heads of 64": attends("fp32", SIZE=64, SIZE_BLOCK=64, GROUP=1, **less | {"ROWS": 16, "TILE": 64}),
+        "attention, heads of 256": attends("bf16", SIZE=256, SIZE_BLOCK=256, **less),
+        "attention, heads of 256, float32": attends("fp32", SIZE=256, SIZE_BLOCK=256, **less | {"ROWS": 16}),
         "sum of parts": (
             tree_attention.sum_parts_kernel,
             {**heads, **parts, "out": "*bf16", "out_stride": "i32", "out_head_stride": "i32"},

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from freedraft.cost.acceptance import Acceptance
 from freedraft.draft import DraftBatch
 from layerskip_plugin.lookahead import Cost, Lookahead
-from layerskip_plugin.lookahead.cost import kinds_of
+from layerskip_plugin.lookahead.base import Candidate
 from layerskip_plugin.skip_set import SkipSet
 
 Feature = Callable[[int, NDArray[np.int32]], NDArray[np.float32]]
@@ -61,13 +61,12 @@ class Driver:
         self.policy = policy
 
     def draft(
-        self, ids: Sequence[str], longest: int, confidence: Feature, sets: Sequence[int] | None = None
+        self, ids: Sequence[str], longest: int, confidence: Feature, recipe: SkipSet = RECIPE
     ) -> NDArray[np.int32]:
         """How many tokens the policy drafts for each request; `confidence(position, rows)` gives float32[R]."""
         policy = self.policy
-        self.ids, self.sets = list(ids), np.zeros(len(ids), np.intp) if sets is None else np.array(sets, np.intp)
-        self.confidences = np.ones((len(ids), longest), np.float32)
-        policy.begin(ids, self.sets, longest)
+        self.ids, self.confidences = list(ids), np.ones((len(ids), longest), np.float32)
+        policy.begin(ids, recipe, longest)
         drafted = np.zeros(len(ids), np.int32)
         rows = np.arange(len(ids), dtype=np.int32)
         for position in range(longest):
@@ -94,9 +93,17 @@ class Driver:
             draft.tokens[:] = draft.depths[:] = np.arange(draft.max_nodes)
             draft.parents[:] = np.arange(-1, draft.max_nodes - 1)
             draft.scores[:, 0], draft.scores[:, 1:] = 1.0, np.cumprod(self.confidences[rows], 1)
-            draft.kinds[:] = kinds_of(self.sets[rows])[:, None]
+            draft.kinds[:] = self.policy.kind
             followed = [np.array([*range(1, n + 1), 10**6], np.int32) for n in accepted.tolist()]
             self.policy.costs.acceptance.observe(draft, followed)
+
+
+def drafts_with(
+    policy: Cost, requests: int, others: int = 0, recipes: Sequence[SkipSet] = (RECIPE,), context: float = 300.0
+) -> SkipSet | None:
+    """The recipe that a step drafts with for so many requests, all of which have each of these recipes."""
+    policy.choose([Candidate(recipe, requests, requests) for recipe in recipes], requests + others, context)
+    return policy.should_draft()
 
 
 def draft_round(policy: Lookahead, ids: Sequence[str], longest: int, confidence: Feature) -> NDArray[np.int32]:

@@ -16,8 +16,8 @@ from freedraft.cli import app
 from layerskip_plugin.calibrate import run as calibrate_run
 from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.pass_times import PassTimes
 from layerskip_plugin.lookahead.disco import Classifier
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.knapsack import Plan
 from layerskip_plugin.selection.knn import Domains
 from layerskip_plugin.skip_set import SkipSet
@@ -180,11 +180,12 @@ def test_disco_trains_or_refuses(run: Callable, tmp_path: Path) -> None:
     assert code == 2 and "no skip sets in it" in said
 
 
-def test_inspect_draws(run: Callable, tmp_path: Path) -> None:
+def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
     SkipSet.of_sublayers([2, 5], 4).save(tmp_path / "s.json", {"data": "made up"})
-    code, said = run("inspect", tmp_path / "s.json", "--plot", tmp_path / "s.png", calibrates=False)
+    code, said = run("inspect", tmp_path / "s.json", calibrates=False)
     assert code == 0 and "#.##" in said and "##.#" in said and "data: made up" in said
-    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    code, said = run("inspect", tmp_path / "s.json", "--plot", tmp_path / "s.png", calibrates=False)
+    assert code == 2 and said.startswith("error: calibrate: '--plot' is no longer supported")
 
 
 @pytest.mark.parametrize(
@@ -197,11 +198,8 @@ def test_inspect_draws(run: Callable, tmp_path: Path) -> None:
         ("skip-set", ["--share", 0.9], "choose between 1 and half"),
         ("skip-set", ["--tokens", 100000], "give more text"),
         ("skip-set", ["--device", "abacus"], "there is no abacus here"),
-        ("skip-set", ["--engine", "tensorrt"], "it does not run in a server that is already serving"),
-        ("skip-set", ["--engine", "http://127.0.0.1:8000"], "it does not run in a server that is already serving"),
-        ("skip-set", ["--engine-args", "{}"], "add --engine vllm"),
-        ("skip-set", ["--engine", "vllm", "--engine-args", "dtype=float32"], "give a JSON object"),
-        ("skip-set", ["--engine", "vllm", "--device", "cpu"], "leave it out with --engine vllm"),
+        ("skip-set", ["--engine", "vllm"], "calibrate: '--engine' is no longer supported: transformers runs the model"),
+        ("knn", ["--engine-args={}"], "calibrate: '--engine-args' is no longer supported: transformers runs the model"),
         ("knn", [], "at least two domains"),
         ("knn", ["--clusters", 3], "3 from 4 prompts: ask for at least 2, and give at least 6 prompts"),
     ],

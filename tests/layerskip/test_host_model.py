@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.models import VOCAB_SIZE, rough_model
 
@@ -70,7 +71,7 @@ def texts() -> list[list[int]]:
 
 
 def test_drafted_states_are_those_of_the_engine_way(host: HostModel, texts: list[list[int]]) -> None:
-    sample = Sample.spread(host, texts, 12, seed=1)
+    sample = host.sample(texts, 12, seed=1)
     sets = [host.empty(), *random_sets(host, 6, 2)]
     ours = host.final_states(sets, sample)
     for j, skip in enumerate(sets):
@@ -83,7 +84,7 @@ def test_drafted_states_are_those_of_the_engine_way(host: HostModel, texts: list
 
 
 def test_scores_are_agreement_and_cosine(host: HostModel, texts: list[list[int]]) -> None:
-    sample = Sample.spread(host, texts, 20, seed=3)
+    sample = host.sample(texts, 20, seed=3)
     sets = [host.empty(), *random_sets(host, 5, 4)]
     agreement, cosine = host.scores(sets, sample)
     assert agreement[0] == 1 and cosine[0] == pytest.approx(1, abs=1e-5)
@@ -107,12 +108,71 @@ def test_chains_are_the_drafts_of_rounds_from_every_place(host: HostModel, texts
 
 
 def test_batching_changes_nothing(host: HostModel, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = Sample.spread(host, texts, 10, seed=1)
+    sample = host.sample(texts, 10, seed=1)
     sets = random_sets(host, 7, 6)
     whole = host.scores(sets, sample)
-    monkeypatch.setattr("layerskip_plugin.calibrate.model.ROWS", 20)
+    monkeypatch.setattr("layerskip_plugin.calibrate.host_model.ROWS", 20)
     split = host.scores(sets, sample)
     assert np.allclose(whole, split, atol=1e-5)
+
+
+def scores_of(host: HostModel, texts: list[list[int]]) -> np.ndarray:
+    return np.array(host.scores([host.empty(), *random_sets(host, 4, 7)], host.sample(texts, 20, seed=3)))
+
+
+def test_bf16_stays_bf16_and_shards_are_joined(tmp_path: Path, texts: list[list[int]]) -> None:
+    rough_model().to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 5
+    host = HostModel.load(tmp_path, "auto")
+    assert {p.dtype for p in host.model.parameters()} == {torch.bfloat16}
+    expected = scores_of(HostModel.load(tmp_path, dtype="float32"), texts)
+    found = scores_of(host, texts)
+    assert found[:, 0] == pytest.approx(1, abs=1e-3) and found[1] == pytest.approx(expected[1], abs=0.02)
+    times = host.pass_times(16, repeats=1)
+    assert min(times.attention, times.mlp, times.head) > 0
+
+
+def test_a_model_that_is_spread_computes_the_same(tmp_path: Path, texts: list[list[int]]) -> None:
+    """Of one layer the weights are on disk until they are needed."""
+    rough_model().save_pretrained(tmp_path)
+    spread = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    spread |= {f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(3)}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=spread, offload_folder=tmp_path / "disk")
+    assert next(model.model.layers[1].parameters()).device.type == "meta"
+    assert scores_of(HostModel(model), texts) == pytest.approx(scores_of(HostModel(rough_model()), texts), abs=1e-5)
+
+
+def test_a_quantised_checkpoint_is_loaded(tmp_path: Path, texts: list[list[int]]) -> None:
+    """Its weights are integers of 8 bits, packed."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from safetensors.torch import save_file
+
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    config |= {"ignore": ["lm_head"], "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    model, quantization = rough_model(), QuantizationConfig(**config)
+    model.save_pretrained(tmp_path)
+    apply_quantization_config(model, quantization)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            module.weight_scale.data = module.weight.data.abs().amax(1, keepdim=True) / 127
+    ModelCompressor(quantization_config=quantization).compress_model(model)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    assert tensors["model.layers.0.mlp.up_proj.weight_packed"].dtype == torch.int32
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config})
+    )
+    expected = scores_of(HostModel(rough_model()), texts)
+    assert scores_of(HostModel.load(tmp_path, "auto"), texts)[1] == pytest.approx(expected[1], abs=0.02)
+
+
+def test_what_transformers_does_not_load_is_one_line(tmp_path: Path) -> None:
+    rough_model().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model: transformers does not load .*safetensors"):
+        HostModel.load(tmp_path)
 
 
 def test_other_architectures_are_refused() -> None:
@@ -138,4 +198,4 @@ def test_too_little_text_and_too_long_text() -> None:
     with pytest.raises(ValueError, match="between 1 and 8 tokens, not 9"):
         host.read(list(range(9)))
     with pytest.raises(ValueError, match="give more text"):
-        Sample.spread(host, [[1, 2, 3]], 4)
+        host.sample([[1, 2, 3]], 4)

@@ -14,9 +14,9 @@ import torch
 from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knapsack import Candidate
-from layerskip_plugin.calibrate.pass_times import PassTimes, measure
 from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.knapsack_search import integer_weights
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.models import VOCAB_SIZE, rough_model
@@ -30,7 +30,7 @@ def host() -> HostModel:
 @pytest.fixture(scope="module")
 def sample(host: HostModel) -> Sample:
     rng = np.random.default_rng(0)
-    return Sample.spread(host, [rng.integers(0, VOCAB_SIZE, 20).tolist() for _ in range(3)], 30)
+    return host.sample([rng.integers(0, VOCAB_SIZE, 20).tolist() for _ in range(3)], 30)
 
 
 def weight_of(skip: SkipSet, weights: tuple[int, int]) -> int:
@@ -39,7 +39,7 @@ def weight_of(skip: SkipSet, weights: tuple[int, int]) -> int:
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 3), (2, 1)])
 def test_with_all_survivors_it_is_exhaustive_search(host: HostModel, sample: Sample, weights: tuple[int, int]) -> None:
-    found = knapsack.search(host, sample, weights, max_weight=99, prune=-2, survivors=1000)
+    found = knapsack.search(host, sample, weights=weights, max_weight=99, prune=-2, survivors=1000)
     sets = [SkipSet.of_bits(bits, host.fingerprint) for bits in itertools.product([False, True], repeat=6)]
     agreement, cosine = host.scores(sets, sample)
     best: dict[int, tuple[float, float]] = {}
@@ -70,7 +70,7 @@ def test_one_survivor_is_the_recursion_of_the_paper(host: HostModel, sample: Sam
             if scored:
                 new[j] = max(scored, key=lambda entry: entry[0])
         table = new
-    found = knapsack.search(host, sample, weights, max_weight, protected, prune=0.3)
+    found = knapsack.search(host, sample, weights=weights, max_weight=max_weight, protected=protected, prune=0.3)
     assert {c.weight: c.skip.sublayers for c in found} == {j: entry[2] for j, entry in table.items()}
     assert all(3 not in c.skip.sublayers for c in found)
 
@@ -83,7 +83,7 @@ def test_protected_sublayers_are_those_that_ruin_the_draft(host: HostModel, samp
 
 
 def test_too_few_tokens_are_refused(host: HostModel) -> None:
-    few = Sample.spread(host, [list(range(40))], 23)
+    few = host.sample([list(range(40))], 23)
     for call in (lambda: knapsack.search(host, few), lambda: knapsack.protected_sublayers(host, few)):
         with pytest.raises(ValueError, match=r"23 calibration tokens are too few.*at least 24"):
             call()
@@ -130,11 +130,11 @@ def test_cosine_and_agreement_name_the_same_worst_set_on_the_demo_model() -> Non
     folder = os.environ.get("FREEDRAFT_TEST_MODEL")
     if not folder:
         pytest.skip("FREEDRAFT_TEST_MODEL names no model")
-    host = HostModel.load(Path(folder))
+    host = HostModel.load(Path(folder), dtype="float32")
     rng = np.random.default_rng(0)
     tokens = host.model.generate(torch.tensor([[1, 504, 2365]]), max_new_tokens=40, do_sample=False)[0].tolist()
     sets = [host.empty(), host.skip([8]), host.skip([7, 8, 12]), host.skip(rng.integers(4, 40, 12).tolist())]
-    agreement, cosine = host.scores(sets, Sample.newest(host, tokens, 32))
+    agreement, cosine = host.scores(sets, host.newest(tokens, 32))
     assert agreement[0] == 1 and np.argmin(cosine) == np.argmin(agreement) == 3
 
 
@@ -148,7 +148,7 @@ def test_plan_goes_by_context() -> None:
     selection = Knapsack(plan())
     context = np.array([1, 199, 200, 799, 800, 9000], np.int32)
     sets = list(selection.sets().values())
-    chosen = [len(sets[i]) for i in selection.choose(list("abcdef"), context)]
+    chosen = [len(skip) for skip in selection.choose(list("abcdef"), context)]
     assert selection.max_lengths(context).tolist() == [0, 0, 2, 2, 6, 6]
     # The set of plain decoding is not built.
     assert len(sets) == 2 and chosen[2:] == [1, 1, 3, 3]
@@ -165,7 +165,7 @@ def test_plain_decoding_is_measured_again_where_that_is_measured() -> None:
         assert selection.max_lengths(contexts).tolist() == lengths
         built = list(selection.sets().values())
         assert built == (sets or [plan().choices[1].skip])
-        assert built[selection.choose(["a", "b"], contexts)[1]] == plan().choices[1].skip
+        assert selection.choose(["a", "b"], contexts)[1] == plan().choices[1].skip
 
 
 def test_plan_file(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_plan_file(tmp_path: Path) -> None:
 
 
 def test_measured_times_are_positive_and_price_a_draft(host: HostModel) -> None:
-    times = measure(host, 64, repeats=2)
+    times = host.pass_times(64, repeats=2)
     assert min(times.attention, times.mlp, times.head) > 0
     half = SkipSet(3, frozenset({0, 1}), frozenset({2}))
     assert times.draft(half) == pytest.approx(times.attention + 2 * times.mlp + times.head)

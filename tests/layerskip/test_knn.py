@@ -54,21 +54,13 @@ def test_requests_keep_their_set_in_a_mixed_batch() -> None:
     hidden = np.concatenate([states(c, 1, 50 + i) for i, c in enumerate([*centers(3), 2 * np.eye(WIDTH)[10]])])
     policy.begin(ids, hidden=hidden)
     context = np.zeros(6, np.int32)
-    assert policy.choose([*ids[::-1], "unknown", "a"], context).tolist() == [0, 3, 2, 1, 0, 1]
+    *own, everywhere = policy.domains.sets
+    chosen = policy.choose([*ids[::-1], "unknown", "a"], context)
+    assert chosen == [everywhere, own[2], own[1], own[0], everywhere, own[0]]
     policy.finish(ids)
     assert not policy.requests
     policy.begin(["resumed"])
-    assert policy.choose(["resumed"], context[:1]).tolist() == [0]
-
-
-def test_a_batch_never_holds_more_than_four_sets() -> None:
-    policy = Knn(fitted(7))
-    ids = [f"{d}.{i}" for d in range(7) for i in range(7 - d)]
-    hidden = np.concatenate([states(c, 7 - d, 70 + d) for d, c in enumerate(centers(7))])
-    policy.begin(ids, hidden=hidden)
-    chosen = policy.choose(ids, np.zeros(len(ids), np.int32))
-    assert len(set(chosen.tolist())) == 4
-    assert [set(chosen[[i.startswith(f"{d}.") for i in ids]].tolist()) for d in range(3)] == [{1}, {2}, {3}]
+    assert policy.choose(["resumed"], context[:1]) == [everywhere]
 
 
 def served(policy: Knn, hidden: np.ndarray, count: int, own: float, everywhere: float, seed: int) -> float:
@@ -76,11 +68,12 @@ def served(policy: Knn, hidden: np.ndarray, count: int, own: float, everywhere: 
     rng, with_own = np.random.default_rng(seed), 0
     for i in range(count):
         policy.begin([f"r{i}"], hidden=hidden)
-        mine = policy.choose([f"r{i}"], np.zeros(1, np.int32))[0] > 0
+        (skip,) = policy.choose([f"r{i}"], np.zeros(1, np.int32))
+        mine = skip != policy.domains.sets[-1]
         with_own += mine
         for _ in range(10):
             accepted = int(np.cumprod(rng.random(5) < (own if mine else everywhere)).sum())
-            policy.record_acceptance([f"r{i}"], np.array([5], np.int32), np.array([accepted], np.int32))
+            policy.record_acceptance([f"r{i}"], np.array([5], np.int32), np.array([accepted], np.int32), skip)
         policy.finish([f"r{i}"])
     return with_own / count
 
@@ -98,35 +91,22 @@ def test_an_anchor_is_compared_on_its_own_requests() -> None:
     assert served(policy, near, 300, 0.9, 0.3, 5) > 0.9
 
 
-def test_live_acceptance_is_counted_per_anchor() -> None:
+def test_live_acceptance_is_counted_per_anchor_and_set() -> None:
+    """Of a batch that drafts with one set: for the anchors that have it, or have it as the global one."""
     policy = Knn(fitted())
     policy.begin(["a", "b"], hidden=np.concatenate([states(centers(3)[i], 1, 9) for i in (0, 2)]))
-    policy.record_acceptance(["b", "a"], np.array([5, 3], np.int32), np.array([5, 1], np.int32))
-    anchors = [policy.requests[r][1] for r in ("a", "b")]
-    assert policy.acceptance.trials[anchors].round(3).tolist() == [2, 5]
-    assert policy.acceptance.successes[anchors].round(3).tolist() == [1, 5]
-    assert policy.acceptance.trials.sum() == pytest.approx(7)
-
-
-def test_a_request_that_drafts_with_the_global_set_says_nothing_of_its_anchors_own() -> None:
-    """Five domains in a batch, of which the rarest share the global set."""
-    policy = Knn(fitted(5))
-    ids = [f"{d}.{i}" for d in range(5) for i in range(5 - d)]
-    hidden = np.concatenate([states(c, 5 - d, 70 + d) for d, c in enumerate(centers(5))])
-    policy.begin(ids, hidden=hidden)
-    contexts = np.zeros(len(ids), np.int32)
-    chosen = dict(zip(ids, policy.choose(ids, contexts).tolist(), strict=True))
-    assert chosen["4.0"] == 0 and chosen["0.0"] == 1
-    once = np.array([1], np.int32)
-    for name, expected in (("4.0", [0, 1]), ("0.0", [1, 0])):
-        bins = policy.requests[name][1] // 2 * 2 + np.arange(2)
-        before = policy.acceptance.trials[bins]
-        policy.record_acceptance([name], once, once)
-        assert (policy.acceptance.trials[bins] - before).round(2).tolist() == expected
-    assert policy.choose(["4.0"], contexts[:1]).tolist() == [5], "alone it has its own"
-    before = policy.acceptance.trials[policy.requests["4.0"][1]]
-    policy.record_acceptance(["4.0"], once, once)
-    assert policy.acceptance.trials[policy.requests["4.0"][1]] > before
+    anchors = [policy.requests[request][1] for request in ("a", "b")]
+    drafted, accepted = np.array([5, 3], np.int32), np.array([5, 1], np.int32)
+    for number, expected in (
+        (2, [[0, 0], [5, 0]]),
+        (0, [[2, 0], [0, 0]]),
+        (3, [[0, 2], [0, 5]]),
+        (1, [[0, 0], [0, 0]]),
+    ):
+        before = policy.acceptance.trials.reshape(-1, 2)[anchors]
+        policy.record_acceptance(["b", "a"], drafted, accepted, policy.domains.sets[number])
+        assert (policy.acceptance.trials.reshape(-1, 2)[anchors] - before).round(1).tolist() == expected
+    assert policy.acceptance.successes.reshape(-1, 2)[anchors].round(1).tolist() == [[1, 1], [5, 5]]
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,12 @@ from lookahead_tools import KnownCosts
 
 from freedraft.config import ConfigError
 from freedraft.draft_model import Drafted, DraftModel, DraftRound
-from freedraft.hybrid.choice import RestOfBatch
-from freedraft.method import EngineContext
+from freedraft.draft_pass import RestOfBatch
+from freedraft.step import EngineContext
 from layerskip_plugin.candidate_tree import candidate_tree, cut_to_width
-from layerskip_plugin.draft_passes import Passes, Round
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Recording, Verifications
-from layerskip_plugin.lookahead.per_set import PerSet
 from layerskip_plugin.lookahead.record_writer import RecordWriter
-from layerskip_plugin.method import READ_APART, SPEC, LayerSkipMethod
+from layerskip_plugin.method import SPEC, LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
@@ -46,7 +44,7 @@ class Model(DraftModel, DraftRound):
     """Drafts rightly with all layers, after two thirds of the tokens with one skipped, never with all skipped. Where it
     is wrong it is unsure, and the right token is the second one."""
 
-    n_layers, max_rows = LAYERS, 12
+    n_layers = LAYERS
 
     def __init__(self, waits=False):
         self.passes, self.waits, self.reads = [], waits, []
@@ -57,25 +55,26 @@ class Model(DraftModel, DraftRound):
     def capacities(self, step):
         return step.capacities
 
-    def start(self, step, rows, max_draft_len):
+    def start(self, step, draft_pass, rows, max_draft_len):
+        self.draft_pass = draft_pass
         return self
 
     def scorer(self, window):
         raise AssertionError("nothing searches here")
 
     def read(self, launched):
-        self.reads.append(len(launched[0].tokens))
+        self.reads.append(len(launched.tokens))
         return launched
 
-    def launch(self, draft_pass, rows, tokens, position, count=1):
+    def launch(self, rows, tokens, position, count=1):
         drafted = []
         for i in range(count):
-            drafted.append(self.run_one(draft_pass, rows, tokens, position + i))
+            drafted.append(self.run_one(rows, tokens, position + i))
             tokens = drafted[-1].tokens[:, 0]
         return Drafted(*(None if parts[0] is None else np.stack(parts) for parts in zip(*drafted, strict=True)))
 
-    def run_one(self, draft_pass, rows, tokens, position):
-        skipped, candidates, entropy = draft_pass
+    def run_one(self, rows, tokens, position):
+        skipped, candidates, entropy = self.draft_pass
         self.passes.append((skipped, position, rows.tolist(), tokens.tolist()))
         right = np.array([skipped == 0 or (skipped == 1 and t % 3 != 0) for t in tokens.tolist()])
         best = np.where(right, true_next(tokens), true_next(tokens) ^ 1)
@@ -102,11 +101,11 @@ class Engine:
         options = LayerSkipOptions(tree=tree, lookahead="fixed" if costs is None else "cost")
         self.method = method = LayerSkipMethod(options, context)
         method.selector = sets if isinstance(sets, Selector) else Selector(Static(sets))
-        method.recipes = list(method.selector.sets.values())
+        method.recipes.use(method.selector.sets.values())
         if costs is not None:
-            known = KnownCosts({recipe: {1: costs[0]} for recipe in method.recipes}, costs[1])
+            known = KnownCosts({recipe: {1: costs[0]} for recipe in method.recipes.all}, costs[1])
             method.auto.step_seconds, method.auto.pass_seconds = known.step_seconds, known.pass_seconds
-            lookahead = Cost(method.auto, method.recipes)
+            lookahead = Cost(method.auto, method.recipes.all)
         self.use(lookahead)
         method.prepare(self.model)
         self.widths = context.widths
@@ -159,8 +158,9 @@ def text(first, length):
     return out
 
 
+@pytest.mark.parametrize("chosen", SETS)
 @pytest.mark.parametrize("shape", ["tree", "chain", "chain engine"])
-def test_what_is_learnt_is_what_was_accepted(shape):
+def test_what_is_learnt_is_what_was_accepted(shape, chosen):
     """The policy hears of the accepted part of each chain, also when a sibling was accepted in its place, when rows
     change places and when a request is gone."""
     policy = Fixed(3)
@@ -169,8 +169,8 @@ def test_what_is_learnt_is_what_was_accepted(shape):
         dict(zip(ids, zip(drafted.tolist(), accepted.tolist(), path.tolist(), strict=True), strict=True))
     )
     engine = Engine(policy, tree=shape == "tree", chains=shape == "chain engine")
-    for name, first, chosen in (("a", 1, "empty"), ("b", 2, "half"), ("c", 3, "all"), ("d", 4, "no such set")):
-        engine.add(name, first, chosen)
+    for name, first in (("a", 1), ("b", 2), ("c", 3), ("d", 4)):
+        engine.add(name, first, chosen if name != "d" else "no such set")
     expected = None
     orders = [["a", "b", "c", "d"], ["d", "b", "a", "c"], ["c", "a", "b"], ["b", "a", "c"], ["a", "b", "c"]]
     for order in orders:
@@ -178,7 +178,8 @@ def test_what_is_learnt_is_what_was_accepted(shape):
         tree = engine.step(order)
         if expected is not None:
             assert seen == [{name: expected[name] for name in expected if name in order}]
-            assert expected["a"] == (3, 3, 3) and expected["c"][:2] == (3, 0)
+            if chosen != "half":
+                assert expected["c"][:2] == ((3, 3) if chosen == "empty" else (3, 0))
         seen.clear()
         expected = {}
         for row, name in enumerate(order):
@@ -193,13 +194,13 @@ def test_what_is_learnt_is_what_was_accepted(shape):
 
 
 @pytest.mark.parametrize(
-    "policy", [lambda: Fixed(4), lambda: Confidence(0.7), lambda: PerSet(lambda: Confidence(0.7), len(SETS))]
+    ("policy", "chosen", "count"), [(Fixed, "half", 4), (Confidence, "empty", 5), (Confidence, "half", None)]
 )
-def test_a_device_that_would_wait_is_read_back_once(policy):
+def test_a_device_that_would_wait_is_read_back_once(policy, chosen, count):
     """Drafts are the same as with a look at every token; whoever ends earlier is not drafted on."""
-    engines = [Engine(policy(), tree=False, waits=waits) for waits in (False, True)]
+    engines = [Engine(Fixed(4) if policy is Fixed else policy(), tree=False, waits=waits) for waits in (False, True)]
     for engine in engines:
-        for name, first, chosen in (("a", 1, "empty"), ("b", 2, "half"), ("c", 3, "all")):
+        for name, first in (("a", 1), ("b", 2), ("c", 3)):
             engine.add(name, first, chosen)
     for _ in range(30):
         drafts = [engine.step(["a", "b", "c"]) for engine in engines]
@@ -207,10 +208,7 @@ def test_a_device_that_would_wait_is_read_back_once(policy):
         assert (drafts[1].counts == counts).all()
         for b in range(3):
             assert (drafts[0].tokens[b, : counts[b]] == drafts[1].tokens[b, : counts[b]]).all()
-    # One read of all three sets, but where passes run for the first time, and each by itself in one round of 16.
-    reads = engines[1].model.reads
-    assert set(reads) == {5 if not isinstance(engines[1].method.lookahead, Fixed) else 4}
-    assert len(reads) == 30 + 2 * (1 + 30 // READ_APART)
+    assert count is None or engines[1].model.reads == [count] * 30
     assert set(engines[0].model.reads) == {1}
 
 
@@ -218,30 +216,24 @@ def test_all_passes_that_are_read_back_at_once_are_expected_of_a_round():
     """Against which the whole step is held."""
     engine = Engine(Fixed(4), tree=False, sets={"empty": SETS["empty"]}, waits=True)
     engine.add("a", 1)
-    auto, (recipe,) = engine.method.auto, engine.method.recipes
+    auto, (recipe,) = engine.method.auto, engine.method.recipes.all
     one = float(auto.pass_seconds(recipe, 1))  # the first ones warm up and are not learnt from
     engine.step(["a"])
     assert engine.model.reads == [4] and auto._passes == pytest.approx(4 * one)
 
 
-def test_what_is_read_back_at_once_takes_as_long_as_it_takes(monkeypatch):
-    """Only the sum of two recipes' times is known: each gets its expected share of it."""
-    clock = iter([12.0, 20.0, 21.0, 24.0])
-    monkeypatch.setattr("layerskip_plugin.draft_passes.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    model, recorded, costs = Model(waits=True), [], [1.0, 3.0]
-    passes = [model.build(skip_set, top_k=1, entropy=False, optimize=True) for skip_set in SETS.values()]
-    ran = Passes(
-        model, passes, np.array([1, 0, 1]), Round(["a", "b", "c"], 3, 5, 1), lambda place, tokens: costs[place],
-        lambda *said: recorded.append(said), since=10.0,
-    )  # fmt: skip
-    roots = np.array([1, 2, 3], np.int32)
-    ran.run(np.arange(3), roots, 0, 2)
-    assert recorded == [(0, 1, 0.25, 2), (1, 2, 0.75, 2)] and model.reads == [2]
-    ran.run(np.array([0, 2]), roots, 2, 1)
-    assert recorded[2:] == [(1, 2, 8.0, 1)] and model.reads == [2, 1]
-    costs[1] = 0.0  # it never ran: what it takes is no part of the others' time
-    ran.run(np.array([0, 1]), roots, 3, 1)
-    assert recorded[3:] == [(0, 1, 1.0, 1), (1, 1, 3.0, 1)] and model.reads == [2, 1, 1, 1]
+def test_each_pass_takes_its_share_of_the_round(monkeypatch):
+    """Also of what a round takes besides: of passes read back at once as much each."""
+    engine, recorded = Engine(Fixed(5), waits=True, sets={"empty": SETS["empty"]}), []
+    engine.add("a", 1)
+    engine.add("b", 2)
+    step = engine.as_step(["a", "b"])
+    engine.method.update(step)
+    monkeypatch.setattr(engine.method.auto, "record_pass", lambda recipe, *said: recorded.append(said))
+    clock = iter([10.0, 12.0, 21.0])
+    monkeypatch.setattr("layerskip_plugin.method.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    engine.method.propose_for(step, np.arange(2), np.array([2, 5], np.int32), RestOfBatch(0, 0, None))
+    assert recorded == [(2, 1.0, 2), (1, 3.0, 3)] and engine.model.reads == [2, 3]
 
 
 def test_no_pass_writes_where_a_request_has_no_slots():
@@ -265,10 +257,9 @@ def test_a_round_is_read_as_far_as_it_is_expected_to_go():
     assert max(engine.model.reads) == 5 and np.mean(engine.model.reads[-20:]) > 4
 
 
-@pytest.mark.parametrize("policy", [Confidence(0.7), PerSet(lambda: Confidence(0.7), 1)])
-def test_no_more_passes_run_ahead_than_rounds_are_long(policy):
+def test_no_more_passes_run_ahead_than_rounds_are_long():
     """A threshold that stops at the first token: not five passes for each."""
-    engine = Engine(policy, tree=False, sets={"all": SETS["all"]}, waits=True)
+    engine = Engine(Confidence(0.7), tree=False, sets={"all": SETS["all"]}, waits=True)
     engine.add("a", 1)
     for _ in range(20):
         engine.step(["a"])
@@ -317,13 +308,19 @@ def test_what_was_cut_off_is_not_judged():
     assert seen == [([2], [2])]
 
 
-def test_each_skip_set_runs_a_pass_of_its_own():
+def test_requests_with_different_sets_draft_with_the_most_frequent_one():
     engine = Engine(Confidence(0.7))
-    for name, first, chosen in (("a", 1, "empty"), ("b", 2, "half"), ("c", 3, "empty"), ("d", 4, None)):
+    for name, first, chosen in (
+        ("a", 1, "empty"),
+        ("b", 2, "half"),
+        ("c", 3, "half"),
+        ("d", 4, None),
+        ("e", 5, "half"),
+    ):
         engine.add(name, first, chosen)
-    engine.step(["a", "b", "c", "d"])
-    first = [(skipped, rows) for skipped, depth, rows, _ in engine.model.passes if depth == 0]
-    assert first == [(0, [0, 2, 3]), (1, [1])]
+    engine.step(["a", "b", "c", "d", "e"])
+    assert {skipped for skipped, *_ in engine.model.passes} == {1}
+    assert engine.model.passes[0][2] == [0, 1, 2, 3, 4]
     # Only who is sure goes on; the token that it was not sure of is kept and verified.
     for _, depth, rows, tokens in engine.model.passes:
         for row, token in zip(rows, tokens, strict=True):
@@ -331,13 +328,16 @@ def test_each_skip_set_runs_a_pass_of_its_own():
                 made = engine.method._last
                 assert made.tokens[row, depth - 1, 0] == token
                 assert made.probabilities[row, depth - 1, 0] >= 0.7
-    for name in "abcde":
+    engine.model.passes.clear()
+    engine.step(["a", "d", "e"])
+    assert {skipped for skipped, *_ in engine.model.passes} == {0}, "most of those that are left have another one"
+    for name in "abcdef":
         engine.method.finish(name, None, aborted=False)
     assert not len(engine.method.selector) and not engine.method._requested
 
 
 def test_set_and_length_follow_the_context():
-    """A plan of two sets with a stretch of plain decoding between them; requests of all three in one batch."""
+    """A plan of two sets with a stretch of plain decoding between them; alone, and all three requests in one batch."""
     choices = Choice(SETS["half"], 2, 1.0), Choice(SETS["empty"], 0, 1.0), Choice(SETS["empty"], 3, 1.0)
     plan = Plan((10, 40, 160), choices, "here")
     engine = Engine(Fixed(5), sets=Selector(Knapsack(plan)))
@@ -346,15 +346,16 @@ def test_set_and_length_follow_the_context():
     engine.text["b"] += [0] * 30 + [2]
     engine.text["c"] += [0] * 100 + [4]
     seen = set()
-    for _ in range(120):
-        before = {name: int(plan.at(np.array([len(engine.text[name])]))[0]) for name in "abc"}
+    for turn in range(240):
+        names = ["a", "b", "c"] if turn % 2 else ["a"]
+        before = [int(plan.at(np.array([len(engine.text[name])]))[0]) for name in names]
         engine.model.passes.clear()
-        engine.step(["a", "b", "c"])
-        drafted = engine.method._last.drafted.tolist() if engine.method._last else [0, 0, 0]
-        assert drafted == [(2, 0, 3)[before[name]] for name in "abc"]
-        for skipped, _, rows, _ in engine.model.passes:
-            assert all(skipped == (1, None, 0)[before["abc"[row]]] for row in rows)
-        seen.add(before["a"])
+        engine.step(names)
+        drafted = engine.method._last.drafted.tolist() if engine.method._last else [0] * len(names)
+        assert drafted == [(2, 0, 3)[entry] for entry in before]
+        sets = {skipped for skipped, *_ in engine.model.passes}
+        assert len(sets) <= 1 and (len(names) > 1 or sets == ({1}, set(), {0})[before[0]])
+        seen.add(before[0])
     assert seen == {0, 1, 2}
 
 
@@ -388,27 +389,24 @@ def test_steps_without_drafts_come_first():
     assert engine.method.auto.times.count(1, 1, 1.0) >= 3
 
 
-def test_mixed_sets_draft_only_where_their_passes_pay_together():
+def test_four_sets_in_a_batch_pay_as_one():
     sets = {f"s{i}": SkipSet(LAYERS, frozenset({i % 2}), frozenset({i // 2})) for i in range(4)}
-    for name, drafts in (("s0", True), (None, False)):
-        engine = Engine(costs=(0.6, STEP), sets=sets, chains=True)
-        for record in engine.method.lookahead.records:
-            record.accepted[:] = 0.97 ** np.arange(1, 65)
-            record.reached[:] = record.verified[:] = 0.97 ** np.arange(64)
-        for i, request in enumerate("abcd"):
-            engine.add(request, i + 1, name or f"s{i}")
-        for _ in range(8):
-            engine.step(list("abcd"))
-        # Trials are of one set at a time.
-        sizes = {len(rows) for _, position, rows, _ in engine.model.passes if position == 0}
-        assert (max(sizes, default=0) == 4) == drafts and (drafts or len(engine.model.passes) <= 3 * 5), name
+    engine = Engine(costs=(0.6, STEP), sets=sets, chains=True)
+    for record in engine.method.lookahead.records.values():
+        record.accepted[:] = 0.97 ** np.arange(1, 65)
+        record.reached[:] = record.verified[:] = 0.97 ** np.arange(64)
+    for i, request in enumerate("abcd"):
+        engine.add(request, i + 1, f"s{i}")
+    for _ in range(8):
+        engine.step(list("abcd"))
+    assert {len(rows) for _, position, rows, _ in engine.model.passes if position == 0} == {4}
 
 
 def test_what_drafting_has_to_beat_is_looked_at_more_often_where_it_beats_it_by_little():
     without = {}
     for price in (0.1, 0.85):
         engine = Engine(costs=(price, STEP), sets={"empty": SETS["empty"]}, chains=True)
-        for record in engine.method.lookahead.records:
+        for record in engine.method.lookahead.records.values():
             record.accepted[:] = record.reached[:] = record.verified[:] = 1.0
         engine.add("a", 1)
         counts = [int(engine.step(["a"]).counts[0]) for _ in range(600)]
@@ -423,8 +421,7 @@ def test_the_parts_of_a_batch():
         engine.add(name, first)
     step = engine.as_step(["a", "b", "c"])
     engine.method.update(step)
-    rows = np.array([2, 0])
-    estimate = engine.method.estimate(step, rows, np.array([1, 2]), 4)
+    estimate = engine.method.estimate(np.array([1, 2]), 4)
     assert estimate.gain.shape == (2, 4) and (estimate.gain[1] > estimate.gain[0]).all()
     draft = engine.method.propose_for(step, np.array([0, 2]), np.array([3, 2], np.int32), RestOfBatch(1, 2, 1.0))
     draft.check()
@@ -435,14 +432,14 @@ def test_the_parts_of_a_batch():
 def test_a_recorded_policy_is_asked_as_itself(tmp_path):
     """What is recorded drafts, and is a part of the hybrid method, as without the recording."""
     engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]})
-    engine.use(Recording(engine.method.lookahead, tmp_path / "seen.npz"))
+    engine.use(Recording(engine.method.lookahead, SETS["empty"], tmp_path / "seen.npz"))
     engine.add("a", 1)
     for _ in range(20):
         engine.step(["a"])
     assert engine.model.passes and engine.method._baseline is not None
     step = engine.as_step(["a"])
     engine.method.update(step)
-    assert engine.method.estimate(step, np.zeros(1, np.intp), np.array([1]), 3).gain.shape == (1, 3)
+    assert engine.method.estimate(np.array([1]), 3).gain.shape == (1, 3)
     engine.method.close()
     seen = Verifications.load(tmp_path / "seen.npz")
     assert len(seen) > 0
@@ -451,7 +448,7 @@ def test_a_recorded_policy_is_asked_as_itself(tmp_path):
 
 def test_records_are_written_when_there_are_new_ones(tmp_path, monkeypatch):
     """And do not hold up the drafts of the next request."""
-    engine = Engine(Recording(Fixed(3), tmp_path / "seen.npz"), sets={"empty": SETS["empty"]})
+    engine = Engine(Recording(Fixed(3), SETS["empty"], tmp_path / "seen.npz"), sets={"empty": SETS["empty"]})
     recording, writers = engine.method.lookahead, []
     save = recording.save
     monkeypatch.setattr(recording, "save", lambda prices: (writers.append(threading.current_thread()), save(prices)))
@@ -494,7 +491,7 @@ def test_sublayers_are_priced_by_what_steps_and_passes_take():
     # Passes that take twice as long as was thought.
     before = times.draft(whole)
     for _ in range(40):
-        method.auto.record_pass(method.recipes[0], 1, 2 * before)
+        method.auto.record_pass(method.recipes.all[0], 1, 2 * before)
     after = method._pass_times()
     assert after.draft(whole) == pytest.approx(2 * before, rel=0.1)
     assert after.attention / after.mlp == pytest.approx(times.attention / times.mlp)

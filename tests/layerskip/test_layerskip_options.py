@@ -11,8 +11,8 @@ import pytest
 from lookahead_tools import RECIPE, Driver, KnownCosts
 
 from freedraft.config import ConfigError
-from freedraft.method import EngineContext
-from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed, PerSet, Recording
+from freedraft.step import EngineContext
+from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed, Recording
 from layerskip_plugin.lookahead.record_writer import RecordWriter
 from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.options import LayerSkipOptions
@@ -76,10 +76,14 @@ def test_sets_that_are_refused(files: list[Path], tmp_path: Path) -> None:
 )
 def test_policies(name: str, kind: type) -> None:
     options = LayerSkipOptions.parse({"lookahead": name})
-    policy = options.make_lookahead(CHAINS, [RECIPE], COSTS)
-    assert isinstance(policy, kind)
-    several = options.make_lookahead(CHAINS, [RECIPE, RECIPE], COSTS)
-    assert isinstance(several, Cost if name == "cost" else PerSet)
+    assert isinstance(options.make_lookahead(CHAINS, [RECIPE], COSTS), kind)
+
+
+def test_the_policy_that_was_dropped_is_refused_by_name() -> None:
+    with pytest.raises(
+        ConfigError, match="'lookahead=roc' is no longer supported: set lookahead to cost or confidence"
+    ):
+        LayerSkipOptions.parse({"lookahead": "roc"})
 
 
 def test_how_far_fixed_drafts() -> None:
@@ -93,11 +97,13 @@ def test_how_far_fixed_drafts() -> None:
 
 def test_verifications_are_recorded_for_one_set_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = LayerSkipOptions.parse({"record": str(tmp_path / "seen.npz"), "lookahead": "fixed", "length": 4})
-    recording = options.make_lookahead(CHAINS, [RECIPE, RECIPE], COSTS)
+    other = SkipSet(2, frozenset({0}), frozenset())
+    recording = options.make_lookahead(CHAINS, [RECIPE, other], COSTS)
     assert isinstance(recording, Recording)
     driver = Driver(recording)
-    drafted = driver.draft(list("abc"), 4, lambda position, rows: np.full(len(rows), 0.99), sets=[0, 1, 0])
-    driver.judge(list("abc"), drafted, np.array([0, 1, 1], np.int32))
+    for recipe, ids, accepted in ((RECIPE, "ac", [0, 1]), (other, "b", [1])):
+        drafted = driver.draft(list(ids), 4, lambda position, rows: np.full(len(rows), 0.99), recipe)
+        driver.judge(list(ids), drafted, np.array(accepted, np.int32))
     records = recording.save()
     assert sorted(zip(records.request.tolist(), records.accepted.tolist(), strict=True)) == [
         (0, False), (1, False), (1, True),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lookahead_tools import Driver, cost, draft_round
+from lookahead_tools import RECIPE, cost, draft_round
 
 from layerskip_plugin.lookahead import (
     Confidence,
@@ -15,11 +15,8 @@ from layerskip_plugin.lookahead import (
     DraftVerify,
     Fixed,
     Lookahead,
-    PerSet,
     Recording,
-    RocThreshold,
 )
-from layerskip_plugin.lookahead.adaptive import best_threshold
 from layerskip_plugin.lookahead.base import RoundLog
 from layerskip_plugin.lookahead.disco import Classifier
 
@@ -30,8 +27,8 @@ def eager() -> list[Lookahead]:
     """One policy of each kind, set so that it would draft for ever."""
     zeros = [np.zeros(shape, np.float32) for shape in ((12,), (12, 3), (3,), (3, 1), (1,))]
     always = Classifier(zeros[0], np.ones(12, np.float32), *zeros[1:], threshold=0.5, max_length=99)
-    made = [Fixed(99), Confidence(0.0), DraftVerify(0.0), RocThreshold(0.0), Disco(always), cost({1: 1e-9}, {1: 1.0})]
-    return [*made, Recording(Fixed(99), Path("unused")), PerSet(lambda: Fixed(99), 2)]
+    made = [Fixed(99), Confidence(0.0), DraftVerify(0.0), Disco(always), cost({1: 1e-9}, {1: 1.0})]
+    return [*made, Recording(Fixed(99), RECIPE, Path("unused"))]
 
 
 @pytest.mark.parametrize("policy", eager(), ids=lambda p: type(p).__name__)
@@ -65,7 +62,7 @@ def output_distribution(target: np.ndarray, draft: np.ndarray, threshold: float,
     residual = residual / residual.sum()
     policy = Confidence(threshold)
     for token in range(n):
-        policy.begin(["r"], np.zeros(1, np.intp), 2)
+        policy.begin(["r"], RECIPE, 2)
         stopped = not policy.should_continue(0, np.zeros(1, np.int32), np.array([[draft[token]]], np.float32), None)[0]
         if stopped and not keep:
             law += draft[token] * np.outer(target, target)
@@ -89,7 +86,7 @@ def test_draft_and_verify_follows_its_formula_per_request() -> None:
     state = {name: [0.6, 0.9] for name in "abcdef"}
     for _ in range(60):
         ids = [str(x) for x in rng.permutation(list(state))[: rng.integers(1, 7)]]
-        policy.begin(ids, np.zeros(len(ids), np.intp), 5)
+        policy.begin(ids, RECIPE, 5)
         assert policy.thresholds == pytest.approx([state[name][0] for name in ids])
         drafted = rng.integers(0, 6, len(ids)).astype(np.int32)
         accepted = np.minimum(drafted, rng.integers(0, 6, len(ids))).astype(np.int32)
@@ -107,46 +104,6 @@ def test_draft_and_verify_follows_its_formula_per_request() -> None:
     assert policy.first_threshold == pytest.approx(
         0.6 + 0.6 * (np.mean([threshold for threshold, _ in state.values()]) - 0.6)
     )
-
-
-def test_best_threshold_is_that_of_exhaustive_search() -> None:
-    rng = np.random.default_rng(2)
-    for _ in range(100):
-        n = int(rng.integers(2, 30))
-        p = np.round(rng.random(n), 1).astype(np.float32)
-        good = rng.random(n) < p
-        if good.all() or not good.any():
-            assert best_threshold(p, good, 3.0, otherwise=0.25) == 0.25
-            continue
-        costs = {float(t): (p[~good] >= t).mean() + 3 * (p[good] < t).mean() for t in np.unique(p)}
-        found = best_threshold(p, good, 3.0, otherwise=0.25)
-        assert costs[found] == pytest.approx(min(costs.values()))
-
-
-def test_roc_threshold_finds_where_acceptance_begins() -> None:
-    rng = np.random.default_rng(3)
-    policy = RocThreshold()
-    for _ in range(150):
-        p = rng.random((4, 6)).astype(np.float32)
-        drafted = draft_round(policy, list("abcd"), 6, lambda position, rows, p=p: p[rows, position])
-        accepted = np.array([next((i for i in range(n) if row[i] < 0.7), n) for row, n in zip(p, drafted, strict=True)])
-        policy.record_acceptance(list("abcd"), drafted, accepted, accepted)
-    assert 0.69 < policy.threshold < 0.76
-
-
-def test_each_set_has_a_policy_of_its_own() -> None:
-    """Thresholds that follow acceptance: those of a set whose drafts are rejected rise, the others' fall."""
-    policy = PerSet(lambda: DraftVerify(0.6), 2)
-    driver, ids = Driver(policy), ["a", "b", "c"]
-    for _ in range(40):
-        drafted = driver.draft(ids, 4, lambda position, rows: np.full(len(rows), 0.9, np.float32), sets=[0, 1, 0])
-        assert drafted.tolist() == [4, 4, 4]
-        driver.judge(["c", "b", "a"], drafted, np.array([4, 0, 4], np.int32))
-    good, bad = (part.requests[name][0] for part, name in zip(policy.policies, "ab", strict=True))
-    assert len(policy.policies[0].requests) == 2 and len(policy.policies[1].requests) == 1
-    assert bad > good
-    policy.finish(ids)
-    assert not any(part.requests for part in policy.policies)
 
 
 def test_judged_tokens_are_those_up_to_the_first_rejection() -> None:

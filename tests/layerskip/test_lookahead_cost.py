@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from lookahead_tools import RECIPE, Driver, KnownCosts, cost
+from lookahead_tools import RECIPE, Driver, KnownCosts, cost, drafts_with
 
 from layerskip_plugin.lookahead import Cost
-from layerskip_plugin.lookahead.base import NONE
-from layerskip_plugin.lookahead.cost import kinds_of
+from layerskip_plugin.lookahead.base import Candidate
 from layerskip_plugin.lookahead.rates import BinnedRate
 from layerskip_plugin.lookahead.recipe_record import BINS, to_bins
 from layerskip_plugin.lookahead.trials import FIRST_TRIALS
@@ -22,11 +22,6 @@ def tokens_per_time(alpha: float, draft: float, verify: list[float]) -> list[flo
     return [sum(alpha**i for i in range(d + 1)) / (d * draft + verify[d]) for d in range(len(verify))]
 
 
-def drafts(policy: Cost, places: np.ndarray) -> np.ndarray:
-    """bool [B]: which requests draft."""
-    return policy.should_draft(places) != NONE
-
-
 def run(policy: Cost, alpha: float, batch: int, steps: int, longest: int, seed: int = 0) -> tuple[float, float]:
     """Drive `steps` steps with tokens accepted by chance; (share of steps with drafts, mean length where drafted)."""
     rng = np.random.default_rng(seed)
@@ -34,7 +29,7 @@ def run(policy: Cost, alpha: float, batch: int, steps: int, longest: int, seed: 
     on, lengths = 0, []
     driver = Driver(policy)
     for _ in range(steps):
-        if not drafts(policy, np.zeros(batch, np.intp)).all():
+        if drafts_with(policy, batch) is None:
             continue
         on += 1
         drafted = driver.draft(ids, longest, lambda position, rows: np.full(len(rows), alpha, np.float32))
@@ -51,20 +46,20 @@ def test_each_decision_is_that_of_exhaustive_search() -> None:
     decisions = 0
     for _ in range(60):
         policy = cost({1: 0.2, 3: 0.22, 5: 0.5}, times, horizon=3)
-        next_given, acceptance = policy.records[0].next_given, policy.costs.acceptance
+        next_given, acceptance = policy.records[RECIPE].next_given, policy.costs.acceptance
         next_given.add(rng.integers(0, BINS, 60), rng.random(60) < 0.6)
         acceptance.bias[:] = rng.normal(0, 1, len(acceptance.bias))
         acceptance.odds[:] = np.exp(acceptance.bias)
-        policy.begin([f"r{i}" for i in range(5)], np.zeros(5, np.intp), 4)
+        policy.begin([f"r{i}" for i in range(5)], RECIPE, 4)
         policy.rate *= rng.uniform(0.1, 1.1)
         following = next_given.rates
-        chain = policy.series[0, 1] - 1
+        chain = policy.series[1] - 1
         rows, survival, total = np.arange(5, dtype=np.int32), np.ones(5), 5
         for position in range(3):
             p = rng.random(len(rows)).astype(np.float32)
             more = policy.should_continue(position, rows, p[:, None], None)
             total += len(rows)
-            survival[rows] *= acceptance.given_parent(p, kinds_of(np.zeros(len(p), np.intp)), position + 1)
+            survival[rows] *= acceptance.given_parent(p, np.full(len(p), policy.kind), position + 1)
             chance = survival[rows] * following[to_bins(p)]
             best, chosen = 0.0, ()
             for size in range(1, len(rows) + 1):
@@ -100,7 +95,7 @@ def test_unlikely_tokens_that_are_accepted_do_not_end_drafts_for_ever() -> None:
     lengths = []
     driver = Driver(policy)
     for _ in range(1500):
-        assert drafts(policy, np.zeros(1, np.intp)).all()
+        assert drafts_with(policy, 1) is not None
         drafted = driver.draft(["r"], 5, lambda position, rows: rng.beta(1.2, 0.5, len(rows)).astype(np.float32))
         accepted = np.minimum(np.cumprod(rng.random(5) < 0.98).sum(), drafted).astype(np.int32)
         driver.judge(["r"], drafted, accepted)
@@ -153,36 +148,50 @@ def test_confidence_decides_between_requests() -> None:
 SETS = [SkipSet(4, frozenset({i}), frozenset()) for i in range(4)]
 
 
-def mixed(draft: float, step: dict[int, float]) -> Cost:
+def several(draft: float, step: dict[int, float]) -> Cost:
     """Four skip sets of one price."""
     return Cost(KnownCosts({recipe: {1: draft} for recipe in SETS}, step), SETS)
 
 
-def test_sets_are_priced_together() -> None:
-    """Four requests with a set each pay four passes a position: each set alone would promise a gain that none has."""
-    step = {1: 1.0, 20: 1.2}
-    one, four = np.zeros(4, np.intp), np.arange(4)
-    for policy in (mixed(0.5, step), mixed(0.5, step)):
-        policy.records = [type(record)(0.97) for record in policy.records]
-    assert drafts(policy, one).all(), "one pass a position for all four"
-    for _ in range(FIRST_TRIALS * len(SETS)):
-        assert drafts(policy, four).sum() == 1, "one set at a time is tried"
-    assert not drafts(policy, four).any(), "four of them take two steps of the model"
-    alone = policy.rates(np.array([1, 0, 0, 0]), 1)
-    assert alone[1:].max() > alone[0]
+def accepted_at(policy: Cost, rates: Sequence[float]) -> None:
+    """So much is known of each recipe."""
+    for record, a in zip(policy.records.values(), rates, strict=True):
+        record.reached[:] = record.verified[:] = a ** np.arange(64)
+        record.accepted[:] = a ** np.arange(1, 65)
+
+
+@pytest.mark.parametrize(
+    ("votes", "rates", "best"),
+    [
+        ((3, 1, 0, 0), (0.8, 0.8, 0.9, 0.9), 0),  # the majority's
+        ((2, 2, 0, 0), (0.7, 0.9, 0.8, 0.8), 1),
+        ((1, 2, 1, 0), (0.9, 0.2, 0.5, 0.8), 0),  # a smaller part with much better drafts
+    ],
+)
+def test_all_draft_with_the_set_that_is_worth_most_to_those_that_have_it(votes, rates, best) -> None:
+    policy = several(0.1, {1: 1.0, 20: 1.2})
+    accepted_at(policy, rates)
+    candidates = [Candidate(recipe, n, 4) for recipe, n in zip(SETS, votes, strict=True) if n]
+    assert policy.choose(candidates, 4, 300.0) == SETS[best] == policy.should_draft()
+
+
+def test_whether_a_set_pays_is_said_of_all_that_draft_with_it() -> None:
+    """Four requests with a set each: none of them is worth its passes for one request, one of them is for all four."""
+    policy = several(0.5, {1: 1.0, 20: 1.2})
+    accepted_at(policy, [0.9] * 4)
+    assert policy.rates(SETS[0], 1, 4)[1:].max() < 4 < policy.rates(SETS[0], 4, 4)[1:].max() / 1.05
+    policy.choose([Candidate(recipe, 1, 4) for recipe in SETS], 4, 300.0)
+    assert policy.should_draft() is not None and policy.on
 
 
 def test_expected_rates_are_those_of_the_enumeration() -> None:
-    policy = mixed(0.1, {1: 1.0, 20: 1.2})
-    for record, a in zip(policy.records, (0.9, 0.5, 0.7, 0.8), strict=True):
-        record.reached[:] = record.verified[:] = a ** np.arange(64)
-        record.accepted[:] = a ** np.arange(1, 65)
-    counts = np.array([1, 1, 0, 1])
-    rates = policy.rates(counts, 4)
+    policy, a = several(0.1, {1: 1.0, 20: 1.2}), 0.7
+    accepted_at(policy, [a] * 4)
+    rates = policy.rates(SETS[0], 3, 4)
     for m in (1, 2, 3):
-        gain = sum(a**d for a in (0.9, 0.5, 0.8) for d in range(1, m + 1))
-        tokens = sum(a**d for a in (0.9, 0.5, 0.8) for d in range(m))
-        passes = sum(0.1 * a**d for a in (0.9, 0.5, 0.8) for d in range(m))
+        gain = 3 * sum(a**d for d in range(1, m + 1))
+        tokens = 3 * sum(a**d for d in range(m))
+        passes = sum(0.1 * (1 - (1 - a**d) ** 3) for d in range(m))
         step = float(policy.costs.step(4 + tokens))
         assert rates[m] == pytest.approx((4 + gain) / (passes + step))
 
@@ -191,10 +200,10 @@ def test_the_longest_draft_makes_all_requests_as_wide() -> None:
     """Eight requests, one of which drafts: five tokens of it are 40 of the step's."""
     step, chance, c = {8: 1.0, 13: 1.0, 14: 1.3, 48: 2.0}, 0.9, 0.02
     alone = cost({1: c}, step, prior=chance, longest=5)
-    assert alone.rates(np.array([1]), 8)[1:].max() > 1.1 * 8, "where every request has its own length it pays"
+    assert alone.rates(RECIPE, 1, 8)[1:].max() > 1.1 * 8, "where every request has its own length it pays"
     for widths in (range(1, 7), (1, 2, 4, 8)):
         policy = cost({1: c}, step, prior=chance, widths=widths, longest=5)
-        rates = policy.rates(np.array([1]), 8)
+        rates = policy.rates(RECIPE, 1, 8)
         for m in range(1, 6):
             # Tokens are drafted as long as those before were accepted with certainty enough: to length d.
             lengths = [(chance ** (d - 1) * (1 - chance * (d < m)), d) for d in range(1, m + 1)]
@@ -205,39 +214,33 @@ def test_the_longest_draft_makes_all_requests_as_wide() -> None:
                 seconds += p * (c * d + float(policy.costs.step(8 * width)))
             gain = sum(chance**d for d in range(1, m + 1))
             assert rates[m] == pytest.approx((8 + gain) / seconds)
-        tried = [drafts(policy, np.array([0] + [NONE] * 7)).any() for _ in range(20)]
+        tried = [drafts_with(policy, 1, others=7) is not None for _ in range(20)]
         assert tried == [True] * FIRST_TRIALS + [False] * (20 - FIRST_TRIALS)
 
 
 def test_room_that_a_width_leaves_is_free() -> None:
     """Four nodes are verified whether a draft has three or four; the fifth costs four more."""
     policy = cost({1: 0.001}, {1: 1.0, 8: 8.0}, widths=(1, 2, 4, 8))
-    policy.begin(["r"], np.zeros(1, np.intp), 7)
+    policy.begin(["r"], RECIPE, 7)
     going = [bool(policy.should_continue(p, np.zeros(1, np.int32), np.full((1, 1), 0.5, np.float32), None)[0])
              for p in range(3)]  # fmt: skip
     assert going == [False, True, False]
 
 
-def test_sets_that_pay_draft_beside_one_that_does_not() -> None:
-    policy = mixed(0.05, {1: 1.0, 40: 1.4})
-    policy.records[2].accepted[:] = 0.0
-    wanted = drafts(policy, np.array([0, 2, 1, 3, 2]))
-    assert wanted.tolist() == [True, False, True, True, False]
-
-
 def test_each_set_has_a_record_of_its_own() -> None:
-    policy, rng = mixed(0.05, {1: 1.0, 40: 1.4}), np.random.default_rng(0)
-    driver, ids, chance = Driver(policy), list("abcd"), np.array([0.95, 0.2, 0.95, 0.2], np.float32)
-    for _ in range(300):
-        sure = np.full(4, 0.8, np.float32)
-        drafted = driver.draft(ids, 6, lambda position, rows, sure=sure: sure[rows], sets=[0, 1, 0, 1])
-        luck = np.cumprod(rng.random((4, 6)) < chance[:, None], 1).sum(1)
-        driver.judge(ids, drafted, np.minimum(luck, drafted).astype(np.int32))
-    assert drafted[[0, 2]].min() > drafted[[1, 3]].max()
-    first, second, third = (record.accepted[0] for record in policy.records[:3])
+    policy, rng = several(0.05, {1: 1.0, 40: 1.4}), np.random.default_rng(0)
+    driver, lengths = Driver(policy), {}
+    for i in range(600):
+        recipe, chance = (SETS[0], 0.95) if i % 2 else (SETS[1], 0.2)
+        drafted = driver.draft(["r"], 6, lambda position, rows: np.full(len(rows), 0.8, np.float32), recipe)
+        luck = np.cumprod(rng.random((1, 6)) < chance, 1).sum(1)
+        driver.judge(["r"], drafted, np.minimum(luck, drafted).astype(np.int32))
+        lengths[recipe] = drafted[0]
+    assert lengths[SETS[0]] > lengths[SETS[1]]
+    first, second, third = (policy.records[recipe].accepted[0] for recipe in SETS[:3])
     assert first > 0.85 and second < 0.4 and third == 0.8
-    policy.replace_recipe(0, SETS[0])
-    assert policy.records[0].accepted[0] == 0.8, "a new set is not judged by the old one's record"
+    policy.use([SETS[3]])
+    assert policy.records.keys() == {SETS[3]} and policy.trials.wanted
 
 
 def test_old_trials_fade() -> None:
@@ -253,7 +256,7 @@ def steps_until_on(policy: Cost, driver: Driver, rng: np.random.Generator, alpha
     """Steps until drafting is on for 10 steps in a row; tokens are accepted with chance alpha."""
     in_a_row = 0
     for step in range(most):
-        drafting = drafts(policy, np.zeros(1, np.intp))[0]
+        drafting = drafts_with(policy, 1) is not None
         in_a_row = in_a_row + 1 if policy.on else 0
         if in_a_row == 10:
             return step
@@ -280,17 +283,18 @@ def test_acceptance_that_rises_is_noticed_where_rounds_are_decided_by_others() -
 
     def noticed(seed: int) -> bool:
         policy, rng = cost({1: 0.5}, {1: 1.0, 8: 1.1}), np.random.default_rng(seed)
-        driver, one, counts = Driver(policy), np.zeros(1, np.intp), np.ones(1, np.int64)
+        driver = Driver(policy)
 
         def steps(alpha: float, count: int) -> list[bool]:
             """Whether passes seem to pay, by step."""
             paying = []
             for step in range(count):
-                rates = policy.rates(counts, 1)
+                policy.choose([Candidate(RECIPE, 1, 1)], 1, 300.0)
+                rates = policy.rates(RECIPE, 1, 1)
                 pays = bool(rates[1:].max() > 1.1 * rates[0])
                 paying.append(pays)
                 if pays or policy.trials.wanted or step % 256 == 255:
-                    assert policy.recipes_of_round(one, pays=pays).tolist() == [0]
+                    assert policy.recipe_of_round(pays=pays) == RECIPE
                     drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
                     accepted = np.minimum(np.cumprod(rng.random(5) < alpha).sum(), drafted).astype(np.int32)
                     driver.judge(["r"], drafted, accepted)
@@ -309,7 +313,7 @@ def test_what_steps_with_passes_take_besides_is_paid(overrun: float, on: bool) -
     policy.costs.overrun = overrun
     driver, used = Driver(policy), []
     for _ in range(600):
-        used.append(bool(drafts(policy, np.zeros(1, np.intp))[0]))
+        used.append(drafts_with(policy, 1) is not None)
         if used[-1]:
             drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
             driver.judge(["r"], drafted, drafted)
@@ -321,7 +325,7 @@ def test_passes_whose_drafts_are_cut_are_paid() -> None:
     policy, rng = cost({1: 0.4}, {1: 1.0, 2: 1.3}, longest=1), np.random.default_rng(0)
     driver, on = Driver(policy), []
     for _ in range(800):
-        on.append(bool(drafts(policy, np.zeros(1, np.intp))[0]))
+        on.append(drafts_with(policy, 1) is not None)
         if on[-1]:
             good = rng.random() < 0.5
             confidence = np.full(1, 0.9 if good else 0.1, np.float32)
@@ -336,7 +340,7 @@ def test_a_surprise_is_of_no_use_where_passes_are_too_dear() -> None:
     policy = cost({1: 2.0}, {1: 1.0, 8: 1.1})
     driver, trials = Driver(policy), []
     for step in range(1000):
-        if drafts(policy, np.zeros(1, np.intp))[0]:
+        if drafts_with(policy, 1) is not None:
             trials.append(step)
             drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
             # Refused at first, so that the rest surprises.
@@ -350,7 +354,7 @@ def test_a_new_set_is_not_judged_by_the_old_ones_record() -> None:
     driver = Driver(policy)
     run(policy, 0.35, 1, 3000, 5)
     assert not policy.on
-    policy.replace_recipe(0, RECIPE)
+    policy.use([RECIPE])
     assert steps_until_on(policy, driver, rng, 0.97, 600) < 40
 
 
@@ -358,8 +362,9 @@ def test_what_looks_hardly_better_than_no_drafting_is_not_drafted() -> None:
     """Five tokens of which all are accepted, in passes at a price that leaves 1, 3 or 10 %."""
     for gain, switched_on, stays_on in ((1.01, False, False), (1.03, False, True), (1.10, True, True)):
         policy = cost({1: (6 / gain - 1) / 5}, {1: 1.0}, longest=5)
-        for share in (policy.records[0].accepted, policy.records[0].reached, policy.records[0].verified):
+        for share in (policy.records[RECIPE].accepted, policy.records[RECIPE].reached, policy.records[RECIPE].verified):
             share[:] = 1.0
         for on, expected in ((False, switched_on), (True, stays_on)):
-            policy.on = on
-            assert policy._recipes_that_pay(np.array([1]), 1).tolist() == [expected], (gain, on)
+            policy.on, policy._steps_left = on, 0
+            policy.choose([Candidate(RECIPE, 1, 1)], 1, 300.0)
+            assert policy._decision.pays == expected, (gain, on)

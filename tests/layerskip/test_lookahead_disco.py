@@ -10,9 +10,11 @@ import pytest
 
 from layerskip_plugin.lookahead import Confidence, Disco, Recording, Verifications
 from layerskip_plugin.lookahead.disco import Classifier, Prices, Rounds, Rule, train
+from layerskip_plugin.skip_set import SkipSet
 
 sklearn = pytest.importorskip("sklearn")
 PRICES = Prices(0.3, 0.02)
+SKIP = SkipSet(2, frozenset({1}), frozenset())
 
 
 def records(
@@ -116,13 +118,13 @@ def test_the_policy_stops_below_the_threshold() -> None:
     classifier, _ = train(records("entropy", 4000), Prices(0.1, 0.0))
     assert 0.1 < classifier.threshold < 0.8 and classifier.max_length > 2
     policy = Disco(classifier)
-    policy.begin(["a", "b", "c"], np.zeros(3, np.intp), 40)
+    policy.begin(["a", "b", "c"], SKIP, 40)
     assert policy.expected_len() == classifier.max_length, "no passes are run ahead that nobody reads"
     top = np.full((3, 10), 0.1, np.float32)
     more = policy.should_continue(0, np.arange(3, dtype=np.int32), top, np.array([0.1, 2.9, 0.2], np.float32))
     assert more.tolist() == [True, False, True]
     policy = Disco(replace(classifier, max_length=1))
-    policy.begin(["a", "b", "c"], np.zeros(3, np.intp), 4)
+    policy.begin(["a", "b", "c"], SKIP, 4)
     assert policy.expected_len() == 1
     assert not policy.should_continue(0, np.arange(3, dtype=np.int32), top, np.full(3, 0.1, np.float32)).any()
 
@@ -139,12 +141,12 @@ def test_too_few_records_are_refused(n: int, requests: int, says: str) -> None:
 
 def test_recording_keeps_what_was_judged_and_changes_nothing(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    recorder, plain = Recording(Confidence(0.5), tmp_path / "r.npz", "m"), Confidence(0.5)
+    recorder, plain = Recording(Confidence(0.5), SKIP, tmp_path / "r.npz", "m"), Confidence(0.5)
     expected = []
     for step in range(20):
         ids = ["a", "b", f"c{step}"]
-        recorder.begin(ids, np.zeros(len(ids), np.intp), 3)
-        plain.begin(ids, np.zeros(len(ids), np.intp), 3)
+        recorder.begin(ids, SKIP, 3)
+        plain.begin(ids, SKIP, 3)
         rows, drafted, seen = np.arange(3, dtype=np.int32), np.zeros(3, np.int32), {}
         for position in range(3):
             top = np.sort(rng.random((len(rows), 10), np.float32), 1)[:, ::-1]

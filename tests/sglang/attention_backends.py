@@ -9,8 +9,10 @@ is called, and no graph is captured.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import traceback
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -24,6 +26,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, get_context, publish
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from torch.overrides import TorchFunctionMode
 
 LENGTHS = [7, 1, 4]
 BATCH, NODES = len(LENGTHS), 8
@@ -131,6 +134,78 @@ def check_shared_page_indices(runner: ModelRunner, hybrid: bool) -> None:
             assert scratch == BATCH * width * backend.num_head * backend.v_head_dim, "for one part of the keys"
 
 
+class OnThisMachine(TorchFunctionMode):
+    """FlashInfer's backend allocates on "cuda", wherever the model is."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}) | ({"device": "cpu"} if (kwargs or {}).get("device") == "cuda" else {}))
+
+
+def check_flashinfer_of_several_widths(runner: ModelRunner) -> None:
+    """SGLang's backend, which has names of kernels where that of two others has these; without the kernels."""
+    from sglang.srt.layers.attention import flashinfer_backend as module
+
+    from freedraft.engines.sglang.graphs import capture
+
+    for name in ("BatchPrefillWithRaggedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+        setattr(module, name, MagicMock())
+    module.BatchDecodeWithPagedKVCacheWrapper = MagicMock()
+    runner.sliding_window_size = None
+    runner.attn_backend = module.FlashInferAttnBackend(runner)
+    runner._get_attention_backend = lambda init_new_workspace: module.FlashInferAttnBackend(runner)
+    assert runner.attn_backend.decode_backend == "fa2"
+    with OnThisMachine():
+        runner.attn_backend.init_cuda_graph_state(BATCH, BATCH * NODES)
+        (own,) = runner.attn_backend.cuda_graph_kv_indices
+        for width in (1, 4):
+            backend = capture(runner, width).backend
+            backend.init_cuda_graph_state(BATCH, BATCH * width)
+            assert isinstance(backend, module.FlashInferAttnBackend)
+            assert backend.cuda_graph_kv_indices[0].data_ptr() == own.data_ptr()
+
+
+def check_widths_that_cannot_be_captured(runner: ModelRunner) -> None:
+    """They cost themselves, one line each; where other ranks capture them, too, the start."""
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    from freedraft.cost.hardware import choose_profile
+    from freedraft.cost.policies import Fixed
+    from freedraft.engines.sglang.drafting import Drafting
+    from freedraft.engines.sglang.graphs import WidthGraphs
+
+    def backend(init_new_workspace: bool) -> Any:
+        made = TritonAttnBackend(runner)
+        if made.num_draft_tokens in too_large:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nand more")
+        return made
+
+    too_large, lines = {1}, list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("freedraft").addHandler(handler)
+    runner.attn_backend, runner._get_attention_backend = backend(False), backend
+    graphs, widths = WidthGraphs(runner), (1, 4, NODES)
+    kept = graphs.capture(widths, fixed_width=True)
+    assert kept == (4, NODES) and graphs.capture(kept, fixed_width=True) == kept
+    assert len(lines) == 1 and "trees of 1 nodes" in lines[0] and "20.00 GiB)" in lines[0], lines
+    with graphs.use(4):
+        assert runner.attn_backend.num_draft_tokens == 4
+    try:
+        graphs.capture(widths, fixed_width=True, alone=False)
+    except torch.OutOfMemoryError:
+        pass
+    else:
+        raise AssertionError("the other ranks go on with this width")
+    assert graphs.capture((1, NODES), fixed_width=True) == (NODES,)
+    controller = Fixed(choose_profile("cpu"), NODES - 1, widths)
+    drafting = Drafting.__new__(Drafting)
+    drafting.guarded = SimpleNamespace(method=SimpleNamespace(controller=controller))
+    ranks = SimpleNamespace(several=False)
+    worker = worker_of(runner, _drafting=drafting, _backend="fa3", _ranks=ranks)
+    worker._capture()
+    assert worker.widths == (4, NODES) and controller.widths.tolist() == drafting._widths.tolist() == [4, NODES]
+
+
 def worker_of(runner: ModelRunner, **given: Any) -> Any:
     from freedraft.engines.sglang.graphs import WidthGraphs
     from freedraft.engines.sglang.worker import TreeVerifyWorker
@@ -179,7 +254,7 @@ def check_graphs_captured_anew(runner: ModelRunner) -> None:
     draft_model = DraftModel()
     ranks = Ranks(get_parallel().tp_group, NODES)
     verifier = TreeVerifier(NODES, ranks, "cpu", runner.token_to_kv_pool_allocator, get_exec().kernel.sampling_backend)
-    given = {"_spec": METHODS["sssd"], "_chains": False}
+    given = {"_spec": METHODS["sssd"], "_chains": False, "_drafting": None}
     worker = worker_of(runner, _verifier=verifier, _ranks=ranks, _draft_model=draft_model, **given)
     worker.init_cuda_graphs()
 
@@ -214,6 +289,7 @@ def main(folder: str) -> None:
     checks = [
         *((check_shared_page_indices, (hybrid,)) for hybrid in (False, True)),
         *((check_masks_in_fa3, (nodes,)) for nodes in (2, 5, NODES)),
+        *((check, ()) for check in (check_flashinfer_of_several_widths, check_widths_that_cannot_be_captured)),
         *((check, ()) for check in of_worker),
     ]
     for check, given in checks:

@@ -49,8 +49,11 @@ def test_widths_share_page_indices(failed):
     assert "check_shared_page_indices" not in failed, failed["check_shared_page_indices"]
 
 
-@pytest.mark.parametrize(
-    "check", ["check_graphs_captured_anew", "check_encoders_are_refused", "check_prompts_without_states"]
-)
+@pytest.mark.parametrize("check", ["check_flashinfer_of_several_widths", "check_widths_that_cannot_be_captured"])
+def test_graphs_of_further_widths(failed, check):
+    assert check not in failed, failed[check]
+
+
+@pytest.mark.parametrize("check", ["check_graphs_captured_anew", "check_encoders_are_refused"])
 def test_what_the_worker_makes_of_a_model_runner(failed, check):
     assert check not in failed, failed[check]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 from freedraft.engines.draft_ranks import DraftRanks
 from tests.sglang.test_drafting import NODES, decoding_batch, request, scheduler_configuration
 
@@ -83,11 +83,11 @@ def test_a_round_sends_to_the_device_once(draft_model, group, monkeypatch, windo
             lengths.append(part.seq_lens_cpu.tolist())
             return torch.zeros(2, 16, device=META)
 
-    round_ = draft_model.PagedRound(Model(), batch, 4)
     draft_pass = draft_model.DraftPass((), window, 1, False, 1)
+    round_ = draft_model.PagedRound(Model(), batch, draft_pass, 4)
     with Transfers() as transfers:
-        found = round_.launch(draft_pass, np.array([2, 0]), np.array([7, 8], np.int32), 1, count=3)
-    assert found.outputs.shape == (3, 2, 2)
+        found = round_.launch(np.array([2, 0]), np.array([7, 8], np.int32), 1, count=3)
+    assert found.shape == (3, 2, 2)
     whole = np.array([52, 32]) - (0 if window is None else np.array([39, 19]))
     assert lengths == [(whole + i).tolist() for i in range(3)]
     assert transfers.number == copies

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-import threading
-import time
 from array import array
 
 import numpy as np
@@ -19,8 +17,9 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.requests import tenant_of
-from freedraft.guarded_method import FIRST_PAUSE, GuardedMethod
-from freedraft.method import EngineContext, Method, MethodSpec
+from freedraft.guarded_method import GuardedMethod
+from freedraft.method import Method, MethodSpec
+from freedraft.step import EngineContext
 from freedraft.tenants import tenant_key
 
 NODES = 6
@@ -179,15 +178,6 @@ def test_an_adapter_makes_no_other_tenant():
             fields.get("cache_salt"), fields.get("extra_key"))  # fmt: skip
 
 
-@pytest.mark.parametrize("sent", [["x"], "x", 1, True], ids=repr)
-def test_custom_params_that_are_no_names_and_values_say_nothing(sent):
-    """SGLang takes them; one such request is not to pause drafting for all."""
-    seam = drafting()
-    seam.begin([request("a", [1, 2, 3], custom_params=sent)])
-    assert seam.guarded.method.take() == [("begin", "a", [1, 2, 3], None, {})]
-    assert seam.guarded.metrics.failures._value.get() == 0
-
-
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
 def test_a_step_says_what_requests_gained(overlap):
     seam = drafting()
@@ -311,30 +301,6 @@ def test_aborted_requests_do_not_pile_up_and_a_swept_one_keeps_its_tenant():
     assert method.steps[-1].history(0).tolist() == [1, 2, 3, 4, 6, 7]
 
 
-def test_image_padding_is_not_counted():
-    seam = drafting()
-    a = request("a", [1, 2], padded=[10**9] * 6)
-    seam.begin([a])
-    step(seam, {a: [3]})
-    step(seam, {a: [4, 5]})
-    last = seam.guarded.method.steps[-1]
-    assert last.contexts.tolist() == [5] and last.history(0).tolist() == [1, 2, 3, 4, 5]
-
-
-def test_prompt_states_come_before_the_first_step():
-    seam = drafting()
-    method = seam.guarded.method
-    a, b = request("a", [1, 2]), request("b", [3])
-    b.output_ids.append(4)  # it was retracted: the state is not that of its prompt
-    seam.begin([a, b])
-    seam.take_states([a, b], torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
-    seam.take_states([a], torch.tensor([[5.0, 6.0]], dtype=torch.bfloat16))  # a later chunk of the prompt
-    method.take()
-    step(seam, {a: [5], b: [6]})
-    step(seam, {a: [5], b: [6]})
-    assert method.take() == [("state", "a", [5.0, 6.0])]
-
-
 def logit_processor():
     from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
@@ -392,128 +358,17 @@ def test_trees_are_cut_to_chains_where_attention_verifies_no_others():
     assert step(seam, {a: [5], b: [6]}).counts.tolist() == [3, 2]
 
 
-@pytest.mark.parametrize(("nodes", "width"), [(1, 1), (2, 2), (3, 4), (5, 6), (9, 6)])
-def test_the_smallest_prepared_width(nodes, width):
+@pytest.mark.parametrize(("nodes", "width"), [(1, 4), (-1, 4), (3, 4), (5, NODES)])
+def test_widths_that_could_not_be_prepared(nodes, width):
+    """What would be verified at one of them is, at the next larger one: also the roots that a failure leaves."""
     seam = drafting()
+    seam.keep_widths((4, NODES))
     seam.guarded.method.nodes = {"a": nodes}
     a = request("a", [1])
     seam.begin([a])
     tree = step(seam, {a: [5]})
-    assert tree.tokens.shape == (1, width) and tree.counts.tolist() == [min(nodes, NODES)]
-
-
-def test_failures_leave_the_roots():
-    """What raises, and what returns something that is no draft of this step."""
-    seam = drafting()
-    method = seam.guarded.method
-    a, b = request("a", [1]), request("b", [2])
-    seam.begin([a, b])
-    method.nodes = {"a": -1, "b": -1}
-    assert step(seam, {a: [5], b: [6]}).tokens.tolist() == [[5], [6]]
-    for _ in range(FIRST_PAUSE):
-        assert step(seam, {a: [5], b: [6]}).counts.tolist() == [1, 1]
-    assert len(method.steps) == 1, "not asked during the pause"
-    method.nodes = {"a": 2, "b": 2}
-    assert step(seam, {a: [7], b: [8]}).counts.tolist() == [2, 2]
-    assert method.steps[-1].history(0)[-1] == 7 and len(method.steps[-1].history(0)) == 3 + FIRST_PAUSE
-    method.draft = lambda step: DraftBatch.empty(5, 3)
-    before = method.metrics.failures._value.get()
-    assert step(seam, {a: [7], b: [8]}).tokens.tolist() == [[7], [8]]
-    assert method.metrics.failures._value.get() == before + 1
-
-
-def test_what_the_seam_itself_cannot_read_costs_drafts_only():
-    """A prompt, a step and an end of requests that are not as we know SGLang's to be."""
-    seam = drafting()
-    failures = seam.guarded.method.metrics.failures._value
-    before = failures.get()
-    a, b = request("a", [1]), request("b", [2])
-    b.extra_key = 7
-    seam.begin([a, b])
-    unread = request("c", [3])
-    unread.origin_input_ids_unpadded = None
-    assert step(seam, {a: [5], b: [6], unread: [7]}).tokens.tolist() == [[5], [6], [7]]
-    a.finished_reason = "stop"
-    seam.finish("a")
-    seam.finish("b")
-    assert failures.get() >= before + 3
-    assert not seam.guarded.running and not seam._requests
-
-
-class Slow(Recorder):
-    """Drafts only once the test says so."""
-
-    draft_timeout = 0.05
-    needs_prompt_states = False
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.go_on = threading.Event()
-        self.go_on.set()
-
-    def draft(self, step):
-        assert self.go_on.wait(30)
-        return super().draft(step)
-
-
-class SlowReader(Slow):
-    """Reads logits, too."""
-
-    needs_logits = True
-
-    def recycle(self, logits):
-        self.log.append(("recycle", list(logits.request_ids)))
-
-
-def test_a_late_drafter_delays_no_step_and_misses_nothing():
-    seam = drafting(method="Slow")
-    method = seam.guarded.method
-    method.nodes = {"a": 4}
-    a, b = request("a", [1, 2]), request("b", [3])
-    seam.begin([a, b])
-    assert step(seam, {a: [5], b: [6]}).counts.tolist() == [4, 1]
-    method.go_on.clear()
-    for new in (7, 8):
-        started = time.monotonic()
-        tree = step(seam, {a: [new], b: [new]})
-        assert tree.tokens.tolist() == [[new], [new]] and time.monotonic() - started < 10
-    c = request("c", [9])
-    method.take()
-    seam.interrupt()
-    seam.begin([c])
-    seam.finish("b")
-    assert method.take() == [], "what the method is told comes behind its late drafts"
-    method.go_on.set()
-    seam._thread._newest.result(30)
-    assert [entry[:2] for entry in method.take()] == [("begin", "c"), ("finish", "b")]
-    assert step(seam, {a: [10, 11], c: [12]}).counts.tolist() == [4, 1]
-    last = method.steps[-1]
-    assert last.drafted.tolist() == [0, 0] and last.contexts.tolist() == [7, 2]
-    assert last.history(0).tolist() == [1, 2, 5, 7, 8, 10, 11]
-
-
-def test_a_step_that_late_drafts_leave_out_loses_nothing():
-    """Neither who is new in it, whom no prefill has announced, nor what the last step's logits say."""
-    seam = drafting(method="SlowReader")
-    method = seam.guarded.method
-    a, b = request("a", [1, 2]), request("b", [3])
-    seam.begin([b])
-    step(seam, {b: [6]})
-    method.take()
-    method.go_on.clear()
-    for _ in range(2):  # the first one's drafts are late, the second has none
-        batch = decoding_batch({b: [7]}, seam.accepted)
-        seam.draft(batch)
-        seam.take_logits(batch, DraftBatch.roots(np.array([7], np.int32)), torch.arange(10.0)[None])
-        read_result({b: [7]})
-    batch = decoding_batch({b: [8], a: [5]}, seam.accepted)
-    seam.prepare(batch)
-    seam.draft(batch)
-    assert method.take() == []
-    method.go_on.set()
-    seam._thread._newest.result(30)
-    told = [entry[:3] for entry in method.take()]
-    assert ("begin", "a", [1, 2]) in told and told.count(("recycle", ["b"])) == 2
+    assert tree.tokens.shape == (1, width) and tree.counts.tolist() == [max(nodes, 1)] and tree.tokens[0, 0] == 5
+    assert seam.guarded.method.controller.widths.tolist() == [4, NODES]
 
 
 def test_drafts_are_the_same_in_a_thread():

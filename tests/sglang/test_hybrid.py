@@ -43,7 +43,6 @@ def test_same_tokens(composed, tmp_path, batch):
     log = json.loads(composed.log.read_text())
     assert log["of the model"] > 50 and log["of n-grams"] > 10
     assert batch == 1 or log["mixed"] > 5
-    assert log["checked"] > 10
 
 
 @pytest.mark.parametrize(
@@ -60,7 +59,8 @@ def test_refused_in_one_line(monkeypatch, environment, words):
 
     from freedraft.config import ConfigError
     from freedraft.hybrid import SPEC
-    from freedraft.method import METHODS, EngineContext
+    from freedraft.method import METHODS
+    from freedraft.step import EngineContext
     from layerskip_plugin import sglang as layerskip
     from sssd_plugin import sglang as sssd
 

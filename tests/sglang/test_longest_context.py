@@ -27,9 +27,7 @@ def expected(tiny):
     return found
 
 
-@pytest.mark.parametrize("sync", [False, True])
-def test_same_answers(tiny, tmp_path, expected, sync):
+def test_same_answers(tiny, tmp_path, expected):
     """Drafts as wide as they may be take no more slots than there are."""
-    settings = {"disable_overlap_schedule": sync, **OURS, **SHORT}
-    with sglang_engine(tiny, tmp_path / "counts.json", {"TREE_TEST_WIDTHS": "16"}, **settings) as engine:
+    with sglang_engine(tiny, tmp_path / "counts.json", {"TREE_TEST_WIDTHS": "16"}, **OURS, **SHORT) as engine:
         assert answers(engine) == expected == answers(engine)

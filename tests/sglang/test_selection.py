@@ -132,7 +132,7 @@ def test_a_plan_of_another_model_or_machine_is_refused(selecting, tmp_path):
     """The model in the front-end process, the machine in the scheduler's, which has the device."""
     from transformers import AutoConfig
 
-    from freedraft.method import EngineContext
+    from freedraft.step import EngineContext
     from layerskip_plugin.method import SPEC
     from layerskip_plugin.options import LayerSkipOptions
 

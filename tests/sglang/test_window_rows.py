@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 
 REQUESTS, LENGTH = 5, 300
 

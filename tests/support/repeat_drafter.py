@@ -12,7 +12,8 @@ from freedraft.config import PluginOptions
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Controller, Fixed
 from freedraft.draft import DraftBatch
-from freedraft.method import EngineContext, Method, MethodSpec, Step
+from freedraft.method import Method, MethodSpec
+from freedraft.step import EngineContext, Step
 
 
 class RepeatOptions(PluginOptions):

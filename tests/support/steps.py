@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from freedraft.method import Step
+from freedraft.step import Step
 
 
 def make_step(

@@ -18,6 +18,7 @@ from sssd_plugin.datastore.disk.checksum import ChecksummedFile
 from sssd_plugin.datastore.disk.format import Manifest, file_name, read_manifest
 from sssd_plugin.datastore.disk.manifest import checksum
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.index.suffix_sort import DEPTH
 
 Documents = Sequence[Sequence[int]]
 
@@ -52,6 +53,13 @@ def documents_of(sub: SubIndex) -> list[list[int]]:
             documents[-1].append(token)
     assert documents[-1] == [], "the last document is closed"
     return documents[:-1]
+
+
+def keys_of(sub: SubIndex) -> NDArray[np.int32]:
+    """What each suffix is sorted by, in their order: int32 [m, DEPTH], separators from the end of its document on."""
+    places = sub.suffix_array[:, None].astype(np.int64) + np.arange(DEPTH)
+    keys = sub.tokens[np.minimum(places, len(sub.tokens) - 1)]
+    return np.where(np.logical_or.accumulate(keys == SEPARATOR, 1), SEPARATOR, keys)
 
 
 def look_up(sub: SubIndex, query: Sequence[int]) -> set[int]:

@@ -43,25 +43,6 @@ def test_every_fix_has_a_reason() -> None:
     assert all(isinstance(fix, Fix) and fix.reason and fix.apply.__doc__ for fix in FIXES)
 
 
-def test_expanded_parameters() -> None:
-    import torch
-    from vllm.v1.sample import rejection_sampler
-
-    from freedraft.engines.vllm.fixes import expand_per_token_parameters
-    from freedraft.engines.vllm.patching import unwrap
-
-    expand_per_token_parameters()
-    try:
-        temperature = torch.tensor([0.7, 0.0, 1.3, 0.9])
-        sums = torch.tensor([2, 5, 5, 6], dtype=torch.int32)
-        expanded = rejection_sampler.expand_batch_to_tokens(temperature, sums, 6, replace_from=0, replace_to=1)
-        assert torch.equal(expanded, torch.tensor([0.7, 0.7, 1.0, 1.0, 1.0, 0.9]))
-        top_k = rejection_sampler.expand_batch_to_tokens(torch.tensor([5, 0, 7, 24], dtype=torch.int32), sums, 6)
-        assert top_k.tolist() == [5, 5, 0, 0, 0, 24] and top_k.dtype == torch.int32
-    finally:
-        unwrap(rejection_sampler, "expand_batch_to_tokens")
-
-
 def test_without_the_fix_vllm_cannot_replace_kernels_once_numba_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     import llvmlite.binding  # noqa: F401
     from vllm.triton_utils import dispatcher

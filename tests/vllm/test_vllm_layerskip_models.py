@@ -88,8 +88,9 @@ def test_compiled(tmp_path: Path) -> None:
     model = save_tiny("Llama", tmp_path / "model")
     arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4, "enforce_eager": False}
     with engine(model, speculative_config=sets(model, tmp_path), **arguments) as llm:
-        modules = [p.layers for p in runner_of(llm).drafter.guarded.method.draft_passes]
+        modules = [p.layers for p in runner_of(llm).drafter.guarded.method.draft_passes.values()]
         assert all(not module.do_not_compile for module in modules)
+        assert not any(getattr(module, "aot_compiled_fn", None) for module in modules)
         assert type(modules[0]) is not type(modules[1])
         before = counters["stats"]["unique_graphs"]
         check_drafts(llm)

@@ -15,7 +15,6 @@ from freedraft.tenants import tenant_key
 from sssd_plugin import metrics as source_metrics
 from sssd_plugin.datastore.live.maintenance import forget
 from sssd_plugin.scoring.attribution import SOURCES
-from tests.support.recycled import recorded
 from tests.support.waiting import wait_until
 
 TOKENS = 30
@@ -129,34 +128,6 @@ def test_learns_from_what_it_said(
         restarted, answers = accepted(llm, prompts, "main")
         assert restarted > first and answers == plain
         runner_of(llm).drafter.guarded.close()
-
-
-def test_recycles_for_its_tenant(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
-    """The logits of verified drafts serve later requests, with nothing learnt from the answers; on chunks of prompts,
-    too."""
-    prompts, plain = live_prompts, plain_tiny.answers
-    settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    method = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "recycle": "on"}
-    with engine(tiny_model, speculative_config=method, **settings) as llm:
-        proposer = runner_of(llm).drafter
-        held = proposer.guarded.method.drafter._entries
-        said: dict[tuple[int, ...], set[int]] = {}
-        recorded(proposer.guarded, said)
-        first, answers = accepted(llm, prompts, "main")
-        assert answers == plain and (held["key"] != 0).sum() > 100
-        second, answers = accepted(llm, prompts, "main")
-        assert answers == plain and second > first
-        unsalted = [accepted(llm, prompts) for _ in range(2)]
-        assert unsalted[0] == unsalted[1] and unsalted[0][0] <= first and unsalted[0][1] == plain
-        alone, answers = accepted(llm, prompts, "one")
-        assert alone == first and answers == plain
-        texts = [[*prompt["prompt_token_ids"], *answer] for prompt, answer in zip(prompts, plain, strict=True)]
-        for text, answer in zip(texts, plain, strict=True):
-            for i in range(len(text) - len(answer) + 1, len(text)):
-                assert said[tuple(text[:i])] == {text[i]}, "greedy answers follow the likeliest token"
-        assert len(said) > 2 * sum(map(len, plain)), "of rejected drafts, too"
-        assert not failures(proposer)
-        proposer.guarded.close()
 
 
 def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(

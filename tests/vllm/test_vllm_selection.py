@@ -17,10 +17,9 @@ from freedraft.config import ConfigError
 from freedraft.fingerprints import hardware_name
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knn import fit
-from layerskip_plugin.calibrate.pass_times import PassTimes
-from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.knapsack_search import search
 from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
 from layerskip_plugin.selection.knapspec import KnapSpec
@@ -83,12 +82,11 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
 def selecting(llm: Any, selection: Any) -> Iterator[Any]:
     """Another selection in the same engine, with its sets built as at the start."""
     method = runner_of(llm).drafter.guarded.method
-    names = ("selector", "recipes", "draft_passes", "needs_prompt_states", "_scorer")
+    names = ("selector", "needs_prompt_states", "_scorer")
     before = {name: getattr(method, name) for name in names}
     method.selector, method._scorer = Selector(selection), None
     method.needs_prompt_states = selection.needs_hidden
-    method.recipes = list(method.selector.sets.values())
-    method.draft_passes = [method._build(recipe, optimize=False) for recipe in method.recipes]
+    build_all(method)
     try:
         yield method
     finally:
@@ -96,6 +94,20 @@ def selecting(llm: Any, selection: Any) -> Iterator[Any]:
         assert not len(method.selector)
         for name, value in before.items():
             setattr(method, name, value)
+        build_all(method)
+
+
+def build_all(method: Any) -> None:
+    method.draft_passes.clear()
+    method.recipes.use(method.selector.sets.values())
+    for skip_set in method.selector.sets.values():
+        method.build(skip_set, optimize=False)
+
+
+def kept_sublayers(method: Any) -> int:
+    """Of the only draft pass."""
+    (draft_pass,) = method.draft_passes.values()
+    return len(draft_pass.layers.sublayers)
 
 
 def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain: list) -> None:
@@ -104,7 +116,7 @@ def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain:
     swift, modules = method.selector.selection, set()
     assert isinstance(swift, Swift)
     start = swift.incumbent
-    with spied(proposer, lambda step, drafts: modules.add(id(method.draft_passes[0]))):
+    with spied(proposer, lambda step, drafts: modules.update(map(id, method.draft_passes.values()))):
         for turn in range(12):  # it searches for a share of the time, however long that is here
             assert generate(swift_engine, prompts) == plain
             if turn >= 2 and len(swift.space.values) > 20 and len(modules) > 1 and swift.incumbent != start:
@@ -112,8 +124,7 @@ def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain:
     assert len(swift.space.values) > 20, "it hardly searched: the test does not test that"
     assert start in swift.space.values
     assert len(modules) > 1 and swift.incumbent != start, "the set never changed: the test does not test that"
-    assert method.recipes[0] == swift.incumbent
-    assert len(method.draft_passes[0].layers.sublayers) == 60 - len(swift.incumbent)
+    assert method.recipes.all == [swift.incumbent] and kept_sublayers(method) == 60 - len(swift.incumbent)
 
 
 class Reading(HostModel):
@@ -154,7 +165,7 @@ def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prom
     host = Reading.load(Path(swift_engine.llm_engine.model_config.model))
     sets = [SkipSet.of_bits(row.tolist(), host.fingerprint) for row in bits]
     for text, measured in zip(texts, found, strict=True):
-        sample = Sample.newest(host, text[:-1], 32)
+        sample = host.newest(text[:-1], 32)
         drafted = host.best(host.final_states(sets, sample)).numpy()
         expected = (drafted == np.array(text[-32:])).mean(1)
         assert measured == pytest.approx(expected, abs=1.01 / 32) and measured[0] == 1
@@ -196,12 +207,11 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
             if policy.incumbent and len(found) >= 3:
                 break
         assert policy.incumbent, "no set was found: the test does not test that"
-        assert method.recipes[0] == policy.incumbent
-        assert len(method.draft_passes[0].layers.sublayers) == 60 - len(policy.incumbent)
+        assert method.recipes.all == [policy.incumbent] and kept_sublayers(method) == 60 - len(policy.incumbent)
     host = Reading.load(Path(swift_engine.llm_engine.model_config.model))
     for text, sets in found[:3]:
         most = max(len(skip) for skip in sets)
-        sample = Sample.newest(host, text[:-1], WINDOW)
+        sample = host.newest(text[:-1], WINDOW)
         expected = search(sample.states(0), partial(host.sublayer, sample=sample), 2 * LAYERS, (1, 1), most)
         same = [skip.bits == tuple(bits) for skip, bits in zip(sets, expected.skipped.tolist(), strict=True)]
         assert np.mean(same) > 0.8, "beyond what rounding turns"
@@ -234,23 +244,25 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
 
     sets = [SkipSet.of_sublayers(s, LAYERS) for s in ((6, 9), (12, 15, 20), (30,))]
     domains = fit([np.stack(states[:5]), np.stack(states[5:])], ["chat", "text"], sets)
-    routed: dict[str, int] = {}
+    routed: dict[str, SkipSet] = {}
     mixed: list[int] = []
     with selecting(swift_engine, Knn(domains)) as method:
         names = list(method.selector.sets)
         assert names == ["all domains", "chat", "text"]
 
         def record(step: Any, drafts: list[list[int]]) -> None:
-            places = method._places.tolist()
-            routed.update(zip(step.request_ids, places, strict=True))
-            mixed.append(len(set(places)))
+            chosen = method.selector.choose(step.request_ids, step.contexts)
+            routed.update(zip(step.request_ids, chosen, strict=True))
+            mixed.append(len(set(chosen)))
 
         with spied(runner_of(swift_engine).drafter, record):
             assert generate(swift_engine, prompts) == plain
-        judged = method.selector.selection.acceptance.trials[:-1].reshape(-1, 2).sum(1)  # by anchor
+        for part in (slice(0, 5), slice(5, 8)):  # one domain alone: its own set drafts
+            assert generate(swift_engine, prompts[part]) == plain[part]
+        judged = method.selector.selection.acceptance.trials.reshape(-1, 2).sum(1)  # by anchor
         assert judged[domains.domain == 0].sum() > 50 and judged[domains.domain == 1].sum() > 50
     order = [routed[request] for request in sorted(routed, key=lambda name: int(name.split("-")[0]))]
-    assert order == [1] * 5 + [2] * 3
+    assert order == [sets[0]] * 5 + [sets[1]] * 3
     assert max(mixed) > 1, "two domains were never in one batch: the test does not test that"
 
 

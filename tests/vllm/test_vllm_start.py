@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import engine
 
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
@@ -49,8 +50,7 @@ def test_the_source_tells_what_the_installed_engine_tells() -> None:
     """As `bench.versions` reads wheels that are not installed."""
     from importlib.util import find_spec
 
-    from bench.lib.hooks_in_source import Source
-    from bench.versions import parts
+    from bench.versions import Source, parts
 
     found = find_spec("vllm")
     assert found is not None and found.origin is not None
@@ -62,6 +62,57 @@ def test_the_source_tells_what_the_installed_engine_tells() -> None:
     # Decorated with overloads, of which the last definition counts.
     lacks = Hook("vllm.compilation.decorators", "support_torch_compile", ("no_such",), purpose="a test")
     assert "no_such" in (source.problem(lacks) or "")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        ("block_table", "num_blocks", "BlockTables has no num_blocks"),
+        ("states", "total_len", "RequestState has no total_len"),
+        ("async_utils", "model_runner_output", "AsyncOutput has no model_runner_output"),
+        ("buffer_utils", "np", "UvaBackedTensor has no np"),
+        ("model_runner", "block_tables", "GPUModelRunner has no block_tables"),
+        ("model_runner", "fast_prefill", "GPUModelRunner has no fast_prefill"),
+        ("sample/sampler", "sampling_states", "Sampler has no sampling_states"),
+        ("sample/states", "seeds", "SamplingStates has no seeds"),
+    ],
+)
+def test_doctor_knows_what_is_read_of_model_runner_v2(module: str, name: str, said: str) -> None:
+    """In vLLM's own files, in which this attribute has another name."""
+    from importlib.util import find_spec
+
+    from bench.lib.hooks_in_source import Source
+
+    found = find_spec("vllm")
+    assert found is not None and found.origin is not None
+    root, changed = Path(found.origin).parents[1], f"vllm/v1/worker/gpu/{module}.py"
+
+    def read(path: str) -> str | None:
+        text = (root / path).read_text() if (root / path).is_file() else None
+        return re.sub(rf"\bself\.{name}\b", "self.renamed", text) if text is not None and path == changed else text
+
+    source = Source(read, ())
+    assert any(said in (source.problem(hook) or "") for hook in OPTIONAL_HOOKS)
+
+
+def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their passes have the target's weights. Before vLLM 0.33 only the environment says so, for all modules."""
+    from vllm import envs
+
+    from freedraft.engines.vllm.hooks import AOT_SWITCH
+
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k != "VLLM_USE_AOT_COMPILE"})
+    assert envs.VLLM_USE_AOT_COMPILE, "by default"
+    config_of(tiny_model, GOOD)
+    assert envs.VLLM_USE_AOT_COMPILE
+    skipping = {"method": "layerskip", "num_speculative_tokens": 3}
+    config_of(tiny_model, skipping)
+    assert (AOT_SWITCH.problem() is None) == envs.VLLM_USE_AOT_COMPILE
+    os.environ["VLLM_USE_AOT_COMPILE"] = "1"
+    config_of(tiny_model, skipping)
+    assert envs.VLLM_USE_AOT_COMPILE, "where the user says so"
 
 
 def test_the_method_is_rewritten_and_options_travel(tiny_model: Path) -> None:
@@ -109,15 +160,6 @@ def test_full_graphs_for_every_step_where_attention_allows_it(tiny_model: Path) 
     assert not methods.configured(config_of(tiny_model, GOOD)).graph_mode_given
     chosen = config_of(tiny_model, GOOD, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"})
     assert methods.configured(chosen).graph_mode_given
-
-
-def test_a_configuration_can_be_made_twice(tiny_model: Path) -> None:
-    from vllm import EngineArgs
-
-    arguments = EngineArgs(str(tiny_model), skip_tokenizer_init=True, speculative_config=dict(GOOD))
-    first, second = arguments.create_engine_config(), arguments.create_engine_config()
-    assert first.speculative_config.num_speculative_tokens == second.speculative_config.num_speculative_tokens == 8
-    assert arguments.speculative_config == GOOD
 
 
 def test_the_short_flags(tiny_model: Path) -> None:
@@ -195,6 +237,22 @@ def test_ranks_that_nobody_drafts_on(tiny_model: Path) -> None:
     for method in ("sssd", "layerskip"):
         message = refusal(tiny_model, {"method": method, "num_speculative_tokens": 3}, pipeline_parallel_size=2)
         assert f"'{method}'" in message and "--pipeline-parallel-size 1" in message
+
+
+def test_recurrent_layers_are_served_by_the_second_runner_only(
+    tiny_model: Path, tmp_path: Path, as_with_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import FalconH1Config
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 24, "head_dim": 32}
+    mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+    FalconH1Config(**shape, **mamba, architectures=["FalconH1ForCausalLM"]).save_pretrained(tmp_path)
+    config = config_of(tmp_path, GOOD)
+    assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    message = refusal(tmp_path, GOOD)
+    assert "'sssd'" in message and "FalconH1ForCausalLM" in message and "model runner V2 of vLLM 0.32" in message
+    assert config_of(tiny_model, GOOD).speculative_config.method == "custom_class"
 
 
 def test_ranks_with_a_scheduler_each_are_refused(tiny_model: Path) -> None:
@@ -281,9 +339,11 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
         ({"num_speculative_tokens": True}, ["'num_speculative_tokens'", "True"]),
         ({"num_speculative_tokens": None}, ["'num_speculative_tokens'", "missing", "8"]),
         ({"scoring": "best"}, ["'scoring'", "best", "'learned'"]),
-        ({"weights": "/no/such/weights.json"}, ["'weights'", "/no/such/weights.json", "freedraft calibrate scorer"]),
+        ({"weights": "/no/such/weights.json"}, ["'weights'", "/no/such/weights.json", "bench/scorer"]),
         ({"hardware": "h2000"}, ["h2000", "did you mean 'h200'"]),
         ({"policy": "greedy"}, ["'policy'", "greedy"]),
+        ({"rejection_sample_method": "fly"}, ["'fly'", "other tokens than the model's", "leave it out"]),
+        ({"rejection_sample_method": "synthetic"}, ["'synthetic'", "other tokens than the model's"]),
         ({"datastore": "/no/such/store"}, ["/no/such/store"]),
     ],
 )
@@ -291,79 +351,6 @@ def test_bad_input_stops_the_start_with_one_line(tiny_model: Path, change: dict[
     message = refusal(tiny_model, GOOD | change)
     for word in words:
         assert word in message
-
-
-def test_a_port_that_is_taken(tiny_model: Path) -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        message = refusal(tiny_model, GOOD | {"metrics_port": port})
-    assert "'metrics_port'" in message and str(port) in message and "another port" in message
-
-
-def test_vllms_own_schedule_by_batch_size_is_passed_on(tiny_model: Path) -> None:
-    schedule = [[1, 4, 8], [5, 64, 2]]
-    config = config_of(tiny_model, GOOD | {"num_speculative_tokens_per_batch_size": schedule})
-    assert [list(entry) for entry in config.speculative_config.num_speculative_tokens_per_batch_size] == schedule
-
-
-def test_weights_that_are_none(tiny_model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "weights.json"
-    path.write_text("{}")
-    assert str(path) in refusal(tiny_model, GOOD | {"weights": str(path)})
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    import numpy as np
-
-    from sssd_plugin.datastore.build.builder import StoreBuilder
-
-    path = tmp_path / "store"
-    with StoreBuilder(path, vocab_size=24) as builder:
-        builder.append(np.arange(3000) % 20)
-        builder.finish()
-    return path
-
-
-def biggest_file(store: Path) -> Path:
-    return max((path for path in store.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-
-
-def test_a_good_store_is_accepted(tiny_model: Path, store: Path) -> None:
-    config = config_of(tiny_model, GOOD | {"datastore": str(store)})
-    assert methods.configured(config).options["datastore"] == str(store)
-
-
-def test_a_truncated_store(tiny_model: Path, store: Path) -> None:
-    file = biggest_file(store)
-    file.write_bytes(file.read_bytes()[:-5])
-    message = refusal(tiny_model, GOOD | {"datastore": str(store)})
-    assert file.name in message and str(store) in message
-
-
-def test_a_corrupted_store(tiny_model: Path, store: Path) -> None:
-    file = biggest_file(store)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    message = refusal(tiny_model, GOOD | {"datastore": str(store)})
-    assert file.name in message
-
-
-def test_a_store_of_a_larger_vocabulary(tiny_model: Path, tmp_path: Path) -> None:
-    import numpy as np
-
-    from sssd_plugin.datastore.build.builder import StoreBuilder
-
-    with StoreBuilder(tmp_path / "large", vocab_size=1000) as builder:
-        builder.append(np.arange(1000))
-        builder.finish()
-    message = refusal(tiny_model, GOOD | {"datastore": str(tmp_path / "large")})
-    assert "large" in message and "vocabulary" in message
 
 
 def test_a_store_of_another_tokenizer(demo_model: Path, tmp_path: Path) -> None:
@@ -402,18 +389,6 @@ def test_a_renamed_hook_leaves_the_engine_running_without_us(
     assert "without speculation" in lines[0] and "\n" not in lines[0]
 
 
-def test_an_engine_with_a_renamed_hook_generates(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm import SamplingParams
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    monkeypatch.setattr(GPUModelRunner, "renamed", GPUModelRunner.propose_draft_token_ids, raising=False)
-    monkeypatch.delattr(GPUModelRunner, "propose_draft_token_ids")
-    with engine(tiny_model, skip_tokenizer_init=True, max_model_len=64, speculative_config=dict(GOOD)) as llm:
-        parameters = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, detokenize=False)
-        output = llm.generate([{"prompt_token_ids": [5, 9, 5, 9, 5]}], parameters, use_tqdm=False)
-        assert len(output[0].outputs[0].token_ids) == 5
-
-
 def test_without_the_configuration_hook_nothing_is_registered(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
@@ -431,17 +406,6 @@ def test_without_the_configuration_hook_nothing_is_registered(
     assert "create_speculative_config is missing" in lines[0] and "freedraft doctor" in lines[0]
 
 
-def test_registering_twice_wraps_once() -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    import sssd_plugin.vllm
-
-    sssd_plugin.vllm.register()
-    wrapped = EngineArgs.create_speculative_config
-    sssd_plugin.vllm.register()
-    assert EngineArgs.create_speculative_config is wrapped
-
-
 def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would then have to spawn its engine where it forks."""
     import torch
@@ -456,15 +420,3 @@ def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: p
     monkeypatch.setattr(context, "_device", lambda: "NVIDIA H100 80GB HBM3")
     made = config_of(tiny_model, {"method": "sssd", "num_speculative_tokens": 8})
     assert methods.configured(made).name == "sssd"
-
-
-def test_doctor_says_which_runner_serves_which_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm import triton_utils
-
-    from freedraft.engines.vllm import hooks
-
-    assert "no Triton" in hooks.setting()
-    monkeypatch.setattr(triton_utils, "HAS_TRITON", True)
-    assert "'sssd' and 'layerskip' are served by model runner V2" in hooks.setting()
-    monkeypatch.setattr(hooks, "V2_HOOKS", (Hook("vllm.v1.worker.gpu.no_such_module", "x", purpose="tests"),))
-    assert "all methods are served by V1" in hooks.setting()

@@ -10,8 +10,8 @@ import pytest
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.outputs import output_of
-from freedraft.engines.vllm.v1.runner import V1StepState, draft_lists, make_step, proposed_by
-from freedraft.method import Step
+from freedraft.engines.vllm.v1.runner import V1StepState, draft_lists, make_step
+from freedraft.step import Step
 
 MAX_MODEL_LEN = 16
 ROWS = 4
@@ -57,10 +57,6 @@ def step_of(
     )
 
 
-def lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[list[int]]:
-    return draft_lists(proposed_by(draft, step), step, batch_size)
-
-
 def test_a_step_of_decoding() -> None:
     step = step_of([[4], [105, 106, 107], [214]], [5, 8, 15], {"b": [105, 106, 1], "c": [3, -1]}, 7)
     assert step.request_ids == ["a", "b", "c"] and step.contexts.tolist() == [5, 8, 15]
@@ -85,10 +81,10 @@ def test_a_request_in_the_midst_of_its_prompt_is_left_out() -> None:
     assert step.request_ids == ["b"] and step.engine.rows.tolist() == [1] and step.roots.tolist() == [105]
     assert step.previous is None, "the step did more than decode"
     draft = DraftBatch.roots(step.roots)
-    assert lists(draft, step, 2) == lists(None, step, 2) == [[], []]
+    assert draft_lists(draft, step, 2) == draft_lists(None, step, 2) == [[], []]
     draft = DraftBatch.empty(1, 4)
     draft.tokens[0, 1:], draft.counts[0] = (7, 8, 9), 4
-    assert lists(draft, step, 2) == [[], [7, 8, 9]]
+    assert draft_lists(draft, step, 2) == [[], [7, 8, 9]]
 
 
 def test_a_step_that_is_padded_or_schedules_less() -> None:
@@ -99,7 +95,7 @@ def test_a_step_that_is_padded_or_schedules_less() -> None:
 
 def test_a_step_without_requests() -> None:
     step = step_of([], [], {}, 0)
-    assert step.batch_size == 0 and lists(None, step, 0) == []
+    assert step.batch_size == 0 and draft_lists(None, step, 0) == []
 
 
 @pytest.mark.parametrize(

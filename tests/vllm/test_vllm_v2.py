@@ -4,6 +4,7 @@ their own. Async scheduling is on."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -13,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_cases import SAMPLED_PROMPT, PlainTiny, Prompts, p_value, recycled
+from vllm_cases import SAMPLED_PROMPT, TINY, PlainTiny, Prompts, p_value, recycled
 
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import prompts as texts
 from tests.support import repeat_drafter
+from tests.support.models import continuations, save
+from tests.support.models import tiny_model as make_tiny
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
@@ -272,6 +275,35 @@ def test_layer_skipping_leaves_the_distribution_alone(
     assert p_value(sampled, plain_tiny.sampled[1.0, 1.0, 0, False]) > 1e-3
 
 
+def test_recurrent_layers(tmp_path: Path) -> None:
+    """Whose states are those of the accepted tokens: in steps with drafts, in steps without, and after aborts."""
+    shape = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+    model = save(make_tiny("FalconH1", seed=7, mamba_chunk_size=16, **TINY | shape), tmp_path)
+    ids = texts.random_ids([12, 12, 30, 5], 24, first=2, seed=3)
+    greedy = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+    few = {"prompts": ids, "parameters": greedy}
+    cases = {"few": few, "aborted": few | {"abort": 6}}
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 3, 0], [4, 64, 3]]}
+    engine = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    given = {"cases": cases, "speculative_config": SSSD | {"live": False} | schedule, **engine}
+    found = run("recurrent.py", model, given)
+    plain = continuations(model, ids, 16)
+    assert found["few"] == plain and found["aborted"] == plain
+    assert found["engine"]["v2"] and not found["engine"]["failures"] and found["engine"]["accepted"] > 5
+
+
+def test_draft_passes_that_cannot_be_built_do_not_stop_the_start(
+    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAILING", "model 1 0")
+    ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:2]]
+    cases = {"few": {"prompts": ids, "parameters": {"temperature": 0, "max_tokens": 8, "ignore_eos": True}}}
+    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 64}
+    found = serve(tiny_model, cases=cases, speculative_config=two_skip_sets(tiny_model, tmp_path), **engine)
+    assert found["few"] == [answer[:8] for answer in plain_tiny.answers[:2]]
+    assert found["engine"]["accepted"] == 0 and found["engine"]["v2"]
+
+
 def test_draft_passes_read_what_cuda_graphs_capture(
     tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path
 ) -> None:
@@ -307,6 +339,38 @@ def test_batches_that_draft_passes_are_captured_for() -> None:
     assert graph_sizes(own, 100) == [1, 2, 4, 8, 16, 32, 64, 100]
     assert graph_sizes([1, 2, 4, 8, 24], 256) == [1, 2, 4, 8, 16, 24]
     assert graph_sizes([1], 256) == graph_sizes(None, 1) == [1]
+
+
+def test_graphs_of_draft_passes_that_cannot_be_captured(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here, where there is no device: one line, eager passes, and no second try in this process."""
+    from vllm.config import CUDAGraphMode
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.utils import AttentionGroup
+
+    from freedraft.engines.vllm.draft_graphs import DraftGraphs
+    from freedraft.engines.vllm.draft_model import PagedDraftModel
+
+    runner, model = GPUModelRunner.__new__(GPUModelRunner), PagedDraftModel.__new__(PagedDraftModel)
+    runner.max_num_reqs = 4
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    model.group = AttentionGroup(TritonAttentionBackend, ["layer"], spec, 0)
+    model.runner, model.device = runner, torch.device("cpu")
+    model.vllm_config = EngineArgs(str(tiny_model), skip_tokenizer_init=True).create_engine_config()
+    model.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    graphs = [DraftGraphs(model, 8) for _ in range(2)]
+    model.device = torch.device("cuda")
+    monkeypatch.setattr(DraftGraphs, "failed", False)
+    monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="freedraft"):
+        for each in graphs:
+            each.capture([])
+    (line,) = (record.getMessage() for record in caplog.records if record.name.startswith("freedraft"))
+    assert "without CUDA graphs" in line and DraftGraphs.failed
 
 
 def test_structured_output(demo_model: Path) -> None:
@@ -358,15 +422,3 @@ def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_mode
     triton, cpu = TritonAttentionBackend, CPUAttentionBackend
     for nothing in ((0, triton, 2), (estimate, triton, 0), (estimate, cpu, 2), (estimate, triton, None)):
         assert profiled(*nothing) == nothing[0]
-
-
-def test_both_runners_are_asked_how_much_graphs_of_draft_passes_take() -> None:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
-
-    from freedraft.engines.vllm.patching import MARK
-    from freedraft.engines.vllm.v1.runner import install as install_v1
-    from freedraft.engines.vllm.v2.install import install as install_v2
-
-    install_v1(), install_v2()
-    assert all(hasattr(runner.profile_cudagraph_memory, MARK) for runner in (V1, V2))

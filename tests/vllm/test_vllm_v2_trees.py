@@ -108,6 +108,12 @@ def test_what_trees_would_break_has_chains(served: dict[str, Any]) -> None:
     assert none is None and "batch invariance" in invariant and "routed experts" in experts
 
 
+def test_a_runner_that_is_built_otherwise_has_chains(served: dict[str, Any]) -> None:
+    """A version in between, say, without something that is read: it starts, and one line says what was not found."""
+    enabled, line = served["engine"]["built otherwise"]
+    assert not enabled and "drafts are chains" in line and "fast_prefill" in line and "\n" not in line
+
+
 def test_graphs_have_one_kernel_of_attention_each(served: dict[str, Any]) -> None:
     """Though they are captured while vLLM warms up, when steps run all that others may need."""
     assert served["engine"]["trees of graphs"] == {"half": [1, 5, 0], "all": [1, 9, 0], "any step": [1, 9, 1]}

@@ -10,7 +10,7 @@ from test_vllm_v2 import serve
 from vllm_cases import TINY
 from windowed_reference import Reference
 
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import random_ids
 
@@ -44,6 +44,5 @@ def test_drafts_are_those_of_a_masked_reference(tmp_path: Path, graphs: bool) ->
     drafts = [(tokens, drafted) for tokens, drafted in engine["drafts"] if drafted]
     assert min(len(tokens) for tokens, _ in drafts) > WINDOW.tokens, "nothing is left out of what is shorter"
     Reference(model, PAGE).judge(drafts, WINDOW)
-    assert engine["most checked"] == 3, "as many tokens as there are places for requests"
     if graphs:  # passes for all three requests are larger than the largest graph
         assert 20 < sum(engine["replays"]) < sum(engine["reads"]) and max(engine["reads"]) == K

@@ -60,7 +60,7 @@ def failures(proposer: Any) -> float:
 @contextmanager
 def spied(proposer: Any, record: Callable[[Any, list[list[int]]], None]) -> Iterator[None]:
     """Call `record(step, drafts)` at each step, drafts by request of the step; what it raises is raised at the end."""
-    from freedraft.engines.vllm.v1.runner import draft_lists, proposed_by
+    from freedraft.engines.vllm.v1.runner import draft_lists
 
     guarded = proposer.guarded
     original = guarded.draft
@@ -68,7 +68,7 @@ def spied(proposer: Any, record: Callable[[Any, list[list[int]]], None]) -> Iter
 
     def draft(step: Any) -> Any:
         drafts = original(step)
-        rows = draft_lists(proposed_by(drafts, step), step, batch_rows(step))
+        rows = draft_lists(drafts, step, batch_rows(step))
         try:
             record(step, [rows[row] for row in step.engine.rows.tolist()])
         except Exception as error:  # the engine would take it for a mistake of the drafter

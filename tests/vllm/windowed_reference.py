@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 
 
 class Reference:

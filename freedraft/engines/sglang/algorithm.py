@@ -1,8 +1,7 @@
-"""The speculative algorithm as SGLang's core sees it, and the registration of one."""
+"""The speculative algorithm as SGLang's core sees it."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ class TreeAlgorithm(CustomSpecAlgo):
 
     spec: MethodSpec | None = None
     prepare: Callable[[Any], None] | None = None
-    """Told of each decoding step under overlap scheduling while the last one is still running; set by the worker."""
+    """Callback for each overlapped decode step, called while the previous step is still running; set by the worker."""
 
     def is_ngram(self) -> bool:
         return True
@@ -51,8 +50,12 @@ class TreeAlgorithm(CustomSpecAlgo):
         from freedraft.engines.sglang.future_map import EarlyFutureMap
 
         future_map = EarlyFutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
-        future_map.algorithm = self
+        future_map.prepare = self._prepare
         return future_map
+
+    def _prepare(self, batch: Any) -> None:
+        if self.prepare is not None:
+            self.prepare(batch)
 
     def handle_server_args(self, server_args: Any) -> None:
         """Set what the user left open, and refuse what cannot work.
@@ -75,19 +78,3 @@ class TreeAlgorithm(CustomSpecAlgo):
             options = self.spec.option_type.read()
             if self.spec.check is not None:
                 self.spec.check(options, context_at_start(args))
-
-
-def add_algorithm(spec: MethodSpec) -> None:
-    """Register `--speculative-algorithm <name>`, whose draft trees come from the method that `spec` names."""
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-    from sglang.srt.speculative.spec_registry import get_spec
-
-    def worker(server_args: Any) -> Any:
-        from freedraft.engines.sglang.worker import TreeVerifyWorker
-
-        return functools.partial(TreeVerifyWorker, spec=spec)
-
-    SpeculativeAlgorithm.register(spec.name.upper(), supports_overlap=True, spec_class=TreeAlgorithm)(worker)
-    algorithm = get_spec(spec.name)
-    assert isinstance(algorithm, TreeAlgorithm)
-    algorithm.spec = spec

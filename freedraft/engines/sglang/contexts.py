@@ -7,7 +7,7 @@ from typing import Any
 
 from freedraft.engines.sglang.guards import verify_backend, widths_for
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 
 
 def published_config(args: Any) -> Any:

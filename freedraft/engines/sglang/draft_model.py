@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,27 +10,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch.nn.functional import pad
 
-from freedraft.draft_model import Drafted, DraftModel, DraftRound, Recipe, T, Window
+from freedraft.draft_model import Drafted, DraftModel, DraftRound
+from freedraft.draft_pass import Recipe, Window
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.on_device import on_device
-from freedraft.engines.sglang.cpu import selected
-from freedraft.engines.sglang.graphs import Captured, capture, free_bytes, swapped_in
-from freedraft.engines.sglang.layers import Stages, check_structure, run_stages, stages_of
+from freedraft.engines.sglang.graphs import Captured, capture, free_bytes
+from freedraft.engines.sglang.layers import Stages, run_stages, stages_of
+from freedraft.engines.sglang.passes import HiddenOf, Passes, Tokens, WindowedRead
 from freedraft.engines.sglang.set_scores import SetScores
 from freedraft.engines.sglang.window_rows import WindowRows
-from freedraft.method import Step
+from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
-
-HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
-"""(token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed."""
-Forward = Callable[..., Any]
-"""As that of SGLang's models."""
 
 
 class DraftPass(NamedTuple):
@@ -47,7 +38,7 @@ class DraftPass(NamedTuple):
     number: int
 
 
-class PagedDraftModel(DraftModel):
+class PagedDraftModel(Passes, DraftModel):
     """The target in SGLang, with plain pre-norm layers.
 
     Kept attention reads the KV that the target wrote for the past, and writes where it is told.
@@ -62,13 +53,10 @@ class PagedDraftModel(DraftModel):
     """
 
     def __init__(self, runner: Any, ranks: DraftRanks, window_rows: WindowRows | None = None) -> None:
-        self.runner, self.ranks, self.window_rows = runner, ranks, window_rows
+        super().__init__(runner)
+        self.ranks, self.window_rows = ranks, window_rows
         self.waits = runner.device != "cpu"
-        self._model = runner.model
-        check_structure(self._model)
-        self.decoder = self._model.model
         self.n_layers = len(self.decoder.layers)
-        self.max_rows = len(window_rows.rows) if window_rows is not None else runner.req_to_token_pool.size
         windows = [layer.self_attn.attn.sliding_window_size for layer in self.decoder.layers]
         # What the model itself looks back to: the least of its layers.
         self.attended: int | None = min((size for size in windows if size is not None and size > 0), default=None)
@@ -120,9 +108,9 @@ class PagedDraftModel(DraftModel):
         """SGLang has reserved slots for the widest tree."""
         return step.capacities
 
-    def start(self, step: Step, rows: NDArray[np.intp], max_draft_len: int) -> PagedRound:
-        self.ranks.tell("start", max_draft_len)
-        return PagedRound(self, step.engine, max_draft_len)
+    def start(self, step: Step, draft_pass: DraftPass, rows: NDArray[np.intp], max_draft_len: int) -> PagedRound:
+        self.ranks.tell("start", draft_pass.number, max_draft_len)
+        return PagedRound(self, step.engine, draft_pass, max_draft_len)
 
     def follow(self, batch: Any = None) -> None:
         """In ranks other than the first: do what that one does, until it has ended.
@@ -143,131 +131,8 @@ class PagedDraftModel(DraftModel):
         """Logits after one token per request, float [R, V]."""
         return self.logits(self._runs(stages), batch, self._graphs.get(stages))
 
-    def logits(self, hidden_of: HiddenOf, batch: ForwardBatch, captured: Captured | None = None) -> torch.Tensor:
-        """Logits behind what `hidden_of` computes in place of the model, float [R, V]; eager unless `captured`."""
-        graphs = swapped_in(self.runner, captured or Captured(self.runner.attn_backend, None))
-        with self._in_place(self._with_head(hidden_of)), graphs, torch.no_grad():
-            return self.runner.forward(batch).logits_output.next_token_logits
-
-    def compute(self, work: Callable[[torch.Tensor, torch.Tensor, Any], T], batch: ForwardBatch) -> T:
-        """What `work` computes of (token ids, positions, ForwardBatch) in place of the model and its LM head."""
-        found: list[T] = []
-
-        def forward(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
-            found.append(work(input_ids, positions, forward_batch))
-            return LogitsProcessorOutput(next_token_logits=None)
-
-        eagerly = swapped_in(self.runner, Captured(self.runner.attn_backend, None))
-        with self._in_place(forward), eagerly, torch.no_grad():
-            self.runner.forward(batch)
-        return found[0]
-
     def _runs(self, stages: Stages) -> HiddenOf:
         return partial(run_stages, self.decoder, stages)
-
-    def _with_head(self, hidden_of: HiddenOf) -> Forward:
-        model = self._model
-
-        def forward(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
-            hidden = hidden_of(input_ids, positions, forward_batch)
-            return model.logits_processor(input_ids, hidden, model.lm_head, forward_batch)
-
-        return forward
-
-    @contextlib.contextmanager
-    def _in_place(self, forward: Forward) -> Iterator[None]:
-        """SGLang runs `forward` where it runs the model: everything around the model is its own."""
-        model = self._model
-        model.forward = forward
-        try:
-            yield
-        finally:
-            del model.forward
-
-    def one_token_each(
-        self, whole: Any, tokens: Tokens, *, left_out: WindowedRead | None = None, as_nodes: bool = False
-    ) -> ForwardBatch:
-        """A pass over one token for each of R rows.
-
-        Args:
-            whole: SGLang's ScheduleBatch; it is not changed.
-            left_out: what the tokens do not read of their past; None for nothing.
-            as_nodes: as the verification of one node, which graphs are captured of, and not as plain decoding, which
-                every attention backend runs eagerly.
-        """
-        part = copy.copy(whole)
-        part.input_ids, part.out_cache_loc = tokens.ids, tokens.slots
-        part.reqs = [whole.reqs[i] for i in tokens.rows.tolist()]
-        part.req_pool_indices = whole.req_pool_indices[tokens.rows_there]
-        read, read_there = tokens.past, tokens.positions
-        if left_out is not None:
-            part.req_pool_indices = left_out.rows.to(part.req_pool_indices.dtype)
-            read, read_there = read - left_out.tokens, read_there - left_out.tokens_there
-        read_there = read_there.to(whole.seq_lens.dtype)
-        if whole.orig_seq_lens is not None:
-            part.orig_seq_lens = whole.orig_seq_lens[tokens.rows_there]
-        if as_nodes:  # as the worker verifies a tree of nothing but its root
-            part.forward_mode = ForwardMode.TARGET_VERIFY
-            part.seq_lens, part.seq_lens_cpu = read_there, read
-            seen = len(read) if selected() else int(read.sum()) + len(read)
-            part.spec_info = NgramVerifyInput(
-                draft_token=tokens.ids,
-                custom_mask=torch.ones(seen, dtype=torch.bool, device=tokens.ids.device),
-                positions=tokens.positions,
-                draft_token_num=1,
-            )
-        else:
-            part.forward_mode = ForwardMode.DECODE
-            part.seq_lens, part.seq_lens_cpu = read_there + 1, read + 1
-            part.spec_info = None
-        part.seq_lens_sum = int(part.seq_lens_cpu.sum())
-        part.return_logprob = False
-        part.top_logprobs_nums = part.token_ids_logprobs = None
-        batch = ForwardBatch.init_new(part, self.runner, return_hidden_states_before_norm=False)
-        if left_out is not None:  # with which keys were rotated when they were written
-            batch.positions = tokens.positions
-        return batch
-
-
-class Tokens(NamedTuple):
-    """R tokens of a pass, on the device; on the host what SGLang asks there.
-
-    Attributes:
-        rows: int64 [R] on the CPU, the request of the batch that each token belongs to; one may have several.
-        past: int64 [R] on the CPU, how many tokens of its request come before it.
-        rows_there: int64 [R], as `rows`; ids: int64 [R].
-        positions: int64 [R], as `past`; slots: int64 [R], where its KV is written.
-    """
-
-    rows: torch.Tensor
-    past: torch.Tensor
-    rows_there: torch.Tensor
-    ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-
-
-class WindowedRead(NamedTuple):
-    """What passes over R of a step's requests read through a window.
-
-    Attributes:
-        key: which requests, through which window.
-        rows: int64 [R], rows of `req_to_token` with the part that is read.
-        tokens: int64 [R] on the CPU, tokens of each that are left out; tokens_there: the same on the device.
-    """
-
-    key: tuple[bytes, Window]
-    rows: torch.Tensor
-    tokens: torch.Tensor
-    tokens_there: torch.Tensor
-
-
-class Launched(NamedTuple):
-    """Passes on their way: float64 [N, R, 2K (+ 1)], see `most_likely`."""
-
-    outputs: torch.Tensor
-    top_k: int
-    entropy: bool
 
 
 class PagedRound(DraftRound):
@@ -282,10 +147,9 @@ class PagedRound(DraftRound):
         max_draft_len: most positions.
     """
 
-    def __init__(self, model: PagedDraftModel, batch: Any, max_draft_len: int) -> None:
-        self._model = model
-        self._batch = batch
-        self._max_draft_len = max_draft_len
+    def __init__(self, model: PagedDraftModel, batch: Any, draft_pass: DraftPass, max_draft_len: int) -> None:
+        self._model, self._batch = model, batch
+        self._draft_pass, self._max_draft_len = draft_pass, max_draft_len
         self._read: WindowedRead | None = None
         self.slots: torch.Tensor = assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
@@ -297,40 +161,27 @@ class PagedRound(DraftRound):
             device=batch.seq_lens.device,
         ).view(-1, max_draft_len)
 
-    def launch(
-        self,
-        draft_pass: DraftPass,
-        rows: NDArray[np.intp],
-        tokens: NDArray[np.int32],
-        position: int | NDArray[np.int64],
-        count: int = 1,
-    ) -> Launched:
-        model, top_k, entropy = self._model, draft_pass.top_k, draft_pass.entropy
-        model.ranks.tell("run", draft_pass.number, rows, tokens, position, count)
-        there, read, part = model.ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
+    def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> torch.Tensor:
+        """float64 [N, R, 2K (+ 1)], see `most_likely`."""
+        model, draft_pass = self._model, self._draft_pass
+        model.ranks.tell("run", rows, tokens, position, count)
+        there, read, part = model.ranks.ready(lambda: self._ready(rows, tokens, position))
         outputs: list[torch.Tensor] = []
         with model.ranks.together():
             for _ in range(count):
                 if outputs:
                     there = self._next(there, outputs[-1][:, 0].long())
-                    part = self._pass(draft_pass, there, read)
+                    part = self._pass(there, read)
                 logits = self._as_sampled(model.run(draft_pass.stages, part), there.rows_there)
-                outputs.append(most_likely(logits, top_k, entropy))
-            return Launched(torch.stack(outputs), top_k, entropy)
+                outputs.append(most_likely(logits, draft_pass.top_k, draft_pass.entropy))
+            return torch.stack(outputs)
 
-    def read(self, launched: Sequence[Launched]) -> list[Drafted]:
-        outputs = [each.outputs for each in launched]
+    def read(self, launched: torch.Tensor) -> Drafted:
         with self._model.ranks.together():
-            host = (torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]).cpu()
-        parts = host.split([each.shape[1] for each in outputs], 1)
-        return [on_host(part, each.top_k, each.entropy) for part, each in zip(parts, launched, strict=True)]
+            return on_host(launched, self._draft_pass.top_k, self._draft_pass.entropy)
 
     def _ready(
-        self,
-        draft_pass: DraftPass,
-        rows: NDArray[np.intp],
-        tokens: NDArray[np.int32],
-        position: int | NDArray[np.int64],
+        self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int
     ) -> tuple[Tokens, WindowedRead | None, ForwardBatch]:
         """The tokens of a pass, what they read, and the pass."""
         past = self._batch.seq_lens_cpu.numpy()[rows].astype(np.int64) + position
@@ -338,8 +189,8 @@ class PagedRound(DraftRound):
         here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))
         slots = self._slots(rows_there, positions)
         there = Tokens(here, torch.from_numpy(past), rows_there, ids, positions, slots)
-        read = self._windowed(rows, rows_there, draft_pass.window)
-        return there, read, self._pass(draft_pass, there, read)
+        read = self._windowed(rows, rows_there)
+        return there, read, self._pass(there, read)
 
     def _next(self, tokens: Tokens, ids: torch.Tensor) -> Tokens:
         """Those behind them, with these ids of the device."""
@@ -350,16 +201,16 @@ class PagedRound(DraftRound):
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.slots[rows, positions - self._batch.seq_lens[rows]]
 
-    def _pass(self, draft_pass: DraftPass, tokens: Tokens, read: WindowedRead | None) -> ForwardBatch:
-        as_nodes = self._model.has_graphs(draft_pass.stages)
+    def _pass(self, tokens: Tokens, read: WindowedRead | None) -> ForwardBatch:
+        as_nodes = self._model.has_graphs(self._draft_pass.stages)
         return self._model.one_token_each(self._batch, tokens, left_out=read, as_nodes=as_nodes)
 
-    def _windowed(self, rows: NDArray[np.intp], there: torch.Tensor, window: Window | None) -> WindowedRead | None:
-        """What these requests read; made again only when they or the window change. None for the whole cache."""
-        window_rows, n = self._model.window_rows, len(rows)
+    def _windowed(self, rows: NDArray[np.intp], there: torch.Tensor) -> WindowedRead | None:
+        """What these requests read; made again only when they change. None for the whole cache."""
+        window, window_rows, n = self._draft_pass.window, self._model.window_rows, len(rows)
         if window is None or window_rows is None or n > len(window_rows.rows):
             return None
-        key = rows.tobytes(), window
+        key = rows.tobytes()
         if self._read is None or self._read.key != key:
             roots = self._batch.seq_lens_cpu.numpy()[rows].astype(np.int64)
             requests = self._batch.req_pool_indices[there].long()

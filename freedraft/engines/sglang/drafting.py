@@ -25,7 +25,7 @@ from freedraft.engines.sglang.requests import (
     was_aborted,
 )
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import Step
+from freedraft.step import Step
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -108,6 +108,12 @@ class Drafting:
         self._thread = DraftThread(timeout, guarded.metrics.late.inc) if threaded else None
         self._next: NextStep | None = None
         self._drafts: Any = None  # of the next step, in the thread
+
+    def keep_widths(self, widths: Sequence[int]) -> None:
+        """No others than these, of those that were to be prepared, can be verified."""
+        self._widths = np.array(widths, np.int32)
+        if (controller := self.guarded.method.controller).widths is not None:
+            controller.widths = self._widths
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -202,7 +208,8 @@ class Drafting:
             draft = self._draft(step) if self._thread is None else self._thread.result(drafts)
         if draft is None:
             gained = self.accepted.newest.read(batch.req_pool_indices_cpu.numpy())
-            draft = DraftBatch.roots(gained.tokens[gained.ends - 1])
+            roots = gained.tokens[gained.ends - 1]
+            draft = self._widened(DraftBatch.roots(roots), np.ones(len(roots), np.int32), roots)
         for request in batch.reqs:
             if request.finished():  # with a grammar, SGLang runs a request once more after its end
                 self._forget(request.rid, NOTHING, was_aborted(request))
@@ -286,17 +293,20 @@ class Drafting:
         )
 
     def _cut(self, step: Step, draft: DraftBatch) -> DraftBatch:
-        size = step.batch_size
         counts = np.clip(draft.counts, 1, step.capacities + 1)
         if self._chains:
             follows = draft.parents[:, 1:] == np.arange(draft.max_nodes - 1)
             np.minimum(counts, 1 + np.logical_and.accumulate(follows, 1).sum(1), out=counts)
+        return self._widened(draft, counts, step.roots)
+
+    def _widened(self, draft: DraftBatch, counts: NDArray[np.int32], roots: NDArray[np.int32]) -> DraftBatch:
+        """Trees of as many nodes as `counts` says, at the smallest prepared width. counts, roots: int32 [B]."""
         width = int(self._widths[np.searchsorted(self._widths, counts.max())])
-        out = DraftBatch.empty(size, width)
+        out = DraftBatch.empty(len(counts), width)
         kept = min(width, draft.max_nodes)
         for name in ("tokens", "parents", "depths"):
             getattr(out, name)[:, :kept] = getattr(draft, name)[:, :kept]
         np.minimum(counts, kept, out=out.counts)
         # The root comes from the engine, whatever the method holds.
-        out.tokens[:, 0], out.parents[:, 0], out.depths[:, 0] = step.roots, -1, 0
+        out.tokens[:, 0], out.parents[:, 0], out.depths[:, 0] = roots, -1, 0
         return out

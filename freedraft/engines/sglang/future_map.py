@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from sglang.srt.managers.overlap_utils import FutureMap
 
-if TYPE_CHECKING:
-    from freedraft.engines.sglang.algorithm import TreeAlgorithm
-
 
 class EarlyFutureMap(FutureMap):
-    """With overlap, SGLang decides on a step while the last one runs, and then waits here for the lengths of that."""
+    """With overlap, SGLang decides on a step while the last one runs, and then waits here for the lengths of that.
 
-    algorithm: TreeAlgorithm
+    Attributes:
+        prepare: called with the batch of each decoding step before that.
+    """
+
+    prepare: Callable[[Any], None]
 
     def resolve_seq_lens_cpu(self, batch: Any, *args: Any, **kwargs: Any) -> None:
-        if self.algorithm.prepare is not None and batch.forward_mode.is_decode() and batch.reqs:
-            self.algorithm.prepare(batch)
+        if batch.forward_mode.is_decode() and batch.reqs:
+            self.prepare(batch)
         super().resolve_seq_lens_cpu(batch, *args, **kwargs)

@@ -8,6 +8,7 @@ EAGLE, and swapped in for the pass.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+
+from freedraft.guarded_method import is_device_fault
 
 logger = logging.getLogger("freedraft")
 
@@ -37,27 +40,45 @@ class WidthGraphs:
         """Forget what was captured, whose memory may then be used again."""
         self._of_width.clear()
 
-    def capture(self, widths: Sequence[int], *, fixed_width: bool) -> None:
+    def capture(self, widths: Sequence[int], *, fixed_width: bool, alone: bool = True) -> tuple[int, ...]:
         """Prepare all of `widths` but the last, which SGLang has prepared; call it after SGLang's own capture.
 
         Args:
             fixed_width: whether the attention backend is built for one width.
+            alone: whether there are no other ranks, which would go on with a capture that fails on this one.
+
+        Returns:
+            The widths that may be verified: those whose capture failed, for want of memory, say, are left out.
         """
         if not fixed_width and self._runner.decode_cuda_graph_runner is None:
-            return
-        free = free_bytes()
+            return tuple(widths)
+        free, kept = free_bytes(), list(widths)
         for width in widths[:-1]:
-            self._of_width[width] = capture(self._runner, width)
+            try:
+                self._of_width[width] = capture(self._runner, width)
+            except Exception as error:
+                if not alone or is_device_fault(error):
+                    raise
+                kept.remove(width)
+                logger.warning(
+                    "freedraft: trees of %d nodes are verified as larger ones: their CUDA graphs could not be captured "
+                    "(%s); if memory was short, lower --mem-fraction-static",
+                    width,
+                    (str(error) or repr(error)).splitlines()[0],
+                )
+            gc.collect()  # what a capture that has failed holds; in the clause above, its error does
+            torch.cuda.empty_cache()
         if free is not None:
             left = free_bytes() or 0
             logger.info(
                 "freedraft: CUDA graphs for %d more sizes of trees take %.2f GiB that --mem-fraction-static does not "
                 "count; %.2f GiB are free: if that is tight, lower --mem-fraction-static, or set "
                 "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1",
-                len(widths) - 1,
+                len(kept) - 1,
                 (free - left) / 2**30,
                 left / 2**30,
             )
+        return tuple(kept)
 
     def use(self, width: int) -> AbstractContextManager[None]:
         """Passes inside run on what belongs to this width."""
@@ -132,9 +153,11 @@ def _new_backend(runner: Any) -> Any:
 
 def _parts(backend: Any) -> tuple[Any, ...]:
     """A backend, or the two of one that has others for prefill and decoding."""
-    return tuple(
-        getattr(backend, name) for name in ("decode_backend", "prefill_backend") if hasattr(backend, name)
-    ) or (backend,)
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    # FlashInfer's has attributes of these names, too, for kernels.
+    hybrid = isinstance(backend, HybridAttnBackend)
+    return (backend.decode_backend, backend.prefill_backend) if hybrid else (backend,)
 
 
 def free_bytes() -> int | None:

@@ -40,12 +40,12 @@ BACKENDS = {
 def widths_for(backend: str, max_nodes: int) -> tuple[int, ...]:
     """The numbers of nodes per request, root included, that steps may have under this attention backend; ascending.
 
-    A small set (powers of two and the maximum): each needs a CUDA graph of its own. On a CPU there are no graphs and
-    every node costs, so any width is one.
+    A small set (powers of four and the maximum): each needs CUDA graphs of its own for all batch sizes, and the memory
+    of them. On a CPU there are no graphs and every node costs, so any width is one.
     """
     if backend == CPU_BACKEND:
         return tuple(range(1, max_nodes + 1))
-    powers = [1 << i for i in range(max_nodes.bit_length()) if 1 << i < max_nodes]
+    powers = [1 << i for i in range(0, max_nodes.bit_length(), 2) if 1 << i < max_nodes]
     return (*powers, max_nodes)
 
 

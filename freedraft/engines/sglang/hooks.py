@@ -122,21 +122,7 @@ HOOKS: tuple[Hook, ...] = (
 # What drafting does without, where it is not there.
 CORPUS_HOOKS: tuple[Hook, ...] = (_patched(CORPUS_SPEC, (), "corpora over HTTP"),)
 
-CALIBRATION_HOOKS: tuple[Hook, ...] = (
-    Hook("sglang.benchmark.one_batch", "load_model", ("server_args", "port_args", "gpu_id", "tp_rank"),
-         purpose="calibration"),
-    Hook(f"{_SRT}.server_args", "ServerArgs", assigned=("resolve_once",), purpose="calibration"),
-    Hook(f"{_SRT}.server_args.PortArgs", "init_new", ("server_args",), purpose="calibration"),
-    Hook(f"{_SRT}.runtime_context", "publish", ("role", "ranks"), purpose="calibration"),
-    Hook(f"{_SRT}.runtime_context", "SpawnRanks", fields=("world_rank", "gpu_id"), purpose="calibration"),
-    Hook(f"{_SRT}.model_executor.forward_batch_info", "ForwardBatch", fields=("extend_num_tokens", "extend_seq_lens",
-         "extend_prefix_lens", "extend_start_loc", "extend_prefix_lens_cpu", "extend_seq_lens_cpu",
-         "extend_logprob_start_lens_cpu", "orig_seq_lens", "positions", "spec_info"), purpose="calibration"),
-    Hook(f"{_SRT}.mem_cache.memory_pool.ReqToTokenPool", "alloc_rows", ("need_size",), purpose="calibration"),
-    Hook(f"{_SRT}.mem_cache.allocator.base", "BaseTokenToKVPoolAllocator", assigned=("alloc", "free",
-         "available_size", "page_size"), purpose="calibration"),
-)  # fmt: skip
-OPTIONAL_HOOKS = CORPUS_HOOKS + CALIBRATION_HOOKS
+OPTIONAL_HOOKS = CORPUS_HOOKS
 
 # What a method that runs the target model needs besides.
 MODEL_HOOKS: tuple[Hook, ...] = (

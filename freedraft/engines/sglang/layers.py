@@ -9,7 +9,7 @@ import torch
 from sglang.srt.distributed import tensor_model_parallel_all_reduce
 
 from freedraft.config import ConfigError
-from freedraft.draft_model import Recipe
+from freedraft.draft_pass import Recipe
 
 
 class Stage(NamedTuple):

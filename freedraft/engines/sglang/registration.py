@@ -32,12 +32,28 @@ def register(spec: MethodSpec) -> bool:
             "; ".join(missing),
         )
         return False
-    from freedraft.engines.sglang.algorithm import add_algorithm
-
     METHODS[spec.name] = spec
-    add_algorithm(spec)
+    _add_algorithm(spec)
     _patch_once()
     return True
+
+
+def _add_algorithm(spec: MethodSpec) -> None:
+    """Register `--speculative-algorithm <name>`, whose draft trees come from the method that `spec` names."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    from freedraft.engines.sglang.algorithm import TreeAlgorithm
+
+    def worker(server_args: Any) -> Any:
+        from freedraft.engines.sglang.worker import TreeVerifyWorker
+
+        return partial(TreeVerifyWorker, spec=spec)
+
+    SpeculativeAlgorithm.register(spec.name.upper(), supports_overlap=True, spec_class=TreeAlgorithm)(worker)
+    algorithm = get_spec(spec.name)
+    assert isinstance(algorithm, TreeAlgorithm)
+    algorithm.spec = spec
 
 
 def _algorithms() -> set[str]:

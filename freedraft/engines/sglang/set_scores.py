@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from freedraft.draft_model import MatchnessScorer, Recipe, T, Visit
+from freedraft.draft_model import MatchnessScorer, T, Visit
+from freedraft.draft_pass import Recipe
 from freedraft.engines.many_sets import SETS, forward, run_sublayer, sublayers_of
 from freedraft.engines.on_device import on_device
+from freedraft.engines.sglang.passes import Passes, Tokens
 from freedraft.engines.sglang.verify import SPARE_SLOT
-from freedraft.method import Step
-
-if TYPE_CHECKING:
-    from freedraft.engines.sglang.draft_model import PagedDraftModel
+from freedraft.step import Step
 
 
 class SetScores(MatchnessScorer):
@@ -30,7 +29,7 @@ class SetScores(MatchnessScorer):
     draft's. All else is as there.
     """
 
-    def __init__(self, model: PagedDraftModel, window: int) -> None:
+    def __init__(self, model: Passes, window: int) -> None:
         self.model = model
         self.window = window
         # SGLang keeps memory for as many rows as there may be requests: so many recipes, and so many tokens of each,
@@ -92,8 +91,6 @@ class SetScores(MatchnessScorer):
 
     def _pass(self, sets: int, start: int, end: int) -> ForwardBatch:
         """The tokens of the window from `start` on under so many sets."""
-        from freedraft.engines.sglang.draft_model import Tokens
-
         first, device = self._length - self.window + start, self._batch.seq_lens.device
         ids = np.tile(self._tokens[start:end], sets)
         past = np.tile(np.arange(first, first + end - start), sets)

@@ -23,12 +23,15 @@ from sglang.srt.speculative.spec_utils import (
 from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
 from freedraft.engines.sglang.ranks import Ranks
-from freedraft.method import TOP_TOKENS
+from freedraft.step import TOP_TOKENS
 
 logger = logging.getLogger(__name__)
 
 # SGLang keeps it for what padding writes; no request ever has it.
 SPARE_SLOT = 0
+
+MAX_PROBABILITIES = 1 << 26
+"""Probabilities, float32, that sampled trees are verified with at once."""
 
 
 class TreeVerifier:
@@ -114,19 +117,23 @@ class TreeVerifier:
         logits = logits.view(tree.batch_size, tree.max_nodes, -1)
         if sampling.is_all_greedy:
             return verify_greedy(tree, logits.argmax(-1))
-        probs = target_probs(
-            logits,
-            sampling.temperatures.view(-1),
-            top_ks=sampling.top_ks if sampling.need_top_k_sampling else None,
-            top_ps=sampling.top_ps if sampling.need_top_p_sampling else None,
-            min_ps=sampling.min_ps if sampling.need_min_p_sampling else None,
-            counts=tree.counts,
-            in_turns=self._in_turns_with_min_p and sampling.need_min_p_sampling,
-        )
         seeds = sampling.sampling_seed
         if seeds is None:
             seeds = torch.randint(2**62, (tree.batch_size,), device=self._device)
-        return verify_sampled(tree, probs, seeds.to(torch.int64), batch.seq_lens)
+        names = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, f"need_{name}_sampling")]
+        in_turns = self._in_turns_with_min_p and sampling.need_min_p_sampling
+
+        def verified(rows: slice) -> Verification:
+            filters = {f"{name}s": getattr(sampling, f"{name}s")[rows] for name in names}
+            trees = TreeBatch(tree.tokens[rows], tree.parents[rows], tree.depths[rows], tree.counts[rows])
+            temperatures = sampling.temperatures.view(-1)[rows]
+            probs = target_probs(logits[rows], temperatures, counts=trees.counts, in_turns=in_turns, **filters)
+            return verify_sampled(trees, probs, seeds[rows].to(torch.int64), batch.seq_lens[rows])
+
+        at_once = requests_at_once(logits[0].numel())
+        parts = [verified(slice(i, i + at_once)) for i in range(0, tree.batch_size, at_once)]
+        of_all = ([getattr(part, name) for part in parts] for name in ("accepted", "lengths", "tokens", "bonus"))
+        return parts[0] if len(parts) == 1 else Verification(*map(torch.cat, of_all))
 
     def _compact(self, batch: Any, verified: Verification, width: int) -> None:
         """Bring the KV of the accepted path to the front of the verify window."""
@@ -145,6 +152,12 @@ class TreeVerifier:
         first = torch.arange(0, accepted.numel(), width, dtype=torch.int32, device=self._device)[:, None]
         flat = torch.where(accepted >= 0, accepted + first, -1)
         return F.pad(flat, (0, self._max_nodes - width), value=-1)
+
+
+def requests_at_once(probabilities: int) -> int:
+    """Sampled requests that are verified together, of so many probabilities each."""
+    # A multiple of 4: parts of int32 tensors then begin where Triton's kernels, as compiled, take them to begin.
+    return max(MAX_PROBABILITIES // probabilities // 4, 1) * 4
 
 
 def tree_links(tree: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:

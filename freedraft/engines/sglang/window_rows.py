@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.draft_model import Window
+from freedraft.draft_pass import Window
 from freedraft.engines.on_device import on_device
 
 MAX_ROWS = 256

@@ -32,7 +32,7 @@ from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
 from freedraft.engines.sglang.ranks import Ranks
 from freedraft.engines.sglang.start_line import start_line
-from freedraft.engines.sglang.verify import TreeVerifier
+from freedraft.engines.sglang.verify import TreeVerifier, requests_at_once
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import MethodSpec
 
@@ -137,7 +137,10 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             logger.info(start_line(runner, self._spec.name, self._backend, self.widths, chains=self._chains))
 
     def _capture(self) -> None:
-        self._graphs.capture(self.widths, fixed_width=BACKENDS[self._backend].fixed_width)
+        fixed_width, alone = BACKENDS[self._backend].fixed_width, not self._ranks.several
+        self.widths = self._graphs.capture(self.widths, fixed_width=fixed_width, alone=alone)
+        if self._drafting is not None:
+            self._drafting.keep_widths(self.widths)
         if self._draft_model is not None:
             self._draft_model.capture()
 
@@ -151,11 +154,12 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
 
     def prewarm_sampling(self) -> Any:
         """What verification takes besides, for SGLang to leave out of a KV cache that it sizes after its CUDA graphs:
-        float32 probabilities of all nodes, and what they are made of."""
+        float32 probabilities of the nodes that are verified at once, and what they are made of."""
         from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 
         runner = self.model_runner
-        floats = 2 * runner.max_running_requests * self.max_nodes * runner.model_config.vocab_size
+        of_each = self.max_nodes * runner.model_config.vocab_size
+        floats = 2 * min(runner.max_running_requests, requests_at_once(of_each)) * of_each
         runner.sampling_prewarm_result = SamplingPrewarmResult(sampling_headroom_bytes=4 * floats)
         return runner.sampling_prewarm_result
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from freedraft.cost.hardware import CPU
 from freedraft.engines.hooks import check
-from freedraft.engines.vllm.hooks import LOGITS_HOOKS, V2_LOGITS_HOOKS
+from freedraft.engines.vllm.hooks import V2_LOGITS_HOOKS
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
-from freedraft.method import EngineContext
+from freedraft.step import EngineContext
 
 
 def context_of_arguments(
@@ -46,7 +46,7 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
         page_size=vllm_config.cache_config.block_size,
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
-        gives_logits=_gives_logits(vllm_config.speculative_config, v2=v2_lengths is not None),
+        gives_logits=v2_lengths is not None and _gives_logits(vllm_config.speculative_config),
         lengths=v2_lengths or _lengths_of_experts(vllm_config),
     )
 
@@ -71,10 +71,10 @@ def _lengths_of_experts(vllm_config: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _gives_logits(speculative_config: Any, *, v2: bool) -> bool:
-    if v2 and getattr(speculative_config, "enable_adaptive_verification", False):
+def _gives_logits(speculative_config: Any) -> bool:
+    if getattr(speculative_config, "enable_adaptive_verification", False):
         return False  # which rows of logits belong to which draft token is known on the device only
-    return not check(V2_LOGITS_HOOKS if v2 else LOGITS_HOOKS)
+    return not check(V2_LOGITS_HOOKS)
 
 
 def _hardware() -> str | None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from freedraft.engines.hooks import check
+from freedraft.engines.vllm.forward import Forward
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS
 from freedraft.engines.vllm.kept_layers import KeptLayers
-
-if TYPE_CHECKING:
-    from freedraft.engines.vllm.draft_model import PagedDraftModel
-    from freedraft.engines.vllm.draft_passes import BlockTables
+from freedraft.engines.vllm.pages import BlockTables
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +38,16 @@ def graph_sizes(captured: Sequence[int] | None, max_requests: int) -> list[int]:
 
 
 class DraftGraphs:
-    """Of one model; empty until `capture`, and where vLLM captures none.
+    """Of one model; empty until `capture`, where vLLM captures none, and in a process where a capture has failed.
 
     Args:
         model: whose passes these are.
         table_width: P, most pages of a request in the runner's block table.
     """
 
-    def __init__(self, model: PagedDraftModel, table_width: int) -> None:
+    failed = False
+
+    def __init__(self, model: Forward, table_width: int) -> None:
         self._model = model
         captured = model.vllm_config.compilation_config.cudagraph_capture_sizes
         self._sizes = graph_sizes(captured, model.runner.max_num_reqs)
@@ -68,7 +68,8 @@ class DraftGraphs:
         from vllm.config import CUDAGraphMode
 
         config = self._model.vllm_config.compilation_config
-        if config.cudagraph_mode == CUDAGraphMode.NONE or self._model.device.type != "cuda":
+        off = DraftGraphs.failed or config.cudagraph_mode == CUDAGraphMode.NONE
+        if off or self._model.device.type != "cuda":
             return
         if reason := self._why_not():
             logger.warning("freedraft: draft passes run without CUDA graphs (%s)", reason)
@@ -77,14 +78,16 @@ class DraftGraphs:
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
         from vllm.distributed.parallel_state import graph_capture
 
-        free, allowed = torch.cuda.mem_get_info()[0], monitor.cudagraph_capturing_enabled
+        allowed = monitor.cudagraph_capturing_enabled
         monitor.set_cudagraph_capturing_enabled(True)
         try:
+            free = torch.cuda.mem_get_info()[0]
             with self._model.ranks.together(), graph_capture(device=self._model.device):
                 self.record(passes, CUDAGraphWrapper)
         except Exception as error:
             logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
             self._graphs.clear()
+            DraftGraphs.failed = True
             return
         finally:
             monitor.set_cudagraph_capturing_enabled(allowed)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.draft_model import Drafted, DraftRound, Window
+from freedraft.draft_model import Drafted, DraftRound
+from freedraft.draft_pass import Window
+from freedraft.engines.vllm.draft_graphs import DraftGraphs
+from freedraft.engines.vllm.forward import Forward
 from freedraft.engines.vllm.kept_layers import KeptLayers
-from freedraft.engines.vllm.pages import Pages
-
-if TYPE_CHECKING:
-    from freedraft.engines.vllm.draft_model import PagedDraftModel
+from freedraft.engines.vllm.pages import BlockTables, Pages
 
 
 class DraftPass(NamedTuple):
@@ -24,21 +23,6 @@ class DraftPass(NamedTuple):
     layers: KeptLayers
     window: Window | None
     number: int
-
-
-class BlockTables(NamedTuple):
-    """What passes over some of a step's requests read and write.
-
-    Attributes:
-        key: which requests, through which window.
-        whole: int32 [R, P], blocks of their KV; read: int32 [R, P'], those that attention reads.
-        dropped: int64 [R], tokens of each that lie in between and are not read.
-    """
-
-    key: tuple[bytes, Window | None]
-    whole: torch.Tensor
-    read: torch.Tensor
-    dropped: NDArray[np.int64]
 
 
 class _Ready(NamedTuple):
@@ -56,15 +40,9 @@ class _Ready(NamedTuple):
     lengths_on_device: torch.Tensor
 
 
-class _Launched(NamedTuple):
-    """Passes on their way: float32 [N, R, 2K (+ 1)], see `KeptLayers.forward`, and their layers."""
-
-    outputs: torch.Tensor
-    layers: KeptLayers
-
-
 class PagedDraftRound(DraftRound):
-    """See `DraftModel.start`. What passes give comes to the host in one transfer.
+    """See `DraftModel.start`. What passes give is float32 [N, R, 2K (+ 1)], see `KeptLayers.forward`, and comes to the
+    host in one transfer.
 
     A window shortens what attention reads: the block tables, and the sequence lengths by what is left out. Positions
     stay, with which keys were rotated when they were written, and so do the slots that are written.
@@ -73,49 +51,42 @@ class PagedDraftRound(DraftRound):
         first: int64 [B], position of each request's root.
     """
 
-    def __init__(self, model: PagedDraftModel, pages: Pages, first: NDArray[np.int64], max_draft_len: int) -> None:
-        self.model, self.pages, self.first, self.max_draft_len = model, pages, first, max_draft_len
+    def __init__(
+        self,
+        model: Forward,
+        graphs: DraftGraphs | None,
+        draft_pass: DraftPass,
+        pages: Pages,
+        first: NDArray[np.int64],
+        max_draft_len: int,
+    ) -> None:
+        self.model, self.graphs, self.draft_pass, self.pages = model, graphs, draft_pass, pages
+        self.first, self.max_draft_len = first, max_draft_len
         self.tables: BlockTables | None = None
 
     @torch.inference_mode()
-    def launch(
-        self,
-        draft_pass: DraftPass,
-        rows: NDArray[np.intp],
-        tokens: NDArray[np.int32],
-        position: int | NDArray[np.int64],
-        count: int = 1,
-    ) -> _Launched:
+    def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> torch.Tensor:
         ranks = self.model.ranks
-        ranks.tell("run", draft_pass.number, rows, tokens, position, count)
-        ready = ranks.ready(lambda: self._ready(draft_pass, rows, tokens, position))
-        index = int(np.max(position))
+        ranks.tell("run", rows, tokens, position, count)
+        ready = ranks.ready(lambda: self._ready(rows, tokens, position))
         with ranks.together():
-            outputs = [self._output(draft_pass, ready, index)]
+            outputs = [self._output(ready, position)]
             for i in range(1, count):
                 ready = self._next(ready, outputs[-1][:, 0])
-                outputs.append(self._output(draft_pass, ready, index + i))
-            return _Launched(torch.stack(outputs), draft_pass.layers)
+                outputs.append(self._output(ready, position + i))
+            return torch.stack(outputs)
 
-    def read(self, launched: Sequence[_Launched]) -> list[Drafted]:
-        layers, outputs = launched[0].layers, [each.outputs for each in launched]
+    def read(self, launched: torch.Tensor) -> Drafted:
+        k, entropy = self.draft_pass.layers.top_k, self.draft_pass.layers.entropy
         with self.model.ranks.together():
-            values = (torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]).cpu().numpy()
-        k, ends = layers.top_k, np.cumsum([each.shape[1] for each in outputs])[:-1]
-        return [
-            Drafted(part[..., :k].astype(np.int32), part[..., k : 2 * k], part[..., 2 * k] if layers.entropy else None)
-            for part in np.split(values, ends, 1)
-        ]
+            values = launched.cpu().numpy()
+        return Drafted(
+            values[..., :k].astype(np.int32), values[..., k : 2 * k], values[..., 2 * k] if entropy else None
+        )
 
-    def _ready(
-        self,
-        draft_pass: DraftPass,
-        rows: NDArray[np.intp],
-        tokens: NDArray[np.int32],
-        position: int | NDArray[np.int64],
-    ) -> _Ready:
+    def _ready(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> _Ready:
         """What a pass reads and writes."""
-        positions, tables = self.first[rows] + position, self._tables(rows, draft_pass.window)
+        positions, tables = self.first[rows] + position, self._tables(rows)
         lengths = (positions + 1 - tables.dropped).astype(np.int32)
         inputs = self.model.tensor(np.stack((tokens, positions)))
         return _Ready(tables, inputs, self._slots(tables, inputs[1]), lengths, self.model.tensor(lengths))
@@ -134,17 +105,15 @@ class PagedDraftRound(DraftRound):
         size = self.pages.block_size
         return tables.whole.gather(1, (positions // size)[:, None])[:, 0].long() * size + positions % size
 
-    def _output(self, draft_pass: DraftPass, ready: _Ready, position: int) -> torch.Tensor:
+    def _output(self, ready: _Ready, position: int) -> torch.Tensor:
         """float32 [R, 2K (+ 1)], see `KeptLayers.forward`."""
-        model, n = self.model, len(ready.lengths)
-        if model.graphs is not None:
-            output = model.graphs.run(
-                draft_pass.layers, ready.tables, ready.inputs, ready.slots, ready.lengths_on_device
-            )
+        model, layers, n = self.model, self.draft_pass.layers, len(ready.lengths)
+        if self.graphs is not None:
+            output = self.graphs.run(layers, ready.tables, ready.inputs, ready.slots, ready.lengths_on_device)
             if output is not None:
                 return output
         eager: torch.Tensor = model.run(
-            draft_pass.layers,
+            layers,
             ready.inputs[0],
             positions=ready.inputs[1],
             slots=ready.slots,
@@ -156,9 +125,9 @@ class PagedDraftRound(DraftRound):
         )
         return eager
 
-    def _tables(self, rows: NDArray[np.intp], window: Window | None) -> BlockTables:
-        """Of these requests, made again only when they or the window change."""
-        key = rows.tobytes(), window
+    def _tables(self, rows: NDArray[np.intp]) -> BlockTables:
+        """Of these requests, made again only when they change."""
+        key, window = rows.tobytes(), self.draft_pass.window
         if self.tables is None or self.tables.key != key:
             batch_rows, table = self.pages.rows[rows], self.pages.table
             first_rows = np.array_equal(batch_rows, np.arange(len(batch_rows)))

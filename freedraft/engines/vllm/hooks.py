@@ -54,25 +54,13 @@ MODEL_HOOKS = (
     Hook("vllm.compilation.backends", "set_model_tag", parameters=("tag",), purpose="compiled draft passes"),
 )  # fmt: skip
 
-# Needed besides to calibrate in the engine.
-CALIBRATION_HOOKS = (
-    Hook("vllm.LLM", "generate", parameters=("prompts", "sampling_params"), purpose="calibration"),
-    Hook("vllm.v1.core.block_pool.BlockPool", "get_new_blocks", parameters=("num_blocks",), purpose="calibration"),
-    Hook("vllm.v1.core.block_pool.BlockPool", "free_blocks", parameters=("ordered_blocks",), purpose="calibration"),
-    Hook("vllm.v1.core.block_pool.BlockPool", "get_num_free_blocks", purpose="calibration"),
-)  # fmt: skip
+# By which one module is left out of compilation ahead of time (vLLM 0.33).
+AOT_SWITCH = Hook("vllm.compilation.decorators", "support_torch_compile", parameters=("use_aot_compile",))
 
 # Needed besides to tell tenants apart.
 TENANT_HOOKS = (
     Hook("vllm.v1.core.sched.output.NewRequestData", "from_request", purpose="tenants of live datastores"),
     Hook("vllm.v1.request.Request", "__init__", parameters=("cache_salt",), purpose="tenants of live datastores"),
-)  # fmt: skip
-
-# Needed besides to recycle logits.
-LOGITS_HOOKS = (
-    Hook("vllm.v1.worker.gpu_model_runner.GPUModelRunner", "_sample", parameters=("logits", "spec_decode_metadata"),
-         purpose="recycled logits"),
-    Hook("vllm.v1.spec_decode.metadata.SpecDecodeMetadata", fields=("num_draft_tokens",), purpose="recycled logits"),
 )  # fmt: skip
 
 # Needed besides for full CUDA graphs at every step of V1.
@@ -111,6 +99,8 @@ GRAPH_MEMORY_HOOKS = (
 SCHEDULER_HOOKS = (
     Hook("vllm.v1.core.sched.scheduler.Scheduler", "update_from_output", parameters=("scheduler_output",
          "model_runner_output"), purpose="draft lengths in model runner V2"),
+    Hook("vllm.v1.core.sched.scheduler", "Scheduler", assigned=("dynamic_sd_lookup",),
+         purpose="draft lengths in model runner V2"),
     Hook("vllm.config.VllmConfig", "_maybe_disable_dynamic_sd_for_data_parallel", purpose="draft lengths of replicas"),
 )  # fmt: skip
 
@@ -126,8 +116,19 @@ V2_HOOKS = (
     Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "shutdown", purpose="an end in model runner V2"),
     Hook("vllm.v1.worker.gpu.cudagraph_utils", "build_dynamic_sd_schedule_lookup", parameters=("vllm_max_batch_size",),
          purpose="CUDA graphs of all draft lengths in model runner V2"),
-    Hook("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor", purpose="tokens in the host's memory"),
-    Hook("vllm.v1.worker.gpu.block_table", "BlockTables", purpose="draft passes in model runner V2"),
+    Hook("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", assigned=("speculator", "rejection_sampler",
+         "block_tables", "attn_groups", "kv_cache_config", "max_num_reqs", "max_model_len", "device"),
+         purpose="drafting in model runner V2"),
+    Hook("vllm.v1.worker.gpu.states", "RequestState", assigned=("max_num_reqs", "req_id_to_index", "all_token_ids",
+         "total_len", "prefill_len", "prompt_len"), purpose="tokens of each request in model runner V2"),
+    Hook("vllm.v1.worker.gpu.async_utils", "AsyncOutput", assigned=("model_runner_output",),
+         purpose="draft lengths in model runner V2"),
+    Hook("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor", parameters=("size", "dtype", "device",
+         "uva_instead_of_gpu"), assigned=("gpu",), purpose="tokens in the host's memory"),
+    Hook("vllm.v1.worker.gpu.buffer_utils", "UvaBackedTensor", assigned=("np", "gpu"),
+         purpose="tokens in the host's memory"),
+    Hook("vllm.v1.worker.gpu.block_table", "BlockTables", assigned=("block_tables", "num_blocks", "block_sizes"),
+         purpose="draft passes in model runner V2"),
     Hook("vllm.v1.worker.worker_base.WorkerBase", "__init__", parameters=("vllm_config",),
          purpose="drafting in model runner V2"),
     Hook("vllm.v1.worker.gpu.spec_decode.ngram.speculator", "NgramGPUSpeculator",
@@ -140,15 +141,15 @@ V2_HOOKS = (
     Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "add_requests", parameters=("scheduler_output",),
          purpose="start of requests in model runner V2"),
     Hook("vllm.v1.worker.gpu.input_batch.InputBatch", fields=("req_ids", "num_reqs", "idx_mapping", "idx_mapping_np",
-         "num_draft_tokens_per_req", "num_tokens", "has_prefill", "seq_lens_cpu_upper_bound"),
+         "num_draft_tokens_per_req", "num_tokens", "has_prefill", "seq_lens_cpu_upper_bound", "query_start_loc_np"),
          purpose="steps in model runner V2"),
     Hook("vllm.v1.core.sched.output.NewRequestData", fields=("prefill_token_ids", "sampling_params"),
          purpose="start of requests in model runner V2"),
-    Hook("vllm.v1.core.sched.output.SchedulerOutput", fields=("preempted_req_ids",),
+    Hook("vllm.v1.core.sched.output.SchedulerOutput", fields=("preempted_req_ids", "total_num_scheduled_tokens"),
          purpose="end of requests in model runner V2"),
 )  # fmt: skip
 
-# Needed besides to recycle logits there.
+# Needed besides to recycle logits.
 V2_LOGITS_HOOKS = (
     Hook("vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler", "__call__",
          parameters=("logits", "input_batch"), purpose="recycled logits in model runner V2"),
@@ -162,7 +163,16 @@ V2_TREE_HOOKS = (
     Hook("vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler", "_verify", parameters=("logits",
          "draft_sampled", "pos", "cu_num_logits", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping",
          "expanded_local_pos", "seq_lens_upper_bound_np"), purpose="draft trees in model runner V2"),
+    Hook("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "RejectionSampler", assigned=("sampler",),
+         purpose="draft trees in model runner V2"),
     Hook("vllm.v1.worker.gpu.model_runner.GPUModelRunner", "prepare_attn", parameters=("input_batch",),
+         purpose="draft trees in model runner V2"),
+    Hook("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", assigned=("kv_caches", "cudagraph_manager", "sampler",
+         "model_state", "dcp_size", "pcp_manager", "ubatch_runner", "batch_sharder", "is_encoder_decoder",
+         "fast_prefill"), purpose="draft trees in model runner V2"),
+    Hook("vllm.v1.worker.gpu.sample.sampler", "Sampler", assigned=("sampling_states", "logits_processors",
+         "trace_replay_state", "return_sampling_mask"), purpose="draft trees in model runner V2"),
+    Hook("vllm.v1.worker.gpu.sample.states", "SamplingStates", assigned=("temperature", "seeds"),
          purpose="draft trees in model runner V2"),
     Hook("vllm.v1.worker.gpu.sample.sampler.Sampler", "apply_sampling_params", parameters=("logits",
          "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos",
@@ -186,16 +196,7 @@ V2_TREE_HOOKS = (
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # What drafting does without, where it is not there.
-OPTIONAL_HOOKS = (
-    TENANT_HOOKS
-    + CALIBRATION_HOOKS
-    + GRAPH_HOOKS
-    + DRAFT_GRAPH_HOOKS
-    + GRAPH_MEMORY_HOOKS
-    + LOGITS_HOOKS
-    + V2_HOOKS
-    + V2_TREE_HOOKS
-)
+OPTIONAL_HOOKS = TENANT_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + V2_HOOKS + V2_TREE_HOOKS
 
 
 def setting() -> str:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
+
+from freedraft.engines.vllm.hooks import AOT_SWITCH
 
 # Families whose decoder layers are known to be such blocks. Others may look the same and scale a residual, say.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -102,7 +104,7 @@ class KeptLayers(nn.Module):
     Must be called in vLLM's forward context, with attention metadata of one query token per request.
 
     Args:
-        kept: (layer, "attention" or "mlp") of each sublayer that is not skipped, in order.
+        skipped: see `Recipe.bits`.
         top_k: K, how many of the most likely tokens a pass returns.
         entropy: whether it returns the entropy of the distribution.
     """
@@ -110,14 +112,13 @@ class KeptLayers(nn.Module):
     backbone: Backbone
     sublayers: list[tuple[Any, Any, bool]]
 
-    def __init__(self, backbone: Backbone, kept: Sequence[tuple[int, str]], top_k: int, entropy: bool) -> None:
+    def __init__(self, backbone: Backbone, skipped: tuple[bool, ...], top_k: int, entropy: bool) -> None:
         super().__init__()
         sublayers = []
-        for index, kind in kept:
-            layer = backbone.layers[index]
-            if kind == "attention":
+        for index, layer in enumerate(backbone.layers):
+            if not skipped[2 * index]:
                 sublayers.append((layer.input_layernorm, layer.self_attn, True))
-            else:
+            if not skipped[2 * index + 1]:
                 sublayers.append((layer.post_attention_layernorm, layer.mlp, False))
         hide = object.__setattr__  # past nn.Module, which would register them as children
         hide(self, "backbone", backbone)
@@ -164,9 +165,7 @@ class KeptLayers(nn.Module):
         return torch.cat(parts, 1)
 
 
-def compiled(
-    vllm_config: Any, backbone: Backbone, kept: Sequence[tuple[int, str]], top_k: int, entropy: bool
-) -> KeptLayers:
+def compiled(vllm_config: Any, backbone: Backbone, skipped: tuple[bool, ...], top_k: int, entropy: bool) -> KeptLayers:
     """`KeptLayers`, compiled with vLLM's own machinery where the engine compiles; eager where it does not.
 
     Compiling takes about as long as the target's own did. Attention stays what it is: vLLM's compiled graphs look up
@@ -178,9 +177,9 @@ def compiled(
     from vllm.forward_context import set_forward_context
 
     if vllm_config.compilation_config.mode in (None, CompilationMode.NONE, CompilationMode.STOCK_TORCH_COMPILE):
-        return KeptLayers(backbone, kept, top_k, entropy).eval()
+        return KeptLayers(backbone, skipped, top_k, entropy).eval()
     # vLLM's caches know a compiled function by its qualified name and first line, and a graph by the model's tag.
-    key = hashlib.sha256(repr((tuple(kept), top_k, entropy)).encode()).hexdigest()[:12]
+    key = hashlib.sha256(repr((skipped, top_k, entropy)).encode()).hexdigest()[:12]
     name = f"KeptLayers_{key}"
 
     def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -191,9 +190,11 @@ def compiled(
     forward.__code__ = forward.__code__.replace(co_name=f"forward_{key}")
 
     def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
-        KeptLayers.__init__(self, backbone, kept, top_k, entropy)
+        KeptLayers.__init__(self, backbone, skipped, top_k, entropy)
 
-    kind: Any = support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0})(
+    # A pass is no model of its own, which AOT compilation would save and load. Before vLLM 0.33, see `methods`.
+    aot: dict[str, Any] = {} if AOT_SWITCH.problem() else {"use_aot_compile": False}
+    kind: Any = support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0}, **aot)(
         type(name, (KeptLayers,), {"forward": forward, "__init__": init, "__qualname__": name})
     )
     device = backbone.norm.weight.device

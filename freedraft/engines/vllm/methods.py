@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.batch_lengths import candidate_lengths
 from freedraft.engines.hooks import Hook, check
+from freedraft.engines.vllm.configured import ADAPTIVE, ATTRIBUTE, SCHEDULE, Configured, configured
 from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
 from freedraft.engines.vllm.fixes import apply_fixes
-from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks
+from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks, check_states
 from freedraft.engines.vllm.hooks import (
+    AOT_SWITCH,
     CONFIG_HOOKS,
     MODEL_HOOKS,
     RUNNER_HOOKS,
@@ -34,11 +36,11 @@ from freedraft.engines.vllm.hooks import (
 from freedraft.engines.vllm.lookahead_slots import reserve_slots
 from freedraft.engines.vllm.patching import share_logging, wrap_once
 from freedraft.engines.vllm.v2.lengths import receive_lengths
-from freedraft.method import METHODS, EngineContext, MethodSpec
+from freedraft.method import METHODS, MethodSpec
+from freedraft.step import EngineContext
 
 logger = logging.getLogger(__name__)
 
-ATTRIBUTE = "_freedraft"
 PROPOSER = "freedraft.engines.vllm.v1.runner.MethodProposer"
 V2_METHOD = "ngram_gpu"  # one that model runner V2 and async scheduling know; its speculator becomes ours
 ENGINE_METHOD: dict[bool, dict[str, Any]] = {
@@ -48,26 +50,10 @@ ENGINE_METHOD: dict[bool, dict[str, Any]] = {
 """What vLLM is told instead of a method of ours: on V1, and on V2."""
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
-ADAPTIVE = "enable_adaptive_verification"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
-SCHEDULE = "num_speculative_tokens_per_batch_size"
-ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, "rejection_sample_method")
-
-
-@dataclass(frozen=True)
-class Configured:
-    """What a SpeculativeConfig carries of ours.
-
-    Attributes:
-        name: of the method; options: as the user gave them.
-        lengths: draft tokens per request that model runner V2 chooses from while serving; none where it does not.
-        graph_mode_given: whether the user has chosen a mode of CUDA graphs.
-    """
-
-    name: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    lengths: tuple[int, ...] = ()
-    graph_mode_given: bool = False
+VERIFICATION = "rejection_sample_method"
+ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, VERIFICATION)
+LOSSY = ("fly", "synthetic")  # of vLLM's verifications
 
 
 def register(spec: MethodSpec) -> bool:
@@ -92,6 +78,8 @@ def register(spec: MethodSpec) -> bool:
     wrap_once(EngineArgs, "create_engine_config", _with_the_rest)
     if not check(SCHEDULER_HOOKS):
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_lengths_of_replicas)
+    if hasattr(VllmConfig, "_maybe_disable_dynamic_sd_for_v1"):
+        wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_v1", _keep_lengths_on_v1)
     if HAS_TRITON:
         from vllm.v1.worker.worker_base import WorkerBase
 
@@ -112,11 +100,6 @@ def _in_worker(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, vllm_config, *args, **kwargs)
 
     return __init__
-
-
-def configured(vllm_config: Any) -> Configured:
-    """What `create_speculative_config` has passed on; name "" where the method is not ours."""
-    return getattr(getattr(vllm_config, "speculative_config", None), ATTRIBUTE, Configured())
 
 
 def _runs_model(vllm_config: Any) -> bool:
@@ -156,7 +139,7 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             model_config = kwargs.get("target_model_config", args[0] if args else None)
             context = context_of_arguments(self, model_config, config[K], candidate_lengths(config[K]) if v2 else None)
-            _check(self, spec, options, model_config, context)
+            _check(self, spec, options, model_config, context, v2)
             learnt = tuple[int, ...]()
             if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
                 # vLLM decides by the batch's size how much a step verifies, before it is drafted.
@@ -165,6 +148,8 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
                     config[SCHEDULE], learnt = schedule
         except ConfigError as error:
             _stop(error)
+        if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
+            os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
         with _rewritten(self, config):
             made = original(self, *args, **kwargs)
         given = options.model_dump(mode="json", exclude_none=True)
@@ -207,6 +192,16 @@ def _keep_lengths_of_replicas(original: Callable[..., Any]) -> Callable[..., Any
         original(self)
         if ours.lengths and getattr(self.speculative_config, SCHEDULE) is None:
             setattr(self.speculative_config, ATTRIBUTE, dataclasses.replace(ours, lengths=()))
+
+    return disable
+
+
+def _keep_lengths_on_v1(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM 0.33 takes them away from proposers on V1 that it does not know. Ours draft no more than is scheduled."""
+
+    def disable(self: Any) -> None:
+        if configured(self).name not in METHODS:
+            original(self)
 
     return disable
 
@@ -304,15 +299,20 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
         raise ConfigError(
             f"{source}: option '{K}' must be a whole number from 1 to {MAX_DRAFT_TOKENS}, not {tokens!r}: try 8"
         )
+    if config.get(VERIFICATION) in LOSSY:
+        raise ConfigError(
+            f"{source}: '{VERIFICATION}' '{config[VERIFICATION]}' accepts other tokens than the model's: leave it out"
+        )
     return config, option_type.read(flags)
 
 
 def _check(
-    engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, context: EngineContext
+    engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, context: EngineContext, v2: bool
 ) -> None:
     """Raises ConfigError for what would fail when the engine has started."""
     try:
         check_ranks(engine_args)
+        check_states(model_config, v2=v2)
         if spec.runs_model:
             check_engine(engine_args)
             check_model(model_config)

@@ -24,6 +24,21 @@ class Pages(NamedTuple):
     block_size: int
 
 
+class BlockTables(NamedTuple):
+    """What passes over some of a step's requests read and write.
+
+    Attributes:
+        key: which requests.
+        whole: int32 [R, P], blocks of their KV; read: int32 [R, P'], those that attention reads.
+        dropped: int64 [R], tokens of each that lie in between and are not read.
+    """
+
+    key: bytes
+    whole: torch.Tensor
+    read: torch.Tensor
+    dropped: NDArray[np.int64]
+
+
 class StepState(Protocol):
     """`Step.engine` of vLLM's model runners."""
 

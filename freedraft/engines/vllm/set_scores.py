@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.draft_model import MatchnessScorer, Recipe, T, Visit
+from freedraft.draft_model import MatchnessScorer, T, Visit
+from freedraft.draft_pass import Recipe
 from freedraft.engines.many_sets import SETS, forward, run_sublayer, sublayers_of
+from freedraft.engines.vllm.forward import Forward
 from freedraft.engines.vllm.pages import StepState
-from freedraft.method import Step
-
-if TYPE_CHECKING:
-    from freedraft.engines.vllm.draft_model import PagedDraftModel
+from freedraft.step import Step
 
 NO_SLOT = -1
 """What the KV kernels take for "write nothing"."""
@@ -30,7 +29,7 @@ class SetScores(MatchnessScorer):
     would be the draft's; all else is as there.
     """
 
-    def __init__(self, model: PagedDraftModel, window: int) -> None:
+    def __init__(self, model: Forward, window: int) -> None:
         self.model = model
         self.window = window
         # Recipes are to a pass what requests are to a step of the engine.

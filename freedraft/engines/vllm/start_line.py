@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from freedraft.engines.start_line import start_line as put_together
+from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.hooks import TESTED_VERSIONS, vllm_version
-from freedraft.engines.vllm.methods import configured
 
 
 def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:

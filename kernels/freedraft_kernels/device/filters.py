@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from freedraft_kernels.device.verification import weight
-from freedraft_kernels.verification import WEIGHT_ONE
+from freedraft_kernels.draws import WEIGHT_ONE
 
 _BLOCK = 4096
 

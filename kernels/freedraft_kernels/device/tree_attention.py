@@ -96,7 +96,7 @@ def tree_attention_kernel(
         v_at = page * values_page_stride + (at % PAGE) * values_token_stride + kv_head * values_head_stride
         k = tl.load(keys + k_at[None, :] + dim[:, None], known[None, :] & inside[:, None], 0.0)
         v = tl.load(values + v_at[:, None] + dim[None, :], known[:, None] & inside[None, :], 0.0)
-        scores = tl.dot(q, k) * scale
+        scores = tl.dot(q, k, input_precision="ieee") * scale  # of float32; else a GPU rounds it to TF32
         if (tile + 1) * TILE > shortest:
             behind = at[None, :] - prefix[:, None]
             bit = (named[:, None] >> tl.minimum(tl.maximum(behind, 0), 63).to(tl.int64)) & 1
@@ -107,7 +107,7 @@ def tree_attention_kernel(
         weights = tl.exp(scores - base[:, None])
         shrink = tl.exp(highest - base)
         total = total * shrink + tl.sum(weights, 1)
-        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = higher
     if SEGMENTS == 1:
         result = sums / total[:, None]
@@ -176,7 +176,10 @@ def launch_tree_attention(
     requests, kv_heads = queries.seq_lens.shape[0], keys.shape[2]
     group, size_block = heads // kv_heads, max(16, triton.next_power_of_2(size))
     row_bytes = size_block * query.element_size()
-    rows = min(64 if row_bytes <= 512 else 16, max(16, triton.next_power_of_2(max_queries * group)))
+    needed = max(16, triton.next_power_of_2(max_queries * group))
+    narrow = row_bytes <= 256
+    wide = narrow and needed >= 64 and (segments > 1 or needed == 64)  # else smaller blocks took less time on an H200
+    rows = min(needed, 128 if wide else 64 if row_bytes <= 512 else 16)
     results = requests * max_queries * heads * segments
     if segments > 1 and scratch is None:
         scratch = torch.empty(results * (size + 2), dtype=torch.float32, device=query.device)
@@ -207,9 +210,9 @@ def launch_tree_attention(
         GROUP=group,
         PAGE=keys.shape[1],
         ROWS=rows,
-        TILE=32,
+        TILE=64 if wide else 32,
         num_warps=4,
-        num_stages=2 if row_bytes <= 256 else 1,
+        num_stages=2 if narrow else 1,
         **shape,
     )
     if segments > 1:

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from freedraft_kernels.device.draws import draw, scale
+from freedraft_kernels.draws import WEIGHT_ONE
 from freedraft_kernels.tree import TreeBatch
-from freedraft_kernels.verification import WEIGHT_ONE
 
 _ONE = tl.constexpr(WEIGHT_ONE)
 _VOCAB_BLOCK = 1024

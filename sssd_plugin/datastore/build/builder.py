@@ -11,10 +11,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.build.memory import DEFAULT_MEMORY, resident_bytes, sub_index_limit
+from sssd_plugin.datastore.build.memory import DEFAULT_MEMORY, SORT_BYTES, resident_bytes, sub_index_memory
 from sssd_plugin.datastore.build.publish import AtomicPublish
 from sssd_plugin.datastore.build.sorting import Sorter
-from sssd_plugin.datastore.build.sources import check_ids
 from sssd_plugin.datastore.disk.checksum import ChecksummedFile, FileEntry
 from sssd_plugin.datastore.disk.format import (
     MANIFEST,
@@ -27,9 +26,12 @@ from sssd_plugin.datastore.disk.format import (
 )
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, direct_buckets
+from sssd_plugin.datastore.index.sub_index import PADDING, SEPARATOR, direct_buckets
 
-_BUFFER_TOKENS = 1 << 20
+MAX_SUB_INDEX_TOKENS = 1 << 29
+"""papers/sssd.txt 3.1.3: 512 Mi tokens per sub-index."""
+MIN_SUB_INDEX_TOKENS = 64
+_PART_TOKENS = 1 << 20
 
 
 class StoreBuilder:
@@ -47,7 +49,7 @@ class StoreBuilder:
             grows. By default 2 GiB more than it holds.
         sub_index_tokens: largest sub-index whatever the memory; at most 512 Mi.
         replace: whether a datastore at `target` may be replaced.
-        on_phase: called with what goes on, in words: reading, or sorting a sub-index.
+        on_phase: called with what goes on, in words: reading, or sorting sub-indices.
         sorter: where sub-indices are sorted; None for this process. Closed when the build ends.
 
     Raises:
@@ -68,14 +70,14 @@ class StoreBuilder:
     ) -> None:
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise DatastoreError(f"the vocabulary size must be from 1 to {MAX_VOCAB_SIZE}, not {vocab_size}")
+        limits = MIN_SUB_INDEX_TOKENS, MAX_SUB_INDEX_TOKENS
+        if sub_index_tokens is not None and not limits[0] <= sub_index_tokens <= limits[1]:
+            raise DatastoreError(f"--sub-index-tokens must be from {limits[0]} to {limits[1]}, not {sub_index_tokens}")
         self._vocab_size, self._tokenizer, self._on_phase = vocab_size, tokenizer, on_phase
-        memory = resident_bytes() + DEFAULT_MEMORY if memory is None else memory
         self._sorter = sorter or Sorter()
-        self._limit = sub_index_limit(
-            memory, sub_index_tokens, sorts=self._sorter.in_memory, each=self._sorter.process_bytes
-        )
-        self._buffer = np.empty(_BUFFER_TOKENS, np.int32)
-        self._buffered = 0
+        memory = resident_bytes() + DEFAULT_MEMORY if memory is None else memory
+        self._memory = sub_index_memory(memory, sorts=self._sorter.in_memory, each=self._sorter.process_bytes)
+        self._limit = min(self._memory // SORT_BYTES, sub_index_tokens or MAX_SUB_INDEX_TOKENS)
         self._closed: list[tuple[SubIndexEntry, Future[dict[Role, FileEntry]]]] = []
         self._open: _OpenSubIndex | None = None
         self._finished = False
@@ -92,19 +94,24 @@ class StoreBuilder:
             raise DatastoreError(
                 f"token ids must be a one-dimensional integer array, not {tokens.dtype} {tokens.shape}"
             )
-        for start in range(0, len(tokens), _BUFFER_TOKENS):
-            part = tokens[start : start + _BUFFER_TOKENS]
-            check_ids(part, self._vocab_size)
-            if self._buffered + len(part) > _BUFFER_TOKENS:
-                self._flush()
-            self._buffer[self._buffered : self._buffered + len(part)] = part
-            self._buffered += len(part)
-
-    @property
-    def n_tokens(self) -> int:
-        """The tokens so far, separators and what is still buffered included."""
-        done = sum(entry.n_tokens + entry.n_documents for entry, _ in self._closed)
-        return done + (self._open.length if self._open else 0) + self._buffered
+        for start in range(0, len(tokens), _PART_TOKENS):
+            part = tokens[start : start + _PART_TOKENS]
+            low, high = int(part.min()), int(part.max())
+            if low < SEPARATOR or high >= self._vocab_size:
+                raise DatastoreError(
+                    f"token id {low if low < SEPARATOR else high} is outside the vocabulary of {self._vocab_size}: "
+                    f"give the tokenizer that made these ids, or a larger --vocab-size"
+                )
+            rest = part.astype("<i4")
+            while len(rest):
+                if self._open is None:
+                    if (rest == SEPARATOR).all():
+                        break
+                    folder = self._publish.path / f"{len(self._closed):04d}-{secrets.token_hex(4)}"
+                    self._open = _OpenSubIndex(folder, self._limit)
+                rest = self._open.append(rest)
+                if len(rest):
+                    self._close_sub_index()
 
     def finish(self) -> Manifest:
         """End the last document, sort what is left and publish the store.
@@ -112,7 +119,6 @@ class StoreBuilder:
         Raises:
             DatastoreError: nothing was added; the target was made by someone else meanwhile; a full disk.
         """
-        self._flush()
         self._close_sub_index()
         if not self._closed:
             raise DatastoreError(f"nothing to store in {self._publish.target}: the inputs hold no tokens")
@@ -135,42 +141,25 @@ class StoreBuilder:
                 self._open.file.__exit__()
             self._publish.discard()
 
-    def _flush(self) -> None:
-        tokens, self._buffered = self._buffer[: self._buffered], 0
-        while len(tokens):
-            if self._open is None:
-                if (tokens == SEPARATOR).all():
-                    return
-                name = f"{len(self._closed):04d}-{secrets.token_hex(4)}"
-                self._open = _OpenSubIndex(self._publish.path / name, self._limit)
-            tokens = self._open.append(tokens)
-            if len(tokens):
-                self._close_sub_index()
-
     def _close_sub_index(self) -> None:
         if self._open is None:
             return
         self._await_sorting(max(0, self._sorter.beside - 1))
         entry = self._open.close()
-        ends = np.array([self._open.length])
-        self._closed.append((entry, self._sorter.sort(self._open.folder, ends, direct_buckets(self._vocab_size))))
+        order = self._sorter.sort(self._open.folder, direct_buckets(self._vocab_size), self._memory)
+        self._closed.append((entry, order))
         self._open = None
         self._await_sorting(self._sorter.beside)
         self._on_phase("reading")
 
     def _await_sorting(self, max_sorting: int) -> None:
-        """Wait until at most so many sub-indices are being sorted; raises what went wrong with one."""
-        while True:
-            pending = {number: order for number, (_, order) in enumerate(self._closed, 1) if not order.done()}
-            for _, order in self._closed:
-                if order.done():
-                    order.result()
-            if len(pending) <= max_sorting:
-                return
-            length = sum(self._closed[number - 1][0].n_tokens for number in pending)
-            which = f"sub-index {min(pending)}" if len(pending) == 1 else f"{len(pending)} sub-indices"
-            self._on_phase(f"sorting {which} ({length / 1e6:.1f} M tokens)")
-            wait(pending.values(), return_when=FIRST_COMPLETED)
+        """Wait until at most `max_sorting` sub-indices are being sorted; raises what went wrong with one."""
+        while len(pending := [order for _, order in self._closed if not order.done()]) > max_sorting:
+            self._on_phase(f"sorting {len(pending)} of {len(self._closed)} sub-indices")
+            wait(pending, return_when=FIRST_COMPLETED)
+        for _, order in self._closed:
+            if order.done():
+                order.result()
 
 
 class _OpenSubIndex:
@@ -182,34 +171,29 @@ class _OpenSubIndex:
             folder.mkdir(mode=0o700)
         self.file = ChecksummedFile(folder / file_name("tokens"))
         self.length = self.n_documents = 0
-        self.max_token = SEPARATOR
-        self.at_boundary = True
+        self.max_token = self.last = SEPARATOR
 
     def append(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Take as many of `tokens` (int32) as fit; returns the rest, for the next sub-index."""
-        empty = tokens == SEPARATOR  # then: that ends a document without tokens
-        empty[1:] &= empty[:-1].copy()
-        empty[0] &= self.at_boundary
-        tokens = tokens[~empty] if empty.any() else tokens
+        ends = tokens == SEPARATOR
+        tokens = tokens[~(ends & np.append(self.last == SEPARATOR, ends[:-1]))]  # no documents without tokens
         # One place is kept for the separator that closes a document cut here.
         taken = tokens[: self.limit - 1 - self.length]
         self._take(taken)
         return tokens[len(taken) :]
 
     def _take(self, tokens: NDArray[np.int32]) -> None:
-        if not len(tokens):
-            return
-        self.file.write(np.ascontiguousarray(tokens, "<i4"))
-        self.length += len(tokens)
-        self.n_documents += int(np.count_nonzero(tokens == SEPARATOR))
-        self.max_token = max(self.max_token, int(tokens.max()))
-        self.at_boundary = bool(tokens[-1] == SEPARATOR)
+        if len(tokens):
+            self.file.write(tokens)
+            self.length += len(tokens)
+            self.n_documents += int(np.count_nonzero(tokens == SEPARATOR))
+            self.max_token, self.last = max(self.max_token, int(tokens.max())), int(tokens[-1])
 
     def close(self) -> SubIndexEntry:
         """End the document and write the tokens."""
-        if not self.at_boundary:
-            self._take(np.array([SEPARATOR], np.int32))
-        self.file.write(np.full(PAD, SEPARATOR, "<i4"))
+        if self.last != SEPARATOR:
+            self._take(PADDING[:1])
+        self.file.write(PADDING)
         return SubIndexEntry(
             name=self.folder.name,
             n_tokens=self.length - self.n_documents,
@@ -227,17 +211,14 @@ def merge_stores(out: Path, stores: Sequence[Path], *, memory: int | None = None
             written.
     """
     opened = [Datastore.open(path) for path in stores]
-    makers = [store.manifest.tokenizer for store in opened if store.manifest.tokenizer is not None]
-    for maker in makers:
-        if maker.fingerprint != makers[0].fingerprint:
-            names = f"{makers[0].name}, {maker.name}"
-            raise DatastoreError(
-                f"the stores were built with different tokenizers ({names}): merge only stores of one tokenizer"
-            )
-    if makers and len(makers) < len(opened):
-        raise DatastoreError("some of the stores do not record their tokenizer: merge only stores of one tokenizer")
-    vocab_size, tokenizer = max(store.manifest.vocab_size for store in opened), makers[0] if makers else None
-    with StoreBuilder(out, vocab_size=vocab_size, tokenizer=tokenizer, memory=memory, replace=replace) as builder:
+    tokenizers = [store.manifest.tokenizer for store in opened]
+    names = {entry.fingerprint: entry.name for entry in tokenizers if entry}
+    if len(names) > 1 or (names and None in tokenizers):
+        different = f"the stores were built with different tokenizers ({', '.join(names.values())})"
+        wrong = different if len(names) > 1 else "some of the stores do not record their tokenizer"
+        raise DatastoreError(f"{wrong}: merge only stores of one tokenizer")
+    vocab_size = max(store.manifest.vocab_size for store in opened)
+    with StoreBuilder(out, vocab_size=vocab_size, tokenizer=tokenizers[0], memory=memory, replace=replace) as builder:
         for store in opened:
             for sub in store.snapshot.sub_indices:
                 builder.append(sub.tokens[: sub.n])

@@ -8,35 +8,35 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from freedraft.files import FileLock, write_all, write_json_atomically
-from sssd_plugin.datastore.build.sources import Input, Piece, check_ids, read_pieces, tokenize
+from sssd_plugin.datastore.build.sources import Block, Input, read_pieces, tokenize
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CHECKPOINT_SECONDS = 5.0
-_BLOCK = 1 << 20
+_BLOCK_TOKENS = 1 << 20
 
 
 class BuildCheckpoint:
-    """Tokens read so far and how far that is, on disk.
-
-    Tokenising takes most of a build, so that is what is not done twice; sorting starts from the kept tokens.
+    """Tokens read so far and how far that is, on disk: tokenising, which takes most of a build, is not done twice.
 
     Args:
         target: the store to be; the checkpoint is its hidden sibling.
         inputs, fields: what is read.
         tokenizer: fingerprint, or none.
         vocab_size: ids are below it.
+
+    Attributes:
+        n_tokens: kept, separators included.
 
     Raises:
         DatastoreError: another build uses the checkpoint, or the disk refuses.
@@ -45,88 +45,57 @@ class BuildCheckpoint:
     def __init__(
         self, target: Path, inputs: Sequence[Input], fields: Sequence[str], tokenizer: str | None, vocab_size: int
     ) -> None:
-        self._inputs, self._fields, self._vocab_size = inputs, fields, vocab_size
+        self._inputs, self._fields = inputs, fields
         target = target.resolve()
         self.folder = target.parent / f".{target.name}.resume"
-        self._tokens = self.folder / "tokens.i32"
-        self._progress = self.folder / "progress.json"
+        self._tokens, self._progress = self.folder / "tokens.i32", self.folder / "progress.json"
         # Other files, or the same ones changed since, or another tokenizer: another build, which begins anew.
         files = [[str(i.path.resolve()), i.kind, i.size, i.path.stat().st_mtime_ns] for i in inputs]
-        described = [files, list(fields), tokenizer, vocab_size]
-        self._key = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        self._key = hashlib.sha256(json.dumps([files, list(fields), tokenizer, vocab_size]).encode()).hexdigest()
         with reporting("write", self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 self._lock = FileLock(self.folder)
             except BlockingIOError:
                 raise DatastoreError(f"another build uses {self.folder}: wait for it, or choose another path") from None
-        self.pieces = self.size = self.n_bytes = 0
-        self.done = False
+        self._pieces = self.n_tokens = self._n_bytes = 0
+        self._done = False
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             progress = json.loads(self._progress.read_bytes())
             if progress["key"] == self._key and self._tokens.stat().st_size >= int(progress["size"]):
-                self.pieces, self.size, self.n_bytes = (int(progress[k]) for k in ("pieces", "size", "n_bytes"))
-                self.done = bool(progress["done"])
+                self._pieces, self._n_bytes, size = (int(progress[k]) for k in ("pieces", "n_bytes", "size"))
+                self.n_tokens, self._done = size // 4, bool(progress["done"])
 
-    @property
-    def n_tokens(self) -> int:
-        """Tokens kept, separators included."""
-        return self.size // 4
-
-    def fill(self, tokenizer: Tokenizer | None, on_read: Callable[[int], None] = lambda n_bytes: None) -> None:
-        """Read what is missing.
-
-        Args:
-            on_read: called with the input bytes of each batch.
+    def blocks(self, tokenizer: Tokenizer | None) -> Iterator[Block]:
+        """Yield the kept tokens, then read on, and keep each block that the caller has taken without an error.
 
         Raises:
-            DatastoreError: see `sources`; an id outside the vocabulary; a full disk.
+            DatastoreError: see `sources`; a full disk.
         """
-        if self.done:
-            return
-        pulled = consumed = 0
-        saved = time.monotonic()
-
-        def counted(pieces: Iterable[Piece]) -> Iterator[Piece]:
-            nonlocal pulled
-            for piece in pieces:
-                self.pieces += 1
-                pulled += piece.n_bytes
-                yield piece
-
-        def read(n_bytes: int) -> None:
-            nonlocal consumed, saved
-            consumed += n_bytes
-            on_read(n_bytes)
-            self.n_bytes += n_bytes
-            # Only where everything that was pulled is in the file can reading go on later.
-            if consumed == pulled and time.monotonic() - saved >= CHECKPOINT_SECONDS:
-                self._save(fd)
-                saved = time.monotonic()
-
-        with reporting("write", self._tokens):
-            fd = os.open(self._tokens, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            with reporting("write", self._tokens):
-                os.truncate(fd, self.size)
-                os.lseek(fd, self.size, os.SEEK_SET)
-            pieces = islice(read_pieces(self._inputs, self._fields), self.pieces, None)
-            for tokens in tokenize(counted(pieces), tokenizer, read):
-                check_ids(tokens, self._vocab_size)
-                with reporting("write", self._tokens):
-                    write_all(fd, np.ascontiguousarray(tokens, "<i4").tobytes())
-                self.size += 4 * len(tokens)
-            self.done = True
-            self._save(fd)
-        finally:
-            os.close(fd)
-
-    def blocks(self) -> Iterator[NDArray[np.int32]]:
-        """Yield the tokens (int32), a block at a time."""
         # Not mapped: pages of a map would count as this process's memory.
-        with reporting("read", self._tokens), self._tokens.open("rb") as file:
-            for start in range(0, self.n_tokens, _BLOCK):
-                yield np.fromfile(file, "<i4", min(_BLOCK, self.n_tokens - start))
+        with reporting("read", self._tokens), self._tokens.open("a+b", buffering=0) as file:
+            file.truncate(4 * self.n_tokens)
+            file.seek(0)
+            n_bytes, left = self._n_bytes, self.n_tokens
+            while left:
+                tokens = np.fromfile(file, "<i4", min(_BLOCK_TOKENS, left))
+                yield Block(tokens, 0, n_bytes)
+                n_bytes, left = 0, left - len(tokens)
+            if self._done:
+                return
+            saved = time.monotonic()
+            for block in tokenize(islice(read_pieces(self._inputs, self._fields), self._pieces, None), tokenizer):
+                yield block
+                with reporting("write", self._tokens):
+                    write_all(file.fileno(), block.tokens.astype("<i4").data)
+                self._pieces += block.n_pieces
+                self.n_tokens += len(block.tokens)
+                self._n_bytes += block.n_bytes
+                if time.monotonic() - saved >= CHECKPOINT_SECONDS:
+                    self._save(file.fileno())
+                    saved = time.monotonic()
+            self._done = True
+            self._save(file.fileno())
 
     def close(self) -> None:
         """Let the next build go on from here."""
@@ -141,7 +110,7 @@ class BuildCheckpoint:
         self.close()
 
     def _save(self, fd: int) -> None:
-        progress = {"key": self._key, "pieces": self.pieces, "size": self.size, "n_bytes": self.n_bytes}
+        values = {"key": self._key, "pieces": self._pieces, "size": 4 * self.n_tokens, "n_bytes": self._n_bytes}
         with reporting("write", self._progress):
             os.fsync(fd)
-            write_json_atomically(self._progress, progress | {"done": self.done}, mode=0o600)
+            write_json_atomically(self._progress, values | {"done": self._done}, mode=0o600)

@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.index.suffix_sort import SORT_BYTES
 
 DEFAULT_MEMORY = 2 << 30
-MAX_SUB_INDEX_TOKENS = 1 << 29
-"""papers/sssd.txt 3.1.3: 512 Mi tokens per sub-index."""
-MIN_SUB_INDEX_TOKENS = 64
-_MIN_BY_MEMORY = 1 << 20
+SORT_BYTES = 9
+"""Least memory per token of sorting a sub-index, by `suffix_sort`: tokens, their order, and a sparse index."""
+_MIN_SORT_BYTES = SORT_BYTES << 20
 _READING_BYTES = 160 << 20
 """Tokenising a batch, buffers, and what the allocator keeps."""
 
@@ -59,25 +57,20 @@ def peak_resident_bytes() -> int:
     return resident_bytes("VmHWM")
 
 
-def sub_index_limit(memory: int, tokens: int | None = None, *, sorts: int = 1, each: int = 0) -> int:
-    """Return how many tokens, separators included, a sub-index may have in a build that may use `memory` bytes in all,
+def sub_index_memory(memory: int, *, sorts: int = 1, each: int = 0) -> int:
+    """Return the bytes that each sub-index may take while it is sorted, in a build that may use `memory` bytes in all,
     what this process holds already included.
 
     Args:
-        tokens: the limit whatever the memory.
         sorts: that go on at the same time, all within `memory`; 0: each has as much of its own, elsewhere.
         each: bytes that every one of them takes besides.
 
     Raises:
-        DatastoreError: less memory than a build needs, or `tokens` out of range.
+        DatastoreError: less memory than a build needs.
     """
-    if tokens is not None and not MIN_SUB_INDEX_TOKENS <= tokens <= MAX_SUB_INDEX_TOKENS:
-        raise DatastoreError(
-            f"--sub-index-tokens must be from {MIN_SUB_INDEX_TOKENS} to {MAX_SUB_INDEX_TOKENS}, not {tokens}"
-        )
     parts = max(1, sorts)
     overhead = (resident_bytes() + _READING_BYTES if sorts else 0) + parts * each
-    minimum = overhead + parts * _MIN_BY_MEMORY * SORT_BYTES
+    minimum = overhead + parts * _MIN_SORT_BYTES
     if memory < minimum:
         raise DatastoreError(f"--memory {format_size(memory)} is too little: give at least {format_size(minimum)}")
-    return min((memory - overhead) // parts // SORT_BYTES, tokens or MAX_SUB_INDEX_TOKENS)
+    return (memory - overhead) // parts

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-import numpy as np
-from numpy.typing import NDArray
-
 from sssd_plugin.datastore.build.memory import format_size
-from sssd_plugin.datastore.build.sorting import Sorted, Sorter
+from sssd_plugin.datastore.build.sorting import Int32, Sorter, sort
+from sssd_plugin.datastore.disk.format import Role
 from sssd_plugin.datastore.errors import DatastoreError
 
 CONNECT_SECONDS = 5.0
@@ -38,15 +36,13 @@ class RaySorter(Sorter):
     process_bytes = 192 << 20
 
     def __init__(self, address: str, memory: int) -> None:
-        super().__init__()
         self.in_memory = 0
-        _check_reachable(address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             import ray
         except ImportError:
             raise DatastoreError("--ray needs ray: in the clone of freedraft, pip install '.[ray]'") from None
-        _check_health(address)
+        _check_answers(address)
         self._ray = ray
         with _one_line(f"cannot use the Ray cluster at {address}"), warnings.catch_warnings(action="ignore"):
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
@@ -58,57 +54,33 @@ class RaySorter(Sorter):
                 raise DatastoreError(
                     f"no node of the Ray cluster at {address} has {format_size(memory)}: give a smaller --memory"
                 )
-            self._task = ray.remote(num_cpus=1, memory=memory, max_retries=2)(sort_remotely)
+            self._task = ray.remote(num_cpus=1, memory=memory, max_retries=2)(sort)
 
     def close(self) -> None:
         self._ray.shutdown()  # cancels the tasks that still run
 
-    def _sort(self, tokens: NDArray[np.int32], ends: NDArray[np.int64], direct: int) -> Sorted:
+    def _sort(self, tokens: Int32, direct: int, memory: int) -> dict[Role, Int32]:
         with _one_line("a Ray task failed"):
-            return self._ray.get(self._task.remote(self._ray.put(tokens), ends, direct))
+            return self._ray.get(self._task.remote(self._ray.put(tokens), direct, memory))
 
 
-def sort_remotely(tokens: NDArray[np.int32], ends: NDArray[np.int64], direct: int) -> Sorted:
-    """Do `sort_sections`, which a node loads with freedraft."""
-    from sssd_plugin.datastore.index.suffix_sort import sort_sections
-
-    return sort_sections(tokens, ends, direct)
-
-
-def _check_reachable(address: str) -> None:
-    """Refuse an address where nobody listens: Ray itself tries for minutes, and says why on many lines."""
+def _check_answers(address: str) -> None:
+    """Refuse an address where no Ray listens: `ray.init` tries for minutes, and says why on many lines."""
     if address in ("auto", "local"):
         return
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or not port:
-        raise DatastoreError(f"{address!r} is no address of a Ray cluster: write host:6379, ray://host:10001 or auto")
-    try:
-        socket.create_connection((host, port), CONNECT_SECONDS).close()
-    except OSError as error:
-        raise _unreachable(address, error.strerror or str(error)) from None
-
-
-def _check_health(address: str) -> None:
-    """Refuse an address where something else than Ray listens: there `ray.init` tries for minutes, too."""
-    if address in ("auto", "local") or "://" in address:  # Ray's client gives up by itself
-        return
-    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
-    try:
-        healthy = subprocess.run(command, capture_output=True, timeout=HEALTH_SECONDS).returncode == 0
-    except subprocess.TimeoutExpired:
-        healthy = False
-    if not healthy:
-        raise _unreachable(address, "what listens there does not answer as one")
-
-
-def _unreachable(address: str, reason: str) -> DatastoreError:
-    return DatastoreError(
-        f"cannot reach a Ray cluster at {address}: {reason}; correct --ray, or build here with --workers"
-    )
+        socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_SECONDS).close()
+        if "://" not in address:  # Ray's client gives up by itself
+            command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+            subprocess.run(command, capture_output=True, timeout=HEALTH_SECONDS, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        listens = isinstance(error, subprocess.SubprocessError)
+        reason = "what listens there does not answer as one" if listens else str(error)
+        raise DatastoreError(
+            f"cannot reach a Ray cluster at {address}: {reason}; correct --ray (host:6379, ray://host:10001 or auto), "
+            f"or build here with --workers"
+        ) from None
 
 
 @contextmanager

@@ -12,10 +12,22 @@ from numpy.typing import NDArray
 from sssd_plugin.datastore.disk.checksum import FileEntry, write_array
 from sssd_plugin.datastore.disk.format import Role, file_name
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.index.suffix_sort import sort_sections
+from sssd_plugin.datastore.index import byte_sort
+from sssd_plugin.datastore.index.layout import PAD
+from sssd_plugin.datastore.index.suffix_sort import sorted_arrays, with_tables
 
-Sorted = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
-SORTED_ROLES: tuple[Role, ...] = ("suffix_array", "bucket_starts", "sparse_index")
+Int32 = NDArray[np.int32]
+
+
+def sort(tokens: Int32, direct: int, memory: int) -> dict[Role, Int32]:
+    """Return the arrays that follow from the tokens of a `SubIndex` (int32 [n + PAD]), with `direct` buckets. They are
+    sorted by libdivsufsort where it is installed and `memory` bytes suffice for it, tokens included."""
+    n, largest = len(tokens) - PAD, int(tokens.max())
+    if byte_sort.installed() and byte_sort.can_sort(n, largest) and n * byte_sort.bytes_per_token(largest) <= memory:
+        arrays = with_tables(tokens, byte_sort.sorted_suffixes(tokens, largest), direct)
+    else:
+        arrays = sorted_arrays(tokens, direct)
+    return {"suffix_array": arrays[1], "bucket_starts": arrays[2], "sparse_index": arrays[3]}
 
 
 class Sorter:
@@ -37,8 +49,8 @@ class Sorter:
         self.in_memory = workers
         self.beside = workers if workers > 1 else 0
 
-    def sort(self, folder: Path, ends: NDArray[np.int64], direct: int) -> Future[dict[Role, FileEntry]]:
-        """Write what follows from the tokens of the sub-index in `folder`; see `sort_sections`.
+    def sort(self, folder: Path, direct: int, memory: int) -> Future[dict[Role, FileEntry]]:
+        """Write what follows from the tokens of the sub-index in `folder`, in `memory` bytes.
 
         Returns:
             What to record of the files. Waiting for it can be interrupted; it raises DatastoreError where memory is
@@ -51,14 +63,9 @@ class Sorter:
                 path = folder / file_name("tokens")
                 with reporting("read", path):
                     tokens = np.fromfile(path, "<i4")
-                arrays = self._sort(tokens, ends, direct)
+                arrays = self._sort(tokens, direct, memory)
                 del tokens
-                future.set_result(
-                    {
-                        role: write_array(folder / file_name(role), array)
-                        for role, array in zip(SORTED_ROLES, arrays, strict=True)
-                    }
-                )
+                future.set_result({role: write_array(folder / file_name(role), a) for role, a in arrays.items()})
             except MemoryError:
                 future.set_exception(DatastoreError("not enough memory to sort a sub-index: give a smaller --memory"))
             except BaseException as error:
@@ -71,5 +78,5 @@ class Sorter:
     def close(self) -> None:
         """Give up what is not done."""
 
-    def _sort(self, tokens: NDArray[np.int32], ends: NDArray[np.int64], direct: int) -> Sorted:
-        return sort_sections(tokens, ends, direct)
+    def _sort(self, tokens: Int32, direct: int, memory: int) -> dict[Role, Int32]:
+        return sort(tokens, direct, memory)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +18,6 @@ from sssd_plugin.datastore.index.sub_index import SEPARATOR
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Kind = Literal["text", "jsonl", "npy"]
-
 PIECE_CHARS = 1 << 18
 """Longer documents are tokenised in pieces, cut where a line ends, so that memory stays bounded."""
 BATCH_CHARS = 1 << 20
@@ -30,27 +27,33 @@ _LINE_END = re.compile(r"\n(?=\S)")
 _SPACE = re.compile(r"(?<=\S)(?=\s)")
 
 
-@dataclass(frozen=True, slots=True)
-class Input:
-    """One input file."""
+class Input(NamedTuple):
+    """An input file; its size in bytes."""
 
     path: Path
-    kind: Kind
+    kind: Literal["text", "jsonl", "npy"]
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of a document.
 
     Attributes:
-        content: text, or integer token ids in which `SEPARATOR` (-1) ends a document.
+        content: text, or token ids (int64) in which `SEPARATOR` (-1) ends a document.
         last: the document ends here.
         n_bytes: bytes of input read for it.
     """
 
-    content: str | NDArray[np.integer]
+    content: str | NDArray[np.int64]
     last: bool
+    n_bytes: int
+
+
+class Block(NamedTuple):
+    """The token ids of some pieces (int64), a `SEPARATOR` after each document; how many pieces, and their `n_bytes`."""
+
+    tokens: NDArray[np.int64]
+    n_pieces: int
     n_bytes: int
 
 
@@ -65,16 +68,16 @@ def find_inputs(paths: Iterable[Path], pattern: str = "**/*") -> list[Input]:
         with reporting("read", path):
             if not path.exists():
                 raise DatastoreError(f"{path} does not exist: correct the path of the input")
-            files = [*_walk(path, pattern)] if path.is_dir() else [_input(path)]
-        if not files:
+            files = [file for name in (_walk(path, pattern) if path.is_dir() else [path]) if (file := _input(name))]
+        if not files and path.is_dir():
             raise DatastoreError(f"no text, .jsonl or .npy file in {path} matches {pattern!r}: correct --glob")
-        if None in files:
+        if not files:
             raise DatastoreError(f"{path} is binary: inputs are UTF-8 text, .jsonl and .npy files")
-        inputs += [file for file in files if file]
+        inputs += files
     return inputs
 
 
-def _walk(folder: Path, pattern: str) -> Iterator[Input]:
+def _walk(folder: Path, pattern: str) -> Iterator[Path]:
     try:
         matches = sorted(folder.glob(pattern))
     except (ValueError, NotImplementedError):
@@ -82,20 +85,20 @@ def _walk(folder: Path, pattern: str) -> Iterator[Input]:
             f"--glob {pattern!r} is not a pattern relative to the folder, such as '**/*.txt'"
         ) from None
     for path in matches:
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and path.is_file() and (file := _input(path)):
-            yield file
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            yield path
 
 
 def _input(path: Path) -> Input | None:
     """Return the input file at `path`; None for a binary one."""
-    kinds: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "npy"}
-    kind = kinds.get(path.suffix.lower(), "text")
-    if kind == "text":
-        with path.open("rb") as file:
-            if b"\0" in file.read(_SNIFF_BYTES):
-                return None
-    return Input(path, kind, path.stat().st_size)
+    size = path.stat().st_size
+    match path.suffix.lower():
+        case ".jsonl" | ".ndjson":
+            return Input(path, "jsonl", size)
+        case ".npy":
+            return Input(path, "npy", size)
+    with path.open("rb") as file:
+        return None if b"\0" in file.read(_SNIFF_BYTES) else Input(path, "text", size)
 
 
 def read_pieces(inputs: Iterable[Input], fields: Sequence[str] = ("text",)) -> Iterator[Piece]:
@@ -138,28 +141,25 @@ def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Piece]:
             except (ValueError, RecursionError):
                 raise DatastoreError(f"{path}, line {number} is not JSON: correct the line or remove it") from None
             for field in fields:
-                pieces = _split(_lookup(row, field, path, number))
-                for i, piece in enumerate(pieces, start=1):
-                    yield Piece(piece, i == len(pieces), n_bytes)
-                    n_bytes = 0
+                *pieces, rest = _split(_lookup(row, field, f"{path}, line {number}"))
+                for piece in pieces:
+                    yield Piece(piece, last=False, n_bytes=0)
+                yield Piece(rest, last=True, n_bytes=n_bytes)
+                n_bytes = 0
 
 
-def _lookup(row: Any, field: str, path: Path, number: int) -> str:
+def _lookup(row: Any, field: str, where: str) -> str:
     """Return the string at `field`, whose parts are separated by dots; "" for null."""
     value = row
     # A key that contains dots itself comes first.
-    keys = [field] if isinstance(row, dict) and field in row else field.split(".")
-    for key in keys:
+    for key in [field] if isinstance(row, dict) and field in row else field.split("."):
         if not isinstance(value, dict) or key not in value:
-            known = ", ".join(map(str, row)) if isinstance(row, dict) else f"none, it is a {type(row).__name__}"
-            raise DatastoreError(
-                f"{path}, line {number} has no field {field!r}: choose --field from its fields ({known})"
-            )
+            fields = ", ".join(map(str, row)) if isinstance(row, dict) else f"none, it is a {type(row).__name__}"
+            raise DatastoreError(f"{where} has no field {field!r}: choose --field from its fields ({fields})")
         value = value[key]
     if value is not None and not isinstance(value, str):
-        raise DatastoreError(
-            f"{path}, line {number}: field {field!r} is a {type(value).__name__}, not a string; choose another --field"
-        )
+        kind = type(value).__name__
+        raise DatastoreError(f"{where}: field {field!r} is a {kind}, not a string; choose another --field")
     return value or ""
 
 
@@ -171,8 +171,8 @@ def _read_npy(path: Path) -> Iterator[Piece]:
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise DatastoreError(f"{path} must hold a one-dimensional integer array of token ids, -1 between documents")
     for a in range(0, len(tokens), _NPY_BLOCK):
-        block = np.array(tokens[a : a + _NPY_BLOCK])
-        yield Piece(block, last=a + len(block) == len(tokens), n_bytes=block.nbytes)
+        block = tokens[a : a + _NPY_BLOCK]
+        yield Piece(block.astype(np.int64), last=a + len(block) == len(tokens), n_bytes=block.nbytes)
 
 
 def _split(text: str) -> list[str]:
@@ -187,24 +187,8 @@ def _split(text: str) -> list[str]:
     return [*pieces, text]
 
 
-def check_ids(tokens: NDArray[np.integer], vocab_size: int) -> None:
-    """Raise `DatastoreError` unless all are token ids below `vocab_size`, or separators."""
-    low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
-    if low < SEPARATOR or high >= vocab_size:
-        raise DatastoreError(
-            f"token id {low if low < SEPARATOR else high} is outside the vocabulary of {vocab_size}: "
-            f"give the tokenizer that made these ids, or a larger --vocab-size"
-        )
-
-
-def tokenize(
-    pieces: Iterable[Piece], tokenizer: Tokenizer | None, on_read: Callable[[int], None] = lambda n_bytes: None
-) -> Iterator[NDArray[np.integer]]:
-    """Yield the token ids of `pieces`, batch after batch, with a `SEPARATOR` after each document.
-
-    Args:
-        tokenizer: needed for text only.
-        on_read: called with the input bytes of each batch once it is consumed.
+def tokenize(pieces: Iterable[Piece], tokenizer: Tokenizer | None) -> Iterator[Block]:
+    """Yield the token ids of `pieces`, batch after batch.
 
     Raises:
         DatastoreError: text and no tokenizer.
@@ -219,26 +203,18 @@ def tokenize(
             chars += len(piece.content) + 16
             if chars < BATCH_CHARS:
                 continue
-        yield from _flush(batch, tokenizer, on_read)
-        batch, chars = [], 0
+        if batch:
+            yield _encode(batch, tokenizer)
+            batch, chars = [], 0
         if not isinstance(piece.content, str):
-            yield piece.content
-            if piece.last:
-                yield np.array([SEPARATOR], np.int32)
-            on_read(piece.n_bytes)
-    yield from _flush(batch, tokenizer, on_read)
+            tokens = np.append(piece.content, SEPARATOR) if piece.last else piece.content
+            yield Block(tokens, 1, piece.n_bytes)
+    if batch:
+        yield _encode(batch, tokenizer)
 
 
-def _flush(
-    batch: list[Piece], tokenizer: Tokenizer | None, on_read: Callable[[int], None]
-) -> Iterator[NDArray[np.integer]]:
-    if not batch or tokenizer is None:
-        return
-    texts = [piece.content for piece in batch]
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+def _encode(batch: list[Piece], tokenizer: Any) -> Block:
+    encodings = tokenizer.encode_batch_fast([piece.content for piece in batch], add_special_tokens=False)
     ends = ((SEPARATOR,) if piece.last else () for piece in batch)
     ids = chain.from_iterable(chain.from_iterable(zip((e.ids for e in encodings), ends, strict=True)))
-    tokens = np.fromiter(ids, np.int64)
-    del encodings
-    yield tokens
-    on_read(sum(piece.n_bytes for piece in batch))
+    return Block(np.fromiter(ids, np.int64), len(batch), sum(piece.n_bytes for piece in batch))

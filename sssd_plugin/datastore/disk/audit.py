@@ -26,8 +26,7 @@ def audit(store: Datastore, *, full: bool = False) -> None:
     Raises:
         DatastoreError: the first thing that is wrong, with its file.
     """
-    built = [entry for entry in store.manifest.sub_indices if not entry.n_sections]
-    for entry, sub in zip(built, store.snapshot.sub_indices, strict=True):
+    for entry, sub in zip(store.manifest.sub_indices, store.snapshot.sub_indices, strict=True):
         folder = store.path / entry.name
 
         def require(right: bool, role: Role, wrong: str, folder: Path = folder) -> None:
@@ -56,7 +55,7 @@ def audit(store: Datastore, *, full: bool = False) -> None:
 
 @compiled(nogil=True)
 def _facts(tokens, order):
-    """Return separators, largest id, and by how much the sums of the suffixes and of their squares differ (mod 2^64)."""
+    """Return separators, largest id, and sums of suffixes and of their squares less those of `order` (mod 2^64)."""
     separators, largest, sums, squares = 0, SEPARATOR, np.uint64(0), np.uint64(0)
     for i in range(len(tokens)):
         largest = max(largest, tokens[i])

@@ -137,9 +137,9 @@ def _check_block(block: tuple[Path, int, str, Bounds]) -> None:
             if not len(numbers):
                 break
             if pinned:
-                sha.update(numbers)  # these let other threads run meanwhile
+                sha.update(numbers.data)  # these let other threads run meanwhile
             else:
-                crc = zlib.crc32(numbers, crc)
+                crc = zlib.crc32(numbers.data, crc)
             in_bounds &= bounds.low <= int(numbers.min()) and int(numbers.max()) <= bounds.high
             if bounds.rising:
                 in_bounds &= before <= int(numbers[0]) and bool((numbers[1:] >= numbers[:-1]).all())

@@ -25,13 +25,11 @@ class ChecksummedManifest(BaseModel, frozen=True):
         DESCRIBES: what the manifest describes, in a few words.
         REMEDY: what helps against damage, where there is nothing to restore.
         ALTERNATIVE: what helps, other than an upgrade, against a version that is too new.
-        FEATURES: what a manifest may require.
     """
 
     DESCRIBES: ClassVar[str]
     REMEDY: ClassVar[str]
     ALTERNATIVE: ClassVar[str]
-    FEATURES: ClassVar[frozenset[str]] = frozenset({"learnt"})
     format: str
     format_version: int
 
@@ -80,10 +78,10 @@ class ChecksummedManifest(BaseModel, frozen=True):
         if content.pop("checksum", None) != checksum(content):
             raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {cls.REMEDY}")
         required = content.get("requires")
-        if isinstance(required, list) and (lacking := set(map(str, required)) - cls.FEATURES):
+        if isinstance(required, list) and required:
+            features = ", ".join(map(str, required))
             raise DatastoreError(
-                f"{path} requires {', '.join(sorted(lacking))}, which {ours} does not know: "
-                f"upgrade freedraft, or {cls.ALTERNATIVE}"
+                f"{path} requires {features}, which {ours} does not know: upgrade freedraft, or {cls.ALTERNATIVE}"
             )
         try:
             return cls.model_validate(content)

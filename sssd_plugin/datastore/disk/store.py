@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sssd_plugin.datastore.disk.checksum import check
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, SubIndexEntry, digest, file_name, read_manifest
@@ -51,14 +50,14 @@ class Datastore:
         """
         path = Path(path)
         manifest = read_manifest(path)
-        check_fits(path, manifest, vocab_size, fingerprint)
+        _check_fits(path, manifest, vocab_size, fingerprint)
         if sha256 is not None and (found := digest(path)) != sha256:
             raise DatastoreError(
                 f"{path / MANIFEST} has the digest {found}, not {sha256}: restore the store, or correct the digest"
             )
         check(manifest.files(path), contents=verify, pinned=sha256 is not None)
         try:
-            subs = [SubIndex(*map_arrays(path / sub.name, sub)) for sub in manifest.sub_indices if not sub.n_sections]
+            subs = [_map(path / sub.name, sub) for sub in manifest.sub_indices]
         except ValueError as error:  # only where nothing was verified
             raise DatastoreError(f"{path} is corrupted ({error}): {REBUILD}") from None
         return cls(path, manifest, Snapshot(subs))
@@ -86,7 +85,7 @@ class Datastore:
         self.close()
 
 
-def check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerprint: str | None) -> None:
+def _check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerprint: str | None) -> None:
     """Raise `DatastoreError` if the store at `path` was made for another tokenizer or a larger vocabulary."""
     other = manifest.tokenizer
     command = f"`freedraft datastore build {path} --force --tokenizer MODEL INPUT...`"
@@ -102,11 +101,10 @@ def check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerpri
         )
 
 
-def map_arrays(folder: Path, sub: SubIndexEntry) -> list[NDArray[np.int32]]:
-    """Map the files of a sub-index, in the order of its roles."""
+def _map(folder: Path, sub: SubIndexEntry) -> SubIndex:
     arrays = []
     for role in sub.roles:
         file = folder / file_name(role)
         with reporting("map", file):
             arrays.append(np.asarray(np.memmap(file, "<i4", "r")) if sub.files[role].size else np.zeros(0, np.int32))
-    return arrays
+    return SubIndex(*arrays)

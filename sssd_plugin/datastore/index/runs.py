@@ -10,14 +10,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
-from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, Snapshot, SubIndex, direct_buckets
-from sssd_plugin.datastore.index.suffix_sort import fill_sparse, fill_starts, merge_into, sort_into, sort_sections
+from sssd_plugin.datastore.index.layout import PAD, PADDING, SEPARATOR
+from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex, direct_buckets
+from sssd_plugin.datastore.index.suffix_sort import merge_into, sorted_arrays, with_tables
 
 _LARGE = 1 << 18  # bytes
 _BUCKETS_FROM = 4  # direct buckets cost 4 bytes an id, so only runs of at least a quarter as many tokens have them
@@ -28,30 +29,7 @@ def _direct_of(n, direct):
     return direct if _BUCKETS_FROM * n >= direct else 0
 
 
-@compiled(nogil=True)
-def _with_tables(tokens, order, direct):
-    """Return the arrays of a `SubIndex` of sorted suffixes, with buckets for the ids below `direct`."""
-    starts = np.zeros(_direct_of(len(tokens) - PAD, direct) + 1, np.int32)
-    fill_starts(tokens, starts)
-    sparse = np.empty((len(order) + SPARSE_STEP - 1) // SPARSE_STEP, np.int32)
-    fill_sparse(tokens, order, sparse)
-    return tokens, order, starts, sparse
-
-
 # Each of these makes the arrays of a run in one call, so that a thread asks for the GIL once and not for every array.
-
-
-@compiled(nogil=True)
-def _with_document(older, older_order, document, direct):
-    old, end = len(older) - PAD, len(older) - PAD + len(document)
-    tokens = np.full(end + 1 + PAD, SEPARATOR, np.int32)
-    tokens[:old] = older[:old]
-    tokens[old:end] = document
-    new = np.empty(len(document), np.int32)
-    count = sort_into(tokens, old, end, new)
-    order = np.empty(len(older_order) + count, np.int32)
-    merge_into(tokens, older_order, new[:count], 0, order)
-    return _with_tables(tokens, order, direct)
 
 
 @compiled(nogil=True)
@@ -62,7 +40,7 @@ def _merged(older, older_order, newer, newer_order, direct):
     tokens[old:] = newer
     order = np.empty(len(older_order) + len(newer_order), np.int32)
     merge_into(tokens, older_order, newer_order, old, order)
-    return _with_tables(tokens, order, direct)
+    return with_tables(tokens, order, _direct_of(old + len(newer) - PAD, direct))
 
 
 @compiled(nogil=True)
@@ -91,7 +69,7 @@ def _without(tokens, order, excess, keep, direct):
         if place[p] >= 0:
             left_order[m] = place[p]
             m += 1
-    return _with_tables(left, left_order[:m].copy(), direct), cut
+    return with_tables(left, left_order[:m].copy(), _direct_of(end, direct)), cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,33 +96,18 @@ class Run:
         return self.sub.row
 
 
-class Searched(Protocol):
-    """A run, or what else has a row of a `Snapshot.table` and tokens."""
-
-    @property
-    def row(self) -> NDArray[np.int64]: ...
-
-    @property
-    def n(self) -> int: ...
-
-
 def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, about: NDArray[np.int64]) -> Run:
     """Return a run of documents (int32, without separators); about: `Run.documents`."""
     parts = [part for document in documents for part in (document, [SEPARATOR])]
-    tokens = np.concatenate([*parts, _PADDING], dtype=np.int32)
-    n = len(tokens) - PAD
-    arrays = sort_sections(tokens, np.array([n]), _direct_of(n, direct_buckets(vocab_size)))
-    return Run(SubIndex(tokens, *arrays), about)
+    tokens = np.concatenate([*parts, PADDING], dtype=np.int32)
+    return Run(SubIndex(*sorted_arrays(tokens, _direct_of(len(tokens) - PAD, direct_buckets(vocab_size)))), about)
 
 
 def with_document(run: Run | None, document: NDArray[np.int32], vocab_size: int, about: NDArray[np.int64]) -> Run:
     """Return the run with one more document; about: int64 [1, 3], its row of `Run.documents`. It costs a pass over the
     run."""
-    if run is None:
-        return sorted_run([document], vocab_size, about)
-    document = np.ascontiguousarray(document, np.int32)
-    arrays = _with_document(run.sub.tokens, run.sub.suffix_array, document, direct_buckets(vocab_size))
-    return Run(SubIndex(*arrays), np.concatenate([run.documents, about]))
+    new = sorted_run([document], vocab_size, about)
+    return new if run is None else merged(run, new, vocab_size)
 
 
 def merged(older: Run, newer: Run, vocab_size: int) -> Run:
@@ -191,7 +154,6 @@ def _holds(things: list[Any]) -> list[int]:
     return [sys.getrefcount(thing) for thing in things]
 
 
-_PADDING = np.full(PAD, SEPARATOR, np.int32)
 _ALONE = _holds([object()])[0]
 _PAGE = mmap.PAGESIZE
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -226,7 +188,7 @@ class View:
     widest: int
 
     @classmethod
-    def of(cls, static: Snapshot, runs: Sequence[Searched] = ()) -> View:
+    def of(cls, static: Snapshot, runs: Sequence[Run] = ()) -> View:
         """Return the view of one group, which sees `static` and then `runs`."""
         table = np.concatenate([static.table, *(run.row[None] for run in runs)])
         size = static.n_tokens + sum(run.n for run in runs)

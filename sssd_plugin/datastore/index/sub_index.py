@@ -8,17 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-SEPARATOR = -1
-"""Stands after every document. Below every token id, so it sorts first; never a candidate, so no draft crosses it."""
-
-PAD = 32
-"""Separators after the last document: compiled code may look this far beyond any suffix start, unchecked."""
+from sssd_plugin.datastore.index.layout import PAD, PADDING, SEPARATOR, SPARSE_STEP
+from sssd_plugin.datastore.index.suffix_sort import sorted_arrays
 
 MAX_DIRECT_BUCKETS = 1 << 20
 MAX_TOKENS = (1 << 31) - 1 - PAD
-
-SPARSE_STEP = 16
-"""Suffixes per entry of the sparse index: one cache line of the suffix array."""
 
 TABLE_COLUMNS = 7
 """Of a row of `Snapshot.table`: the addresses of tokens, suffix_array and bucket_starts; n, m and D of `SubIndex`; the
@@ -78,15 +72,11 @@ class SubIndex:
         Raises:
             ValueError: more than 2^31 - 33 tokens, or an id below -1.
         """
-        from sssd_plugin.datastore.index.suffix_sort import sort_sections
-
-        tokens = np.ascontiguousarray(tokens, np.int32)
         if len(tokens) > MAX_TOKENS:
             raise ValueError(f"a sub-index holds at most {MAX_TOKENS} tokens, not {len(tokens)}")
         if len(tokens) and int(tokens.min()) < SEPARATOR:
             raise ValueError("token ids must not be negative")
-        padded = np.concatenate([tokens, np.full(PAD, SEPARATOR, np.int32)])
-        return cls(padded, *sort_sections(padded, np.array([len(tokens)]), direct_buckets(vocab_size)))
+        return cls(*sorted_arrays(np.concatenate([tokens, PADDING], dtype=np.int32), direct_buckets(vocab_size)))
 
 
 def direct_buckets(vocab_size: int) -> int:

@@ -7,11 +7,9 @@ reads (a match, and a draft behind it, of at most 64 each), so text that repeats
 import numpy as np
 
 from freedraft.compiled import compiled
-from sssd_plugin.datastore.index.sub_index import PAD, SPARSE_STEP
+from sssd_plugin.datastore.index.layout import PAD, SPARSE_STEP
 
 DEPTH = 128
-SORT_BYTES = 9
-"""Memory per token of `sort_sections`: tokens, their order, and a sparse index."""
 _SMALL = 12
 _STACK = 256
 
@@ -133,33 +131,18 @@ def fill_starts(tokens, starts):
 
 
 @compiled(nogil=True)
-def sort_sections(tokens, ends, direct):
-    """Sort sections of a text, each for itself.
-
-    Args:
-        tokens: int32 [n + PAD], as for `sort_into`.
-        ends: int64 [S], where each section ends; n the last.
-        direct: ids that have a bucket; used where there is one section only.
-
-    Returns:
-        The suffix arrays of the sections, one after the other, in places of `tokens`: int32 [m]; `bucket_starts`: int32
-        [direct + 1], or [1] where there are several sections; their sparse indices, one after the other: int32.
-    """
-    counts = np.zeros(len(ends), np.int64)
-    begin, n_sparse = 0, 0
-    for s in range(len(ends)):
-        for i in range(begin, ends[s]):
-            counts[s] += tokens[i] >= 0
-        begin = ends[s]
-        n_sparse += (counts[s] + SPARSE_STEP - 1) // SPARSE_STEP
-    order, sparse = np.empty(counts.sum(), np.int32), np.empty(n_sparse, np.int32)
-    starts = np.zeros(direct + 1 if len(ends) == 1 else 1, np.int32)
+def with_tables(tokens, order, direct):
+    """Return the arrays of a `SubIndex` of sorted suffixes, with buckets for the ids below `direct`."""
+    starts = np.zeros(direct + 1, np.int32)
     fill_starts(tokens, starts)
-    begin, at, at_sparse = 0, 0, 0
-    for s in range(len(ends)):
-        part = order[at : at + counts[s]]
-        sort_into(tokens, begin, ends[s], part)
-        fill_sparse(tokens, part, sparse[at_sparse:])
-        begin, at = ends[s], at + counts[s]
-        at_sparse += (counts[s] + SPARSE_STEP - 1) // SPARSE_STEP
-    return order, starts, sparse
+    sparse = np.empty((len(order) + SPARSE_STEP - 1) // SPARSE_STEP, np.int32)
+    fill_sparse(tokens, order, sparse)
+    return tokens, order, starts, sparse
+
+
+@compiled(nogil=True)
+def sorted_arrays(tokens, direct):
+    """Sort the suffixes of tokens (int32 [n + PAD]) and return the arrays of their `SubIndex`."""
+    n = len(tokens) - PAD
+    order = np.empty(n, np.int32)
+    return with_tables(tokens, order[: sort_into(tokens, 0, n, order)], direct)

@@ -67,11 +67,10 @@ class Weights:
             values, recycled = (np.array(data[name], np.float64) for name in ("weights", "recycled"))
             return cls(values, str(data["trained_on"]), str(data["trace_sha256"]), recycled)
         except FileNotFoundError:
-            raise ValueError(f"weights: {source} does not exist; train one with 'freedraft calibrate scorer'") from None
+            raise ValueError(f"weights: {source} does not exist; train one with bench/scorer") from None
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise ValueError(
-                f"weights: {source} is no scorer weights file of this version ({error}); "
-                "train one with 'freedraft calibrate scorer'"
+                f"weights: {source} is no scorer weights file of this version ({error}); train one with bench/scorer"
             ) from None
 
     def save(self, path: Path) -> None:
@@ -86,10 +85,3 @@ class Weights:
 def initial_recycled_weights() -> NDArray[np.float64]:
     """Return the weights that training starts from: half of either logit."""
     return np.tile([0.5, -1.0, 0.0, 0.5, 0.0], (RECYCLED_SETS, 1))
-
-
-def initial_weights() -> NDArray[np.float64]:
-    """Return the weights that training starts from: a mix of both interpolated probabilities."""
-    weights = np.zeros((SETS, FEATURES))
-    weights[:CONTEXT_SETS, :3] = (1.0, 0.4, 0.5)
-    return weights

@@ -4,8 +4,7 @@ What a request does is in its id, as words between dashes: `set2` drafts with sk
 place of trees, `nodes` runs draft passes as verifications of one node (as with CUDA graphs), `replay` drafts nothing
 and verifies what the request with the same word `as...` had drafted.
 
-Algorithm `hybrid_any` is the hybrid one with draft passes for requests at random, which check n-grams as far as they
-have room.
+Algorithm `hybrid_any` is the hybrid one with draft passes for requests at random.
 """
 
 import collections
@@ -49,18 +48,16 @@ def make_any(options, context, controller):
     totals = collections.Counter()
 
     class Any(HybridMethod):
-        def _passes_may_pay(self, step, max_len):
+        def _passes_may_pay(self, batch, max_len):
             return True
 
         def _choose(self, step, draft, capacities):
-            choice, kept, chains = super()._choose(
-                step, draft, capacities
-            )  # what it would have been: its code runs, too
+            choice, kept = super()._choose(step, draft, capacities)  # what it would have been: its code runs, too
             allowed = capacities > 0
             rows = np.flatnonzero(allowed & (coins.random(len(allowed)) < 0.5))
             totals["mixed"] += 0 < len(rows) < len(allowed)
             longest = int(coins.integers(1, max(1, capacities.max()) + 1))
-            return Choice(rows, longest, max(choice.rate, 100.0)), kept, chains
+            return Choice(rows, longest, max(choice.rate, 100.0)), kept
 
         def draft(self, step):
             tree = super().draft(step)
@@ -72,14 +69,8 @@ def make_any(options, context, controller):
             path.write_text(json.dumps(totals))
             return tree
 
-    def to_check(places, chances, room):
-        lengths = np.minimum((chances > 0).sum(1), max(room // max(len(places), 1) - 1, 0)).astype(np.int32)
-        totals["checked"] += int(lengths.sum())
-        return lengths
-
     method = Any(options, context, controller)
     fix(method.auto.times, 0.001, 0.01)
-    method.model._cost.to_check = to_check
     return method
 
 
@@ -151,7 +142,8 @@ def make_checked(options, context, controller):
                     kept = b"".join(buffer[slots].numpy().tobytes() for buffer in buffers)
                     hashes[request_id].append([length, hashlib.sha256(kept).hexdigest()])
                 if set_of(request_id) is not None:
-                    self.selector.selection.asked[request_id] = set_of(request_id)
+                    skip_set = list(self.selector.sets.values())[set_of(request_id)]
+                    self.selector.selection.asked[request_id] = skip_set
             nodes = any("nodes" in words(request_id) for request_id in ids)
             self.paged.has_graphs = lambda stages: nodes
             self.trees = not any("chain" in words(request_id) for request_id in ids)
@@ -176,7 +168,8 @@ def make_checked(options, context, controller):
                 totals["drafted"] += int(drafted.sum())
                 totals["batch 4"] += len(ids) == 4
                 totals["uneven"] += len(set(drafted.tolist())) > 1
-                totals["sets in a batch"] = max(totals["sets in a batch"], len(set(self._places.tolist())))
+                chosen = len(set(self.selector.choose(ids, step.contexts)))
+                totals["sets in a batch"] = max(totals["sets in a batch"], chosen)
                 totals["branches"] += int((tree.counts - 1 - drafted).sum())
             for i, request_id in enumerate(ids):
                 if recorded_as(request_id):

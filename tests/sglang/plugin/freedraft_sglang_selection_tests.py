@@ -19,9 +19,9 @@ def register():
 
 
 def make_selecting(options, context, controller):
-    from layerskip_plugin.calibrate.pass_times import PassTimes
     from layerskip_plugin.knapsack_search import search
     from layerskip_plugin.method import LayerSkipMethod
+    from layerskip_plugin.pass_times import PassTimes
     from layerskip_plugin.selection.base import Static
     from layerskip_plugin.selection.knapsack import Knapsack, Plan
     from layerskip_plugin.selection.knapspec import KnapSpec
@@ -88,8 +88,9 @@ def make_selecting(options, context, controller):
             if self.selector is not self.selectors.get(word, self.swift):
                 assert not len(self.selector)
                 self.selector = self.selectors.get(word, self.swift)
-                self.recipes = list(self.selector.sets.values())
-                self.draft_passes = [self._build(recipe, optimize=False) for recipe in self.recipes]
+                self.recipes.use(self.selector.sets.values())
+                for skip_set in self.selector.sets.values():
+                    self.build(skip_set, optimize=False)
             super().begin(request_id, tokens, tenant, extra)
 
         def set_prompt_state(self, request_id, state):
@@ -108,7 +109,9 @@ def make_selecting(options, context, controller):
         def draft(self, step):
             tree = super().draft(step)
             tree.check()
-            places = self._places.tolist()
+            sets = list(self.selector.sets.values())  # of a search one, of a plan those that are drafted with
+            chosen = self.selector.choose(step.request_ids, step.contexts)
+            places = [sets.index(skip_set) if skip_set in sets else 0 for skip_set in chosen]
             drafted = [0] * step.batch_size if self._last is None else self._last.drafted.tolist()
             log["mixed"] = max(log["mixed"], len(set(places)))
             for request_id, *seen in zip(step.request_ids, step.contexts.tolist(), places, drafted, strict=True):

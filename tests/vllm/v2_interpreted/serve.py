@@ -13,8 +13,10 @@ rest of the JSON are arguments of the engine.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Collection
 from typing import Any
@@ -89,7 +91,7 @@ def note_reads() -> list[int]:
     original, reads = PagedDraftRound.read, []
 
     def read(self: Any, launched: Any) -> Any:
-        reads.extend(len(each.outputs) for each in launched)
+        reads.append(len(launched))
         return original(self, launched)
 
     PagedDraftRound.read = read  # type: ignore[method-assign]
@@ -259,6 +261,7 @@ def note_tokens() -> None:
     """Tensors of requests by tokens say whether they were to be in the host's memory, which the device reads."""
     original = StagedWriteTensor.__init__
 
+    @functools.wraps(original)
     def __init__(self: Any, size: Any, *args: Any, uva_instead_of_gpu: bool = False, **kwargs: Any) -> None:
         original(self, size, *args, uva_instead_of_gpu=uva_instead_of_gpu, **kwargs)
         if not isinstance(size, int) and len(size) == 2:
@@ -278,16 +281,30 @@ def reasons_for_chains(runner: Any) -> list[str | None]:
         return [*said, why_chains(runner, runner.vllm_config)]
 
 
+def prepared_without(name: str, runner: Any, trees: Any) -> list[Any]:
+    """Whether there are trees in a runner that lacks this, and what is said."""
+    lines = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("freedraft").addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(runner, name)
+        trees.enabled = False
+        trees.prepare(runner)
+    return [trees.enabled, *lines]
+
+
 def trees_of_graphs(runner: Any) -> dict[str, list[int]]:
     """What attention is given where vLLM captures CUDA graphs, which it does while it warms up: of steps that decode,
     of two draft lengths, and of any step; how many kernels, for how many queries, and whether with prompts.
     """
     runner.speculator.warm_up(True)
     most, noted = runner.num_speculative_steps, {}
+    requests = min(2, runner.max_num_reqs)
     for name, query_len in {"half": 1 + most // 2, "all": 1 + most, "any step": None}.items():
         state = cudagraph_utils.prepare_inputs_to_capture(
-            2,
-            2 * (query_len or 2 + most),
+            requests,
+            requests * (query_len or 2 + most),
             runner.model_state,
             runner.input_buffers,
             runner.block_tables,
@@ -438,13 +455,13 @@ def main() -> None:
         "branches": branches,
         "trees of graphs": of_graphs,
         "reasons for chains": reasons_for_chains(runner) if trees is not None else [],
+        "built otherwise": prepared_without("fast_prefill", runner, trees) if trees is not None else [],
         "tokens on the host": runner.req_states.all_token_ids.on_host,
         "probabilities": probabilities,
         "kv": largest_difference(kv),
         "replays": [graph.replays for graph in graphs],
         "reads": reads,
         "waits": waits,
-        "most checked": getattr(runner.speculator.draft_model, "max_rows", 0),
         "drafts": drafts,
         "graph lengths": [sorted(lengths) for lengths in graph_lengths],
         "lookup": core.scheduler.dynamic_sd_lookup,

@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
-from freedraft.engines.logits_copy import LogitsCopy
+from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.graph_memory import passes_on_all_ranks, with_draft_graphs
-from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, LOGITS_HOOKS
+from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
-from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.outputs import longest_answer, output_of
 from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import share_logging, with_kv_cache, wrap_once
@@ -33,22 +32,10 @@ from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
 from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import METHODS, Step
+from freedraft.method import METHODS
+from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
-
-
-class Proposed(NamedTuple):
-    """What a step proposed. B requests.
-
-    Attributes:
-        request_ids: B ids.
-        tokens: int32 [B, N], of the chains, roots first; counts: int64 [B], draft tokens of each.
-    """
-
-    request_ids: list[str]
-    tokens: NDArray[np.int32]
-    counts: NDArray[np.int64]
 
 
 class V1StepState(NamedTuple):
@@ -100,8 +87,6 @@ class MethodProposer:
         self.in_prompt: set[str] = set()
         self.without_text: set[str] = set()  # requests with embeddings for a prompt
         self.longest_answers: dict[str, int] = {}  # tokens of output that each request may have
-        self.proposed = Proposed([], np.zeros((0, 1), np.int32), np.zeros(0, np.int64))
-        self.logits = LogitsCopy()
         if self.drafts:
             options = self.spec.option_type.parse(ours.options)
             self.guarded = GuardedMethod(self.spec, options, context_of_engine(vllm_config))
@@ -165,10 +150,7 @@ class MethodProposer:
         )
         if not self.in_prompt.isdisjoint(step.request_ids):
             self._set_prompt_states(step)
-        if (logits := self.logits.take()) is not None:
-            self.guarded.recycle(logits)
-        self.proposed = proposed_by(self.guarded.draft(step), step)
-        return draft_lists(self.proposed, step, len(arguments["sampled_token_ids"]))
+        return draft_lists(self.guarded.draft(step), step, len(arguments["sampled_token_ids"]))
 
     def _rows_of_text(self, batch: Any, sampled: Sequence[Sequence[int]]) -> NDArray[np.intp]:
         """Rows of the requests that have sampled a token, and whose tokens are known."""
@@ -176,26 +158,6 @@ class MethodProposer:
         if self.without_text:
             gained[[i in self.without_text for i in batch.req_ids[: len(gained)]]] = 0
         return np.flatnonzero(gained)
-
-    def take_logits(self, batch: Any, logits: Any, metadata: Any) -> None:
-        """What the target says behind each root and draft token that a step verifies.
-
-        Args:
-            batch: vLLM's InputBatch, B rows; metadata: its SpecDecodeMetadata, None for a step without drafts.
-            logits: float [R, V], those of a row of the batch behind each other.
-        """
-        number = np.array(metadata.num_draft_tokens if metadata is not None else [0] * batch.num_reqs, np.int64)
-        of = {request_id: b for b, request_id in enumerate(self.proposed.request_ids)}
-        proposed = np.array([of.get(request_id, -1) for request_id in batch.req_ids], np.intp)
-        rows = np.flatnonzero(proposed >= 0)
-        if not len(rows) or len(logits) != number.sum() + len(number):
-            return
-        proposed = proposed[rows]
-        lengths = np.minimum(number[rows], self.proposed.counts[proposed])
-        tokens = self.proposed.tokens[proposed]
-        tokens[:, 0] = batch.token_ids_cpu[rows, batch.num_tokens_no_spec[rows] - 1]
-        request_ids = [batch.req_ids[row] for row in rows.tolist()]
-        self.logits.put_nodes(request_ids, tokens, lengths, (np.cumsum(number + 1) - number - 1)[rows], logits)
 
     def finish(self, request_ids: set[str], states: dict[str, Any]) -> None:
         """These requests have ended; `states`: vLLM's CachedRequestState by id, where it has one."""
@@ -275,20 +237,13 @@ def make_step(
     )
 
 
-def proposed_by(draft: DraftBatch | None, step: Step) -> Proposed:
-    """What becomes of a step's chains; None: there are none."""
-    if draft is None:
-        draft = DraftBatch.roots(step.roots)
-    counts = np.minimum(draft.counts - 1, step.capacities).clip(0).astype(np.int64)
-    return Proposed(list(step.request_ids), draft.tokens.copy(), counts)  # the method's own arrays change
-
-
-def draft_lists(proposed: Proposed, step: Step, batch_size: int) -> list[list[int]]:
-    """Draft tokens by row of vLLM's batch, as vLLM wants them."""
+def draft_lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[list[int]]:
+    """Draft tokens by row of vLLM's batch, as vLLM wants them; draft: chains, None for none."""
     drafts: list[list[int]] = [[] for _ in range(batch_size)]
-    rows, chains = step.engine.rows.tolist(), proposed.tokens[:, 1:].tolist()
-    for row, chain, count in zip(rows, chains, proposed.counts.tolist(), strict=True):
-        drafts[row] = chain[:count]
+    if draft is not None:
+        counts = np.minimum(draft.counts - 1, step.capacities).clip(0).tolist()
+        for row, chain, count in zip(step.engine.rows.tolist(), draft.tokens[:, 1:].tolist(), counts, strict=True):
+            drafts[row] = chain[:count]
     return drafts
 
 
@@ -300,20 +255,12 @@ def install() -> None:
     wrap_once(GPUModelRunner, "_update_states", _update)
     if hasattr(GPUModelRunner, "shutdown"):
         wrap_once(GPUModelRunner, "shutdown", _shutdown)
-    if not check(LOGITS_HOOKS):
-        wrap_once(GPUModelRunner, "_sample", _with_logits)
     if hasattr(GPUModelRunner, "initialize_kv_cache"):
         wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
     if not check(DRAFT_GRAPH_HOOKS):
         wrap_once(GPUModelRunner, "capture_model", _capture)
         if hasattr(GPUModelRunner, "profile_cudagraph_memory"):
             wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(_passes))
-
-
-def _drafting(runner: Any) -> MethodProposer | None:
-    """Our proposer, in the rank that drafts."""
-    drafter = getattr(runner, "drafter", None)
-    return drafter if isinstance(drafter, MethodProposer) and drafter.drafts else None
 
 
 def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -369,16 +316,6 @@ def _update(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return _update_states
-
-
-def _with_logits(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _sample(self: Any, logits: Any, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        drafter = _drafting(self)
-        if drafter is not None and logits is not None and drafter.guarded.needs_logits:
-            drafter.guarded.call(lambda: drafter.take_logits(self.input_batch, logits, spec_decode_metadata))
-        return original(self, logits, spec_decode_metadata, *args, **kwargs)
-
-    return _sample
 
 
 def _capture(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import Acceptance
 from freedraft.draft import DraftBatch
-from freedraft.method import Step
+from freedraft.step import Step
 
 
 class Confidences:

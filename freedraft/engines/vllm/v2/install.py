@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from freedraft.engines.hooks import check
+from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.graph_memory import passes_on_all_ranks, with_draft_graphs
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, V2_LOGITS_HOOKS, V2_TREE_HOOKS
-from freedraft.engines.vllm.methods import configured
 from freedraft.engines.vllm.patching import with_kv_cache, wrap_once
 from freedraft.engines.vllm.v2.lengths import send_lengths
 from freedraft.engines.vllm.v2.speculator import GraphLengths, MethodSpeculator

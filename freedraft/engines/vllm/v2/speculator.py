@@ -26,11 +26,11 @@ from freedraft.cost.yields import TreeYields
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
+from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.draft_model import PagedDraftModel
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
-from freedraft.engines.vllm.kept_layers import Backbone
-from freedraft.engines.vllm.methods import ADAPTIVE, SCHEDULE, configured
+from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.v2.confidences import Confidences
@@ -40,7 +40,8 @@ from freedraft.engines.vllm.v2.requests import Requests
 from freedraft.engines.vllm.v2.step_state import V2StepState
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
 from freedraft.guarded_method import GuardedMethod
-from freedraft.method import METHODS, TOP_TOKENS, Step
+from freedraft.method import METHODS
+from freedraft.step import TOP_TOKENS, Step
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.trees import Trees
@@ -162,7 +163,7 @@ class MethodSpeculator(BaseSpeculator):
         """The KV cache of vLLM's GPUModelRunner is there; requests come next.
 
         Raises:
-            UnsupportedModel, RuntimeError: draft passes cannot run here, or on another rank.
+            UnsupportedModel: the model has no draft passes.
         """
         name = configured(self._vllm_config).name
         setattr(self._vllm_config.speculative_config, SCHEDULE, self._schedule)
@@ -176,9 +177,15 @@ class MethodSpeculator(BaseSpeculator):
         if not METHODS[name].runs_model:
             return
         # Told of no pass until all ranks can follow.
-        self.draft_model = model = DraftRanks(self._ranks).ready(
-            lambda: PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
-        )
+        try:
+            self.draft_model = model = DraftRanks(self._ranks).ready(
+                lambda: PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
+            )
+        except UnsupportedModel:
+            raise
+        except Exception:  # a vLLM that is built otherwise; all ranks go without
+            logger.exception("freedraft: draft passes could not be built, so none are run; please report this")
+            return
         if (guarded := self.guarded) is None:
             model.follow()
             return

@@ -26,7 +26,7 @@ from freedraft_kernels import (
 from numpy.typing import NDArray
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from freedraft.engines.vllm.methods import configured
+from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.v2.tree_attention import ATTRIBUTE, TreeBuffers, register
 from freedraft.engines.vllm.v2.tree_support import needs_chain, why_chains
 
@@ -82,13 +82,17 @@ class Trees:
     def prepare(self, runner: Any) -> None:
         """The KV cache of vLLM's GPUModelRunner is there: say whether drafts are trees."""
         name = configured(self._vllm_config).name
-        if (reason := why_chains(runner, self._vllm_config)) is not None:
+        try:
+            if (reason := why_chains(runner, self._vllm_config)) is None:
+                attention = runner.attn_groups[0][0].backend.get_name()
+                self._pool = KVPool([cache.transpose(1, 2).view(-1, *_row(cache)) for cache in runner.kv_caches])
+        except Exception as error:  # a vLLM or a model that is built otherwise
+            reason = f"they cannot be prepared here ({(str(error) or repr(error)).splitlines()[0]})"
+        if reason is not None:
             level = logging.WARNING if self._asked else logging.INFO
             logger.log(level, "freedraft: method '%s': drafts are chains: %s", name, reason)
             return
-        attention = runner.attn_groups[0][0].backend.get_name()
         logger.info("freedraft: method '%s': drafts are trees, in attention %s", name, attention)
-        self._pool = KVPool([cache.transpose(1, 2).view(-1, *_row(cache)) for cache in runner.kv_caches])
         self.enabled = self._buffers.enabled = True
 
     def add(self, requests: Iterable[Any]) -> None:

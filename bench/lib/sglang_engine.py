@@ -1,0 +1,84 @@
+"""SGLang's CPU platform under a benchmark, with layer skip that is switched on and off by request."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.lib.engine import Drafting, Run
+from bench.lib.sglang_plugin import engine_with
+from bench.lib.switch import Switch, Turns, calls_in
+from freedraft.step import Step
+
+LOG = "LAYER_SKIP_BENCH_LOG"
+ALGORITHM = "layerskip_in_turns"
+PLAIN, DRAFT, TURNS = "plain", "draft", "turns"
+
+
+def register() -> None:
+    """Entry point of `sglang.srt.plugins` in the bench's engines: layer skip for whom `SglangEngine` wants it."""
+    from freedraft.engines.sglang import registration
+    from layerskip_plugin.method import SPEC
+
+    registration.register(replace(SPEC, name=ALGORITHM, factory=f"{__name__}:make_method"))
+
+
+def make_method(options: Any, context: Any, controller: Any = None) -> Any:
+    from layerskip_plugin.method import SPEC
+
+    method, turns = SPEC.make(options, context, controller), dict[str, Turns]()
+
+    def wants(step: Step) -> bool:
+        kind, length, number, _ = step.request_ids[0].split("-")
+        if kind == TURNS:
+            return turns.setdefault(number, Turns(int(length)))(step)
+        return kind == DRAFT
+
+    Switch(method, wants, Path(os.environ[LOG]))
+    return method
+
+
+class SglangEngine:
+    """See `bench.lib.engine.Engine`, whose interface it has."""
+
+    def __init__(self, engine: Any, log: Path) -> None:
+        self._engine, self._log = engine, log
+        self._numbers = itertools.count()
+
+    def generate(
+        self, prompts: Sequence[list[int]], tokens: int, *, drafting: Drafting, extras: Sequence[dict[str, Any]] = ()
+    ) -> Run:
+        kind = f"{TURNS}-{drafting.length}" if isinstance(drafting, Turns) else f"{DRAFT if drafting else PLAIN}-0"
+        number = next(self._numbers)
+        ids = [f"{kind}-{number}-{i}" for i in range(len(prompts))]
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        each = [sampling | {"custom_params": extra} for extra in extras] or sampling
+        outputs = self._engine.generate(input_ids=list(prompts), sampling_params=each, rid=ids)
+        calls = [call for call in calls_in(self._log) if sorted(call.ids) == sorted(ids)]
+        decoded = sum(sum(call.gained) for call in calls[1:])
+        return Run([o["output_ids"] for o in outputs], calls, calls[-1].began - calls[0].began, decoded)
+
+
+@contextmanager
+def sglang_engine(
+    model: Path, speculative: dict[str, Any], *, exact: bool = False, **options: Any
+) -> Iterator[SglangEngine]:
+    """Chains of at most `num_speculative_tokens`; the other options of `speculative` are freedraft's."""
+    given = {name: value for name, value in speculative.items() if name not in ("method", "num_speculative_tokens")}
+    settings = {f"FREEDRAFT_{name.upper()}": str(value) for name, value in given.items()} | {"FREEDRAFT_TREE": "0"}
+    options |= {
+        "speculative_algorithm": ALGORITHM,
+        "speculative_num_draft_tokens": speculative["num_speculative_tokens"] + 1,
+        "dtype": "float32" if exact else "bfloat16",
+        "skip_tokenizer_init": True,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        log = Path(name) / "calls.jsonl"
+        with engine_with(f"{__name__}:register", model, {LOG: str(log)} | settings, **options) as engine:
+            yield SglangEngine(engine, log)

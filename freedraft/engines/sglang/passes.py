@@ -1,0 +1,155 @@
+"""`Passes`: forward passes of SGLang's model in which something else computes the hidden states."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+
+from freedraft.draft_model import T
+from freedraft.engines.sglang.cpu import selected
+from freedraft.engines.sglang.graphs import Captured, swapped_in
+from freedraft.engines.sglang.layers import check_structure
+
+HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+"""(token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed."""
+Forward = Callable[..., Any]
+"""As that of SGLang's models."""
+
+
+class Tokens(NamedTuple):
+    """R tokens of a pass, on the device; on the host what SGLang asks there.
+
+    Attributes:
+        rows: int64 [R] on the CPU, the request of the batch that each token belongs to; one may have several.
+        past: int64 [R] on the CPU, how many tokens of its request come before it.
+        rows_there: int64 [R], as `rows`; ids: int64 [R].
+        positions: int64 [R], as `past`; slots: int64 [R], where its KV is written.
+    """
+
+    rows: torch.Tensor
+    past: torch.Tensor
+    rows_there: torch.Tensor
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
+class WindowedRead(NamedTuple):
+    """What passes over R of a step's requests read through a window.
+
+    Attributes:
+        key: which requests.
+        rows: int64 [R], rows of `req_to_token` with the part that is read.
+        tokens: int64 [R] on the CPU, tokens of each that are left out; tokens_there: the same on the device.
+    """
+
+    key: bytes
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    tokens_there: torch.Tensor
+
+
+class Passes:
+    """Everything around the model is SGLang's own.
+
+    Args:
+        runner: SGLang's ModelRunner of the target.
+
+    Raises:
+        ConfigError: this model is not built of plain pre-norm layers.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self._model = runner.model
+        check_structure(self._model)
+        self.decoder = self._model.model
+
+    def logits(self, hidden_of: HiddenOf, batch: ForwardBatch, captured: Captured | None = None) -> torch.Tensor:
+        """Logits behind what `hidden_of` computes in place of the model, float [R, V]; eager unless `captured`."""
+        graphs = swapped_in(self.runner, captured or Captured(self.runner.attn_backend, None))
+        with self._in_place(self._with_head(hidden_of)), graphs, torch.no_grad():
+            return self.runner.forward(batch).logits_output.next_token_logits
+
+    def compute(self, work: Callable[[torch.Tensor, torch.Tensor, Any], T], batch: ForwardBatch) -> T:
+        """What `work` computes of (token ids, positions, ForwardBatch) in place of the model and its LM head."""
+        found: list[T] = []
+
+        def forward(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
+            found.append(work(input_ids, positions, forward_batch))
+            return LogitsProcessorOutput(next_token_logits=None)
+
+        eagerly = swapped_in(self.runner, Captured(self.runner.attn_backend, None))
+        with self._in_place(forward), eagerly, torch.no_grad():
+            self.runner.forward(batch)
+        return found[0]
+
+    def _with_head(self, hidden_of: HiddenOf) -> Forward:
+        model = self._model
+
+        def forward(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
+            hidden = hidden_of(input_ids, positions, forward_batch)
+            return model.logits_processor(input_ids, hidden, model.lm_head, forward_batch)
+
+        return forward
+
+    @contextlib.contextmanager
+    def _in_place(self, forward: Forward) -> Iterator[None]:
+        """SGLang runs `forward` where it runs the model: everything around the model is its own."""
+        model = self._model
+        model.forward = forward
+        try:
+            yield
+        finally:
+            del model.forward
+
+    def one_token_each(
+        self, whole: Any, tokens: Tokens, *, left_out: WindowedRead | None = None, as_nodes: bool = False
+    ) -> ForwardBatch:
+        """A pass over one token for each of R rows.
+
+        Args:
+            whole: SGLang's ScheduleBatch; it is not changed.
+            left_out: what the tokens do not read of their past; None for nothing.
+            as_nodes: as the verification of one node, which graphs are captured of, and not as plain decoding, which
+                every attention backend runs eagerly.
+        """
+        part = copy.copy(whole)
+        part.input_ids, part.out_cache_loc = tokens.ids, tokens.slots
+        part.reqs = [whole.reqs[i] for i in tokens.rows.tolist()]
+        part.req_pool_indices = whole.req_pool_indices[tokens.rows_there]
+        read, read_there = tokens.past, tokens.positions
+        if left_out is not None:
+            part.req_pool_indices = left_out.rows.to(part.req_pool_indices.dtype)
+            read, read_there = read - left_out.tokens, read_there - left_out.tokens_there
+        read_there = read_there.to(whole.seq_lens.dtype)
+        if whole.orig_seq_lens is not None:
+            part.orig_seq_lens = whole.orig_seq_lens[tokens.rows_there]
+        if as_nodes:  # as the worker verifies a tree of nothing but its root
+            part.forward_mode = ForwardMode.TARGET_VERIFY
+            part.seq_lens, part.seq_lens_cpu = read_there, read
+            seen = len(read) if selected() else int(read.sum()) + len(read)
+            part.spec_info = NgramVerifyInput(
+                draft_token=tokens.ids,
+                custom_mask=torch.ones(seen, dtype=torch.bool, device=tokens.ids.device),
+                positions=tokens.positions,
+                draft_token_num=1,
+            )
+        else:
+            part.forward_mode = ForwardMode.DECODE
+            part.seq_lens, part.seq_lens_cpu = read_there + 1, read + 1
+            part.spec_info = None
+        part.seq_lens_sum = int(part.seq_lens_cpu.sum())
+        part.return_logprob = False
+        part.top_logprobs_nums = part.token_ids_logprobs = None
+        batch = ForwardBatch.init_new(part, self.runner, return_hidden_states_before_norm=False)
+        if left_out is not None:  # with which keys were rotated when they were written
+            batch.positions = tokens.positions
+        return batch

@@ -1,0 +1,110 @@
+"""`Forward`: runs modules of the target in vLLM's forward context, over its paged KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.engines.on_device import on_device
+from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
+
+
+class Forward:
+    """What draft passes, their CUDA graphs and scores of sets have in common.
+
+    Args:
+        runner: vLLM's GPUModelRunner, with its KV cache.
+        backbone: of its model.
+
+    Raises:
+        UnsupportedModel: the KV cache is of several kinds.
+    """
+
+    def __init__(self, runner: Any, backbone: Backbone, vllm_config: Any) -> None:
+        from vllm.distributed import get_tp_group
+        from vllm.forward_context import create_forward_context
+
+        groups = [group for groups in runner.attn_groups for group in groups]
+        if len(runner.kv_cache_config.kv_cache_groups) != 1 or len(groups) != 1:
+            raise UnsupportedModel("layer skipping needs one KV cache group and one kind of attention in all layers")
+        self.runner, self.backbone, self.vllm_config = runner, backbone, vllm_config
+        self.group = groups[0]
+        # What the model itself looks back to, the same in all layers.
+        self.attended: int | None = getattr(backbone.layers[0].self_attn.attn, "sliding_window", None)
+        self.device = runner.device
+        self.context = create_forward_context(None, vllm_config)
+        self.starts_cpu = torch.arange(runner.max_num_reqs + 1, dtype=torch.int32)
+        self.starts = self.starts_cpu.to(self.device)
+        self.ranks = DraftRanks(get_tp_group())
+        self.not_prefilling = torch.zeros(runner.max_num_reqs, dtype=torch.bool)
+
+    def tensor(self, values: NDArray[Any]) -> torch.Tensor:
+        return on_device(values, self.device)
+
+    def run(
+        self,
+        module: Any,
+        inputs: Any,
+        *,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: NDArray[np.int32],
+        starts: tuple[torch.Tensor, torch.Tensor],
+        pages: torch.Tensor,
+        draft_index: int = 0,
+        lengths_on_device: torch.Tensor | None = None,
+        graph_size: int | None = None,
+    ) -> Any:
+        """`module(inputs, positions)` in a forward context of n requests with the same number of query tokens.
+
+        Args:
+            positions: int64 [tokens], of the query tokens.
+            slots: int64 [tokens], where their KV is written.
+            lengths: int32 [n], tokens that each request's last query token reads, itself included.
+            starts: int32 [n + 1], where each request's query tokens begin; on the device and on the host.
+            pages: int32 [n, P], block tables.
+            draft_index: number of the pass within the step.
+            lengths_on_device: what is read there in place of `lengths`.
+            graph_size: n, for `module` to capture a CUDA graph, or to replay it; None for neither.
+        """
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        n, tokens = len(lengths), len(positions)
+        lengths_cpu = torch.from_numpy(lengths)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts[0],
+            query_start_loc_cpu=starts[1],
+            seq_lens=lengths_cpu.to(self.device) if lengths_on_device is None else lengths_on_device,
+            num_reqs=n,
+            num_actual_tokens=tokens,
+            max_query_len=tokens // n,
+            max_seq_len=int(lengths.max()),
+            block_table_tensor=pages,
+            slot_mapping=slots,
+            causal=True,
+            positions=positions,
+            is_prefilling=self.not_prefilling[:n],
+            seq_lens_cpu_upper_bound=lengths_cpu,
+        )
+        metadata = self.group.build_metadata_for_drafting(common_attn_metadata=common, draft_index=draft_index)
+        self.context.attn_metadata = dict.fromkeys(self.group.layer_names, metadata)
+        self.context.slot_mapping = dict.fromkeys(self.group.layer_names, slots)
+        return self._call(module, inputs, positions, graph_size)
+
+    def replay(self, graph: Any, inputs: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The graph that `graph` has captured of inputs of this size."""
+        return self._call(graph, inputs, positions, len(inputs))
+
+    def _call(self, module: Any, inputs: Any, positions: torch.Tensor, graph_size: int | None) -> Any:
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import BatchDescriptor, override_forward_context
+
+        context, size = self.context, graph_size
+        context.cudagraph_runtime_mode = CUDAGraphMode.NONE if size is None else CUDAGraphMode.FULL
+        context.batch_descriptor = None if size is None else BatchDescriptor(size, num_reqs=size, uniform=True)
+        with override_forward_context(context):
+            return module(inputs, positions)
