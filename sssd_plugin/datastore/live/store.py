@@ -164,8 +164,7 @@ class LiveStore:
             conversation: whether it may begin with what earlier documents hold already, which is then not taken again.
 
         Returns:
-            Whether it was taken: not if requests of its tenant do not teach, if it is empty, has a sixteenth of
-            `max_tokens` or more, holds an id beyond the vocabulary, or while older documents are still being dropped.
+            Whether it was taken; `stats` counts why not.
         """
         if not len(tokens):
             return False
@@ -187,12 +186,11 @@ class LiveStore:
         if self._log is not None:
             self._log.pending.erase(erasure)
         with self.lock:
-            waiting, self._waiting = self._waiting, deque()
-            for records in waiting:
-                left = [r for r in records if not erasure.covers(r.tenant, r.milliseconds)]
-                self._held -= sum(r.size for r in records) - sum(r.size for r in left)
-                if left:
-                    self._waiting.append(records if len(left) == len(records) else left)
+            left = [[r for r in part if not erasure.covers(r.tenant, r.milliseconds)] for part in self._waiting]
+            self._held -= sum(r.size for part in self._waiting for r in part) - sum(
+                r.size for part in left for r in part
+            )
+            self._waiting = deque(filter(None, left))
             ended = erasure, self._documents
             of_one = self.isolated and erasure.tenant is not None
             numbers = [self._numbers.get(erasure.tenant or b"", -1)] if of_one else list(self.tenants)
@@ -204,15 +202,9 @@ class LiveStore:
         self.on_erased()
 
     def view(self, tenants: NDArray[np.int64] | None = None) -> tuple[View, NDArray[np.int64] | None]:
-        """Return what a batch drafts from, an immutable value: another object after each change. A tenant that is not
-        known any more sees the static store only.
-
-        Args:
-            tenants: int64 [B], the tenant of each request; None if all are of none.
-
-        Returns:
-            The view, and the group of each request (int64 [B]), or None where all are in group 0.
-        """
+        """Return what requests of these tenants (int64 [B]; None: of none) draft from, an immutable value, another
+        object after each change; and the group of each in it (int64 [B]; None: all are in group 0). A tenant that is
+        forgotten sees the static store only."""
         if tenants is None or not len(tenants) or not self.isolated:
             return self._view_of(0), None
         if (tenants == tenants[0]).all():
@@ -393,9 +385,8 @@ class LiveStore:
             self._submit(self._sort_waiting)
         else:
             owner = self._owner(records[0])
-            owner.memtable = with_document(
-                owner.memtable, records[0].tokens, self.vocab_size, self._about(list(records))
-            )
+            about = self._about(list(records))
+            owner.memtable = with_document(owner.memtable, records[0].tokens, self.vocab_size, about)
             owner.view = None
             # At most as many runs as may be searched, however slowly the background merges them.
             if owner.memtable.n >= MEMTABLE_TOKENS and len(owner.runs) + 1 < self._max_runs:
@@ -443,11 +434,9 @@ class LiveStore:
         max_static = SEARCHED - MIN_RUNS
         if len(subs) > max_static:
             logger.warning(
-                "freedraft: the datastore has %d sub-indices; with what is learnt, at most %d are searched, so the "
-                "smallest %d are left out: make fewer of them with `freedraft datastore merge`",
-                len(subs),
-                SEARCHED,
-                len(subs) - max_static,
+                f"freedraft: the datastore has {len(subs)} sub-indices; with what is learnt, at most {SEARCHED} are "
+                f"searched, so the smallest {len(subs) - max_static} are left out: make fewer of them with `freedraft "
+                "datastore merge`"
             )
             largest = sorted(sorted(range(len(subs)), key=lambda i: -subs[i].n)[:max_static])
             subs = tuple(subs[i] for i in largest)
