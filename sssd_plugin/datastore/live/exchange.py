@@ -277,9 +277,10 @@ class Exchange:
         for batch in sorted(listing.batches, key=lambda batch: -batch.newest):
             if batch.name not in self._handled:
                 room -= batch.size
-                wanted = self._until or batch.last > self._seen.get(batch.server, -1)
-                fresh += [batch] if room >= 0 and wanted else []
-                self._handled |= set() if room >= 0 and wanted else {batch.name}
+                if room >= 0 and (self._until or batch.last > self._seen.get(batch.server, -1)):
+                    fresh.append(batch)
+                else:  # known by number, or older than what fits into memory
+                    self._handled.add(batch.name)
         for batch in sorted(fresh):
             documents = self._read(batch)
             if documents is None:  # written anew: the next listing has it, and later ones of its server must wait
