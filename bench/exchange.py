@@ -22,7 +22,6 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -76,16 +75,13 @@ def forget(url: str, progress: Path, first: int) -> None:
     progress.write_text("done")
 
 
-def finish(url: str, progress: Path, first: int) -> None:
-    learn(url, progress, first)
-
-
-def kills_of(work: Callable[[str, Path, int], None], times: int) -> dict[str, Any]:
+def kills_of(name: str, times: int) -> dict[str, Any]:
+    work = forget if name == "forgetting" else learn
     rng, row = np.random.default_rng(), Counter[str](ended_before_the_kill=0)
     kept, first, oldest, copies = set[int](), 0, 0.0, np.array([901] * 4, "<i4").tobytes()
-    with tempfile.TemporaryDirectory() as name:
-        os.environ["FREEDRAFT_CACHE"] = f"{name}/cache"
-        url, progress = f"file://{name}/bucket", Path(name, "progress")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FREEDRAFT_CACHE"] = f"{folder}/cache"
+        url, progress = f"file://{folder}/bucket", Path(folder, "progress")
         for _ in range(times):
             progress.write_text("")
             server = open_live(url, 1000)
@@ -95,7 +91,7 @@ def kills_of(work: Callable[[str, Path, int], None], times: int) -> dict[str, An
             kept |= set(range(first, first := first + 40))
             server.flush()
             odd = tenant_digest(server.key or b"", NAMES[1])
-            if work is finish:
+            if name == "exchanging":
                 Exchange(url, 1000)._announce([Erasure(odd, now_ms() + 1)])
                 time.sleep(0.01)  # what is learnt now stays
             process = multiprocessing.get_context("fork").Process(target=work, args=(url, progress, first))
@@ -113,9 +109,9 @@ def kills_of(work: Callable[[str, Path, int], None], times: int) -> dict[str, An
             missing = [at for n, at in learnt.items() if n not in texts]
             oldest = max([oldest, *(killed - at for at in missing)])
             left = any(n % 2 for n in texts if n < first)
-            if work is finish or (work is forget and (lines == ["done"] or not left)):
+            if name == "exchanging" or (work is forget and (lines == ["done"] or not left)):
                 row["erasures_that_came_back"] += left
-                files = (path for path in Path(name).rglob("*") if path.is_file() and work is forget)
+                files = (path for path in Path(folder).rglob("*") if path.is_file() and work is forget)
                 row["erasures_that_left_copies"] += any(copies in path.read_bytes() for path in files)
                 kept = {n for n in kept if n % 2 == 0}
             kept |= {n for n in texts if n >= first}
@@ -127,8 +123,8 @@ def kills_of(work: Callable[[str, Path, int], None], times: int) -> dict[str, An
 
 def kills(times: int) -> dict[str, Any]:
     exchange.POLL_SECONDS, exchange.FINISH_SECONDS, live_store.SYNC_SECONDS = PERIOD, 2 * PERIOD, PERIOD / 5
-    works = {"learning": learn, "forgetting": forget, "exchanging": finish}
-    return {"period_seconds": PERIOD} | {f"kills_while_{name}": kills_of(work, times) for name, work in works.items()}
+    works = ("learning", "forgetting", "exchanging")
+    return {"period_seconds": PERIOD} | {f"kills_while_{name}": kills_of(name, times) for name in works}
 
 
 class Member:
