@@ -67,16 +67,13 @@ class SubIndexEntry(BaseModel, frozen=True):
         return ROLES if "sparse_index" in self.files else ROLES[:3]
 
     @property
-    def size(self) -> int:
-        """Bytes on disk."""
+    def size(self) -> int:  # bytes on disk
         return sum(entry.size for entry in self.files.values())
 
 
 class TokenizerEntry(BaseModel, frozen=True):
-    """The tokenizer whose ids the store holds; see `sssd_plugin.datastore.tokenizer.fingerprint`."""
-
     name: str
-    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # see `sssd_plugin.datastore.tokenizer`
 
 
 class Manifest(ChecksummedManifest, frozen=True):
@@ -126,8 +123,7 @@ class Manifest(ChecksummedManifest, frozen=True):
         return self
 
     @property
-    def n_tokens(self) -> int:
-        """Tokens of all documents, separators not counted."""
+    def n_tokens(self) -> int:  # separators not counted
         return sum(sub.n_tokens for sub in self.sub_indices)
 
     @property
@@ -135,13 +131,11 @@ class Manifest(ChecksummedManifest, frozen=True):
         return sum(sub.n_documents for sub in self.sub_indices)
 
     @property
-    def max_token(self) -> int:
-        """Largest token id; -1 if there is none."""
+    def max_token(self) -> int:  # -1 if there is none
         return max((sub.max_token for sub in self.sub_indices), default=-1)
 
     @property
-    def size(self) -> int:
-        """Bytes on disk, the manifest not counted."""
+    def size(self) -> int:  # bytes on disk, the manifest not counted
         return sum(sub.size for sub in self.sub_indices)
 
     def files(self, directory: Path) -> list[Checked]:

@@ -34,15 +34,10 @@ class ChecksummedManifest(BaseModel, frozen=True):
     format_version: int
 
     def write(self, path: Path) -> None:
-        """Write, or atomically replace, the file, mode 0600.
-
-        Raises:
-            OSError: the disk refuses.
-        """
+        """Write, or atomically replace, the file, mode 0600; `OSError` if the disk refuses."""
         write_atomically(path, self.content())
 
     def content(self) -> bytes:
-        """Return what the file holds."""
         content = self.model_dump(mode="json")
         return (json.dumps(content | {"checksum": checksum(content)}, indent=1) + "\n").encode()
 
