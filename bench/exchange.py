@@ -8,8 +8,8 @@ salt asks the first server, and `--wait` seconds later the second one, which the
 step before and after. Then `freedraft datastore forget URL`; both are asked again. Clients without a salt, and with
 another one, ask the same: nobody else's text may be drafted for them, so their tokens per step stay.
 
-With `--kills`: a process that learns, that forgets a tenant, or that exchanges (it learns, reads and erases by age), is
-killed so often. What it had learnt two periods before must be at the URL, in order and no other, and nothing erased.
+With `--kills`: a process that learns, that forgets a tenant, or that learns and finishes an erasure that was begun, is
+killed so often beside a server. Then the URL holds what was learnt, no other text, and nothing that was erased.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,9 @@ from sssd_plugin.datastore.live import exchange, maintenance
 from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.opening import open_live
+from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.datastore.live.tenant import tenant_digest
+from sssd_plugin.datastore.records import Erasure, now_ms
 
 QUESTION = "Once upon a time, in a village by the sea, there lived"
 TOKENS = 60
@@ -55,14 +59,18 @@ def text_of(number: int) -> list[int]:
     return [number // 600, 300 + number % 600, *([900 + number % 2] * (4 + number % 50))]
 
 
-def learn(url: str, progress: Path, first: int, max_age: float | None = None) -> None:
-    """Learn as a server does, and say which documents were learnt, and when."""
-    server = open_live(url, 1000, max_age=max_age)
+def insert(server: LiveStore, number: int) -> None:
+    while not server.insert(np.array(text_of(number), np.int32), server.tenant(NAMES[number % 2])):
+        time.sleep(0.001)
+
+
+def learn(url: str, progress: Path, first: int) -> None:
+    """Learn as a server does, and write down when each document was learnt."""
+    server = open_live(url, 1000)
     server.flush()
-    with progress.open("a", buffering=1) as out:
+    with progress.open("w", buffering=1) as out:
         for number in range(first, 1 << 30):
-            while not server.insert(np.array(text_of(number), np.int32), server.tenant(NAMES[number % 2])):
-                time.sleep(0.001)
+            insert(server, number)
             out.write(f"{number} {time.time()}\n")
             time.sleep(0.002)
 
@@ -72,68 +80,68 @@ def forget(url: str, progress: Path, first: int) -> None:
     progress.write_text("done")
 
 
-def exchange_texts(url: str, progress: Path, first: int) -> None:
-    """Learn beside a neighbour whose documents grow too old all the time, so that batches are written anew."""
-    learn(url, progress, first, max_age=1e6)
+def finish(url: str, progress: Path, first: int) -> None:
+    learn(url, progress, first)
+
+
+def kills_of(work: Callable[[str, Path, int], None], times: int) -> dict[str, Any]:
+    rng, row = np.random.default_rng(), Counter[str]()
+    oldest = 0.0
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["FREEDRAFT_CACHE"] = f"{name}/cache"
+        url, progress, kept, first = f"file://{name}/bucket", Path(name, "progress"), set[int](), 0
+        for _ in range(times):
+            progress.write_text("")
+            server = open_live(url, 1000)
+            server.flush()
+            for number in range(first, first + 40):
+                insert(server, number)
+            kept |= set(range(first, first + 40))
+            first += 40
+            server.flush()
+            manifest = Exchange(url, 1000).manifest()
+            assert manifest is not None
+            odd = tenant_digest(bytes.fromhex(manifest.key), NAMES[1])
+            if work is finish:
+                Exchange(url, 1000)._announce([Erasure(odd, now_ms() + 1)])
+                time.sleep(0.01)  # what is learnt now stays
+            process = multiprocessing.get_context("fork").Process(target=work, args=(url, progress, first))
+            process.start()
+            time.sleep(0.02 + float(rng.random()) * (0.5 if work is forget else 1.2))
+            killed = time.time()
+            process.kill()
+            process.join()
+            lines = progress.read_text().split("\n")
+            time.sleep(8 * PERIOD)  # the server finishes what was begun
+            server.close()
+            documents = Exchange(url, 1000).documents()
+            numbers = sorted(600 * int(d.tokens[0]) + int(d.tokens[1]) - 300 for d in documents)
+            wrong = sum(d.tokens.tolist() not in map(text_of, numbers) or (d.tenant == odd) != d.tokens[-1] - 900
+                        for d in documents)  # fmt: skip
+            learnt = {int(n): float(at) for n, at in (line.split() for line in lines[:-1])}
+            missing = [at for n, at in learnt.items() if n not in numbers]
+            oldest = max([oldest, *(killed - at for at in missing)])
+            erased = work is finish or (work is forget and (lines == ["done"] or not any(n % 2 for n in numbers)))
+            if erased:
+                row["erasures_that_came_back"] += any(n % 2 and n < first for n in numbers)
+                kept = {n for n in kept if n % 2 == 0}
+                if work is forget:
+                    copies = np.array([901] * 4, "<i4").tobytes()
+                    row["erasures_that_left_copies"] += any(
+                        copies in path.read_bytes() for path in Path(name).rglob("*") if path.is_file()
+                    )
+            kept |= {n for n in numbers if n >= first}
+            first = max([first, *(n + 1 for n in (*numbers, *learnt))])
+            row["ended_before_the_kill"] += lines == ["done"]
+            row["restarts_with_wrong_data"] += bool(wrong) or numbers != sorted(kept)
+            row["restarts_that_lost_something"] += bool(missing)
+    return {"kills": times, "documents": first, **row, "oldest_lost_ms": round(oldest * 1e3, 1)}
 
 
 def kills(times: int) -> dict[str, Any]:
     exchange.POLL_SECONDS, exchange.FINISH_SECONDS, live_store.SYNC_SECONDS = PERIOD, 2 * PERIOD, PERIOD / 5
-    rng, context = np.random.default_rng(), multiprocessing.get_context("fork")
-    figures: dict[str, Any] = {"period_seconds": PERIOD}
-    for name, work in (("learning", learn), ("forgetting", forget), ("exchanging", exchange_texts)):
-        row = dict.fromkeys(("wrong", "lost", "came_back", "left_copies", "ended_before_the_kill"), 0)
-        oldest_lost = 0.0
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["FREEDRAFT_CACHE"] = f"{folder}/cache"
-            url, progress = f"file://{folder}/bucket", Path(folder, "progress")
-            kept, number = set[int](), 0
-            for _ in range(times):
-                progress.unlink(missing_ok=True)
-                server = open_live(url, 1000)  # a neighbour, which goes on
-                server.flush()
-                if work is not learn:
-                    new = range(number, number + 40)
-                    number += 40
-                    for n in new:
-                        server.insert(np.array(text_of(n), np.int32), server.tenant(NAMES[n % 2]))
-                    kept |= set(new)
-                    server.flush()
-                process = context.Process(target=work, args=(url, progress, number))
-                process.start()
-                time.sleep(0.05 + float(rng.random()) * 1.2)
-                killed = time.time()
-                process.kill()
-                process.join()
-                lines = progress.read_text().split("\n") if progress.exists() else []
-                done = lines == ["done"]
-                row["ended_before_the_kill"] += done
-                time.sleep(8 * PERIOD)  # the neighbour finishes an erasure
-                server.close()
-                key = Exchange(url, 1000).manifest()
-                assert key is not None
-                odd = tenant_digest(bytes.fromhex(key.key), NAMES[1])
-                found = Exchange(url, 1000).documents()
-                numbers = sorted(600 * r.tokens[0] + r.tokens[1] - 300 for r in found)
-                row["wrong"] += any(
-                    r.tokens.tolist() != text_of(n) or (r.tenant == odd) != n % 2
-                    for r in found for n in [600 * int(r.tokens[0]) + int(r.tokens[1]) - 300]
-                )  # fmt: skip
-                learnt = {int(n): float(t) for n, t in (line.split() for line in lines[:-1])} if not done else {}
-                missing = [t for n, t in learnt.items() if n not in numbers]
-                row["lost"] += bool(missing)
-                oldest_lost = max([oldest_lost, *(killed - t for t in missing)])
-                kept |= {n for n in numbers if n >= number}
-                number = max([number, *(n + 1 for n in (*numbers, *learnt))])
-                if work is forget and (done or not any(n % 2 for n in numbers)):
-                    row["came_back"] += any(n % 2 for n in numbers)
-                    kept = {n for n in kept if n % 2 == 0}
-                    copies = np.array([901] * 4, "<i4").tobytes()
-                    row["left_copies"] += any(copies in p.read_bytes() for p in Path(folder).rglob("*") if p.is_file())
-                row["wrong"] += set(numbers) != kept or len(numbers) != len(kept)
-        figures[f"kills_while_{name}"] = {"kills": times, "documents": number, **row}
-        figures[f"kills_while_{name}"]["oldest_lost_ms"] = round(oldest_lost * 1e3, 1)
-    return figures
+    works = {"learning": learn, "forgetting": forget, "exchanging": finish}
+    return {"period_seconds": PERIOD} | {f"kills_while_{name}": kills_of(work, times) for name, work in works.items()}
 
 
 class Member:

@@ -58,7 +58,7 @@ def figures() -> str:
         ),
         "`layerskip`, `window: auto`, 8 requests of 7,500 tokens, fp32, vLLM / SGLang": windows,
     }
-    fleet = result("fleet.json")["vllm"]
+    shared = result("exchange.json")["vllm"]
     by_drafter = {
         row["drafter"]: row["tokens_per_step"]
         for row in result("replay.json")
@@ -70,9 +70,9 @@ def figures() -> str:
     return (
         "| | over plain |\n|---|---|\n"
         + "".join(f"| {what} | {value} |\n" for what, value in rows.items())
-        + f"\nWhat one server answered, another one drafts from {fleet['wait_seconds']:.0f} seconds later (two vLLM "
-        f"servers and an S3 bucket, over HTTP):\n{fleet['other_server']:.1f} tokens per step instead of "
-        f"{fleet['first_answer']:.1f}. Draft quality, the same on every machine: {by_drafter['sssd']:.2f} tokens per "
+        + f"\nWhat one server answered, another one drafts from {shared['wait_seconds']:.0f} seconds later (two vLLM "
+        f"servers and an S3 bucket, over HTTP):\n{shared['other_server']:.1f} tokens per step instead of "
+        f"{shared['first_answer']:.1f}. Draft quality, the same on every machine: {by_drafter['sssd']:.2f} tokens per "
         f"step from trees of 16\non recorded Llama-3.1-8B answers, suffix decoding {by_drafter['suffix']:.2f}.\n"
     )
 

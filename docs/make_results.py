@@ -232,49 +232,29 @@ def live(result: Any) -> str:
     return markdown(["", ""], [*rows, [f"kill -9 of vLLM's server while it answers, {e['kills']} times", found]])
 
 
-@section("A fleet that learns", "fleet.json fleet-kills.json")
-def fleet(result: Any, kills: Any) -> str:
-    """Two servers and an S3 bucket that both publish to, over HTTP: tokens per step of the same question. One server
-    answers it, then the other one; then the tenant is forgotten, and both answer it again."""
-    rows = [result[name] | {"engine": name} for name in ("vllm", "sglang")]
+@section("Servers that learn from each other", "exchange.json exchange-kills.json")
+def exchange(result: Any, kills: Any) -> str:
+    """Two servers and an S3 bucket, over HTTP: tokens per step of the same question. One server answers it, then the
+    other one; then the tenant is forgotten, and both answer it again."""
+    rows = [r | {"engine": name} for name, r in result.items()]
     for r in rows:
         r["strangers"], r["again"] = max(*r["before"].values(), *r["after"].values()), max(r["forgotten"])
-    crashes = [kills[f"crashes_while_{name}"] | {"name": name} for name in ("publishing", "forgetting", "compacting")]
+    crashes = [kills[f"kills_while_{name}"] | {"name": name} for name in ("learning", "forgetting", "exchanging")]
     for c in crashes:
-        c["times"] = c["kills"] - c.get("ended_before_the_kill", 0)
-        c["lost"] = f"{c['oldest_lost_ms'] / 1e3:.2f} s" if "oldest_lost_ms" in c else "-"
+        c["times"] = c["kills"] - c["ended_before_the_kill"]
         back = c.get("erasures_that_came_back", 0) + c.get("erasures_that_left_copies", 0)
-        c["back"] = back if c["name"] != "publishing" else "-"
+        c["back"] = "-" if c["name"] == "learning" else back
     form = (
         "engine={engine} | first answer={first_answer:.2f} | the other server's=**{other_server:.2f}** | "
-        "after={wait_seconds:.0f} s | other tenants, at most={strangers:.2f} | once it is forgotten={again:.2f} | "
-        "after that={seconds_until_asked:.0f} s"
+        "after={wait_seconds:.0f} s | other tenants, at most={strangers:.2f} | once it is forgotten={again:.2f}"
     )
     of_kills = (
-        "kill -9 while={name}, {times} times | buckets with wrong data={restarts_with_wrong_data} | "
-        "erasures that came back or left copies={back} | "
-        "documents that a server shows wrongly={documents_seen_wrongly} of {documents_looked_for:,} | "
-        "oldest loss={lost}"
+        "kill -9 while={name}, {times} times | wrong or missing text={restarts_with_wrong_data} | "
+        "erasures that came back or left copies={back} | oldest loss={oldest_lost_ms:.0f} ms"
     )
     return (
-        f"{table(rows, form)}\n\nKills, in a folder's URL, of a process that looks and publishes every "
+        f"{table(rows, form)}\n\nKills, at the URL of a folder, of a process that looks and publishes every "
         f"{kills['period_seconds']} s (2 s by default):\n\n{table(crashes, of_kills)}"
-    )
-
-
-@section("A fleet that learns, on paper", "fleet-traffic.json")
-def fleet_traffic(result: Any) -> str:
-    """Simulated from the format's sizes and the policy of `freedraft datastore compact`; nothing was measured."""
-    form = (
-        "compacted every={every_seconds:.0f} s | times a token is written={times_each_token_is_written:.1f} | "
-        "MB/s to each host={MB_per_second_to_each_host:.1f} | MB/s from the bucket={MB_per_second_from_the_bucket} | "
-        "drafted from after (median)={age_when_drafted_seconds_p50:.0f} s | "
-        "sub-indices={sub_indices[0]}-{sub_indices[1]}"
-    )
-    return table(result["periods"], form) + (
-        f"\n\n{result['replicas']} replicas, {result['tokens'] / 1e9:.0f} B tokens of {result['days']:.0f} days, "
-        f"{result['learnt_tokens_per_second']:,} learnt per second; each host maps "
-        f"{result['GB_on_each_host_mapped']:.0f} GB."
     )
 
 

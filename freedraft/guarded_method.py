@@ -26,23 +26,22 @@ FORGIVEN = 1024
 """Steps without a failure after which the next pause is a first one again."""
 
 
-_FAULTS = ("AcceleratorError", "CudaError", "DistBackendError")
-"""Names of torch's errors by which a device, its driver or NCCL fails."""
-_LASTING_FAULTS = (
+_FAULTS = {"AcceleratorError", "CudaError", "DistBackendError"}
+"""Torch's errors of a device, its driver and NCCL."""
+_LASTING = (
     "illegal memory access",
     "illegal instruction",
     "misaligned address",
     "device-side assert",
     "launch failure",
 )
-"""What other libraries, such as Triton, say of one that every later call to the device meets again."""
+"""What Triton, whose errors have no class, says of a fault that every later call to the device meets again."""
 
 
-def is_device_fault(error: BaseException) -> bool:
+def is_device_fault(error: Exception) -> bool:
     """Whether a device has failed: no later step can succeed, and the engine has its own ways of ending."""
-    if any(kind.__name__ in _FAULTS for kind in type(error).__mro__):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _LASTING_FAULTS)
+    named = not _FAULTS.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+    return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in _LASTING))
 
 
 class EngineMustEnd(BaseException):
@@ -148,7 +147,7 @@ class GuardedMethod:
         """What `work` returns; None where it raises. Also for what an adapter itself does for the sake of drafts.
 
         Raises:
-            RuntimeError: the device has failed (`is_device_fault`), in this work or before.
+            RuntimeError: the device has failed.
         """
         try:
             return work()

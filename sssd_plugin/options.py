@@ -31,14 +31,14 @@ class SssdOptions(PluginOptions):
             the datastore if one is named, or at its URL, which may then begin empty.
         datastore: folder that `freedraft datastore build` wrote, or a URL of one that fsspec opens (it is copied to a
             local cache); None drafts from prompt and output only. With `live`, servers with the same URL learn from
-            each other, which needs `freedraft datastore compact URL` to run.
+            each other.
         datastore_sha256: digest that the datastore must have, as `freedraft datastore info` shows it, for a store that
             others could change; None checks for damage only.
         live_prompts: with `live`, learn from the prompts of finished requests, too.
         live_tokens: learnt tokens held at most, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond them, who
             holds most loses its oldest text first.
-        live_max_age: hours after which learnt text is erased; None for never. At a URL it holds for the whole fleet:
-            give `freedraft datastore compact --max-age` the same; servers erase what that has left.
+        live_max_age: hours after which learnt text is erased; None for never. At a URL the least age of a server holds
+            for all.
         isolation: whose text a request is drafted from: "tenant": of requests with the same cache_salt (in SGLang
             also extra_key), while requests without one neither teach nor are taught; "shared": of all; "off": of all,
             and the files do not tell tenants apart either.

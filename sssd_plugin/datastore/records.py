@@ -6,8 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,16 +51,22 @@ class Erasure:
     tenant: bytes | None = None
     before: int | None = None
 
+    @property
+    def until(self) -> int:
+        """`before`, or a time that never comes."""
+        return 1 << 62 if self.before is None else self.before
+
     def covers(self, tenant: bytes, milliseconds: int) -> bool:
-        return (self.tenant is None or self.tenant == tenant) and (self.before is None or milliseconds < self.before)
+        return self.tenant in (None, tenant) and milliseconds < self.until
 
 
-class Changes(NamedTuple):
-    """Erasures and then documents by other processes since the last call; a built store that became available."""
+@dataclass(slots=True)
+class Changes:
+    """Erasures and then documents of other processes; a built store, if it became available."""
 
-    erasures: list[Erasure]
-    records: list[Record]
-    built: Snapshot | None = None
+    erasures: list[Erasure] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    built: list[Snapshot] = field(default_factory=list)
 
 
 class PendingRecords:

@@ -59,14 +59,21 @@ def write(directory: Path, texts: list[list[int]], **settings) -> None:
     log = log_of(directory, **settings)
     for text in texts:
         log.pending.append(record(text))
+    sync(log)
     log.close()
 
 
 def read(directory: Path, **settings) -> list[list[int]]:
     log = log_of(directory, **settings)
-    records = log.sync()[1]
+    records = log.load()
     log.close()
     return [record.tokens.tolist() for record in records]
+
+
+def sync(log: Log) -> Changes:
+    changes = Changes()
+    log.sync(changes)
+    return changes
 
 
 def file_of(directory: Path) -> Path:
@@ -87,7 +94,7 @@ def test_what_was_appended_comes_back_in_order(tmp_path: Path) -> None:
 def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     log = log_of(tmp_path)
     log.pending.append(record([1, 2]))
-    log.sync()
+    sync(log)
     for path in (tmp_path / "live").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "live").stat().st_mode) == 0o700
@@ -99,7 +106,8 @@ def test_bounded_oldest_first(tmp_path: Path) -> None:
     for number in range(6000):
         log.pending.append(record([number // 1000, number % 1000, *[1] * 8]))
         if number % 30 == 29:
-            log.sync()
+            sync(log)
+    sync(log)
     log.close()
     numbers = [text[0] * 1000 + text[1] for text in read(tmp_path, max_tokens=1 << 14)]
     assert numbers == list(range(6000))[-len(numbers) :]
@@ -116,7 +124,8 @@ def test_a_tenant_beyond_its_share_drops_its_own(tmp_path: Path) -> None:
         log.pending.append(record([1, number % 1000, number // 1000, *[1] * 20], tenants[1]))
         log.pending.append(record([2, number % 1000, number // 1000], tenants[2]))
         if number % 30 == 29:
-            log.sync()
+            sync(log)
+    sync(log)
     log.close()
     texts = read(tmp_path, max_tokens=1 << 14)
     held = {c: sum(len(text) + 1 for text in texts if text[0] == c) for c in tenants}
@@ -136,6 +145,7 @@ def test_a_flipped_bit_costs_one_document(tmp_path: Path, part: str, caplog: pyt
     log = log_of(tmp_path)
     for i, text in enumerate(texts):
         log.pending.append(record(text, bytes([0xA0 + i]) * 16, 0x0123456789AB00 + i))
+    sync(log)
     log.close()
     path = file_of(tmp_path)
     content = bytearray(path.read_bytes())
@@ -328,6 +338,7 @@ def test_what_the_disk_refuses_for_long_is_counted(tmp_path: Path, monkeypatch: 
     for number in range(6):
         log.pending.append(record([number, 1, 2, 3]))
     assert log.pending.dropped == 4
+    sync(log)
     log.close()
     assert [text[0] for text in read(tmp_path)] == [4, 5]
 
@@ -373,9 +384,9 @@ def test_a_transaction_that_fails_leaves_nothing_half_done(tmp_path: Path) -> No
     log.pending.append(record([1]))
     log.pending.append(Record(object(), 1, np.zeros(1, np.int32)))  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        log.sync()
+        sync(log)
     for text in ([2], [3]):
         log.pending.append(record(text))
-        assert log.sync() == Changes([], [])
-        assert [r.tokens.tolist() for r in other.sync().records] == [text] and other.sync() == Changes([], [])
+        assert sync(log) == Changes()
+        assert [r.tokens.tolist() for r in sync(other).records] == [text] and sync(other) == Changes()
     log.close(), other.close()

@@ -239,6 +239,22 @@ def test_ranks_that_nobody_drafts_on(tiny_model: Path) -> None:
         assert f"'{method}'" in message and "--pipeline-parallel-size 1" in message
 
 
+def test_recurrent_layers_are_served_by_the_second_runner_only(
+    tiny_model: Path, tmp_path: Path, as_with_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import FalconH1Config
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 24, "head_dim": 32}
+    mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+    FalconH1Config(**shape, **mamba, architectures=["FalconH1ForCausalLM"]).save_pretrained(tmp_path)
+    config = config_of(tmp_path, GOOD)
+    assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    message = refusal(tmp_path, GOOD)
+    assert "'sssd'" in message and "FalconH1ForCausalLM" in message and "model runner V2 of vLLM 0.32" in message
+    assert config_of(tiny_model, GOOD).speculative_config.method == "custom_class"
+
+
 def test_ranks_with_a_scheduler_each_are_refused(tiny_model: Path) -> None:
     launched = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
     assert "external_launcher" in refusal(tiny_model, GOOD, **launched)

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_cases import SAMPLED_PROMPT, PlainTiny, Prompts, p_value, recycled
+from vllm_cases import SAMPLED_PROMPT, TINY, PlainTiny, Prompts, p_value, recycled
 
 from freedraft.guarded_method import GuardedMethod
 from freedraft.step import EngineContext
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import prompts as texts
 from tests.support import repeat_drafter
+from tests.support.models import continuations, save
+from tests.support.models import tiny_model as make_tiny
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
@@ -271,6 +273,23 @@ def test_layer_skipping_leaves_the_distribution_alone(
 ) -> None:
     sampled = [tuple(tokens) for tokens in skipped[0]["sampled"]]
     assert p_value(sampled, plain_tiny.sampled[1.0, 1.0, 0, False]) > 1e-3
+
+
+def test_recurrent_layers(tmp_path: Path) -> None:
+    """Whose states are those of the accepted tokens: in steps with drafts, in steps without, and after aborts."""
+    shape = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+    model = save(make_tiny("FalconH1", seed=7, mamba_chunk_size=16, **TINY | shape), tmp_path)
+    ids = texts.random_ids([12, 12, 30, 5], 24, first=2, seed=3)
+    greedy = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+    few = {"prompts": ids, "parameters": greedy}
+    cases = {"few": few, "aborted": few | {"abort": 6}}
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 3, 0], [4, 64, 3]]}
+    engine = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    given = {"cases": cases, "speculative_config": SSSD | {"live": False} | schedule, **engine}
+    found = run("recurrent.py", model, given)
+    plain = continuations(model, ids, 16)
+    assert found["few"] == plain and found["aborted"] == plain
+    assert found["engine"]["v2"] and not found["engine"]["failures"] and found["engine"]["accepted"] > 5
 
 
 def test_draft_passes_that_cannot_be_built_do_not_stop_the_start(

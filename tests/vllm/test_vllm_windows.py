@@ -66,12 +66,12 @@ def generate(llm: Any, prompts: list[Any], sets: list[str], tokens: int = 40) ->
     return tokens_of(llm.generate(prompts, asked, use_tqdm=False))
 
 
-def plainly(llm: Any, prompts: list[Any]) -> list[list[int]]:
+def plainly(llm: Any, prompts: list[Any], tokens: int) -> list[list[int]]:
     """What the same engine answers without drafts."""
     guarded = runner_of(llm).drafter.guarded
     guarded.draft = lambda step: None
     try:
-        return generate(llm, prompts, ["empty"])
+        return generate(llm, prompts, ["empty"], tokens)
     finally:
         del guarded.draft
 
@@ -91,7 +91,8 @@ def test_drafts_are_those_of_a_masked_reference(windowed: Any) -> None:
 
 
 def test_a_common_skip_set_with_chunked_prefill_and_preemption(windowed: Any) -> None:
-    expected = plainly(windowed, PROMPTS)
+    prompts = token_prompts(random_ids(range(56, 64), TINY["vocab_size"]))  # which fill the KV cache, and grow
+    expected = plainly(windowed, prompts, 80)
     drafter, before = runner_of(windowed).drafter, metric(windowed, "vllm:num_preemptions")
     selector = drafter.guarded.method.selector
     partial: list[bool] = []
@@ -102,7 +103,7 @@ def test_a_common_skip_set_with_chunked_prefill_and_preemption(windowed: Any) ->
         chosen.append(set(selector.choose(step.request_ids, step.contexts)))
 
     with spied(drafter, record):
-        assert generate(windowed, PROMPTS, ["empty", "some"]) == expected
+        assert generate(windowed, prompts, ["empty", "some"], 80) == expected
     assert any(partial), "no prompt was read in chunks beside others: the test does not test that"
     both = max(map(len, chosen)) == 2
     assert both, "requests of the two sets were never in one batch: the test does not test that"

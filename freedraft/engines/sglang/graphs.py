@@ -66,9 +66,8 @@ class WidthGraphs:
                     width,
                     (str(error) or repr(error)).splitlines()[0],
                 )
-            if width not in kept:  # what it had allocated; in the clause above, the error still holds it
-                gc.collect()
-                torch.cuda.empty_cache()
+            gc.collect()  # what a capture that has failed holds; in the clause above, its error does
+            torch.cuda.empty_cache()
         if free is not None:
             left = free_bytes() or 0
             logger.info(

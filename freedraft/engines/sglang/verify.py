@@ -120,27 +120,20 @@ class TreeVerifier:
         seeds = sampling.sampling_seed
         if seeds is None:
             seeds = torch.randint(2**62, (tree.batch_size,), device=self._device)
-        filters: dict[str, Any] = {
-            "top_ks": sampling.top_ks if sampling.need_top_k_sampling else None,
-            "top_ps": sampling.top_ps if sampling.need_top_p_sampling else None,
-            "min_ps": sampling.min_ps if sampling.need_min_p_sampling else None,
-        }
-        filters = {name: values for name, values in filters.items() if values is not None}
+        names = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, f"need_{name}_sampling")]
         in_turns = self._in_turns_with_min_p and sampling.need_min_p_sampling
 
         def verified(rows: slice) -> Verification:
-            of_rows, counts = {name: values[rows] for name, values in filters.items()}, tree.counts[rows]
+            filters = {f"{name}s": getattr(sampling, f"{name}s")[rows] for name in names}
+            trees = TreeBatch(tree.tokens[rows], tree.parents[rows], tree.depths[rows], tree.counts[rows])
             temperatures = sampling.temperatures.view(-1)[rows]
-            probs = target_probs(logits[rows], temperatures, counts=counts, in_turns=in_turns, **of_rows)
-            trees = TreeBatch(tree.tokens[rows], tree.parents[rows], tree.depths[rows], counts)
+            probs = target_probs(logits[rows], temperatures, counts=trees.counts, in_turns=in_turns, **filters)
             return verify_sampled(trees, probs, seeds[rows].to(torch.int64), batch.seq_lens[rows])
 
         at_once = requests_at_once(logits[0].numel())
         parts = [verified(slice(i, i + at_once)) for i in range(0, tree.batch_size, at_once)]
-        names = ("accepted", "lengths", "tokens", "bonus")
-        return (
-            parts[0] if len(parts) == 1 else Verification(*(torch.cat([getattr(p, n) for p in parts]) for n in names))
-        )
+        of_all = ([getattr(part, name) for part in parts] for name in ("accepted", "lengths", "tokens", "bonus"))
+        return parts[0] if len(parts) == 1 else Verification(*map(torch.cat, of_all))
 
     def _compact(self, batch: Any, verified: Verification, width: int) -> None:
         """Bring the KV of the accepted path to the front of the verify window."""

@@ -25,6 +25,19 @@ def check_ranks(engine_args: Any) -> None:
         )
 
 
+def check_states(model_config: Any, *, v2: bool) -> None:
+    """Refuse recurrent layers on model runner V1, whose states requests without drafts do not always find there.
+
+    Raises:
+        ValueError: one clear line.
+    """
+    if not v2 and (model_config.is_hybrid or model_config.is_attention_free):
+        raise ValueError(
+            f"recurrent layers of {', '.join(model_config.architectures)} are served by model runner V2 of vLLM 0.32 "
+            "and later only: use it, or serve without speculation"
+        )
+
+
 def check_engine(engine_args: Any) -> None:
     """Refuse engines that draft passes do not know.
 

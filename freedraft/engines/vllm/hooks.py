@@ -54,7 +54,7 @@ MODEL_HOOKS = (
     Hook("vllm.compilation.backends", "set_model_tag", parameters=("tag",), purpose="compiled draft passes"),
 )  # fmt: skip
 
-# With it one module is left out of ahead-of-time compilation (vLLM 0.33).
+# By which one module is left out of compilation ahead of time (vLLM 0.33).
 AOT_SWITCH = Hook("vllm.compilation.decorators", "support_torch_compile", parameters=("use_aot_compile",))
 
 # Needed besides to tell tenants apart.
@@ -170,15 +170,9 @@ V2_TREE_HOOKS = (
     Hook("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", assigned=("kv_caches", "cudagraph_manager", "sampler",
          "model_state", "dcp_size", "pcp_manager", "ubatch_runner", "batch_sharder", "is_encoder_decoder",
          "fast_prefill"), purpose="draft trees in model runner V2"),
-    Hook("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager", assigned=("cudagraph_mode",),
-         purpose="draft trees in model runner V2"),
     Hook("vllm.v1.worker.gpu.sample.sampler", "Sampler", assigned=("sampling_states", "logits_processors",
          "trace_replay_state", "return_sampling_mask"), purpose="draft trees in model runner V2"),
     Hook("vllm.v1.worker.gpu.sample.states", "SamplingStates", assigned=("temperature", "seeds"),
-         purpose="draft trees in model runner V2"),
-    Hook("vllm.config.SpeculativeConfig", fields=("enable_adaptive_verification", "rejection_sample_method"),
-         purpose="draft trees in model runner V2"),
-    Hook("vllm.config.VllmConfig", fields=("aux_output_config", "watermark_config", "kv_transfer_config"),
          purpose="draft trees in model runner V2"),
     Hook("vllm.v1.worker.gpu.sample.sampler.Sampler", "apply_sampling_params", parameters=("logits",
          "expanded_idx_mapping", "idx_mapping", "idx_mapping_np", "pos", "input_ids", "expanded_local_pos",

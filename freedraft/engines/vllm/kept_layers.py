@@ -192,7 +192,7 @@ def compiled(vllm_config: Any, backbone: Backbone, skipped: tuple[bool, ...], to
     def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         KeptLayers.__init__(self, backbone, skipped, top_k, entropy)
 
-    # AOT compilation saves and loads models, and a pass is only a way through one; without this switch, see `methods`.
+    # A pass is no model of its own, which AOT compilation would save and load. Before vLLM 0.33, see `methods`.
     aot: dict[str, Any] = {} if AOT_SWITCH.problem() else {"use_aot_compile": False}
     kind: Any = support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0}, **aot)(
         type(name, (KeptLayers,), {"forward": forward, "__init__": init, "__qualname__": name})

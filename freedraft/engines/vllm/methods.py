@@ -23,7 +23,7 @@ from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm.configured import ADAPTIVE, ATTRIBUTE, SCHEDULE, Configured, configured
 from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
 from freedraft.engines.vllm.fixes import apply_fixes
-from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks
+from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks, check_states
 from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
     CONFIG_HOOKS,
@@ -139,7 +139,7 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             model_config = kwargs.get("target_model_config", args[0] if args else None)
             context = context_of_arguments(self, model_config, config[K], candidate_lengths(config[K]) if v2 else None)
-            _check(self, spec, options, model_config, context)
+            _check(self, spec, options, model_config, context, v2)
             learnt = tuple[int, ...]()
             if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
                 # vLLM decides by the batch's size how much a step verifies, before it is drafted.
@@ -307,11 +307,12 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
 
 
 def _check(
-    engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, context: EngineContext
+    engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, context: EngineContext, v2: bool
 ) -> None:
     """Raises ConfigError for what would fail when the engine has started."""
     try:
         check_ranks(engine_args)
+        check_states(model_config, v2=v2)
         if spec.runs_model:
             check_engine(engine_args)
             check_model(model_config)

@@ -41,15 +41,17 @@ logger = logging.getLogger("freedraft.datastore")
 POLL_SECONDS = 2.0
 FINISH_SECONDS = 10.0
 """After which servers finish what a killed `forget` has begun."""
-_RETRY_SECONDS = 5.0
 _CHECK_SECONDS = 10.0
 _BATCH_TOKENS = 1 << 16
 _MAX_BYTES = 64 << 20
 _DAY = 86_400_000  # ms
 _NOBODY = bytes(16)
-_DOCUMENT = np.dtype([("number", "<i8"), ("milliseconds", "<i8"), ("tenant", "u1", 16), ("length", "<i8")])
+_DOCUMENT = np.dtype([("number", "<i8"), ("milliseconds", "<i8"), ("tenant", "V16"), ("length", "<i8")])
 _BATCH = re.compile(r"\d{4}-\d\d-\d\d\.([0-9a-f]{16})\.(\d{12})\.(\d{13})\.(\d{13})\.[0-9a-f]{32}")
 _ERASED = re.compile(r"erased\.(\d{1,15})\.(all|[0-9a-f]{32})\.(due|done)")
+
+Document = tuple[int, Record]
+"""A document, after the number that its server gave to it."""
 
 
 class Batch(NamedTuple):
@@ -63,13 +65,6 @@ class Batch(NamedTuple):
     size: int = 0
 
 
-class Document(NamedTuple):
-    """A document, with the number that its server gave to it."""
-
-    number: int
-    record: Record
-
-
 class Listing(NamedTuple):
     """All names below the URL: batches, names of erasures, and parts of files that killed processes have left."""
 
@@ -80,17 +75,12 @@ class Listing(NamedTuple):
 
 def seal(server: str, documents: list[Document]) -> tuple[str, bytes]:
     """Return the name and the contents of a batch: int64 n, n rows of `_DOCUMENT`, int32 tokens."""
-    table = np.zeros(len(documents), _DOCUMENT)
-    for row, (number, record) in zip(table, documents, strict=True):
-        tenant = np.frombuffer(record.tenant or _NOBODY, np.uint8)
-        row["number"], row["milliseconds"], row["tenant"], row["length"] = (
-            number, record.milliseconds, tenant, len(record.tokens)
-        )  # fmt: skip
-    tokens = [np.ascontiguousarray(document.record.tokens, "<i4").tobytes() for document in documents]
-    data = b"".join([np.int64(len(table)).tobytes(), table.tobytes(), *tokens])
-    times = table["milliseconds"]
-    day = datetime.fromtimestamp(int(times.max()) / 1000, UTC)
-    numbers = f"{documents[-1].number:012d}.{times.min():013d}.{times.max():013d}"
+    rows = [(number, r.milliseconds, r.tenant or _NOBODY, len(r.tokens)) for number, r in documents]
+    texts = [np.ascontiguousarray(record.tokens, "<i4").tobytes() for _, record in documents]
+    data = b"".join([np.int64(len(rows)).tobytes(), np.array(rows, _DOCUMENT).tobytes(), *texts])
+    oldest, newest = min(row[1] for row in rows), max(row[1] for row in rows)
+    day = datetime.fromtimestamp(newest / 1000, UTC)
+    numbers = f"{rows[-1][0]:012d}.{oldest:013d}.{newest:013d}"
     return f"{day:%Y-%m-%d}.{server}.{numbers}.{hashlib.sha256(data).hexdigest()[:32]}", data
 
 
@@ -100,24 +90,18 @@ def unseal(batch: Batch, data: bytes, vocab_size: int) -> list[Document]:
     Raises:
         DatastoreError: the contents are damaged, not as the name describes them, or hold ids beyond the vocabulary.
     """
-    wrong = DatastoreError(f"the batch {batch.name} is damaged, or holds ids beyond the vocabulary")
-    try:
-        n = int(np.frombuffer(data, "<i8", 1)[0])
-        table = np.frombuffer(data, _DOCUMENT, max(n, 1), 8)
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # sizes and times that cannot be
+        table = np.frombuffer(data, _DOCUMENT, max(1, int(np.frombuffer(data, "<i8", 1)[0])), 8)
         tokens = np.frombuffer(data, "<i4", offset=8 + table.nbytes).astype(np.int32)
-        lengths, numbers = table["length"], table["number"]
-        whole = lengths.min() > 0 and lengths.max() <= len(tokens) and int(lengths.sum()) == len(tokens)
-        if not whole or int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size or (np.diff(numbers) <= 0).any():
-            raise wrong
-        tenants = [row.tobytes() for row in table["tenant"]]
-        rows = zip(numbers.tolist(), tenants, table["milliseconds"].tolist(),
-                   np.split(tokens, np.cumsum(lengths)[:-1]), strict=True)  # fmt: skip
-        documents = [Document(n, Record(b"" if t == _NOBODY else t, ms, text)) for n, t, ms, text in rows]
-        if seal(batch.server, documents)[0] != batch.name:
-            raise wrong
-    except (ValueError, OverflowError, OSError):  # sizes and times that cannot be
-        raise wrong from None
-    return documents
+        numbers, times, tenants, lengths = (table[name].tolist() for name in _DOCUMENT.names or ())
+        whole = min(lengths) > 0 and sum(lengths) == len(tokens) and numbers == sorted(set(numbers))
+        if whole and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
+            texts = np.split(tokens, np.cumsum(lengths)[:-1])
+            tenants = [b"" if tenant == _NOBODY else tenant for tenant in tenants]
+            documents = list(zip(numbers, map(Record, tenants, times, texts), strict=True))
+            if seal(batch.server, documents)[0] == batch.name:
+                return documents
+    raise DatastoreError(f"the batch {batch.name} is damaged, or holds ids beyond the vocabulary")
 
 
 class Exchange:
@@ -152,7 +136,7 @@ class Exchange:
         self._root, self._local = f"{self._above}/learnt", "file" in self._files.protocol
         self._cached = cache_folder() / f"{hashlib.sha256(self.url.encode()).hexdigest()[:32]}.json"
         self._server, self._number = secrets.token_hex(8), 0
-        self._reached = self._refused = self._expiring = False
+        self._reached = self._expiring = False
         self._poll_at, self._oldest = 0.0, 0
         self._handled, self._strange = set[str](), set[str]()  # names of batches, and of other files
         self._seen = {self._server: 1 << 62}  # by server, the greatest number that was read
@@ -170,43 +154,28 @@ class Exchange:
         """Return nothing: the URL is not waited for."""
         return []
 
-    def sync(self, retry: bool = True) -> Changes:
-        """Publish new documents; return erasures and documents of others. Nothing is raised: what goes wrong is logged
-        once and tried again.
+    def sync(self, changes: Changes, retry: bool = True) -> None:
+        """Publish new documents; add erasures and documents of others to `changes`.
 
         Args:
             retry: whether to do so though it is not due.
         """
-        changes = Changes([], [])
-        if not retry and time.monotonic() < self._poll_at:
-            return changes
-        self._poll_at = time.monotonic() + POLL_SECONDS * random.uniform(0.75, 1.25)  # servers do not ask at once
-        try:
+        if retry or time.monotonic() >= self._poll_at:
+            self._poll_at = time.monotonic() + POLL_SECONDS * random.uniform(0.75, 1.25)  # servers do not ask at once
             if not self._reached:
-                changes = changes._replace(built=self.connect())
+                changes.built.extend(self.connect())
             listing = self._pull(changes)
             self._push()
             self._finish_erasures(listing)
-        except DatastoreError as error:
-            self._poll_at = time.monotonic() + _RETRY_SECONDS
-            if not self._refused:
-                logger.warning("freedraft: %s; what is learnt stays in memory, and it is tried again", error)
-            self._refused = True
-            return changes
-        if self._refused:
-            logger.warning("freedraft: %s is used again", self.url)
-        self._refused = False
-        return changes
 
     def expire(self, before: int) -> None:
         """Take no document that is older (ms), and erase such documents at the URL with the next `sync`."""
         self._oldest, self._expiring = before, True
-        if self._open and self._open[0].record.milliseconds < before:
+        if self._open and self._open[0][1].milliseconds < before:
             self._open, self._open_name = [], ""
 
     def close(self) -> None:
-        """Publish what is left."""
-        self.sync()
+        """Do nothing: what is left was published, or cannot be."""
 
     def check(self) -> None:
         """Refuse, before an engine starts, what `connect` refuses; that the URL does not answer within `_CHECK_SECONDS`
@@ -228,7 +197,7 @@ class Exchange:
             reason = errors[0] if errors else f"{self.url} does not answer"
             logger.warning("freedraft: %s; the server starts, and tries again", reason)
 
-    def connect(self) -> Snapshot | None:
+    def connect(self) -> list[Snapshot]:
         """Read the manifest, or write the first one; return the built store at the URL, if there is one.
 
         Raises:
@@ -248,12 +217,12 @@ class Exchange:
                 f"servers at {self.url} learn with isolation '{manifest.isolation}', not '{self._isolation}': set that "
                 "one, or choose another URL"
             )
-        built = None
+        built = []
         if MANIFEST in self._names(self._above):
             path = local_copy(self.url)
             # The copy is verified.
             with Datastore.open(path, vocab_size=self._vocab_size, fingerprint=self._fingerprint, verify=False) as it:
-                built = it.snapshot
+                built.append(it.snapshot)
         with reporting("write", self._cached):
             self._cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             manifest.write(self._cached)
@@ -301,7 +270,7 @@ class Exchange:
         changes.erasures.extend(erasure for erasure in self._erasures if erasure not in self._applied)
         if changes.erasures:
             self._open, self._open_name = [], ""  # whoever erases writes it anew
-        self._applied = {e for e in self._erasures if (e.before or 0) < now}  # the others cover what comes
+        self._applied = {e for e in self._erasures if e.until < now}  # the others cover what comes
         self._handled &= {batch.name for batch in listing.batches}
         fresh, room = [], 4 * self._max_tokens
         for batch in sorted(listing.batches, key=lambda batch: -batch.newest):
@@ -316,21 +285,24 @@ class Exchange:
                 break
             self._handled.add(batch.name)
             last = self._seen.get(batch.server, -1)
-            covered = [self._covered(document.record) for document in documents]
-            new = (d.record for d, erased in zip(documents, covered, strict=True) if d.number > last and not erased)
-            changes.records.extend(new)
+            kept = [document for document in documents if not self._covered(document[1])]
+            changes.records.extend(record for number, record in kept if number > last)
             self._seen[batch.server] = max(last, batch.last)
-            if any(covered):  # whoever wrote it had not seen the erasure
+            if len(kept) < len(documents):  # whoever wrote it had not seen the erasure
                 self._rewrite(batch, documents)
         return listing
 
     def _push(self) -> None:
-        """Publish new documents: the newest batch grows by them until it is large, or would be too long in time."""
-        while self._unsent or self.pending:
-            if not self._unsent:
-                self._unsent = [Document(self._number + i, record) for i, record in enumerate(self.pending.take())]
-                self._number += len(self._unsent)
-            self._unsent = [document for document in self._unsent if not self._covered(document.record)]
+        """Publish documents that could not be published before, and then new ones."""
+        self._send()
+        self._unsent = list(enumerate(self.pending.take(), self._number))
+        self._number += len(self._unsent)
+        self._send()
+
+    def _send(self) -> None:
+        """Publish: the newest batch grows until it is large, or would be too long in time."""
+        self._unsent = [document for document in self._unsent if not self._covered(document[1])]
+        while self._unsent:
             n = self._fitting()
             if not n:
                 self._open, self._open_name = [], ""
@@ -345,8 +317,8 @@ class Exchange:
 
     def _fitting(self) -> int:
         """Return how many of the unsent documents still fit into the open batch."""
-        size = sum(document.record.size for document in self._open)
-        first = (self._open or self._unsent)[0].record.milliseconds if self._unsent else 0
+        size = sum(record.size for _, record in self._open)
+        first = (self._open or self._unsent)[0][1].milliseconds
         for n, (_, record) in enumerate(self._unsent):
             size += record.size
             late = record.milliseconds - first > self._span or record.milliseconds // _DAY != first // _DAY
@@ -376,9 +348,8 @@ class Exchange:
             tenant = "all" if erasure.tenant is None else erasure.tenant.hex()
             self._put(f"erased.{erasure.before}.{tenant}.due", b"\n")
         for other, name in self._list().erasures.items():
-            if other not in erasures and any(
-                (other.before or 0) <= (e.before or 0) and e.tenant in (None, other.tenant) for e in erasures
-            ):
+            covering = (e for e in erasures if e != other and e.until >= other.until)
+            if any(e.tenant in (None, other.tenant) for e in covering):
                 self._remove(name)
 
     def _mark_done(self, names: list[str]) -> None:
@@ -391,8 +362,8 @@ class Exchange:
         """Remove what is erased from all batches."""
         self._erasures = listing.erasures
         for batch in listing.batches:
-            covering = [e for e in listing.erasures if (e.before or 0) > batch.oldest]
-            if any(e.tenant is None and (e.before or 0) > batch.newest for e in covering):
+            covering = [e for e in listing.erasures if e.until > batch.oldest]
+            if any(e.tenant is None and e.until > batch.newest for e in covering):
                 self._remove(batch.name)
             elif covering:
                 self._rewrite(batch, self._read(batch))
@@ -401,7 +372,7 @@ class Exchange:
 
     def _rewrite(self, batch: Batch, documents: list[Document] | None) -> None:
         """Replace a batch by one without what is erased. One that is damaged goes: nobody can tell whose it is."""
-        kept = [document for document in documents or () if not self._covered(document.record)]
+        kept = [document for document in documents or () if not self._covered(document[1])]
         if not documents or len(kept) < len(documents):
             if kept:
                 self._put(*seal(batch.server, kept))

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import sqlite3
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ logger = logging.getLogger("freedraft.datastore")
 
 ANNOUNCED_SECONDS = 60.0
 """How long an erasure stands in the file, for other processes to follow."""
-_RETRY_SECONDS = 5.0
 _BUSY_SECONDS = 10.0
 _PRAGMAS = (
     "secure_delete = ON",
@@ -68,8 +66,7 @@ class UnreadableFileError(DatastoreError):
 
 
 class Log:
-    """An open file. `pending` only queues; `sync` writes. When the disk refuses, that is logged once, drafting goes on
-    with what is in memory, and writing is tried again.
+    """An open file, for one thread at a time. `pending` only queues; `sync` writes.
 
     Args:
         folder: that the process has locked, with its manifest.
@@ -80,7 +77,7 @@ class Log:
         pending: documents to write.
 
     Raises:
-        DatastoreError: the file cannot be opened or used, or holds something else; not from `sync` and `expire`.
+        DatastoreError: the file cannot be opened or used, or holds something else; from all methods.
     """
 
     def __init__(
@@ -95,9 +92,7 @@ class Log:
         self.pending = PendingRecords()
         self._lock, self._max_tokens, self._isolated = lock, max_tokens, isolated
         self._tokens = 0  # in the file, at most
-        self._syncing = threading.Lock()
-        self._retry_at, self._end_at = 0.0, time.monotonic() + ANNOUNCED_SECONDS  # `_end_at`: of erasures
-        self._refused = self._closed = False
+        self._end_at = time.monotonic() + ANNOUNCED_SECONDS  # of erasures
         if not self.path.exists():  # closing a file would end the locks that this process has on it
             with reporting("write", self.path):
                 os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -139,59 +134,34 @@ class Log:
 
     def load(self) -> list[Record]:
         """Return what is on disk."""
-        with self._syncing, self._reporting():
-            changes = self._follow()
-            self._keep_bounds(changes, [])
-            return changes.records
+        changes = Changes()
+        self.sync(changes)
+        return changes.records
 
-    def sync(self, retry: bool = True) -> Changes:
-        """Write what is queued, to the disk itself, and return erasures and documents of other processes.
-
-        Args:
-            retry: whether to try although the disk has just refused.
-        """
-        with self._syncing:
-            if self._closed or (self._refused and not retry and time.monotonic() < self._retry_at):
-                return Changes([], [])
-            records, changes = self.pending.take(), Changes([], [])
-            try:
-                with self._reporting():
-                    changes = self._append(records) if records else self._follow()
-                    records, written = [], records
-                    self._keep_bounds(changes, written)
-            except DatastoreError as error:
-                if not self._refused:
-                    logger.warning("freedraft: %s; what is learnt stays in memory, and writing is tried again", error)
-                self._refused, self._retry_at = True, time.monotonic() + _RETRY_SECONDS
-                self.pending.give_back(records)
-                return changes
-            if self._refused:
-                logger.warning("freedraft: writing %s works again", self.path)
-            self._refused = False
-            return changes
+    def sync(self, changes: Changes, retry: bool = True) -> None:
+        """Write what is queued, to the disk itself, and add erasures and documents of other processes to `changes`."""
+        records = self.pending.take()
+        try:
+            with self._reporting():
+                self._append(records, changes) if records else self._follow(changes)
+        except DatastoreError:
+            self.pending.give_back(records)
+            raise
+        with self._reporting():
+            self._keep_bounds(changes, records)
 
     def expire(self, before: int) -> None:
         """Erase older documents, in ms since 1970, from the disk."""
-        older = "SELECT 1 FROM documents WHERE milliseconds < ? LIMIT 1"
-        with self._syncing:
-            try:
-                with self._reporting():
-                    if not self._closed and self._db.execute(older, (before,)).fetchone():
-                        self.erase(Erasure(None, before))
-                        self.compact()
-                        self._end_at = time.monotonic() + ANNOUNCED_SECONDS + 1
-            except DatastoreError as error:
-                logger.warning("freedraft: %s; what is too old is erased later", error)
+        with self._reporting():
+            if self._db.execute("SELECT 1 FROM documents WHERE milliseconds < ? LIMIT 1", (before,)).fetchone():
+                self.erase(Erasure(None, before))
+                self.compact()
+                self._end_at = time.monotonic() + ANNOUNCED_SECONDS + 1
 
     def close(self) -> None:
-        """Write what is queued and leave the folder; may be called twice."""
-        if self.pending:
-            self.sync()
-        with self._syncing:
-            if not self._closed:
-                self._closed = True
-                self._db.close()
-                self._lock.release()
+        """Leave the folder."""
+        self._db.close()
+        self._lock.release()
 
     def erase(self, erasure: Erasure) -> tuple[int, int]:
         """Erase documents, and damaged ones with them, since nobody can tell whose they are. Other processes follow.
@@ -257,32 +227,32 @@ class Log:
         if self._db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
             raise _corrupt()
 
-    def _follow(self) -> Changes:
-        """Return what other processes have erased and then learnt since the last call; at first all documents."""
+    def _follow(self, changes: Changes) -> None:
+        """Add what other processes have erased and then learnt since the last call; at first all documents."""
         version = self._db.execute("PRAGMA data_version").fetchone()[0]
-        if version == self._version:
-            return Changes([], [])
-        changes = self._repairing(lambda: self._in_transaction(self._read, "DEFERRED"))
-        self._version = version
-        return changes
+        if version != self._version:
+            self._repairing(lambda: self._in_transaction(lambda: self._read(changes), "DEFERRED"))
+            self._version = version
 
-    def _append(self, records: list[Record]) -> Changes:
-        """Write documents, less those that an erasure covers; return as `_follow` does."""
+    def _append(self, records: list[Record], changes: Changes) -> None:
+        """Write documents, less those that an erasure covers; add to `changes` as `_follow` does."""
 
         def write() -> Changes:
-            changes = self._read()
-            rows = [_row(r) for r in records if not any(e.covers(r.tenant, r.milliseconds) for e in changes.erasures)]
+            news = self._read(Changes())
+            rows = [_row(r) for r in records if not any(e.covers(r.tenant, r.milliseconds) for e in news.erasures)]
             for start in range(0, len(rows), _ROWS_AT_ONCE):  # after each statement this thread waits for the GIL
                 some = rows[start : start + _ROWS_AT_ONCE]
                 statement = f"{_APPEND} {', '.join(['(?, ?, ?, ?)'] * len(some))}"
                 newest = self._db.execute(statement, [value for row in some for value in row]).lastrowid
                 assert newest is not None
                 self._seen = self._seen[0], newest
-            return changes
+            return news
 
-        return self._in_transaction(write)
+        news = self._in_transaction(write)
+        changes.erasures.extend(news.erasures)
+        changes.records.extend(news.records)
 
-    def _read(self) -> Changes:
+    def _read(self, changes: Changes) -> Changes:
         (last_erasure, last_document), newest = self._seen, self._newest("erasures")
         rows = self._db.execute("SELECT tenant, before FROM erasures WHERE id > ?", (last_erasure,)).fetchall()
         erasures = [Erasure(tenant, before) for tenant, before in rows]
@@ -294,7 +264,9 @@ class Log:
             damaged = len(found) - len(records)
             logger.error("freedraft: %s: %d documents are damaged and left out", self.path, damaged)
         self._seen = newest, found[-1][0] if found else last_document
-        return Changes(erasures, records)
+        changes.erasures.extend(erasures)
+        changes.records.extend(records)
+        return changes
 
     def _keep_bounds(self, changes: Changes, written: list[Record]) -> None:
         """Drop documents beyond the bound, and end erasures that every process knows of."""

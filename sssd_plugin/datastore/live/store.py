@@ -23,13 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sssd_plugin.datastore.disk.format import Isolation
+from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.runs import Run, View, merged, release, sorted_run, warm_up, with_document, without
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.conversations import KnownBeginnings
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.tenant import Erasures, Tenant, kept, tenant_digest, writer_of
-from sssd_plugin.datastore.records import Erasure, Record, in_parts, keep_shares, now_ms
+from sssd_plugin.datastore.records import Changes, Erasure, Record, in_parts, keep_shares, now_ms
 
 logger = logging.getLogger("freedraft.datastore")
 
@@ -47,6 +48,7 @@ NICE = 10
 """Of the background thread."""
 SYNC_SECONDS = 0.2
 """Interval between writes to the log: what arrived since the last one may be lost when the machine stops."""
+RETRY_SECONDS = 5.0
 AGE_STEPS = 32
 """Documents that are too old go within the greatest age divided by AGE_STEPS."""
 _BULK_TOKENS = 1 << 10  # of one tenant's documents from elsewhere, which are then sorted together
@@ -129,7 +131,8 @@ class LiveStore:
         self._built, self._given = Snapshot.empty(), static or Snapshot.empty()
         self._set_static()
         self._latest = self._expire_at = 0  # ms
-        self._stop = threading.Event()
+        self._retry_at = 0.0  # where the log has failed
+        self._stop, self._syncing = threading.Event(), threading.Lock()
         warm_up()
         if log is not None:
             started = time.perf_counter()
@@ -249,23 +252,28 @@ class LiveStore:
 
     def flush(self) -> None:
         """Wait until everything inserted is written, or could not be."""
-        self._sync(retry=True)
+        with self._syncing:
+            self._sync(retry=True)
 
     def close(self) -> None:
-        """Stop the background threads and close the log; may be called twice."""
+        """Write what is queued, stop the background threads and close the log; may be called twice."""
+        if self._stop.is_set():
+            return
         self._stop.set()
         self._keeper.join()
+        self.flush()
         self._background.shutdown(cancel_futures=True)
         if self._log is not None:
             self._log.close()
 
-    # In the thread that keeps up with the log and the clock, and frees runs.
+    # In the thread that keeps up with the log and the clock, and frees runs; with `_syncing` held.
 
     def _keep_up(self) -> None:
         while not self._stop.wait(SYNC_SECONDS):
             try:
-                self._expire()
-                self._sync(retry=False)
+                with self._syncing:
+                    self._expire()
+                    self._sync(retry=False)
                 with self.lock:
                     unused, self._unused = self._unused, []
                 unused = release(unused)
@@ -275,13 +283,23 @@ class LiveStore:
                 logger.exception("freedraft: keeping what is learnt failed; it is tried again. Please report this")
 
     def _sync(self, retry: bool) -> None:
-        """Write new documents; apply erasures and take documents of other processes."""
-        if self._log is None:
+        """Write new documents; apply erasures and take documents of other processes. A log that fails is tried again
+        after a while (retry: now), which is said once."""
+        if self._log is None or (not retry and time.monotonic() < self._retry_at):
             return
-        changes = self._log.sync(retry)
-        if changes.built is not None:
+        changes = Changes()
+        try:
+            self._log.sync(changes, retry)
+            if self._retry_at:
+                logger.warning("freedraft: writing what is learnt works again")
+            self._retry_at = 0.0
+        except DatastoreError as error:
+            if not self._retry_at:
+                logger.warning("freedraft: %s; what is learnt stays in memory, and writing is tried again", error)
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+        if changes.built:
             with self.lock:
-                self._built = changes.built
+                self._built = changes.built[0]
                 self._set_static()
         for erasure in changes.erasures:
             self.erase(erasure)
@@ -296,7 +314,10 @@ class LiveStore:
         if any(self._oldest(tenant) < now - age for tenant in list(self.tenants.values())):
             self.erase(Erasure(None, now - age))
         if self._log is not None:
-            self._log.expire(now - age)
+            try:
+                self._log.expire(now - age)
+            except DatastoreError as error:
+                logger.warning("freedraft: %s; what is too old is erased later", error)
 
     def _oldest(self, tenant: Tenant) -> int:
         with self.lock:

@@ -13,6 +13,7 @@ rest of the JSON are arguments of the engine.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import logging
@@ -260,6 +261,7 @@ def note_tokens() -> None:
     """Tensors of requests by tokens say whether they were to be in the host's memory, which the device reads."""
     original = StagedWriteTensor.__init__
 
+    @functools.wraps(original)
     def __init__(self: Any, size: Any, *args: Any, uva_instead_of_gpu: bool = False, **kwargs: Any) -> None:
         original(self, size, *args, uva_instead_of_gpu=uva_instead_of_gpu, **kwargs)
         if not isinstance(size, int) and len(size) == 2:
