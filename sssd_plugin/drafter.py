@@ -222,12 +222,7 @@ class Drafter:
         self._replace(request_id, np.ascontiguousarray(tokens, np.int32))
 
     def draft(
-        self,
-        request_ids: Sequence[str],
-        *,
-        max_nodes: int,
-        shape: Shape = "tree",
-        min_score: float = 0.0,
+        self, request_ids: Sequence[str], *, max_nodes: int, shape: Shape = "tree", min_score: float = 0.0
     ) -> DraftBatch:
         """Draft the best trees, or chains, for these requests.
 

@@ -35,10 +35,7 @@ def top_tokens(logits: torch.Tensor, count: int, *, backend: Backend = "auto") -
     values, tokens = _ordered(keys >> 32).to(torch.int32).view(torch.float32), _LAST - (keys & _LAST)
     log_probs = values - log_sum
     finite = log_probs.isfinite()
-    return (
-        torch.where(finite, tokens, -1).to(torch.int32),
-        torch.where(finite, log_probs, -torch.inf),
-    )
+    return (torch.where(finite, tokens, -1).to(torch.int32), torch.where(finite, log_probs, -torch.inf))
 
 
 _LAST = (1 << 32) - 1

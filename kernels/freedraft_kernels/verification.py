@@ -69,12 +69,7 @@ def verify_greedy(tree: TreeBatch, targets: torch.Tensor, *, backend: Backend = 
 
 
 def verify_sampled(
-    tree: TreeBatch,
-    probs: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    backend: Backend = "auto",
+    tree: TreeBatch, probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, *, backend: Backend = "auto"
 ) -> Verification:
     """Accept draft tokens so that the output has exactly the distribution `probs`.
 

@@ -17,13 +17,7 @@ from freedraft_kernels.verification import verify_greedy, verify_sampled
 
 
 def warm_up(
-    widths: Sequence[int],
-    max_batch: int,
-    logits: torch.Tensor,
-    *,
-    top: int,
-    pool: KVPool | None = None,
-    slot: int = 0,
+    widths: Sequence[int], max_batch: int, logits: torch.Tensor, *, top: int, pool: KVPool | None = None, slot: int = 0
 ) -> None:
     """Run what steps of trees run, so that no step waits for a compiler; nothing where Triton does not run.
 
