@@ -39,10 +39,10 @@ def test_finish_forgets() -> None:
     drafter = Drafter(vocab_size=10, max_nodes=8)
     assert len(drafter) == 0  # the warm-up leaves nothing behind
     replace(drafter, {"a": [1, 2, 1], "b": [3, 4, 3]})
-    assert (len(drafter), drafter.length("a"), sorted(drafter.request_ids())) == (2, 3, ["a", "b"])
+    assert (len(drafter), len(drafter.tokens("a")), sorted(drafter.request_ids())) == (2, 3, ["a", "b"])
     drafter.finish(["a", "never seen"])
     drafter.finish(iter(["a"]))
-    assert (len(drafter), drafter.length("a"), drafter.length("b")) == (1, 0, 3)
+    assert (len(drafter), len(drafter.tokens("a")), len(drafter.tokens("b"))) == (1, 0, 3)
     # A finished id starts afresh, in a slot that another request has used.
     replace(drafter, {"a": [5]})
     batch = drafter.draft(["a", "b"], max_nodes=8)
@@ -67,7 +67,7 @@ def test_a_roll_back_is_told_and_replaced() -> None:
     pair.extend({"r": [1, 2, 3, 1, 2, 9]})
     for tokens in ([1, 2, 3, 1], [1, 2, 3, 1, 7], [1], [], [4, 4], [8, 5, 8]):
         pair.extend({"r": tokens})
-        assert pair.drafter.length("r") == len(tokens)
+        assert len(pair.drafter.tokens("r")) == len(tokens)
         pair.compare()
 
 
@@ -116,7 +116,6 @@ def test_a_prompt_that_is_still_waiting_takes_nothing_back(by: str) -> None:
     drafter = Drafter(vocab_size=50, max_nodes=8)
     drafter.begin("first", int32([1]))
     gate = threading.Event()
-    assert drafter._worker is not None
     drafter._worker.submit(gate.wait)
     drafter.begin("r", int32([1, 2, 3]))
     threading.Timer(0.1, gate.set).start()
@@ -124,9 +123,9 @@ def test_a_prompt_that_is_still_waiting_takes_nothing_back(by: str) -> None:
         assert drafter.update(["r"], int32([1, 2]), np.array([0]), np.array([2]), int32([5])) == []
     else:
         drafter.replace("r", int32([1, 2, 3, 1, 2]))
-    assert drafter.length("r") == 5
+    assert len(drafter.tokens("r")) == 5
     assert drafter.draft(["r"], max_nodes=8).tokens[0, 0] == 2
-    assert drafter.length("r") == 5
+    assert len(drafter.tokens("r")) == 5
     drafter.close()
 
 
@@ -177,11 +176,11 @@ def test_threads(scoring: str) -> None:
             for number in range(15):
                 new = words[int(rng.integers(0, 1000)) :][: int(rng.integers(1, 40))]
                 held = held + new
-                if number % 2 and drafter.length(name):
+                if number % 2 and len(drafter.tokens(name)):
                     append(drafter, name, new)
                 else:
                     drafter.replace(name, int32(held))
-                assert drafter.length(name) == len(held)
+                assert len(drafter.tokens(name)) == len(held)
             if round_ % 3:
                 drafter.finish([name])
             else:

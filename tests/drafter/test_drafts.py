@@ -140,7 +140,7 @@ def test_visible_at_the_next_step_in_real_text(scoring: str) -> None:
     drafted = 0
     for n in range(1, len(text)):
         append(drafter, "r", text[n - 1 : n])
-        assert drafter.length("r") == n
+        assert len(drafter.tokens("r")) == n
         nodes = copied(drafter.draft(["r"], max_nodes=128))[0]
         token = text[n - 1]
         assert nodes[0][0] == token
