@@ -58,7 +58,7 @@ class Method:
 
     def __init__(self, options: Any, context: EngineContext, controller: Controller, name: str) -> None:
         self.options, self.context, self.controller = options, context, controller
-        self.metrics = Metrics(name)
+        self.metrics = Metrics.of(name)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         """A request's prompt is known. Called while its prefill runs, so it must return at once.

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from sssd_plugin.datastore.index.sub_index import Snapshot
     from sssd_plugin.drafter import Drafter
 
-EVERY = 8
-"""One step in so many is counted."""
+EVERY = 8  # one step in so many is counted
 
 _LOOKUPS = Counter("freedraft_lookups", f"Contexts that were drafted for, of one step in {EVERY}")
 _HITS = Counter("freedraft_hits", "Of these, those whose last 2 tokens the source knows", ["source"])
@@ -32,7 +31,7 @@ _STATIC_SUB_INDICES = Gauge(
 
 
 class SourceMetrics:
-    """Counts what the sources of one drafter are worth."""
+    """Counts how often each source of one drafter pays."""
 
     def __init__(self, static: Snapshot) -> None:
         self._steps = 0
@@ -41,7 +40,6 @@ class SourceMetrics:
         self.set_static(static)
 
     def set_static(self, static: Snapshot) -> None:
-        """Show the size of the store that was built, which is now this one."""
         _STATIC_TOKENS.set(static.n_tokens)
         _STATIC_SUB_INDICES.set(len(static.sub_indices))
 

@@ -18,6 +18,7 @@ from freedraft.draft import DraftBatch
 from freedraft.step import NodeLogits
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import FEATURES, RECYCLED_FEATURES, RECYCLED_SETS, SETS, Weights
+from tests.support.drafts import check_draft
 from tests.support.stores import Documents, int32, joined, snapshot_of
 
 
@@ -41,13 +42,13 @@ def replace(drafter: Drafter, requests: dict[str, Sequence[int]]) -> None:
 
 def append(drafter: Drafter, name: str, tokens: Sequence[int]) -> None:
     """Append to a known request."""
-    context = drafter.length(name) + len(tokens)
+    context = len(drafter.tokens(name)) + len(tokens)
     assert drafter.update([name], int32(tokens), np.array([0]), np.array([len(tokens)]), int32([context])) == []
 
 
 def assert_equal(batch: DraftBatch, trees: Sequence[oracle.Tree]) -> None:
     """Exactly the oracle's trees, scores to the last bit."""
-    batch.check()
+    check_draft(batch)
     assert batch.batch_size == len(trees)
     for b, tree in enumerate(trees):
         n = int(batch.counts[b])

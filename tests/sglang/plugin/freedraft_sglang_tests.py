@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.support.drafts import check_draft
+
 
 def register():
     from freedraft.engines.sglang.registration import register
@@ -171,7 +173,7 @@ def make_cycle(options, context, controller):
                     n += 1
                 place.append(n - 1)
             out.counts[b] = n
-        out.check()
+        check_draft(out)
         return out
 
     return Cycle(options, context, controller)
