@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 16, 4096
 FORGIVEN = 1024  # steps without a failure after which the next pause is a first one again
 
-# Torch's errors of a device, its driver and NCCL; and what Triton, whose errors have no class, says of a fault that every
-# later call to the device meets again.
+# Torch's errors of a device, its driver and NCCL; and what Triton, whose errors have no class, says of a fault that
+# every later call to the device meets again.
 _FAULTS = {"AcceleratorError", "CudaError", "DistBackendError"}
 _LASTING = (
     "illegal memory access", "illegal instruction", "misaligned address", "device-side assert", "launch failure"
