@@ -13,12 +13,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 CONFIG_VARIABLE = "FREEDRAFT_CONFIG"
 PREFIX = "FREEDRAFT_"
-LOCAL = "127.0.0.1"
-"""Where metrics are served unless an option says otherwise: to this machine alone."""
+LOCAL = "127.0.0.1"  # where metrics are served unless an option says otherwise: to this machine alone
 
 
 class ConfigError(ValueError):
-    """What the user configured cannot be used. The message is one line: the option or file, and the remedy."""
+    """What the user configured cannot be used, in one line: the option or file, and the remedy."""
 
 
 def configs_dir() -> Path:
