@@ -25,7 +25,6 @@ USAGE_ERROR = 2
 
 
 def installed_commands() -> dict[str, EntryPoint]:
-    """Entry points of the plugins' commands, by dotted name."""
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
@@ -39,7 +38,7 @@ class PluginGroup(TyperGroup):
         return [*self.commands, *sorted(names.difference(self.commands))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command, imported now; one that explains itself when it cannot be imported; None when there is none."""
+        """The command, imported now; one that says why it cannot be imported; None when there is none."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         point = self._registered().get(self.prefix + cmd_name)
@@ -115,7 +114,7 @@ def _broken(point: EntryPoint, name: str, error: Exception) -> TyperCommand:
     def fail(**_: object) -> None:
         raise ValueError(f"command '{name}' ({point.value}) cannot be loaded: {reason}; reinstall {package}") from error
 
-    # It takes whatever the real one would have taken, so that the reason is seen and not a complaint about options.
+    # All arguments are taken, so that the reason is seen and not a complaint about them.
     settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     return TyperCommand(name, callback=fail, help=f"cannot be loaded: {reason}", context_settings=settings)
 

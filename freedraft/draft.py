@@ -67,11 +67,7 @@ class DraftBatch:
         )
 
     def chain(self, row: int) -> list[int]:
-        """Draft tokens of `row`, root excluded, in order.
-
-        Raises:
-            ValueError: the tree of this row has a branch.
-        """
+        """Draft tokens of `row`, root excluded, in order. Raises ValueError if the tree of this row has a branch."""
         n = int(self.counts[row])
         if n > 1 and not np.array_equal(self.parents[row, 1:n], np.arange(n - 1, dtype=np.int32)):
             raise ValueError(f"row {row} is a tree with branches, not a chain")

@@ -39,8 +39,8 @@ def is_device_fault(error: Exception) -> bool:
 
 
 class EngineMustEnd(BaseException):
-    """Going on without drafts could give wrong tokens, or let ranks wait for ever. No `except Exception` survives it,
-    neither ours nor an engine's: the process ends, and the engine's own supervision ends the others."""
+    """Going on without drafts could give wrong tokens, or let ranks wait for ever. No `except Exception` catches it, so
+    the process ends, and the engine's own supervision ends the others."""
 
 
 class GuardedMethod:
@@ -67,12 +67,9 @@ class GuardedMethod:
         return self.method.needs_prompt_states
 
     def begin(
-        self,
-        request_id: str,
-        tokens: NDArray[np.int32],
-        tenant: str | None = None,
+        self, request_id: str, tokens: NDArray[np.int32], tenant: str | None = None,
         extra: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """See `Method.begin`."""
         self.running.add(request_id)
         self.metrics.requests.set(len(self.running))

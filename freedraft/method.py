@@ -226,16 +226,12 @@ class MethodSpec:
         return getattr(importlib.import_module(module), name)(options, context, controller)
 
 
+# The registered methods by name; an engine's adapter adds those that it can serve.
 METHODS: dict[str, MethodSpec] = {}
-"""The registered methods by name; an engine's adapter adds those that it can serve."""
 
 
 def spec_of_role(role: str) -> MethodSpec:
-    """The registered method that plays a role in the hybrid one.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The registered method that plays a role in the hybrid one. Raises ConfigError if there is none."""
     for spec in METHODS.values():
         if spec.role == role:
             return spec

@@ -75,11 +75,7 @@ def _families() -> Metrics:
 
 
 def check_address(port: int | None, host: str) -> None:
-    """Tell, before the engine starts, that `serve` would fail; None serves nothing.
-
-    Raises:
-        ConfigError: the port is taken, or the host is none of this machine's.
-    """
+    """Raise ConfigError, before the engine starts, where `serve` would fail."""
     if not port or (host, port) in _servers:
         return
     try:
@@ -92,7 +88,7 @@ def check_address(port: int | None, host: str) -> None:
 
 
 def where_to_look(port: int | None) -> str:
-    """In a few words, for the log: how to see what drafting brings, where metrics are served at this port."""
+    """For the log: how to see what drafting brings."""
     return f"'freedraft top {port}' shows what it brings" if port else "set metrics_port to see what it brings"
 
 

@@ -28,11 +28,7 @@ SOURCES = {
 
 
 def read(url: str) -> dict[tuple[str, str], float]:
-    """The samples of a metrics page.
-
-    Raises:
-        ValueError: one line: nobody answers there, or the page is not of a drafter.
-    """
+    """The samples of a metrics page. Raises ValueError, in one line, where nobody answers or it is not of a drafter."""
     try:
         with urllib.request.urlopen(url, timeout=5) as page:
             text = page.read().decode()

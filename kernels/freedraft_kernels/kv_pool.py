@@ -25,13 +25,12 @@ class KVPool:
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         """
         Args:
-            buffers: K and V of every layer, in any order, on one device: each [slots, ...] or, where `page_size` is a
-                dimension of its own, reshaped so by the caller with `flatten(0, 1)`. Dtypes and row shapes may differ
-                (K from V, layer from layer). Rows must be contiguous; the distance between rows is free. They are not
-                copied, and must stay where they are for as long as this object is used.
+            buffers: K and V of every layer, in any order, on one device, each [slots, ...]. Dtypes and row shapes may
+                differ (K from V, layer from layer). Rows must be contiguous; the distance between rows is free. They
+                are not copied, and must stay where they are for as long as this object is used.
 
         Raises:
-            ValueError: no buffers, or one that differs in slots or device or whose rows are not contiguous.
+            ValueError: no buffers, or one that differs in slots or device or has rows that are not contiguous.
         """
         if not buffers:
             raise ValueError("a KVPool needs at least one buffer")

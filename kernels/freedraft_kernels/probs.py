@@ -61,10 +61,8 @@ def keep_likeliest(
     """Set the probability of all tokens to 0 that filters take away, in place; arguments as in `target_probs`.
 
     All filters keep a first part of the tokens in falling order of probability. Masses are sums of the integers that
-    verification compares, so that they do not depend on the order of summation.
-
-    Returns:
-        float32 [B, N], the mass of what is kept; 1 at padding.
+    verification compares, so that they do not depend on the order of summation. Returns float32 [B, N], the mass of
+    what is kept; 1 at padding.
     """
     batch, _, vocab = probs.shape
     check_tensor("probs", probs, probs.shape, (torch.float32,), probs.device)

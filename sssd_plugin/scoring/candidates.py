@@ -139,10 +139,8 @@ def _row(token, may_add, stamp, entries, candidates, counts, n):
 
 @compiled(nogil=True, inline="always")
 def _count_orders(samples, first_column, min_adding, scratch, n):
-    """Count the samples of each order in its column, longest first; return the number of candidates.
-
-    Orders of at least `min_adding` add candidates.
-    """
+    """Count the samples of each order in its column, longest first, of which those from `min_adding` on add candidates;
+    return the candidates' number."""
     stamp, entries, candidates = scratch.clock[0], scratch.hash, scratch.candidates
     counts, columns = scratch.counts, scratch.columns
     for k in range(len(samples) - 1, -1, -1):
@@ -173,11 +171,8 @@ def _count_orders(samples, first_column, min_adding, scratch, n):
 
 @compiled(nogil=True, inline="always")
 def _count_matches(request, scratch, node, parent, context_length, n, any_new):
-    """Count what followed the matches at a node, by their length, and look for alignments; return as `_row` does.
-
-    Args:
-        any_new: whether there may be matches that the parent has not.
-    """
+    """Count what followed the matches at a node, by their length, and look for alignments; return the candidates'
+    number. `any_new` says whether there may be matches that the parent has not."""
     tokens, candidates, counts, columns = request.tokens, scratch.candidates, scratch.counts, scratch.columns
     stamp, entries, matches, leading = scratch.clock[0], scratch.hash, scratch.matches[node], scratch.leading
     leading[:2] = -1
@@ -287,11 +282,8 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
 
 @compiled(nogil=True, inline="always")
 def gather_recycled(recycled, scratch, context_length, n):
-    """Add the likeliest tokens by recycled logits to the n candidates of a node.
-
-    Returns:
-        The number of candidates, and the number of last tokens that the logits were found by; 0 where there are none.
-    """
+    """Add the likeliest tokens by recycled logits to the n candidates of a node; return the candidates' number, and the
+    number of last tokens that the logits were found by, 0 for none."""
     order, at = recycled_logits.find(recycled, scratch.context, context_length, scratch.keys)
     if order > 0:
         entry, candidates = recycled.entries[at], scratch.candidates

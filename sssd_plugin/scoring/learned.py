@@ -73,8 +73,7 @@ class Recorded(NamedTuple):
 
 
 @compiled(nogil=True)
-def _shares(store, candidates, n):
-    """Write each candidate's share of all tokens in the store."""
+def _write_shares_of_store(store, candidates, n):
     for c in range(n):
         candidates[c].share = 0.0
     for j in range(len(store.table)):
@@ -113,7 +112,7 @@ def _choose(store, scratch, n, limit):
     input_order = _interpolation(columns, INPUT, ORDERS, INPUT_DISCOUNT)
     skip_store = 0.1 / max(columns[SKIP_STORE + 1].total, 1)
     skip_input = 0.1 / max(columns[SKIP_INPUT + 1].total, 1)
-    _shares(store, candidates, n)
+    _write_shares_of_store(store, candidates, n)
     m = 0
     for c in range(n):
         candidate = candidates[c]
@@ -325,10 +324,8 @@ def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, t
         if not hopeless:
             parent = root_parent
             if current > 0:
-                parent = tree.parents[current]
-                advance(
-                    store.table, scratch.ranges, scratch.many, scratch.samples, parent, current, tree.tokens[current]
-                )
+                parent, token = tree.parents[current], tree.tokens[current]
+                advance(store.table, scratch.ranges, scratch.many, scratch.samples, parent, current, token)
             filled = write_context(request.tokens, tree.tokens, tree.parents, current, scratch.context)
             samples = deep_samples if current else MAX_SAMPLES
             n_candidates = gather(store, request, scratch, current, parent, samples, filled)

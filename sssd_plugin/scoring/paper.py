@@ -66,10 +66,8 @@ def scratch() -> Scratch:
 
 @compiled(nogil=True)
 def _insert_sorted(tokens, suffixes, lo, hi, offset, take, trie, path, used):
-    """Insert evenly spaced suffixes of [lo, hi), which are sorted, into the trie; return its number of nodes.
-
-    Both the suffixes and every list of siblings are sorted, so a cursor per level only moves forward.
-    """
+    """Insert evenly spaced suffixes of [lo, hi) into the trie; return its number of nodes. They and all lists of
+    siblings are sorted, so a cursor per level only moves forward."""
     size = hi - lo
     path[0] = 0
     path[1:] = -1

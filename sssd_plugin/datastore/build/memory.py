@@ -7,11 +7,12 @@ import resource
 import sys
 from pathlib import Path
 
+from pydantic import ByteSize
+
 from sssd_plugin.datastore.errors import DatastoreError
 
 DEFAULT_MEMORY = 2 << 30
-SORT_BYTES = 9
-"""Least memory per token of sorting a sub-index, by `suffix_sort`: tokens, their order, and a sparse index."""
+SORT_BYTES = 9  # least memory per token of sorting a sub-index, by `suffix_sort`: tokens, their order, a sparse index
 _MIN_SORT_BYTES = SORT_BYTES << 20
 _READING_BYTES = 160 << 20  # tokenising a batch, buffers, and what the allocator keeps
 _PROCESS_BYTES = 192 << 20  # what a process that sorts elsewhere holds
@@ -26,13 +27,8 @@ def parse_size(text: str) -> int:
     return int(float(number) * (1000 if suffix == "b" else 1024) ** " kmgt".index(prefix or " "))
 
 
-def format_size(size: float) -> str:
-    """Write a number of bytes as "1.5 GiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+def format_size(size: int) -> str:
+    return ByteSize(size).human_readable(separator=" ")
 
 
 def resident_bytes(field: str = "VmRSS") -> int:

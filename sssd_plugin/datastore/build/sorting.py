@@ -13,8 +13,7 @@ from sssd_plugin.datastore.disk.checksum import record, write_array
 from sssd_plugin.datastore.disk.format import Role, SubIndexEntry, file_name
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index import byte_sort
-from sssd_plugin.datastore.index.layout import PAD
-from sssd_plugin.datastore.index.suffix_sort import sorted_arrays, with_tables
+from sssd_plugin.datastore.index.suffix_sort import PAD, sorted_arrays, with_tables
 
 Int32 = NDArray[np.int32]
 
