@@ -106,11 +106,7 @@ class Log:
     def open(
         cls, directory: Path, vocab_size: int, max_tokens: int, fingerprint: str | None, isolation: Isolation
     ) -> Self:
-        """Open, or start, the live part of the store in `directory`.
-
-        Raises:
-            DatastoreError: see `open_live`.
-        """
+        """Open, or start, the live part of the store in `directory`; raises as `open_live` does."""
         folder = Path(directory) / LIVE
         with reporting("write", folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -143,12 +139,14 @@ class Log:
         records = self.pending.take()
         try:
             with self._reporting():
-                self._append(records, changes) if records else self._follow(changes)
+                news = self._in_transaction(lambda: self._append(records)) if records else self._follow()
         except DatastoreError:
             self.pending.give_back(records)
             raise
+        changes.erasures.extend(news.erasures)
+        changes.records.extend(news.records)
         with self._reporting():
-            self._keep_bounds(changes, records)
+            self._keep_bounds(news, records)
 
     def expire(self, before: int) -> None:
         """Erase older documents, in ms since 1970, from the disk."""
@@ -164,12 +162,8 @@ class Log:
         self._lock.release()
 
     def erase(self, erasure: Erasure) -> tuple[int, int]:
-        """Erase documents, and damaged ones with them, since nobody can tell whose they are. Other processes follow.
-        Call `compact` then.
-
-        Returns:
-            Documents and tokens erased.
-        """
+        """Erase documents, and damaged ones with them, since nobody can tell whose they are; return how many, and their
+        tokens. Other processes follow. Call `compact` then."""
 
         def erase() -> tuple[int, int]:
             gone, tokens = [], 0
@@ -193,10 +187,8 @@ class Log:
             self._db.execute("PRAGMA user_version = 0")
 
     def end_erasures(self, alone: bool) -> None:
-        """Remove erasures that were announced long enough ago, or all if no other process needs to know of them.
-
-        Whoever erased may have been killed before it called `compact`.
-        """
+        """Remove erasures that were announced long enough ago, or all if no other process needs to know of them; and
+        compact for a process that was killed before it did."""
         now = now_ms()
         until = now if alone else now - int(ANNOUNCED_SECONDS * 1000)
         # The clock may have been set back.
@@ -207,11 +199,7 @@ class Log:
                 self.compact()
 
     def check(self) -> tuple[int, int]:
-        """Return the number of documents, and how many of them do not match their checksum.
-
-        Raises:
-            DatastoreError: the file itself is damaged.
-        """
+        """Return the number of documents, and how many of them are damaged. A damaged file raises."""
 
         def check() -> list[bool]:  # nobody else writes meanwhile
             if self._db.execute("PRAGMA integrity_check(1)").fetchone() != ("ok",):
@@ -227,32 +215,28 @@ class Log:
         if self._db.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
             raise _corrupt()
 
-    def _follow(self, changes: Changes) -> None:
-        """Add what other processes have erased and then learnt since the last call; at first all documents."""
+    def _follow(self) -> Changes:
+        """Return what other processes have erased and then learnt since the last call; at first all documents."""
         version = self._db.execute("PRAGMA data_version").fetchone()[0]
-        if version != self._version:
-            self._repairing(lambda: self._in_transaction(lambda: self._read(changes), "DEFERRED"))
-            self._version = version
+        if version == self._version:
+            return Changes()
+        changes = self._repairing(lambda: self._in_transaction(self._read, "DEFERRED"))
+        self._version = version
+        return changes
 
-    def _append(self, records: list[Record], changes: Changes) -> None:
-        """Write documents, less those that an erasure covers; add to `changes` as `_follow` does."""
+    def _append(self, records: list[Record]) -> Changes:
+        """Write documents, less those that an erasure covers; return as `_follow` does."""
+        changes = self._read()
+        rows = [_row(r) for r in records if not any(e.covers(r.tenant, r.milliseconds) for e in changes.erasures)]
+        for start in range(0, len(rows), _ROWS_AT_ONCE):  # after each statement this thread waits for the GIL
+            some = rows[start : start + _ROWS_AT_ONCE]
+            statement = f"{_APPEND} {', '.join(['(?, ?, ?, ?)'] * len(some))}"
+            newest = self._db.execute(statement, [value for row in some for value in row]).lastrowid
+            assert newest is not None
+            self._seen = self._seen[0], newest
+        return changes
 
-        def write() -> Changes:
-            news = self._read(Changes())
-            rows = [_row(r) for r in records if not any(e.covers(r.tenant, r.milliseconds) for e in news.erasures)]
-            for start in range(0, len(rows), _ROWS_AT_ONCE):  # after each statement this thread waits for the GIL
-                some = rows[start : start + _ROWS_AT_ONCE]
-                statement = f"{_APPEND} {', '.join(['(?, ?, ?, ?)'] * len(some))}"
-                newest = self._db.execute(statement, [value for row in some for value in row]).lastrowid
-                assert newest is not None
-                self._seen = self._seen[0], newest
-            return news
-
-        news = self._in_transaction(write)
-        changes.erasures.extend(news.erasures)
-        changes.records.extend(news.records)
-
-    def _read(self, changes: Changes) -> Changes:
+    def _read(self) -> Changes:
         (last_erasure, last_document), newest = self._seen, self._newest("erasures")
         rows = self._db.execute("SELECT tenant, before FROM erasures WHERE id > ?", (last_erasure,)).fetchall()
         erasures = [Erasure(tenant, before) for tenant, before in rows]
@@ -260,13 +244,10 @@ class Log:
             erasures, last_document = [Erasure()], 0
         found = [(row[0], _record(row)) for row in self._db.execute(_ROWS, (last_document,))]
         records = [record for _, record in found if record is not None]
-        if len(records) < len(found):
-            damaged = len(found) - len(records)
+        if damaged := len(found) - len(records):
             logger.error("freedraft: %s: %d documents are damaged and left out", self.path, damaged)
         self._seen = newest, found[-1][0] if found else last_document
-        changes.erasures.extend(erasures)
-        changes.records.extend(records)
-        return changes
+        return Changes(erasures, records)
 
     def _keep_bounds(self, changes: Changes, written: list[Record]) -> None:
         """Drop documents beyond the bound, and end erasures that every process knows of."""
