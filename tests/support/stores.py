@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.disk.checksum import write_array
-from sssd_plugin.datastore.disk.format import Manifest, file_name, read_manifest
-from sssd_plugin.datastore.disk.manifest import checksum
+from sssd_plugin.datastore.disk.format import Manifest, checksum, file_name, read_manifest
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.index.suffix_sort import DEPTH
 

@@ -79,15 +79,11 @@ class StoreBuilder:
         self._closed: list[Future[SubIndexEntry]] = []
         self._file: NewFile | None = None  # of the tokens of the sub-index that is being written
         self._length, self._last = 0, SEPARATOR  # tokens in it, and the last of them
-        self._finished = False
         self._publish = AtomicPublish(Path(target), replace=replace)
 
     def append(self, tokens: NDArray[np.integer]) -> None:
-        """Add token ids (any integer dtype); `SEPARATOR` (-1) ends a document, and empty documents vanish.
-
-        Raises:
-            DatastoreError: an id below -1 or not below the vocabulary size; a full disk.
-        """
+        """Add token ids (any integer dtype); `SEPARATOR` (-1) ends a document, and empty documents vanish;
+        `DatastoreError` at an id below -1 or not below the vocabulary size, or a full disk."""
         tokens = np.asarray(tokens)
         if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
             found = f"{tokens.dtype} {tokens.shape}"
@@ -103,11 +99,8 @@ class StoreBuilder:
             self._write(part.astype("<i4"))
 
     def finish(self) -> Manifest:
-        """End the last document, sort what is left and publish the store.
-
-        Raises:
-            DatastoreError: nothing was added; the target was made by someone else meanwhile; a full disk.
-        """
+        """End the last document, sort what is left and publish the store; `DatastoreError` if nothing was added, the
+        target was made by someone else meanwhile, or the disk is full."""
         self._close_sub_index()
         if not self._closed:
             raise DatastoreError(f"nothing to store in {self._publish.target}: the inputs hold no tokens")
@@ -117,7 +110,6 @@ class StoreBuilder:
         with reporting("write", self._publish.path / MANIFEST):
             manifest.write(self._publish.path / MANIFEST)
         self._publish.publish()
-        self._finished = True
         return manifest
 
     def __enter__(self) -> Self:
@@ -127,8 +119,7 @@ class StoreBuilder:
         self._sorter.close()
         if self._file is not None:
             self._file.close()
-        if not self._finished:
-            self._publish.discard()
+        self._publish.discard()
 
     def _write(self, tokens: NDArray[np.int32]) -> None:
         while True:
@@ -172,12 +163,8 @@ class StoreBuilder:
 
 
 def merge_stores(out: Path, stores: Sequence[Path], *, memory: int | None = None, replace: bool = False) -> Manifest:
-    """Build a store at `out` of the documents of `stores`, in their order. Memory is bounded as for `StoreBuilder`.
-
-    Raises:
-        DatastoreError: a store that cannot be opened, stores of different tokenizers, or an `out` that may not be
-            written.
-    """
+    """Build a store at `out` of the documents of `stores`, in their order, in memory bounded as for `StoreBuilder`;
+    `DatastoreError` if one cannot be opened, tokenizers differ, or `out` may not be written."""
     opened = [Datastore.open(path) for path in stores]
     tokenizers = [store.manifest.tokenizer for store in opened]
     names = {entry.fingerprint: entry.name for entry in tokenizers if entry}

@@ -50,6 +50,7 @@ class AtomicPublish:
         self._lock.release()
 
     def discard(self) -> None:
+        """Remove what was not published."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 

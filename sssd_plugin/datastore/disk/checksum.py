@@ -103,15 +103,12 @@ def check(files: Iterable[Checked], *, contents: bool = True, pinned: bool = Fal
         path, start, bounds, expected = block
         found, in_bounds = _scan(path, pinned, start, bounds)
         if found != expected:
-            raise DatastoreError(
-                f"{path} is corrupted: checksum of the block at byte {start} is {found}, not {expected}; "
-                f"restore it, or {REBUILD}"
-            )
+            differs = f"checksum of the block at byte {start} is {found}, not {expected}"
+            raise DatastoreError(f"{path} is corrupted: {differs}; restore it, or {REBUILD}")
         if not in_bounds:
             limits = f"outside {bounds.low}..{bounds.high}" + (" or that do not rise" if bounds.rising else "")
-            raise DatastoreError(
-                f"{path} holds numbers {limits} in the block at byte {start}: take the store from whom you trust"
-            )
+            where = f"in the block at byte {start}"
+            raise DatastoreError(f"{path} holds numbers {limits} {where}: take the store from whom you trust")
 
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(check_block, blocks if contents else ()))  # cancels what is left at the first that raises

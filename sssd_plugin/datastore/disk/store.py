@@ -104,12 +104,12 @@ def _check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerpr
 
 
 def _map(folder: Path, sub: SubIndexEntry) -> SubIndex:
-    arrays = []
-    for role in sub.roles:
+    arrays = {}
+    for role, entry in sub.files.items():
         file = folder / file_name(role)
         with reporting("map", file):
-            arrays.append(np.asarray(np.memmap(file, "<i4", "r")) if sub.files[role].size else np.zeros(0, np.int32))
-    return SubIndex(*arrays)
+            arrays[role] = np.asarray(np.memmap(file, "<i4", "r")) if entry.size else np.zeros(0, np.int32)
+    return SubIndex(**arrays)
 
 
 def audit(store: Datastore, *, full: bool = False) -> None:
