@@ -13,7 +13,6 @@ from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
 from freedraft.method import Method
 from freedraft.step import EngineContext, Step
-from tests.support.drafts import check_draft
 
 LENGTH = 3
 
@@ -56,11 +55,11 @@ def test_off_means_roots_and_on_means_the_methods_own_drafts() -> None:
     drafter = method()
     switch = Switch(drafter)
     on = drafter.draft(step(["a", "b"], 2, 0))
-    check_draft(on)
+    on.check()
     assert on.chain(1) == [1, 2, 3]
     switch.wants = lambda step: False
     off = drafter.draft(step(["a", "b"], 3, 3))
-    check_draft(off)
+    off.check()
     assert off.counts.tolist() == [1, 1] and off.tokens[:, 0].tolist() == [2, 5]
     assert [call.drafted for call in switch.calls] == [[3, 3], [0, 0]]
     assert [call.nodes for call in switch.calls] == [8, 2] and switch.calls[0].contexts == 20
