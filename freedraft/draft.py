@@ -72,3 +72,34 @@ class DraftBatch:
         if n > 1 and not np.array_equal(self.parents[row, 1:n], np.arange(n - 1, dtype=np.int32)):
             raise ValueError(f"row {row} is a tree with branches, not a chain")
         return self.tokens[row, 1:n].tolist() if n else []
+
+    def check(self) -> None:
+        """Raise `ValueError` at the first broken invariant. For tests and debugging, not for the hot path."""
+        shape = self.tokens.shape
+        if (
+            any(a.shape != shape for a in (self.parents, self.depths, self.scores, self.kinds))
+            or self.counts.shape != shape[:1]
+        ):
+            raise ValueError("arrays of a DraftBatch differ in shape")
+        for b in range(shape[0]):
+            n = int(self.counts[b])
+            if not 0 <= n <= shape[1]:
+                raise ValueError(f"row {b}: {n} nodes in room for {shape[1]}")
+            if n == 0:
+                continue
+            if self.parents[b, 0] != -1 or self.depths[b, 0] != 0 or self.scores[b, 0] != 1.0:
+                raise ValueError(f"row {b}: node 0 is not a root (parent -1, depth 0, score 1)")
+            siblings: set[tuple[int, int]] = set()
+            for i in range(1, n):
+                parent, token = int(self.parents[b, i]), int(self.tokens[b, i])
+                if not 0 <= parent < i:
+                    raise ValueError(f"row {b} node {i}: parent {parent} does not come before it")
+                if self.depths[b, i] != self.depths[b, parent] + 1:
+                    raise ValueError(f"row {b} node {i}: depth is not its parent's plus one")
+                if token < 0:
+                    raise ValueError(f"row {b} node {i}: token {token} is negative")
+                if not 0.0 <= self.scores[b, i] <= self.scores[b, parent] * (1 + 1e-6):
+                    raise ValueError(f"row {b} node {i}: score {self.scores[b, i]} exceeds its parent's or is not >= 0")
+                if (parent, token) in siblings:
+                    raise ValueError(f"row {b} node {i}: its parent has the child token {token} twice")
+                siblings.add((parent, token))

@@ -30,13 +30,8 @@ class Method:
     (after a preemption, with its output so far as part of its tokens), or never take part in a step. What a method
     raises costs drafts, never tokens: see `GuardedMethod`.
 
-    A drafter that only proposes implements `propose`; `draft` then lets the controller decide how much is verified.
-
-    Args:
-        options: of the type that its `MethodSpec` names.
-        context: the engine.
-        controller: decides how much is drafted.
-        name: label of its metrics.
+    A drafter that only proposes implements `propose`; `draft` then lets the controller decide how much is verified. Its
+    options are of the type that its `MethodSpec` names; its name is the label of its metrics.
     """
 
     needs_prompt_states: bool = False

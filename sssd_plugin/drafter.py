@@ -188,22 +188,15 @@ class Drafter:
         self._prompts[request_id] = self._worker.submit(self._replace, request_id, np.array(prompt, np.int32))
 
     def update(
-        self,
-        request_ids: Sequence[str],
-        tokens: NDArray[np.int32],
-        starts: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        contexts: NDArray[np.int32],
-    ) -> list[int]:
-        """Append the tokens that requests have gained: request b gained `tokens[starts[b]:ends[b]]`.
-
-        Args:
-            tokens: int32 [T], contiguous; starts, ends: int64 [B].
-            contexts: int32 [B], tokens that each request then holds.
+        self, request_ids: Sequence[str], tokens: NDArray[np.int32], starts: NDArray[np.int64],
+        ends: NDArray[np.int64], contexts: NDArray[np.int32],
+    ) -> list[int]:  # fmt: skip
+        """Append the tokens that requests have gained: `tokens[starts[b]:ends[b]]` (contiguous), with which request b
+        holds `contexts[b]` tokens.
 
         Returns:
-            Rows left untouched, because their request would not hold `contexts[b]` tokens (it is unknown, was rolled
-            back, or missed tokens). The caller gives `replace` all tokens of these.
+            Rows left untouched, because their request would not hold as many (it is unknown, was rolled back, or missed
+            tokens). The caller gives `replace` all tokens of these.
         """
         if self._prompts:  # a prompt that is indexed after this would take back what is added here
             self._await_prompts(request_ids)
@@ -267,11 +260,8 @@ class Drafter:
         _draft_batch(self._index.slots, arrays, of_view, how, self._weights, *self._scratch[thread])
 
     def attribute(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:
-        """Add to `tally` which source (`scoring.attribution`) knew the tokens that these requests have just gained.
-
-        Args:
-            gained: int64 [B], tokens of the last step, all but the last of them drafted.
-        """
+        """Add to `tally` which source (`scoring.attribution`) knew the tokens that these requests have just gained:
+        `gained` of each (int64 [B]), all but the last of them drafted."""
         self._await_prompts(request_ids)
         with self._lock:
             groups = self._update_view(request_ids)

@@ -119,8 +119,8 @@ class SssdMethod(Method):
         )  # fmt: skip
         self.source_metrics = SourceMetrics(self._snapshot())
         port = serve(options.metrics_port, context.rank, options.metrics_host)
-        looks = outlook(context, self.controller.profile), where_to_look(port)
-        logger.info("freedraft: sssd drafts up to %d tokens per request; %s; %s", context.max_draft_tokens, *looks)
+        notes = outlook(context, self.controller.profile), where_to_look(port)
+        logger.info("freedraft: sssd drafts up to %d tokens per request; %s; %s", context.max_draft_tokens, *notes)
 
     def _open_live(self) -> LiveStore:
         """Open the store that grows, over the static one."""
@@ -133,15 +133,12 @@ class SssdMethod(Method):
                 "freedraft: isolation is 'tenant', so requests without a cache_salt neither teach nor are taught: have "
                 "your gateway set one for each tenant, or set isolation 'shared' if everybody may see everybody's text"
             )
+        static = self.store.snapshot if self.store else None
+        max_age = None if options.live_max_age is None else 3600 * options.live_max_age
         open_at = partial(
-            open_live,
-            vocab_size=context.vocab_size or 0,
-            static=self.store.snapshot if self.store else None,
-            fingerprint=context.tokenizer_fingerprint(),
-            isolation=options.isolation,
-            max_tokens=options.live_tokens,
-            max_age=None if options.live_max_age is None else 3600 * options.live_max_age,
-        )
+            open_live, vocab_size=context.vocab_size or 0, static=static, fingerprint=context.tokenizer_fingerprint(),
+            isolation=options.isolation, max_tokens=options.live_tokens, max_age=max_age,
+        )  # fmt: skip
         try:
             return open_at(options.datastore)
         except DatastoreError as error:

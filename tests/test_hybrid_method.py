@@ -18,7 +18,6 @@ from freedraft.hybrid.method import FIRST_PROBE, HybridMethod
 from freedraft.hybrid.options import option_type, part_options
 from freedraft.method import METHODS, Method, MethodSpec, ModelMethod
 from freedraft.step import EngineContext, Step
-from tests.support.drafts import check_draft
 from tests.support.steps import make_step
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
@@ -122,7 +121,7 @@ def drive(hybrid: HybridMethod, names: list[str], steps: int, accept: str = "hos
             auto.times.update(len(names), len(names), 300.0, 0.030)
             auto.times.update(len(names), 6 * len(names), 300.0, 0.032)
         draft = hybrid.draft(make_step(names, gained, drafted=drafted))
-        check_draft(draft)
+        draft.check()
         drafted = (draft.counts - 1).tolist()
         gained = []
         for b, count in enumerate(draft.counts.tolist()):

@@ -18,7 +18,6 @@ from freedraft.draft import DraftBatch
 from freedraft.step import NodeLogits
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import FEATURES, RECYCLED_FEATURES, RECYCLED_SETS, SETS, Weights
-from tests.support.drafts import check_draft
 from tests.support.stores import Documents, int32, joined, snapshot_of
 
 
@@ -48,7 +47,7 @@ def append(drafter: Drafter, name: str, tokens: Sequence[int]) -> None:
 
 def assert_equal(batch: DraftBatch, trees: Sequence[oracle.Tree]) -> None:
     """Exactly the oracle's trees, scores to the last bit."""
-    check_draft(batch)
+    batch.check()
     assert batch.batch_size == len(trees)
     for b, tree in enumerate(trees):
         n = int(batch.counts[b])

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR
 from sssd_plugin.drafter import Drafter
-from tests.support.drafts import check_draft
 from tests.support.stores import Documents, snapshot_of
 
 SCORINGS = ("learned", "paper")
@@ -81,7 +80,7 @@ def test_no_draft_crosses_a_document(
     """A drafted token followed the one before it, or the last but one, within one document or the request itself."""
     drafter, names = drafter_over(sub_indices, requests, scoring, vocab_size=5)
     batch = drafter.draft(names, max_nodes=64)
-    check_draft(batch)
+    batch.check()
     texts = [document for documents in sub_indices for document in documents]
     for request, nodes in zip(requests, copied(batch), strict=True):
         adjacent = {pair for text in [*texts, request] for pair in itertools.pairwise(text)}
@@ -135,7 +134,7 @@ def test_scores_are_probabilities() -> None:
     sources = list(python_sources().values())
     drafter, names = drafter_over([sources[:6]], [source[:600] for source in sources[6:]], "learned", 50_000)
     batch = drafter.draft(names, max_nodes=64)
-    check_draft(batch)
+    batch.check()
     nodes_with_many = 0
     for nodes in copied(batch):
         for parent, children in children_of(nodes).items():
@@ -156,7 +155,7 @@ def test_scores_fall_from_node_to_node(scoring: str, data: st.DataObject) -> Non
     for row in copied(batch):
         assert all(a[2] >= b[2] for a, b in itertools.pairwise(row))
     batch.counts[:] = np.minimum(batch.counts, data.draw(st.integers(0, 16)))
-    check_draft(batch)
+    batch.check()
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -166,7 +165,7 @@ def test_shapes_and_limits(scoring: str) -> None:
     for max_nodes in (1, 2, 5, 64):
         for shape in ("tree", "chain"):
             batch = drafter.draft(names, max_nodes=max_nodes, shape=shape)  # type: ignore[arg-type]
-            check_draft(batch)
+            batch.check()
             assert batch.counts.min() >= 1 and batch.counts.max() <= max_nodes
             if shape == "chain":
                 assert [len(batch.chain(b)) for b in range(2)] == (batch.counts - 1).tolist()

@@ -17,7 +17,6 @@ from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.recycled_logits import ENTRY, entries, owner_of
 from sssd_plugin.scoring.weights import Weights
-from tests.support.drafts import check_draft
 from tests.support.stores import int32
 
 
@@ -115,7 +114,7 @@ def test_what_is_no_token_is_never_drafted() -> None:
         drafter.recycle(NodeLogits(["r"], DraftBatch.roots(int32([1])), top, np.full(top.shape, bad, np.float32)))
         batch = drafter.draft(["r"], max_nodes=4)
         assert batch.tokens[0, : batch.counts[0]].max() < 10
-        check_draft(batch)
+        batch.check()
 
 
 def test_at_its_bound_the_table_evicts_and_never_grows() -> None:

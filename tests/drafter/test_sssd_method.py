@@ -15,7 +15,6 @@ from freedraft.cost.policies import Fixed, Knee
 from freedraft.step import EngineContext
 from sssd_plugin.method import SssdMethod, check
 from sssd_plugin.options import SssdOptions
-from tests.support.drafts import check_draft
 from tests.support.steps import make_step
 
 VOCAB = 500
@@ -31,7 +30,7 @@ def method(widths: tuple[int, ...] | None = None, **options: Any) -> SssdMethod:
 
 def drafted(sssd: SssdMethod, text: list[int], gained: int = 1) -> list[int]:
     draft = sssd.draft(make_step(["a"], [text[-gained:]], texts=[text]))
-    check_draft(draft)
+    draft.check()
     return draft.chain(0)
 
 
@@ -58,7 +57,7 @@ def test_chains_where_lengths_may_differ_and_trees_where_they_may_not(
     text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2]
     step = make_step(["a"], [text], texts=[text], widths=widths)
     draft = sssd.draft(step)
-    check_draft(draft)
+    draft.check()
     branches = len(set(draft.parents[0, 1 : draft.counts[0]].tolist())) < draft.counts[0] - 1
     assert branches == (shape == "tree")
 

@@ -8,7 +8,6 @@ from freedraft_kernels import TreeBatch
 from hypothesis import strategies as st
 
 from freedraft.draft import DraftBatch
-from tests.support.drafts import check_draft
 
 JUNK = np.array([-(2**31), -7, -1, 0, 1, 3, 10**6, 2**31 - 1], np.int32)
 
@@ -43,7 +42,7 @@ def random_batch(
             drafts.scores[b, node] = 1.0 if parent < 0 else 0.5 * drafts.scores[b, parent]
             node += 1
         drafts.counts[b] = count
-    check_draft(drafts)
+    drafts.check()
     return drafts
 
 

@@ -30,7 +30,6 @@ from test_kernel_top_tokens import random_logits
 from test_kernel_verification import chi_square
 
 from freedraft.draft import DraftBatch
-from tests.support.drafts import check_draft
 from tests.support.triton_launches import record_launches
 
 pytest.importorskip("triton")
@@ -189,7 +188,7 @@ def test_sampled_over_large_vocabularies(vocab: int) -> None:
     drafts = random_batch(rng, batch, nodes, vocab, [5, 5, 5, 1, 0, 5])
     drafts.tokens[:3, 1:] = [vocab - 1, vocab - 2, 0, vocab // 2]
     drafts.parents[:3, 1:], drafts.depths[:3, 1:] = 0, 1
-    check_draft(drafts)
+    drafts.check()
     logits = torch.from_numpy(
         rng.normal(size=(batch, nodes, vocab)) * rng.choice([0.1, 2.0], (batch, nodes, 1))
     ).float()

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerskip_plugin.candidate_tree import candidate_tree, candidates_at
-from tests.support.drafts import check_draft
 
 
 def test_candidates_by_confidence():
@@ -58,7 +57,7 @@ def test_equals_the_slow_version(seed, batch, depth, candidates, max_nodes, sibl
     drafted = rng.integers(0, depth + 1, batch).astype(np.int32)
     roots = rng.integers(0, 50, batch).astype(np.int32)
     tree = candidate_tree(roots, tokens, probabilities, drafted, max_nodes, siblings_too)
-    check_draft(tree)
+    tree.check()
     for b in range(batch):
         n = int(tree.counts[b])
         assert 1 <= n <= max_nodes and tree.tokens[b, 0] == roots[b]

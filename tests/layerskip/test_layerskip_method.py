@@ -23,7 +23,6 @@ from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
 from layerskip_plugin.selection.knapspec import KnapSpec
 from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.skip_set import SkipSet
-from tests.support.drafts import check_draft
 from tests.support.steps import make_step
 
 VOCAB, LAYERS = 32, 2
@@ -134,7 +133,7 @@ class Engine:
     def step(self, names):
         """One step of these requests; the draft."""
         tree = self.method.draft(self.as_step(names))
-        check_draft(tree)
+        tree.check()
         for b, name in enumerate(names):
             assert tree.tokens[b, 0] == self.text[name][-1]
             at, new = 0, []
@@ -425,7 +424,7 @@ def test_the_parts_of_a_batch():
     estimate = engine.method.estimate(np.array([1, 2]), 4)
     assert estimate.gain.shape == (2, 4) and (estimate.gain[1] > estimate.gain[0]).all()
     draft = engine.method.propose_for(step, np.array([0, 2]), np.array([3, 2], np.int32), RestOfBatch(1, 2, 1.0))
-    check_draft(draft)
+    draft.check()
     assert draft.counts[1] == 1 and 1 < draft.counts[0] <= 4 and 1 < draft.counts[2] <= 4
     assert draft.depths[2, : draft.counts[2]].max() <= 2
 

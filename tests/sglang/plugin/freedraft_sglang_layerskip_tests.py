@@ -17,8 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.drafts import check_draft
-
 LOG = "LAYERSKIP_TEST_LOG"
 TIMES = "LAYERSKIP_TEST_TIMES"  # what a draft pass and a step are said to take, whatever they do; and no checks
 
@@ -63,7 +61,7 @@ def make_any(options, context, controller):
 
         def draft(self, step):
             tree = super().draft(step)
-            check_draft(tree)
+            tree.check()
             for b in range(tree.batch_size):
                 nodes = int(tree.counts[b]) - 1
                 if nodes > 0:
@@ -177,7 +175,7 @@ def make_checked(options, context, controller):
                 if recorded_as(request_id):
                     assert i == 0
                     trees.setdefault(recorded_as(request_id), []).append(copy.deepcopy(tree))
-            check_draft(tree)
+            tree.check()
             return tree
 
         def finish(self, request_id, output, aborted):

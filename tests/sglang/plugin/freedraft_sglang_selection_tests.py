@@ -10,8 +10,6 @@ import json
 import os
 from pathlib import Path
 
-from tests.support.drafts import check_draft
-
 
 def register():
     from freedraft.engines.sglang.registration import register
@@ -110,7 +108,7 @@ def make_selecting(options, context, controller):
 
         def draft(self, step):
             tree = super().draft(step)
-            check_draft(tree)
+            tree.check()
             sets = list(self.selector.sets.values())  # of a search one, of a plan those that are drafted with
             chosen = self.selector.choose(step.request_ids, step.contexts)
             places = [sets.index(skip_set) if skip_set in sets else 0 for skip_set in chosen]

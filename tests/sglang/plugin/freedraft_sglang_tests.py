@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.support.drafts import check_draft
-
 
 def register():
     from freedraft.engines.sglang.registration import register
@@ -173,7 +171,7 @@ def make_cycle(options, context, controller):
                     n += 1
                 place.append(n - 1)
             out.counts[b] = n
-        check_draft(out)
+        out.check()
         return out
 
     return Cycle(options, context, controller)
