@@ -55,7 +55,7 @@ help:
 	@echo 'make check        lint, types, tests without an engine (3 minutes on two cores)'
 	@echo 'make test         lint, types, all tests, on both engines (40 minutes on two cores with nothing beside it)'
 	@echo 'make serve        start an OpenAI-compatible vLLM server with SSSD on 127.0.0.1:$(PORT); make stop ends it'
-	@echo 'make report       the page and plots of the measured results, build/report.html'
+	@echo 'make report       the page and plots of the measured results, build/report.md'
 	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'
 	@echo 'make versions     which versions of the engines have what is hooked; make versions-run: tests on older vLLMs'
 	@echo 'make clean        remove what was built; make distclean: the environments too'
@@ -125,7 +125,7 @@ stop:
 	@if [ -x $(VLLM)/bin/python ]; then $(VLLM)/bin/python -m bench.demo.server stop; fi
 
 report: $(VLLM)/project.done
-	@$(VLLM)/bin/python bench/report.py bench/results --out build/report.html
+	@$(VLLM)/bin/python bench/report.py bench/results --out build/report.md
 
 wheel: $(VLLM)/python.done
 	@rm -f dist/freedraft-*.whl

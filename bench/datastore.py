@@ -131,9 +131,8 @@ def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
         command += ["--tokenizer", str(tokenizer_folder), *flags, "--quiet"]
         size = text.stat().st_size
         progress = target.parent / f".{target.name}.resume" / "progress.json"
-        peak, seconds, interrupted_at, log = 0, 0.0, 0, ""
+        peak, interrupted_at, log, started = 0, 0, "", time.perf_counter()
         for attempt in range(2):
-            started = time.perf_counter()
             process = subprocess.Popen(
                 command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "true"},
@@ -142,15 +141,13 @@ def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
                 with contextlib.suppress(OSError, IndexError):  # it ends
                     status = Path(f"/proc/{process.pid}/status").read_text()
                     peak = max(peak, int(status.partition("VmHWM:")[2].split()[0]) << 10)
-                if attempt == 0 and progress.exists():
-                    done = json.loads(progress.read_text())
-                    if done["n_bytes"] > size / 2:
-                        process.kill()
-                        interrupted_at = done["size"] // 4
+                done = json.loads(progress.read_text()) if attempt == 0 and progress.exists() else {"n_bytes": 0}
+                if done["n_bytes"] > size / 2:
+                    process.kill()
+                    interrupted_at = done["size"] // 4
                 time.sleep(0.05)
-            output, errors = process.communicate()
-            log += output + errors
-            seconds += time.perf_counter() - started
+            log += "".join(process.communicate())
+        seconds = time.perf_counter() - started
         if process.returncode:
             raise RuntimeError(log)
         with Datastore.open(target) as store:

@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib.results import write_json
 from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.disk.checksum import write_array
-from sssd_plugin.datastore.disk.format import MANIFEST, ROLES, Role, file_name
-from sssd_plugin.datastore.disk.manifest import checksum
+from sssd_plugin.datastore.disk.format import MANIFEST, ROLES, Role, checksum, file_name
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.drafter import Drafter
@@ -37,8 +36,7 @@ _STRANGE = [-1, 0, 1, 7, 1 << 31, 1 << 63, "", "../..", "/", "\0", None, [], {},
 _BATCH = 500
 
 
-def build(target: Path) -> None:
-    """A store of two sub-indices."""
+def build(target: Path) -> None:  # of two sub-indices
     rng = np.random.default_rng(1)
     with StoreBuilder(target, vocab_size=VOCAB, sub_index_tokens=3000) as builder:
         for _ in range(40):
@@ -48,7 +46,7 @@ def build(target: Path) -> None:
 
 def mutate(store: Path, rng: np.random.Generator) -> str:
     """Change a store as an attacker would, and return how."""
-    kind = str(rng.choice(["bytes", "size", "swap", "numbers", "numbers", "numbers", "manifest", "manifest"]))
+    kind = str(rng.choice(["bytes", "size", "swap", *["numbers"] * 3, *["manifest"] * 2]))
     content = json.loads((store / MANIFEST).read_bytes())
     sub = content["sub_indices"][int(rng.integers(2))]
     role = cast(Role, str(rng.choice(ROLES)))

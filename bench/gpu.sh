@@ -4,7 +4,7 @@
 #   bench/gpu.sh                                   everything: about 16 hours on an H100 by our estimate
 #   REPEATS=1 LIMIT=16 CONCURRENCY='1 16 64' bench/gpu.sh      three hours; MODEL=meta-llama/Llama-3.1-8B-Instruct for one
 #
-# Broken off, it goes on where it was; what is missing for it is said at the start. The page is $OUT/report.html. It says
+# Broken off, it goes on where it was; what is missing for it is said at the start. The page is $OUT/report.md. It says
 # which cells lie within 1 % of the best fixed draft length, and which below plain.
 set -euo pipefail
 cd "$(dirname "$0")/.."

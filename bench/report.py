@@ -1,56 +1,40 @@
-"""One page, and its plots, from the results of the benchmarks.
+"""One page in Markdown, and its plots, from the results of the benchmarks.
 
-    python bench/report.py bench/results --out build/report.html
+    python bench/report.py bench/results --out build/report.md
 
-The page holds everything that it shows: no scripts, no requests. Each plot is also written beside it as a PNG. Files of
-results that this does not know are passed over; damaged ones, and such that were changed since their benchmark wrote
-them, are named on the page.
+Plots are written beside the page as PNGs. Files of results that this does not know are passed over; damaged ones, and
+those that were changed since their benchmark wrote them, are named on the page.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
-import html
-import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib import plots, summary
+from bench.lib import plots, summary, tables
 from bench.lib.plots import Plot, Rows, names, nice, overall, plt
 from bench.lib.results import checked
-from bench.lib.tables import columns, lines
 
 METHODS = ("sssd", "layerskip", "freedraft")
-STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;color:#1b1b1b;background:#fff;max-width:64rem;margin:2rem auto;padding:0 1rem}
-h1{font-size:1.7rem;margin-bottom:.2rem}h2{font-size:1.25rem;margin-top:2.5rem;border-bottom:1px solid #ddd}
-h3{font-size:1.05rem;margin-bottom:.3rem}
-img{max-width:100%;height:auto}figure{margin:1rem 0}figcaption,.note{color:#555;font-size:.9rem}
-summary{cursor:pointer;margin:.5rem 0}
-table{border-collapse:collapse;font-size:.88rem;margin:1rem 0;display:block;overflow-x:auto}
-th,td{padding:.25rem .55rem;text-align:right;border-bottom:1px solid #e4e4e4;white-space:nowrap}
-th:first-child,td:first-child{text-align:left}th{border-bottom:2px solid #999}
-.problem{background:#fff4e5;border-left:4px solid #d55e00;padding:.4rem .8rem;white-space:pre-wrap;font-size:.85rem}
-"""
 
 
 def serving_table(rows: Rows) -> str:
     rows = [r | {"name": nice(r["group"]), "interval": bounds(*r.get("ratio_interval", (0, 0)))} for r in rows]
     for r in rows:
         r["by_pass"] = " ".join(f"{rate:.1f}" for rate in r.get("tokens_per_second_by_pass", ()))
-    form = (
-        "group={name} | at a time={concurrency} | arm={arm} | tokens/s={tokens_per_second:.1f} | by pass={by_pass} | "
-        "over plain={?ratio:.2f} | 95 %={interval} | ms/token={ms_per_token:.1f} | TTFT p50={?ttft_ms:.0f} | "
-        "TTFT p99={?ttft_ms_p99:.0f} | TPOT p50={?decode_ms_per_token:.1f} | TPOT p99={?decode_ms_per_token_p99:.1f} | "
-        "tokens/pass={?tokens_per_step:.2f} | accepted={?acceptance:.0%} | identical={?identical:.1%}"
+    return tables.table(
+        rows,
+        "group={name} | at a time={concurrency} | arm={arm} | tokens/s={tokens_per_second:.1f} | by pass={by_pass}",
+        "over plain={?ratio:.2f} | 95 %={interval} | ms/token={ms_per_token:.1f} | TTFT p50={?ttft_ms:.0f}",
+        "TTFT p99={?ttft_ms_p99:.0f} | TPOT p50={?decode_ms_per_token:.1f} | TPOT p99={?decode_ms_per_token_p99:.1f}",
+        "tokens/pass={?tokens_per_step:.2f} | accepted={?acceptance:.0%} | identical={?identical:.1%}",
     )
-    return table(rows, form)
 
 
 def bounds(low: float, high: float) -> str:
@@ -61,10 +45,9 @@ def bounds(low: float, high: float) -> str:
 def below_plain(result: dict[str, Any]) -> str:
     """Of each arm, how many cells lie below plain, in one sentence; empty where nothing was compared."""
     found = summary.below_plain(result["rows"])
-    if not found:
-        return ""
     counts = ", ".join(f"{arm} {below} of {cells}" for arm, (below, cells) in found.items())
-    return f"Cells of group and requests at a time that lie more than 1 % below plain: {counts}."
+    said = f"Cells of group and requests at a time that lie more than 1 % below plain: {counts}."
+    return said if found else ""
 
 
 def near_the_best(result: dict[str, Any]) -> str:
@@ -78,15 +61,12 @@ def near_the_best(result: dict[str, Any]) -> str:
 def chosen_lengths(result: dict[str, Any]) -> str:
     """Whether arms that choose their draft length are as good as the best fixed one; empty without fixed ones."""
     rows = summary.of_best_length(result["rows"], result["settings"]["arms"])
-    if not rows:
-        return ""
     form = (
         "group={name} | at a time={concurrency} | arm={arm} | best fixed length={best} | "
         "of its throughput={share:.3f} | over plain={over_plain:.3f}"
     )
-    said = html.escape(near_the_best(result))
-    cells = table([r | {"name": nice(r["group"])} for r in rows], form)
-    return f"<h3>Against the best fixed length</h3><p class=note>{said}</p>{cells}"
+    cells = tables.table([r | {"name": nice(r["group"])} for r in rows], form)
+    return f"### Against the best fixed length\n\n{near_the_best(result)}\n\n{cells}" if rows else ""
 
 
 def cells_of(rows: Rows) -> Iterator[tuple[int, str, dict[str, dict[str, Any]]]]:
@@ -97,15 +77,11 @@ def cells_of(rows: Rows) -> Iterator[tuple[int, str, dict[str, dict[str, Any]]]]
                 yield concurrency, group, here
 
 
-def baseline(result: dict[str, Any]) -> str | None:
-    """The arm that decodes plainly; the first one, where there are two engines."""
-    arms = result["settings"]["arms"]
-    return next((name for name, arm in arms.items() if arm["speculative"] is None and arm["url"] is None), None)
-
-
 def markdown(result: dict[str, Any]) -> str:
     """Throughput over plain by group and concurrency, as a table for a README; intervals are 95 %."""
-    rows, plain = result["rows"], baseline(result)
+    rows, settings = result["rows"], result["settings"]["arms"]
+    # The arm that decodes plainly; the first one, where there are two engines.
+    plain = next((name for name, arm in settings.items() if arm["speculative"] is None and arm["url"] is None), None)
     arms = [arm for arm in names(rows, "arm") if any("ratio" in r for r in rows if r["arm"] == arm)]
     said = ["| at a time | questions | plain, tokens/s | " + " | ".join(arms) + " |", "|---" * (3 + len(arms)) + "|"]
     for concurrency, group, here in cells_of(rows):
@@ -128,15 +104,12 @@ def rivals(result: dict[str, Any]) -> str:
     pairs = [
         (a, b) for a in ours for b in names(rows, "arm") if any(r["arm"] == a and b in r.get("over", {}) for r in rows)
     ]
-    if not pairs:
-        return ""
     body = []
     for concurrency, group, here in cells_of(rows):
         found = [here.get(a, {}).get("over", {}).get(b) for a, b in pairs]
-        cells = [f"{f[0]:.2f}{bounds(*f[1:])}" if f else "" for f in found]
-        body.append([nice(group), str(concurrency), *cells])
-    head = ["group", "at a time", *(f"{a} over {b}" for a, b in pairs)]
-    return f"<h3>Over the rivals</h3><p class=note>Throughput, 95 % intervals.</p>{html_table(head, body)}"
+        body.append([nice(group), concurrency, *(f"{f[0]:.2f}{bounds(*f[1:])}" if f else "" for f in found)])
+    cells = tables.markdown(["group", "at a time", *(f"{a} over {b}" for a, b in pairs)], body)
+    return f"### Over the rivals\n\nThroughput, 95 % intervals.\n\n{cells}" if pairs else ""
 
 
 def engines(result: dict[str, Any]) -> str:
@@ -161,7 +134,7 @@ def conditions(result: dict[str, Any]) -> str:
     )
 
 
-def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
+def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
     rows = result["rows"]
     drawn = (plots.latency_throughput(name, rows), plots.ratios(name, rows))
     shown = [plot for plot in drawn if plot is not None]
@@ -169,48 +142,26 @@ def serving(name: str, result: dict[str, Any]) -> tuple[str, list[Plot]]:
         f"{conditions(result)} Answers are compared with plain's as text, special tokens included. Arms that learn "
         "from traffic began empty at each number of requests at a time."
     )
-    parts = [f"<p class=note>{html.escape(text)}</p>" for text in (note, below_plain(result)) if text]
-    parts += [f"<div class=problem>{html.escape(text)}</div>" for text in result["problems"]]
-    parts += [picture(plot) for plot in shown]
-    parts += ["<h3>All questions together</h3>", serving_table(overall(rows))]
-    if overall(rows) != rows:
-        parts.append(f"<details><summary>By group of questions</summary>{serving_table(rows)}</details>")
-    parts += [chosen_lengths(result), rivals(result)]
-    flags = "".join(f"<li><code>{html.escape(c)}</code></li>" for c in result["commands"].values())
-    parts.append(f"<details><summary>Commands of the servers</summary><ul>{flags}</ul></details>")
-    return "\n".join(parts), shown
+    parts = [note, below_plain(result), *(f"> problem: {text}" for text in result["problems"]), *map(picture, shown)]
+    parts += ["### All questions together", serving_table(overall(rows))]
+    parts += ["### By group of questions", serving_table(rows)] if overall(rows) != rows else []
+    parts += [chosen_lengths(result), rivals(result), "### Commands of the servers"]
+    return [*parts, "\n".join(f"- `{command}`" for command in result["commands"].values())], shown
 
 
-def replay(results: Rows) -> tuple[str, list[Plot]]:
-    """Of each trace, the drafters' tokens per step with trees of 16 nodes and a store; where their tokens came from."""
+def replay(results: Rows) -> tuple[list[str], list[Plot]]:
+    """Tokens per step of trees with a store, and where the accepted tokens came from."""
     found = [r for r in results if r["shape"] == "tree" and r["store_tokens"]]
-    parts = [table(found, "answers={trace} | drafter={drafter} | scoring={scoring} | nodes={budget} | tokens per step="
-                          "{tokens_per_step:.3f}")]  # fmt: skip
+    form = "answers={trace} | drafter={drafter} | scoring={scoring}"
     shown = [plots.accepted_from(sources)] if (sources := [r for r in found if r.get("accepted_from")]) else []
-    return "\n".join([*parts, *map(picture, shown)]), shown
-
-
-def table(rows: Rows, form: str) -> str:
-    return html_table(list(columns([form])), lines(rows, form))
-
-
-def html_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(x, 'td') for x in body)}</tbody></table>"
+    return [tables.pivot(found, form, "budget", "{tokens_per_step:.3f}", "{} nodes"), *map(picture, shown)], shown
 
 
 def picture(plot: Plot) -> str:
-    image = io.BytesIO()
-    plot.figure.savefig(image, format="svg", bbox_inches="tight", metadata={"Date": None})
-    data = base64.b64encode(image.getvalue()).decode()
-    caption = html.escape(plot.caption)
-    shown = f'<img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
-    return f"<figure>{shown}<figcaption>{caption}</figcaption></figure>"
+    return f"![{plot.name}]({plot.name}.png)\n\n{plot.caption}"
 
 
-def section(path: Path) -> tuple[str, str, list[Plot]] | None:
+def section(path: Path) -> tuple[str, list[str], list[Plot]] | None:
     """Title, body and plots of a file of results; None for a file that the page does not know.
 
     Raises:
@@ -232,38 +183,26 @@ def build(folder: Path) -> tuple[str, list[Plot]]:
     Raises:
         ValueError: there is none.
     """
-    sections: list[tuple[str, str]] = []
-    shown: list[Plot] = []
+    sections: list[tuple[str, list[str], list[Plot]]] = []
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         try:
             found = section(path)
         except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
-            body = f"<div class=problem>left out: {html.escape(f'{type(error).__name__}: {error}')}</div>"
-            found = path.name, body, []
-        if found is not None:
-            sections.append(found[:2])
-            shown += found[2]
+            found = path.name, [f"> problem: left out: {type(error).__name__}: {error}"], []
+        sections += [found] if found is not None else []
     if not sections:
         raise ValueError(f"no results in {folder}: run bench/serve.py or bench/replay.py first")
     sections.sort(key=lambda titled: not titled[0].startswith("Serving"))
-    body = "\n".join(f"<h2>{html.escape(title)}</h2>\n{text}" for title, text in sections)
-    page = (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        '<meta name=viewport content="width=device-width,initial-scale=1">'
-        f"<title>freedraft: measured</title><style>{STYLE}</style></head>\n<body><h1>freedraft: measured</h1>\n"
-        "<p class=note>Made by <code>bench/report.py</code> from the files of results beside it.</p>\n"
-        f"{body}\n</body></html>\n"
-    )
-    return page, shown
+    body = [part for title, parts, _ in sections for part in (f"## {title}", *parts) if part]
+    return "\n\n".join(["# freedraft: measured", *body]) + "\n", [plot for *_, shown in sections for plot in shown]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("bench/results"))
-    parser.add_argument("--out", type=Path, help="the page (default: report.html in the folder); plots go beside it")
+    parser.add_argument("--out", type=Path, help="the page (default: report.md in the folder); plots go beside it")
     args = parser.parse_args()
-    out = args.out or args.folder / "report.html"
-    plt.rcParams["svg.hashsalt"] = "freedraft"
+    out = args.out or args.folder / "report.md"
     try:
         page, shown = build(args.folder)
     except ValueError as error:

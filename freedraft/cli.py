@@ -25,27 +25,20 @@ USAGE_ERROR = 2
 
 
 def installed_commands() -> dict[str, EntryPoint]:
-    """Entry points of the plugins' commands, by dotted name."""
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
-class CommandError(Exception):
-    """A command that cannot be loaded, or that is no longer there."""
-
-
 class PluginGroup(TyperGroup):
-    """A group whose commands are its own and those that plugins registered under `prefix`."""
+    """A group whose commands are its own, listed first, and those that plugins registered under `prefix`."""
 
     prefix = ""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Own commands first, then the plugins', sorted."""
         names = {name.removeprefix(self.prefix).partition(".")[0] for name in self._registered()}
-        own = list(self.commands)
-        return own + sorted(names.difference(own))
+        return [*self.commands, *sorted(names.difference(self.commands))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command, imported now; one that explains itself when it cannot be imported; None when there is none."""
+        """The command, imported now; one that says why it cannot be imported; None when there is none."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         point = self._registered().get(self.prefix + cmd_name)
@@ -60,7 +53,7 @@ class PluginGroup(TyperGroup):
         """The command that `args` begins with; refuses what is no longer there by name."""
         for word in (arg.partition("=")[0] for i, arg in enumerate(args[1:]) if i == 0 or arg.startswith("--")):
             if sentence := RETIRED.get(f"{args[0]} {word}"):
-                raise CommandError(f"{args[0]}: '{word}' is no longer supported: {sentence}")
+                raise ValueError(f"{args[0]}: '{word}' is no longer supported: {sentence}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -70,7 +63,7 @@ class PluginGroup(TyperGroup):
         """
         try:
             return super().invoke(ctx)
-        except (CommandError, ValueError, OSError) as error:
+        except (ValueError, OSError) as error:
             if isinstance(error, BrokenPipeError) or os.environ.get(DEBUG, "0") not in ("", "0"):
                 raise
             typer.echo(f"error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
@@ -80,6 +73,7 @@ class PluginGroup(TyperGroup):
         return {name: point for name, point in installed_commands().items() if name.startswith(self.prefix)}
 
 
+# What replaces commands and options of earlier versions.
 RETIRED = {
     "explain --windows": "windowed drafts are judged by measured times while serving: option 'window' of layerskip",
     "explain --memory": "it was for --windows",
@@ -88,10 +82,9 @@ RETIRED = {
     "calibrate --engine-args": "transformers runs the model, in the checkpoint's dtype; see --device",
     "calibrate --plot": "freedraft calibrate inspect FILE prints the layers of each set",
 }
-"""What replaces commands and options of earlier versions."""
 
+# What plugins' commands of two words are for, by the first.
 GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}
-"""What plugins' commands of two words are for, by the first."""
 
 
 def _group(name: str, prefix: str) -> Any:
@@ -119,10 +112,9 @@ def _broken(point: EntryPoint, name: str, error: Exception) -> TyperCommand:
     package = point.dist.name if point.dist else point.value
 
     def fail(**_: object) -> None:
-        message = f"command '{name}' ({point.value}) cannot be loaded: {reason}; reinstall {package}"
-        raise CommandError(message) from error
+        raise ValueError(f"command '{name}' ({point.value}) cannot be loaded: {reason}; reinstall {package}") from error
 
-    # It takes whatever the real one would have taken, so that the reason is seen and not a complaint about options.
+    # All arguments are taken, so that the reason is seen and not a complaint about them.
     settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     return TyperCommand(name, callback=fail, help=f"cannot be loaded: {reason}", context_settings=settings)
 

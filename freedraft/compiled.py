@@ -1,8 +1,7 @@
 """Compiled functions, whose code several processes may cache on disk and no upgrade leaves stale.
 
-numba's own cache is made for one writer. It names a data file by counting those that the index holds, and writes the
-index first: of two servers that start at once, one can leave an index that names the other's code, and whoever loads
-that fails from then on. And it looks at the file of the outermost function only, not at those of what this calls.
+numba's own cache is made for one writer: of two servers that start at once, one can leave an index that names the
+other's code. And it looks at the file of the outermost function only, not at those of what this calls.
 """
 
 from __future__ import annotations

@@ -13,12 +13,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 CONFIG_VARIABLE = "FREEDRAFT_CONFIG"
 PREFIX = "FREEDRAFT_"
-LOCAL = "127.0.0.1"
-"""Where metrics are served unless an option says otherwise: to this machine alone."""
+LOCAL = "127.0.0.1"  # where metrics are served unless an option says otherwise: to this machine alone
 
 
 class ConfigError(ValueError):
-    """What the user configured cannot be used. The message is one line: the option or file, and the remedy."""
+    """What the user configured cannot be used, in one line: the option or file, and the remedy."""
 
 
 def configs_dir() -> Path:
@@ -31,11 +30,7 @@ def configs_dir() -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
-    """
+    """The mapping in a YAML file. Raises ConfigError for one that is missing, unreadable, not YAML or no mapping."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -65,11 +60,10 @@ def one_line(error: ValidationError, known: Iterable[str], source: str) -> str:
         option = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             parts.append(f"unknown option '{option}': {suggestion(option, known)}")
-            continue
-        message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        name = f"option '{option}'" if option else "options"
-        given = f" (given: {item['input']!r})" if option and not isinstance(item["input"], dict) else ""
-        parts.append(f"{name} {message}{given}")
+        else:
+            message = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            given = f" (given: {item['input']!r})" if option and not isinstance(item["input"], dict) else ""
+            parts.append(f"option '{option}' {message}{given}" if option else f"options {message}{given}")
     return f"{source}: {'; '.join(parts)}"
 
 
@@ -116,10 +110,7 @@ class PluginOptions(BaseModel):
         """Options from the engine's flags; those not given there from the YAML file that `FREEDRAFT_CONFIG` names; the
         rest from `FREEDRAFT_<OPTION>` variables.
 
-        Each source is checked by itself, so that a message names the one that is wrong.
-
-        Raises:
-            ConfigError: an option is unknown or its value is wrong, or the file cannot be read.
+        Each source is checked by itself, so that a ConfigError names the one that is wrong.
         """
         environ = os.environ if environ is None else environ
         values = cls._from_environment(environ)
@@ -145,9 +136,7 @@ class PluginOptions(BaseModel):
             elif variable.startswith(PREFIX) and variable != CONFIG_VARIABLE:
                 # Other tools may use the prefix; only what looks like a slip of the pen is an error.
                 stem = variable.removeprefix(PREFIX).lower()
-                close = difflib.get_close_matches(stem, cls.model_fields, n=1, cutoff=0.8)
-                if close:
-                    raise ConfigError(
-                        f"unknown environment variable {variable}: did you mean {PREFIX}{close[0].upper()}?"
-                    )
+                if close := difflib.get_close_matches(stem, cls.model_fields, n=1, cutoff=0.8):
+                    meant = f"{PREFIX}{close[0].upper()}"
+                    raise ConfigError(f"unknown environment variable {variable}: did you mean {meant}?")
         return values

@@ -24,15 +24,15 @@ class Report:
 
     Attributes:
         version: None when the engine is not installed.
-        hooks: how many were looked for and, where there are no problems, found: of all methods if all can draft.
+        hooks: how many are there, where there are no problems: of all methods if all can draft.
         problems: what is missing without which nothing drafts, one line each.
-        notes: what is missing else, what decides the speed, and whether it is tested, one line each.
+        notes: what else is missing, what decides the speed, and whether the version is tested, one line each.
     """
 
     engine: str
-    version: str | None
-    hooks: int
-    problems: tuple[str, ...]
+    version: str | None = None
+    hooks: int = 0
+    problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -44,15 +44,15 @@ def examine(engine: str) -> Report:
     """Look for an engine and everything in `freedraft.engines.<engine>.hooks`."""
     table = importlib.import_module(f"freedraft.engines.{engine}.hooks")
     if find_spec(table.PACKAGE) is None:
-        return Report(engine, None, 0, ())
+        return Report(engine)
     for_model: Sequence[Hook] = getattr(table, "MODEL_HOOKS", ())
-    problems, of_model = check(table.HOOKS), check(for_model)
+    problems, of_model, notes = check(table.HOOKS), check(for_model), []
     if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
         problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")
-    optional: Sequence[Hook] = getattr(table, "OPTIONAL_HOOKS", ())
-    notes = [f"{problem}: no {hook.purpose}" for hook in optional if (problem := hook.problem())]
     if of_model:
-        notes.insert(0, f"'sssd' can draft, 'layerskip' and 'freedraft' cannot: {'; '.join(of_model)}")
+        notes.append(f"'sssd' can draft, 'layerskip' and 'freedraft' cannot: {'; '.join(of_model)}")
+    optional: Sequence[Hook] = getattr(table, "OPTIONAL_HOOKS", ())
+    notes += [f"{problem}: no {hook.purpose}" for hook in optional if (problem := hook.problem())]
     found, tested = installed_version(table.DISTRIBUTIONS), getattr(table, "TESTED_VERSIONS", ())
     if tested and not is_tested(found, tested):
         notes.append(f"not a version that we test: {', '.join(tested)}")
@@ -63,38 +63,35 @@ def examine(engine: str) -> Report:
 
 
 def run(console: Console | None = None) -> int:
-    """Print what was found.
-
-    Returns:
-        exit code: 0 when at least one engine is installed and nothing is missing in any, else 1.
-    """
+    """Print what was found; return 0 when at least one engine is installed and nothing is missing in any, else 1."""
     console = console or Console(highlight=False, soft_wrap=True)
     console.print(f"freedraft {__version__}")
     reports = [examine(engine) for engine in ENGINES]
     for report in reports:
+        name = f"  {report.engine} {report.version}"
         if report.version is None:
             console.print(f"  {report.engine}: not installed")
         elif report.usable:
-            console.print(f"  {report.engine} {report.version}: all {report.hooks} hooks are there", style="green")
+            console.print(f"{name}: all {report.hooks} hooks are there", style="green")
             for note in report.notes:
                 console.print(f"    - {note}", markup=False)
         else:
-            console.print(f"  {report.engine} {report.version}: freedraft cannot draft here", style="red")
+            console.print(f"{name}: freedraft cannot draft here", style="red")
             for problem in report.problems:
                 console.print(f"    - {problem}", style="red", markup=False)
             console.print("    The engine runs without freedraft. Install a version of it that docs/versions.md names.")
+    complete = all(report.usable for report in reports if report.version is not None)
     try:
         profile = HardwareProfile.detect()
         console.print(
             f"  hardware: {device_name() or 'CPU'}, profile '{profile.name}' ({profile.source}): "
             f"{profile.ridge} query tokens per step are about free"
         )
-        profile_found = True
     except ConfigError as error:
         console.print(f"  hardware: {error}", style="red", markup=False)
-        profile_found = False
-    installed = [report for report in reports if report.version is not None]
-    if not installed:
+        complete = False
+    if all(report.version is None for report in reports):
         remedy = "in the clone of freedraft, pip install '.[vllm]' or pip install '.[sglang]'"
         console.print(f"Install an engine: {remedy}", markup=False)
-    return 0 if installed and all(report.usable for report in installed) and profile_found else 1
+        complete = False
+    return 0 if complete else 1

@@ -40,14 +40,9 @@ class DraftBatch:
         if batch_size < 0 or max_nodes < 1:
             raise ValueError(f"a DraftBatch needs batch_size >= 0 and max_nodes >= 1, not {batch_size} and {max_nodes}")
         shape = (batch_size, max_nodes)
-        return cls(
-            np.zeros(shape, np.int32),
-            np.zeros(shape, np.int32),
-            np.zeros(shape, np.int32),
-            np.zeros(shape, np.float32),
-            np.zeros(batch_size, np.int32),
-            np.zeros(shape, np.uint8),
-        )
+        tokens, parents, depths = np.zeros((3, *shape), np.int32)
+        scores, kinds = np.zeros(shape, np.float32), np.zeros(shape, np.uint8)
+        return cls(tokens, parents, depths, scores, np.zeros(batch_size, np.int32), kinds)
 
     @classmethod
     def roots(cls, roots: NDArray[np.int32]) -> DraftBatch:
@@ -72,11 +67,7 @@ class DraftBatch:
         )
 
     def chain(self, row: int) -> list[int]:
-        """Draft tokens of `row`, root excluded, in order.
-
-        Raises:
-            ValueError: the tree of this row has a branch.
-        """
+        """Draft tokens of `row`, root excluded, in order. Raises ValueError if the tree of this row has a branch."""
         n = int(self.counts[row])
         if n > 1 and not np.array_equal(self.parents[row, 1:n], np.arange(n - 1, dtype=np.int32)):
             raise ValueError(f"row {row} is a tree with branches, not a chain")

@@ -20,17 +20,11 @@ Visit: TypeAlias = "Callable[[Tensor, Callable[[int, Tensor], Tensor]], T]"
 
 
 class Drafted(NamedTuple):
-    """What N draft passes say of the next tokens of each of R requests, on the host.
+    """The most likely next tokens of each of R requests by N draft passes, on the host."""
 
-    Attributes:
-        tokens: int32 [N, R, K], the most likely tokens, best first; beyond the vocabulary's size undefined.
-        probabilities: float32 [N, R, K], theirs; beyond the vocabulary's size 0.
-        entropy: float32 [N, R], of the whole distribution in nats; None unless asked for.
-    """
-
-    tokens: NDArray[np.int32]
-    probabilities: NDArray[np.float32]
-    entropy: NDArray[np.float32] | None
+    tokens: NDArray[np.int32]  # [N, R, K], best first; beyond the vocabulary's size undefined
+    probabilities: NDArray[np.float32]  # [N, R, K], theirs; beyond the vocabulary's size 0
+    entropy: NDArray[np.float32] | None  # [N, R], of the whole distribution in nats; None unless requested
 
 
 class DraftRound(ABC):
@@ -42,15 +36,12 @@ class DraftRound(ABC):
 
     @abstractmethod
     def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> Any:
-        """Run so many passes, each behind the most likely token of the one before, and wait for none of them.
+        """Run `count` passes, each after the most likely token of the one before, and wait for none; `read` waits.
 
         Args:
             rows: intp [R], places in the step; all smaller positions have been run for them.
             tokens: int32 [R], the token at `position` of each: its root at 0, then what was drafted.
             position: of the first pass, from 0.
-
-        Returns:
-            what `read` takes.
         """
 
     @abstractmethod
@@ -59,15 +50,10 @@ class DraftRound(ABC):
 
 
 class DraftModel(ABC):
-    """The target model, run with some sublayers skipped, over the engine's own weights and paged KV cache.
+    """The target model, run with some sublayers skipped, over the engine's own weights and paged KV cache."""
 
-    Attributes:
-        n_layers: of the target.
-        waits: whether reading a pass back keeps the device waiting for the host, so that several are read at once.
-    """
-
-    n_layers: int
-    waits: bool
+    n_layers: int  # of the target
+    waits: bool  # whether reading a pass back keeps the device waiting for the host, so that several are read at once
 
     @abstractmethod
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> Any:
@@ -108,9 +94,8 @@ class MatchnessScorer(ABC):
 
     @abstractmethod
     def run_sublayers(self, visit: Visit[T]) -> T:
-        """Let `visit` run the model sublayer by sublayer over the tokens that `observe` took, or the newest of them.
+        """Return what `visit` returns, which runs the model sublayer by sublayer over the tokens that `observe` took.
 
-        Returns:
-            what `visit` returns. It is given float [W, H], the embedded tokens, and a function (index of a sublayer,
-            float [J, W, H]) -> the residual stream behind it, for J streams before it.
+        It is passed float [W, H], the embedded tokens, and a function (index of a sublayer, float [J, W, H]) -> the
+        residual stream after it, for J streams before it.
         """

@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 class Window(NamedTuple):
     """The part of a request's KV cache that a draft pass reads: its first tokens (attention sinks) and its newest, in
     whole pages, so that kernels read a shorter block table and nothing else changes (StreamingLLM, Xiao et al., 2024).
-
-    Attributes:
-        sinks, newest: tokens.
     """
 
     sinks: int
@@ -60,12 +57,10 @@ class Recipe(Protocol, Hashable):
     def n_layers(self) -> int: ...
 
     @property
-    def attention(self) -> frozenset[int]:
-        """Layers whose attention is skipped."""
+    def attention(self) -> frozenset[int]: ...  # layers whose attention is skipped
 
     @property
-    def mlp(self) -> frozenset[int]:
-        """Layers whose MLP is skipped."""
+    def mlp(self) -> frozenset[int]: ...  # layers whose MLP is skipped
 
     @property
     def bits(self) -> tuple[bool, ...]:
@@ -93,16 +88,9 @@ class DraftPassEstimate:
 
 
 class RestOfBatch(NamedTuple):
-    """The requests of a step that take no part in a round of draft passes.
-
-    Attributes:
-        requests: how many.
-        query_tokens: theirs in the verifying step.
-        rate: expected tokens per second of the whole step; None where nobody has estimated it.
-        most_nodes: of any one of their drafts, root included.
-    """
+    """The requests of a step that take no part in a round of draft passes."""
 
     requests: int
-    query_tokens: int
-    rate: float | None
-    most_nodes: int = 1
+    query_tokens: int  # theirs in the verifying step
+    rate: float | None  # expected tokens per second of the whole step; None without an estimate
+    most_nodes: int = 1  # of any one of their drafts, root included

@@ -13,9 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class DraftThread:
-    """Runs a method's work, one piece after the other.
-
-    The thread is a daemon, so that a drafter that hangs does not keep the process alive.
+    """Runs a method's work, one piece after the other; its thread keeps no process alive.
 
     Args:
         timeout: seconds that a step waits for its drafts.
@@ -44,9 +42,8 @@ class DraftThread:
                     self._told = True
                     logger.warning(
                         "freedraft: a step goes on without drafts, which were not there after %g ms "
-                        "(draft_timeout_ms); freedraft_late_steps_total counts such steps",
-                        1e3 * self._timeout,
-                    )
+                        "(draft_timeout_ms); freedraft_late_steps_total counts such steps", 1e3 * self._timeout,
+                    )  # fmt: skip
         self._note_late()
         return None
 

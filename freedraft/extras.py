@@ -6,10 +6,7 @@ import importlib
 
 
 def require(what: str, extra: str, *modules: str) -> None:
-    """Import modules, or say how to install them.
-
-    Args:
-        what: needs them, as the user calls it; extra: of freedraft, that they come with.
+    """Import modules of an extra of freedraft, which `what` (as the user calls it) needs.
 
     Raises:
         ValueError: one is not installed; one line with the remedy.

@@ -29,7 +29,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
-    """Create or replace `path`: whoever reads it, at whatever moment, sees all of the old contents or all of the new.
+    """Create or replace `path` atomically: readers see either the old or the new contents.
 
     Args:
         mode: permissions, less the umask.
@@ -62,11 +62,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durable: boo
 def write_json_atomically(
     path: Path, values: Mapping[str, Any], *, indent: int | None = None, mode: int = 0o666, durable: bool = True
 ) -> None:
-    """Create or replace the JSON file `path`, as `write_atomically` does; indented JSON ends in a newline.
-
-    Raises:
-        OSError: the disk refuses. A caller that shows one line to a user says so with `one_line_error`.
-    """
+    """Create or replace the JSON file `path`, as `write_atomically` does; indented JSON ends in a newline."""
     text = json.dumps(values, indent=indent) + ("" if indent is None else "\n")
     write_atomically(path, text.encode(), mode=mode, durable=durable)
 
@@ -85,10 +81,6 @@ class FileLock:
 
     The system releases it when the process ends, however that happens. On a file system without locks, everybody gets
     one, whose `enforced` is False.
-
-    Args:
-        create: whether the file is made if it is missing.
-        wait: whether to wait for the process that has it.
 
     Raises:
         BlockingIOError: another process has it, and `wait` is False.

@@ -20,22 +20,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Steps without drafts after the first failure, doubled with each further one up to the longest.
 FIRST_PAUSE, LONGEST_PAUSE = 16, 4096
-"""Steps without drafts after the first failure, doubled with each further one up to the longest."""
-FORGIVEN = 1024
-"""Steps without a failure after which the next pause is a first one again."""
+FORGIVEN = 1024  # steps without a failure after which the next pause is a first one again
 
-
+# Torch's errors of a device, its driver and NCCL; and what Triton, whose errors have no class, says of a fault that
+# every later call to the device meets again.
 _FAULTS = {"AcceleratorError", "CudaError", "DistBackendError"}
-"""Torch's errors of a device, its driver and NCCL."""
 _LASTING = (
-    "illegal memory access",
-    "illegal instruction",
-    "misaligned address",
-    "device-side assert",
-    "launch failure",
-)
-"""What Triton, whose errors have no class, says of a fault that every later call to the device meets again."""
+    "illegal memory access", "illegal instruction", "misaligned address", "device-side assert", "launch failure"
+)  # fmt: skip
 
 
 def is_device_fault(error: Exception) -> bool:
@@ -45,8 +39,8 @@ def is_device_fault(error: Exception) -> bool:
 
 
 class EngineMustEnd(BaseException):
-    """Going on without drafts could give wrong tokens, or let ranks wait for ever. No `except Exception` survives it,
-    neither ours nor an engine's: the process ends, and the engine's own supervision ends the others."""
+    """Going on without drafts could give wrong tokens, or let ranks wait for ever. No `except Exception` catches it, so
+    the process ends, and the engine's own supervision ends the others."""
 
 
 class GuardedMethod:
@@ -73,20 +67,17 @@ class GuardedMethod:
         return self.method.needs_prompt_states
 
     def begin(
-        self,
-        request_id: str,
-        tokens: NDArray[np.int32],
-        tenant: str | None = None,
+        self, request_id: str, tokens: NDArray[np.int32], tenant: str | None = None,
         extra: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """See `Method.begin`."""
         self.running.add(request_id)
         self.metrics.requests.set(len(self.running))
-        self.call(lambda: self.method.begin(request_id, tokens, tenant, extra or {}))
+        self.call(self.method.begin, request_id, tokens, tenant, extra or {})
 
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
         """See `Method.set_prompt_state`."""
-        self.call(lambda: self.method.set_prompt_state(request_id, state))
+        self.call(self.method.set_prompt_state, request_id, state)
 
     @property
     def needs_logits(self) -> bool:
@@ -95,11 +86,11 @@ class GuardedMethod:
 
     def recycle(self, logits: NodeLogits) -> None:
         """See `Method.recycle`."""
-        self.call(lambda: self.method.recycle(logits))
+        self.call(self.method.recycle, logits)
 
     def prepare(self, model: DraftModel) -> None:
         """See `Method.prepare`."""
-        self.call(lambda: self.method.prepare(model))
+        self.call(self.method.prepare, model)
 
     def draft(self, step: Step) -> DraftBatch | None:
         """See `Method.draft`; None where there are no drafts because something failed."""
@@ -107,50 +98,46 @@ class GuardedMethod:
             self._paused -= 1
             return None
         started = time.perf_counter()
-        draft = self.call(lambda: self._draft(step))
+        draft: DraftBatch | None = self.call(self._take, step, self.method.draft)
         if draft is not None:
             self.metrics.budget.set(self.method.controller.budget)
-            self.metrics.speedup.set(self.method.controller.speedup)
             self.metrics.seconds.observe(time.perf_counter() - started)
             self._good_steps += 1
             if self._good_steps == FORGIVEN:
                 self._next_pause = FIRST_PAUSE
         return draft
 
-    def _draft(self, step: Step) -> DraftBatch:
-        self.method.record_acceptance(step)
-        return self.method.draft(step)
-
     def observe(self, step: Step) -> None:
-        """Tell of a step that is not drafted for."""
+        """Take a step that is not drafted for."""
         if self._paused == 0:
-            self.call(lambda: self._observe(step))
+            self.call(self._take, step, self.method.update)
+            self.metrics.budget.set(0)
 
-    def _observe(self, step: Step) -> None:
+    def _take(self, step: Step, action: Callable[[Step], Any]) -> Any:
         self.method.record_acceptance(step)
-        self.method.update(step)
-        self.metrics.budget.set(0)
+        result = action(step)
         self.metrics.speedup.set(self.method.controller.speedup)
+        return result
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None = None, aborted: bool = False) -> None:
         """See `Method.finish`."""
         self.running.discard(request_id)
         self.metrics.requests.set(len(self.running))
-        self.call(lambda: self.method.finish(request_id, output, aborted))
+        self.call(self.method.finish, request_id, output, aborted)
 
     def close(self) -> None:
         """See `Method.close`."""
         atexit.unregister(self.close)
         self.call(self.method.close)
 
-    def call(self, work: Callable[[], Any]) -> Any:
+    def call(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """What `work` returns; None where it raises. Also for what an adapter itself does for the sake of drafts.
 
         Raises:
             RuntimeError: the device has failed.
         """
         try:
-            return work()
+            return work(*arguments)
         except Exception as error:
             if is_device_fault(error):
                 raise

@@ -30,13 +30,8 @@ class Method:
     (after a preemption, with its output so far as part of its tokens), or never take part in a step. What a method
     raises costs drafts, never tokens: see `GuardedMethod`.
 
-    A drafter that only proposes implements `propose`; `draft` then lets the controller decide how much is verified.
-
-    Args:
-        options: of the type that its `MethodSpec` names.
-        context: the engine.
-        controller: decides how much is drafted.
-        name: label of its metrics.
+    A drafter that only proposes implements `propose`; `draft` then lets the controller decide how much is verified. Its
+    options are of the type that its `MethodSpec` names; its name is the label of its metrics.
     """
 
     needs_prompt_states: bool = False
@@ -58,7 +53,7 @@ class Method:
 
     def __init__(self, options: Any, context: EngineContext, controller: Controller, name: str) -> None:
         self.options, self.context, self.controller = options, context, controller
-        self.metrics = Metrics(name)
+        self.metrics = Metrics.of(name)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         """A request's prompt is known. Called while its prefill runs, so it must return at once.
@@ -226,16 +221,12 @@ class MethodSpec:
         return getattr(importlib.import_module(module), name)(options, context, controller)
 
 
+# The registered methods by name; an engine's adapter adds those that it can serve.
 METHODS: dict[str, MethodSpec] = {}
-"""The registered methods by name; an engine's adapter adds those that it can serve."""
 
 
 def spec_of_role(role: str) -> MethodSpec:
-    """The registered method that plays a role in the hybrid one.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The registered method that plays a role in the hybrid one. Raises ConfigError if there is none."""
     for spec in METHODS.values():
         if spec.role == role:
             return spec

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_servers: dict[tuple[str, int], int] = {}
-"""Ports by the addresses that were asked for."""
+_servers: dict[tuple[str, int], int] = {}  # ports by the addresses that were requested
 _lock = threading.Lock()
 
 
-class _Families(NamedTuple):
+class Metrics(NamedTuple):
+    """The metrics of one method; what each holds is in its help text below."""
+
     requests: Gauge
     budget: Gauge
     speedup: Gauge
@@ -36,9 +37,14 @@ class _Families(NamedTuple):
     late: Counter
     failures: Counter
 
+    @classmethod
+    def of(cls, method: str) -> Metrics:
+        """Those of the method of this name."""
+        return cls._make(family.labels(method) for family in _families())
+
 
 @functools.cache
-def _families() -> _Families:
+def _families() -> Metrics:
     """Registered by the first drafter of a process: what serves the engine's own metrics page has none, and shows none.
 
     With several API servers vLLM sets Prometheus's multi-process mode: gauges then need to know how to add up.
@@ -53,14 +59,11 @@ def _families() -> _Families:
     def counter(name: str, text: str) -> Counter:
         return Counter(f"freedraft_{name}", text, label)
 
-    return _Families(
+    speedup = "Tokens per second over plain decoding, by the estimate of policy auto; NaN for others"
+    return Metrics(
         requests=gauge("requests", "Requests whose tokens the drafter holds", "livesum"),
         budget=gauge("budget_tokens", "Draft tokens that the last step was allowed, over the whole batch", "livesum"),
-        speedup=gauge(
-            "speedup",
-            "Tokens per second over plain decoding, by the estimate of policy auto; NaN for others",
-            "livemax",
-        ),
+        speedup=gauge("speedup", speedup, "livemax"),
         request_steps=counter("request_steps", "Requests that a step decoded, over all steps"),
         tokens=counter("tokens", "Tokens that these steps gave them"),
         drafted=counter("draft_tokens", "Draft tokens verified by the target"),
@@ -71,29 +74,8 @@ def _families() -> _Families:
     )
 
 
-class Metrics:
-    """The metrics of one method; what each holds is in its help text above."""
-
-    def __init__(self, method: str) -> None:
-        families = _families()
-        self.requests = families.requests.labels(method)
-        self.budget = families.budget.labels(method)
-        self.speedup = families.speedup.labels(method)
-        self.request_steps = families.request_steps.labels(method)
-        self.tokens = families.tokens.labels(method)
-        self.drafted = families.drafted.labels(method)
-        self.accepted = families.accepted.labels(method)
-        self.seconds = families.seconds.labels(method)
-        self.late = families.late.labels(method)
-        self.failures = families.failures.labels(method)
-
-
 def check_address(port: int | None, host: str) -> None:
-    """Tell, before the engine starts, that `serve` would fail; None serves nothing.
-
-    Raises:
-        ConfigError: the port is taken, or the host is none of this machine's.
-    """
+    """Raise ConfigError, before the engine starts, where `serve` would fail."""
     if not port or (host, port) in _servers:
         return
     try:
@@ -106,21 +88,18 @@ def check_address(port: int | None, host: str) -> None:
 
 
 def where_to_look(port: int | None) -> str:
-    """In a few words, for the log: how to see what drafting brings, where metrics are served at this port."""
+    """For the log: how to see what drafting brings."""
     return f"'freedraft top {port}' shows what it brings" if port else "set metrics_port to see what it brings"
 
 
 def serve(port: int | None, rank: int = 0, host: str = LOCAL) -> int | None:
-    """Serve this process's metrics at http://host:port/metrics, once per address and process.
+    """Serve this process's metrics at http://host:port/metrics, once per address and process; return the port.
 
     The engine runs in a process of its own, whose metrics the API server's own page does not show.
 
     Args:
         port: 0 picks a free one, None serves nothing.
         rank: of this process among those of the engine, each of which serves at a port of its own, port + rank.
-
-    Returns:
-        the port.
 
     Raises:
         ConfigError: the port is taken, or the host is none of this machine's.

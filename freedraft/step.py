@@ -11,23 +11,17 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 
-TOP_TOKENS = 8
-"""Likeliest next tokens at a node, as many as are kept."""
+TOP_TOKENS = 8  # likeliest next tokens that are kept of a node
 
 
 class NodeLogits(NamedTuple):
-    """The likeliest next tokens at the nodes that a step has verified, for B requests of at most N nodes.
+    """The likeliest next tokens at the nodes that a step has verified, for B requests of at most N nodes."""
 
-    Attributes:
-        request_ids: B ids, of which some may have finished.
-        draft: [B, N], the trees that were verified, without depths and scores.
-        top_tokens: int32 [B, N, TOP_TOKENS], likeliest first, -1 for none; what stands at padding is undefined.
-        top_log_probs: float32 [B, N, TOP_TOKENS], natural logarithms, before temperature and filters; -inf for none.
-    """
-
-    request_ids: Sequence[str]
-    draft: DraftBatch
+    request_ids: Sequence[str]  # B ids, of which some may have finished
+    draft: DraftBatch  # [B, N], the trees that were verified, without depths and scores
+    # [B, N, TOP_TOKENS], likeliest first, -1 for none; what stands at padding is undefined.
     top_tokens: NDArray[np.int32]
+    # [B, N, TOP_TOKENS], natural logarithms, before temperature and filters; -inf for none.
     top_log_probs: NDArray[np.float32]
 
 

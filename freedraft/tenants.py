@@ -6,19 +6,12 @@ import json
 
 
 def tenant_key(cache_salt: str | None, extra_key: str | None = None) -> str | None:
-    """Return the key of who sends requests with these fields, different for different ones; None where neither is
-    given.
-
-    Args:
-        cache_salt: of vLLM's and SGLang's API.
-        extra_key: of SGLang's.
-    """
+    """Return the tenant's key of requests with these fields of vLLM's and SGLang's APIs; None where both are empty."""
     return json.dumps([cache_salt or "", extra_key or ""]) if cache_salt or extra_key else None
 
 
 def parse_tenant(line: str) -> str | None:
-    """Return the key for a line that an operator writes: a cache_salt, or a JSON list of cache_salt and extra_key; None
-    for an empty line."""
+    """Return the key for an operator's line: a cache_salt, or a JSON list of it and extra_key; None if empty."""
     try:
         fields = json.loads(line)
     except ValueError:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,8 +15,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+# Values by name of the metric, without its prefix, and value of its one label, "" for none.
 Samples = Mapping[tuple[str, str], float]
-"""Values by name of the metric, without its prefix, and value of its one label, "" for none."""
 
 PREFIX, START = "freedraft_", "process_start_time_seconds"
 SOURCES = {
@@ -27,11 +28,7 @@ SOURCES = {
 
 
 def read(url: str) -> dict[tuple[str, str], float]:
-    """The samples of a metrics page.
-
-    Raises:
-        ValueError: one line: nobody answers there, or the page is not of a drafter.
-    """
+    """The samples of a metrics page. Raises ValueError, in one line, where nobody answers or it is not of a drafter."""
     try:
         with urllib.request.urlopen(url, timeout=5) as page:
             text = page.read().decode()
@@ -60,31 +57,30 @@ def view(now: Samples, before: Samples, seconds: float) -> Table:
     for method in methods:
         table.add_column(method, justify="right")
 
-    def row(title: str, cells: Iterator[str]) -> None:
-        table.add_row(title, *cells)
+    def row(title: str, cell: Callable[[str], float], form: str = ",.2f") -> None:
+        values = [cell(method) for method in methods]
+        table.add_row(title, *("-" if math.isnan(value) else format(value, form) for value in values))
 
-    def ratio(above: str, below: str) -> Iterator[str]:
-        for method in methods:
-            divisor = gained[below, method]
-            yield _decimals(gained[above, method] / divisor if divisor else math.nan)
+    def ratio(above: str, below: str, method: str) -> float:
+        divisor = gained[below, method]
+        return gained[above, method] / divisor if divisor else math.nan
 
-    row("requests", (f"{now.get(('requests', m), 0):.0f}" for m in methods))
-    row("tokens per second", (_decimals(gained["tokens_total", m] / seconds) for m in methods))
-    row("tokens per request and step", ratio("tokens_total", "request_steps_total"))
-    row("over plain, by policy auto", map(_decimals, (now.get(("speedup", m), math.nan) for m in methods)))
-    row("draft tokens per step, allowed now", (f"{now.get(('budget_tokens', m), 0):.0f}" for m in methods))
-    row("of draft tokens, accepted", ratio("accepted_tokens_total", "draft_tokens_total"))
-    us = (_micro(gained["drafting_seconds_sum", m], gained["drafting_seconds_count", m]) for m in methods)
-    row("microseconds to draft, per step", us)
-    row("failures, in all", (f"{now.get(('failures_total', m), 0):.0f}" for m in methods))
+    row("requests", lambda m: now.get(("requests", m), 0), ".0f")
+    row("tokens per second", lambda m: gained["tokens_total", m] / seconds)
+    row("tokens per request and step", lambda m: ratio("tokens_total", "request_steps_total", m))
+    row("over plain, by policy auto", lambda m: now.get(("speedup", m), math.nan))
+    row("draft tokens per step, allowed now", lambda m: now.get(("budget_tokens", m), 0), ".0f")
+    row("of draft tokens, accepted", lambda m: ratio("accepted_tokens_total", "draft_tokens_total", m))
+    drafting = "drafting_seconds_sum", "drafting_seconds_count"
+    row("microseconds to draft, per step", lambda m: 1e6 * ratio(*drafting, m), ",.0f")
+    row("failures, in all", lambda m: now.get(("failures_total", m), 0), ".0f")
     return table
 
 
 def sources(now: Samples, before: Samples) -> Table | None:
     """Where accepted draft tokens came from since `before`; None where no such tokens were counted."""
-    accepted = {
-        s: now.get(("sourced_tokens_total", s), 0) - before.get(("sourced_tokens_total", s), 0) for s in SOURCES
-    }
+    names = {source: ("sourced_tokens_total", source) for source in SOURCES}
+    accepted = {source: now.get(name, 0) - before.get(name, 0) for source, name in names.items()}
     total = sum(accepted.values())
     if not total:
         return None
@@ -98,31 +94,21 @@ def sources(now: Samples, before: Samples) -> Table | None:
 def run(url: str, interval: float, once: bool) -> int:
     """Show it until the user ends it, or once, since the server's start."""
     console = Console()
-    started = read(url)
+    before, at = read(url), time.monotonic()
     if once:
-        age = time.time() - started.get((START, ""), math.nan)
-        console.print(_shown(started, {}, age))
+        console.print(_shown(before, {}, time.time() - before.get((START, ""), math.nan)))
         return 0
-    before, at = started, time.monotonic()
-    with Live(_shown(started, started, 1.0), console=console, screen=console.is_terminal) as live:
-        try:
-            while True:
-                time.sleep(interval)
-                now, then = read(url), time.monotonic()
-                live.update(_shown(now, before, then - at), refresh=True)
-                before, at = now, then
-        except KeyboardInterrupt:
-            return 0
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(_shown(before, before, 1.0), console=console, screen=console.is_terminal) as live,
+    ):
+        while True:
+            time.sleep(interval)
+            now, then = read(url), time.monotonic()
+            live.update(_shown(now, before, then - at), refresh=True)
+            before, at = now, then
+    return 0
 
 
 def _shown(now: Samples, before: Samples, seconds: float) -> Any:
-    parts = [view(now, before, seconds), sources(now, before)]
-    return Group(*(part for part in parts if part is not None))
-
-
-def _decimals(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:,.2f}"
-
-
-def _micro(seconds: float, steps: float) -> str:
-    return f"{1e6 * seconds / steps:,.0f}" if steps else "-"
+    return Group(*filter(None, (view(now, before, seconds), sources(now, before))))

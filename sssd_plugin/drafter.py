@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,24 +34,21 @@ MIN_ROWS = 8  # requests that are worth a thread of their own
 
 
 @compiled(nogil=True)
-def _draft_batch(
-    slots, slot_ids, table, bounds, sizes, groups, entries, owners, max_nodes, chain, min_score, trees, weights,
-    learned_scratch, paper_scratch,
-):  # fmt: skip
-    """Fill a `DraftBatch` for the requests in `slot_ids`; a slot of -1 gets a tree of 0 nodes.
+def _draft_batch(slots, arrays, view, how, weights, learned_scratch, paper_scratch):
+    """Fill a `DraftBatch` for the requests of a batch; a slot of -1 gets a tree of 0 nodes.
 
     Bundles cross from Python as plain tuples, which are faster there than named ones.
 
     Args:
-        slots: `RequestIndex.slots`; slot_ids: int64 [B].
-        table, bounds, sizes: of a `View`; groups: int64 [B], whose sub-indices each request drafts from.
-        entries: of recycled logits, none to draft without; owners: int64 [B], whose logits each request drafts from.
-        max_nodes, chain, min_score: as in `learned.draft_tree`.
-        trees: the arrays of the `DraftBatch`, in its order.
-        weights, learned_scratch, paper_scratch: what the learned scorer needs, and the paper's; those of the one that
-            is not used are None.
+        slots: `RequestIndex.slots`.
+        arrays: int64 [B] each, slots, groups in the view, owners of recycled logits; those of the `DraftBatch`.
+        view: table, bounds and sizes of a `View`.
+        how: recycled logits' entries, none to draft without; max_nodes, chain, min_score as in `learned.draft_tree`.
+        weights, learned_scratch, paper_scratch: of the scorers; None for the one that is not used.
     """
-    tokens, parents, depths, scores, counts, kinds = trees
+    slot_ids, groups, owners, tokens, parents, depths, scores, counts, kinds = arrays
+    table, bounds, sizes = view
+    entries, max_nodes, chain, min_score = how
     for b in range(len(slot_ids)):
         counts[b] = 0
         if slot_ids[b] < 0:
@@ -137,14 +134,14 @@ class Drafter:
         self._index = RequestIndex()
         self._lock = threading.Lock()
         self._prompts: dict[str, Future[None]] = {}
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = ThreadPoolExecutor(1, "freedraft-index")
         self._batch = self._out = DraftBatch.empty(1, max_nodes)
         self._live = live
         self._tenants: dict[str, int] = {}  # of requests that have one
         self._max_sub_indices = -1  # that there is scratch space for
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = min(MAX_THREADS, cores)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
         self._scratch: list[tuple[tuple | None, tuple | None]] = []  # by thread, of the learned scorer and the paper's
         if live is not None:
             live.on_erased = self._forget_others
@@ -177,7 +174,7 @@ class Drafter:
         self._await_prompts(request_ids)
         with self._lock:
             _recycle_batch(
-                self._index.slots, self._index.slot_ids(request_ids), self._entries, self._owners_of(request_ids),
+                self._index.slots, self._index.slot_ids(request_ids), self._entries, _values(self._owners, request_ids),
                 draft.tokens, draft.parents, draft.counts, logits.top_tokens, logits.top_log_probs, self.vocab_size,
                 self._recycle_clock,
             )  # fmt: skip
@@ -188,28 +185,18 @@ class Drafter:
 
     def begin(self, request_id: str, prompt: NDArray[np.int32]) -> None:
         """Start a request with `prompt` (int32 [n]) in the background thread; all calls for it wait."""
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "freedraft-index")
         self._prompts[request_id] = self._worker.submit(self._replace, request_id, np.array(prompt, np.int32))
 
     def update(
-        self,
-        request_ids: Sequence[str],
-        tokens: NDArray[np.int32],
-        starts: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        contexts: NDArray[np.int32],
-    ) -> list[int]:
-        """Append the tokens that requests have gained: request b gained `tokens[starts[b]:ends[b]]`.
-
-        Args:
-            request_ids: B ids.
-            tokens: int32 [T], contiguous; starts, ends: int64 [B].
-            contexts: int32 [B], tokens that each request then holds.
+        self, request_ids: Sequence[str], tokens: NDArray[np.int32], starts: NDArray[np.int64],
+        ends: NDArray[np.int64], contexts: NDArray[np.int32],
+    ) -> list[int]:  # fmt: skip
+        """Append the tokens that requests have gained: `tokens[starts[b]:ends[b]]` (contiguous), with which request b
+        holds `contexts[b]` tokens.
 
         Returns:
-            Rows left untouched, because their request would not hold `contexts[b]` tokens (it is unknown, was rolled
-            back, or missed tokens). The caller gives `replace` all tokens of these.
+            Rows left untouched, because their request would not hold as many (it is unknown, was rolled back, or missed
+            tokens). The caller gives `replace` all tokens of these.
         """
         if self._prompts:  # a prompt that is indexed after this would take back what is added here
             self._await_prompts(request_ids)
@@ -222,24 +209,19 @@ class Drafter:
         self._replace(request_id, np.ascontiguousarray(tokens, np.int32))
 
     def draft(
-        self,
-        request_ids: Sequence[str],
-        *,
-        max_nodes: int,
-        shape: Shape = "tree",
-        min_score: float = 0.0,
+        self, request_ids: Sequence[str], *, max_nodes: int, shape: Shape = "tree", min_score: float = 0.0
     ) -> DraftBatch:
         """Draft the best trees, or chains, for these requests.
 
         Args:
-            request_ids: B ids; one that is unknown or holds no token gets a tree of 0 nodes.
+            request_ids: one that is unknown or holds no token gets a tree of 0 nodes.
             max_nodes: per request, root included.
             shape: `chain` gives every node at most one child.
             min_score: leave out nodes whose score does not exceed this.
 
         Returns:
-            A DraftBatch of B rows: views that the next call overwrites. Nodes stand in order of falling score, so any
-            first part of a row is a tree, too.
+            Views that the next call overwrites. Nodes stand in order of falling score, so any first part of a row is a
+            tree, too.
 
         Raises:
             ValueError: max_nodes is out of range.
@@ -248,59 +230,38 @@ class Drafter:
             raise ValueError(f"max_nodes must be 1..{self.max_nodes}, not {max_nodes}")
         self._await_prompts(request_ids)
         with self._lock:
-            groups = self._update_view(request_ids)
-            slot_ids = self._index.slot_ids(request_ids)
-            n = len(slot_ids)
+            n = len(request_ids)
             if n != self._out.batch_size:
                 if n > self._batch.batch_size:
                     self._batch = DraftBatch.empty(2 * n, self.max_nodes)
                 self._out = self._batch.head(n)
-            out = self._out
-            trees = (out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds)
-            owners = self._owners_of(request_ids)
+            out, groups = self._out, self._update_view(request_ids)
+            arrays = (
+                self._index.slot_ids(request_ids), groups, _values(self._owners, request_ids),
+                out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
+            )  # fmt: skip
             how = (self._entries, max_nodes, shape == "chain", min_score)
             parts = max(1, min(self._threads, n // MIN_ROWS))
             if parts == 1:
-                self._draft_part(0, slot_ids, groups, owners, trees, *how)
+                self._draft_part(0, arrays, how)
             else:
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(self._threads - 1, "freedraft-draft")
                 rows = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
-                of_part = [
-                    (i, slot_ids[r], groups[r], owners[r], tuple(array[r] for array in trees), *how)
-                    for i, r in enumerate(rows)
-                ]
-                others = [self._pool.submit(self._draft_part, *arguments) for arguments in of_part[1:]]
-                self._draft_part(*of_part[0])
+                split = [tuple(array[r] for array in arrays) for r in rows]
+                others = [self._pool.submit(self._draft_part, i, split[i], how) for i in range(1, parts)]
+                self._draft_part(0, split[0], how)
                 for other in others:
                     other.result()
         return out
 
-    def _draft_part(
-        self,
-        thread: int,
-        slot_ids: NDArray[np.int64],
-        groups: NDArray[np.int64],
-        owners: NDArray[np.int64],
-        trees: tuple[NDArray, ...],
-        entries: NDArray,
-        max_nodes: int,
-        chain: bool,
-        min_score: float,
-    ) -> None:
+    def _draft_part(self, thread: int, arrays: tuple[NDArray[Any], ...], how: tuple[Any, ...]) -> None:
         """Draft for some rows of a batch, with the scratch space of one thread."""
         view = self._view
-        _draft_batch(
-            self._index.slots, slot_ids, view.table, view.bounds, view.sizes, groups, entries, owners, max_nodes,
-            chain, min_score, trees, self._weights, *self._scratch[thread],
-        )  # fmt: skip
+        of_view = view.table, view.bounds, view.sizes
+        _draft_batch(self._index.slots, arrays, of_view, how, self._weights, *self._scratch[thread])
 
     def attribute(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:
-        """Add to `tally` which source (`scoring.attribution`) knew the tokens that these requests have just gained.
-
-        Args:
-            gained: int64 [B], tokens of the last step, all but the last of them drafted.
-        """
+        """Add to `tally` which source (`scoring.attribution`) knew the tokens that these requests have just gained:
+        `gained` of each (int64 [B]), all but the last of them drafted."""
         self._await_prompts(request_ids)
         with self._lock:
             groups = self._update_view(request_ids)
@@ -315,10 +276,6 @@ class Drafter:
         with self._lock:
             known = request_id in self._index
             return self._index.tokens(request_id).copy() if known else np.zeros(0, np.int32)
-
-    def length(self, request_id: str) -> int:
-        """Return the number of tokens indexed for a request; 0 if it is unknown."""
-        return len(self.tokens(request_id))
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forget requests. Unknown ids are ignored."""
@@ -339,12 +296,8 @@ class Drafter:
 
     def close(self) -> None:
         """Stop the background threads, forget every request and close the live datastore."""
-        if self._worker is not None:
-            self._worker.shutdown(wait=True)
-            self._worker = None
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
+        self._worker.shutdown()
+        self._pool.shutdown()
         self._prompts.clear()
         self.finish(self._index.request_ids())
         if self._live is not None:
@@ -385,17 +338,9 @@ class Drafter:
         """See the live datastore, if there is one, as it is now; return the group of each request in the view."""
         groups = None
         if self._live is not None:
-            tenants = None
-            if self._tenants:
-                tenants = np.array([self._tenants.get(request_id, 0) for request_id in request_ids], np.int64)
-            view, groups = self._live.view(tenants)
+            view, groups = self._live.view(_values(self._tenants, request_ids) if self._tenants else None)
             self._set_view(view)
         return np.zeros(len(request_ids), np.int64) if groups is None else groups
-
-    def _owners_of(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
-        if not self._owners:
-            return np.zeros(len(request_ids), np.int64)
-        return np.array([self._owners.get(request_id, 0) for request_id in request_ids], np.int64)
 
     def _warm_up(self) -> None:
         """Compile, or load from the cache, everything that a step calls."""
@@ -407,3 +352,10 @@ class Drafter:
         self.recycle(NodeLogits([], self._out.head(0), none, none.astype(np.float32)))
         self.attribute([name], one, np.zeros(attribution.SIZE, np.int64))
         self.finish([name])
+
+
+def _values(numbers: dict[str, int], request_ids: Sequence[str]) -> NDArray[np.int64]:
+    """int64 [B]: the number of each request, 0 for those that have none."""
+    if not numbers:
+        return np.zeros(len(request_ids), np.int64)
+    return np.array([numbers.get(request_id, 0) for request_id in request_ids], np.int64)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sssd_plugin.datastore.disk.store import Datastore
     from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
     from sssd_plugin.datastore.live.store import LiveStore
+    from sssd_plugin.drafter import Shape
 
 logger = logging.getLogger("freedraft.sssd")
 
@@ -57,7 +58,7 @@ def check(options: SssdOptions, context: EngineContext) -> None:
 
 
 def schedule(options: SssdOptions, context: EngineContext) -> Schedule | None:
-    """Return draft lengths by batch size, as the options want them; None where they are the same for all."""
+    """See `MethodSpec.schedule`."""
     return draft_lengths(context, options.effective_policy, hardware=options.hardware, knee=options.knee)
 
 
@@ -75,14 +76,10 @@ def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -
     from sssd_plugin.datastore.disk.store import Datastore
 
     assert options.static_store is not None
-    fingerprint = context.tokenizer_fingerprint()
     return Datastore.open(
-        options.static_store,
-        vocab_size=context.vocab_size,
-        fingerprint=fingerprint,
-        verify=verify,
-        sha256=options.datastore_sha256,
-    )
+        options.static_store, vocab_size=context.vocab_size, fingerprint=context.tokenizer_fingerprint(),
+        verify=verify, sha256=options.datastore_sha256,
+    )  # fmt: skip
 
 
 class SssdMethod(Method):
@@ -116,22 +113,14 @@ class SssdMethod(Method):
         self._prompt_lengths: dict[str, int] = {}  # where it learns
         self._requests = 0  # begun; requests of no tenant keep their logits for themselves
         self.drafter = Drafter(
-            vocab_size=context.vocab_size,
-            max_nodes=context.max_draft_tokens + 1,
-            scoring=options.scoring,
-            weights=options.weights,
-            snapshot=self._snapshot() if self.live is None else None,
-            live=self.live,
+            vocab_size=context.vocab_size, max_nodes=context.max_draft_tokens + 1, scoring=options.scoring,
+            weights=options.weights, snapshot=self._snapshot() if self.live is None else None, live=self.live,
             recycle_megabytes=options.recycle_megabytes if self._recycles else 0,
-        )
+        )  # fmt: skip
         self.source_metrics = SourceMetrics(self._snapshot())
         port = serve(options.metrics_port, context.rank, options.metrics_host)
-        logger.info(
-            "freedraft: sssd drafts up to %d tokens per request; %s; %s",
-            context.max_draft_tokens,
-            outlook(context, self.controller.profile),
-            where_to_look(port),
-        )
+        notes = outlook(context, self.controller.profile), where_to_look(port)
+        logger.info("freedraft: sssd drafts up to %d tokens per request; %s; %s", context.max_draft_tokens, *notes)
 
     def _open_live(self) -> LiveStore:
         """Open the store that grows, over the static one."""
@@ -144,15 +133,12 @@ class SssdMethod(Method):
                 "freedraft: isolation is 'tenant', so requests without a cache_salt neither teach nor are taught: have "
                 "your gateway set one for each tenant, or set isolation 'shared' if everybody may see everybody's text"
             )
+        static = self.store.snapshot if self.store else None
+        max_age = None if options.live_max_age is None else 3600 * options.live_max_age
         open_at = partial(
-            open_live,
-            vocab_size=context.vocab_size or 0,
-            static=self.store.snapshot if self.store else None,
-            fingerprint=context.tokenizer_fingerprint(),
-            isolation=options.isolation,
-            max_tokens=options.live_tokens,
-            max_age=None if options.live_max_age is None else 3600 * options.live_max_age,
-        )
+            open_live, vocab_size=context.vocab_size or 0, static=static, fingerprint=context.tokenizer_fingerprint(),
+            isolation=options.isolation, max_tokens=options.live_tokens, max_age=max_age,
+        )  # fmt: skip
         try:
             return open_at(options.datastore)
         except DatastoreError as error:
@@ -186,10 +172,10 @@ class SssdMethod(Method):
         self.drafter.finish([request_id])
 
     def update(self, step: Step) -> None:
-        drafter, request_ids = self.drafter, step.request_ids
-        for row in drafter.update(request_ids, step.tokens, step.starts, step.ends, step.contexts):
-            drafter.replace(request_ids[row], step.history(row))
-        self.source_metrics.update(drafter, request_ids, lambda: step.gained)
+        request_ids = step.request_ids
+        for row in self.drafter.update(request_ids, step.tokens, step.starts, step.ends, step.contexts):
+            self.drafter.replace(request_ids[row], step.history(row))
+        self.source_metrics.update(self.drafter, step)
 
     @property
     def learns(self) -> bool:
@@ -203,16 +189,9 @@ class SssdMethod(Method):
         self.drafter.recycle(logits)
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
-        return self.drafter.draft(
-            step.request_ids,
-            max_nodes=max_draft_len + 1,
-            shape="tree" if self._branches(step) else "chain",
-            min_score=self.min_score,
-        )
-
-    def _branches(self, step: Step) -> bool:
-        possible = step.trees or (step.widths is not None and not self.context.chains)
-        return possible and self.options.shape != "chain"
+        branches = step.trees or (step.widths is not None and not self.context.chains)
+        shape: Shape = "tree" if branches and self.options.shape != "chain" else "chain"
+        return self.drafter.draft(step.request_ids, max_nodes=max_draft_len + 1, shape=shape, min_score=self.min_score)
 
     def close(self) -> None:
         super().close()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 from prometheus_client import Counter, Gauge
 
-from sssd_plugin.scoring.attribution import ACCEPTED, HITS, LOOKUPS, SIZE, SOURCES
+from freedraft.step import Step
+from sssd_plugin.scoring.attribution import HITS, LOOKUPS, SIZE, SOURCES
 
 if TYPE_CHECKING:
     from sssd_plugin.datastore.index.sub_index import Snapshot
     from sssd_plugin.drafter import Drafter
 
-EVERY = 8
-"""One step in so many is counted."""
+EVERY = 8  # one step in so many is counted
 
 _LOOKUPS = Counter("freedraft_lookups", f"Contexts that were drafted for, of one step in {EVERY}")
 _HITS = Counter("freedraft_hits", "Of these, those whose last 2 tokens the source knows", ["source"])
@@ -32,7 +30,7 @@ _STATIC_SUB_INDICES = Gauge(
 
 
 class SourceMetrics:
-    """Counts what the sources of one drafter are worth."""
+    """Counts how often each source of one drafter pays."""
 
     def __init__(self, static: Snapshot) -> None:
         self._steps = 0
@@ -41,23 +39,16 @@ class SourceMetrics:
         self.set_static(static)
 
     def set_static(self, static: Snapshot) -> None:
-        """Show the size of the store that was built, which is now this one."""
         _STATIC_TOKENS.set(static.n_tokens)
         _STATIC_SUB_INDICES.set(len(static.sub_indices))
 
-    def update(self, drafter: Drafter, request_ids: Sequence[str], gained: Callable[[], NDArray[np.int64]]) -> None:
-        """Count one step, after its tokens have entered the drafter.
-
-        Args:
-            gained: returns int64 [B], how many tokens each request has gained by the step; called when it is counted.
-        """
+    def update(self, drafter: Drafter, step: Step) -> None:
+        """Count a step, after its tokens have entered the drafter."""
         self._steps += 1
         if self._steps % EVERY:
             return
         tally = np.zeros(SIZE, np.int64)
-        drafter.attribute(request_ids, gained(), tally)
+        drafter.attribute(step.request_ids, step.gained, tally)
         _LOOKUPS.inc(int(tally[LOOKUPS]))
-        for counter, number in zip(self._hits, tally[HITS:ACCEPTED].tolist(), strict=True):
-            counter.inc(number)
-        for counter, number in zip(self._sourced, tally[ACCEPTED:].tolist(), strict=True):
+        for counter, number in zip((*self._hits, *self._sourced), tally[HITS:].tolist(), strict=True):
             counter.inc(number)

@@ -16,7 +16,6 @@ Scoring = Literal["learned", "paper"]
 
 
 def _store(value: object) -> object:
-    """Expand as `expand_path` does; a URL stays one."""
     return value.strip() if isinstance(value, str) and "://" in value else expand_path(value)
 
 

@@ -21,30 +21,22 @@ from freedraft.step import TOP_TOKENS
 from sssd_plugin.request_index import mix
 from sssd_plugin.scoring.views import write_context
 
-TOP = TOP_TOKENS
-"""Tokens kept of a distribution."""
-ORDERS = 4
-"""Contexts of 1 to 4 tokens are looked up."""
+TOP = TOP_TOKENS  # tokens kept of a distribution
+ORDERS = 4  # contexts of 1 to 4 tokens are looked up
 WAYS = 4
-SCALE = 1024.0
-"""A cost is -ln p in units of 1 / SCALE."""
+SCALE = 1024.0  # a cost is -ln p in units of 1 / SCALE
 MAX_COST = 32767
 
+# The hash of owner and context, 0 where there is no entry; whose it is; the likeliest tokens and what they cost,
+# likeliest first; the call that wrote it.
 ENTRY = np.dtype([("key", "u8"), ("owner", "i8"), ("tokens", "i4", (TOP,)), ("costs", "i2", (TOP,)), ("stamp", "i8")])
-"""The hash of owner and context, 0 where there is no entry; whose it is; the likeliest tokens and what they cost,
-likeliest first; the call that wrote it."""
 
 
 class Recycled(NamedTuple):
-    """The recycled logits that one request drafts from.
+    """The recycled logits that one request drafts from."""
 
-    Attributes:
-        entries: [n], records of `ENTRY`: a power of two of them, or none.
-        owner: whose entries are seen.
-    """
-
-    entries: NDArray[Any]
-    owner: np.int64
+    entries: NDArray[Any]  # [n], records of `ENTRY`: a power of two of them, or none
+    owner: np.int64  # whose entries are seen
 
 
 def entries(megabytes: float) -> NDArray[Any]:

@@ -26,10 +26,8 @@ TOKENS, PREVIOUS, HEADS, COUNTS, GRAM_PREVIOUS, GRAM_HEADS = range(6)
 LENGTH, CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE, DISTINCT, SEED = range(6, 12)
 COLUMNS = 12
 
-GRAM = 4
-"""Tokens that `gram_heads` hashes."""
-OUTSIDE = -2
-"""In place of ids that the vocabulary does not have, as those of an image's place: no store holds it, and no draft."""
+GRAM = 4  # tokens that `gram_heads` hashes
+OUTSIDE = -2  # in place of ids that the vocabulary does not have, as an image's: no store holds it, and no draft
 
 _MIN_TABLE = 64
 _MIN_GRAM_TABLE = 16
@@ -39,23 +37,16 @@ _MIN_SPARE = 64  # tokens of capacity beyond the present length
 class Request(NamedTuple):
     """The index of one request, as compiled code reads it.
 
-    Attributes:
-        tokens: int32 [n], the prompt and the output so far.
-        previous: int32 [n], the next older position of the same token, -1 where there is none.
-        heads: int32 [T], an open-addressing hash table of the newest position of each token, -1 in empty entries.
-        counts: uint16 [T], how often the token of each entry occurs, at most 65535.
-        gram_previous: int32 [n], the next older position whose last four tokens have the same hash, -1 for none; not
-            set at the first three positions.
-        gram_heads: int32 [G], the newest position by hash of its last four tokens, -1 for none.
-        seed: of both hash functions.
+    `heads` is an open-addressing hash table; both hash functions have the seed.
     """
 
-    tokens: NDArray[np.int32]
-    previous: NDArray[np.int32]
-    heads: NDArray[np.int32]
-    counts: NDArray[np.uint16]
+    tokens: NDArray[np.int32]  # [n], the prompt and the output so far
+    previous: NDArray[np.int32]  # [n], the next older position of the same token, -1 where there is none
+    heads: NDArray[np.int32]  # [T], the newest position of each token, -1 in empty entries
+    counts: NDArray[np.uint16]  # [T], how often the token of each entry occurs, at most 65535
+    # [n], the next older position whose last four tokens have the same hash, -1 for none; not set at the first three.
     gram_previous: NDArray[np.int32]
-    gram_heads: NDArray[np.int32]
+    gram_heads: NDArray[np.int32]  # [G], the newest position by hash of its last four tokens, -1 for none
     seed: np.int64
 
     @property
@@ -86,16 +77,14 @@ def request_at(slots, s):
 
 @compiled(nogil=True)
 def mix(x):
-    """Return a hash of x (uint64) in 64 bits, each of which depends on all of its bits (splitmix64, Steele et al.
-    2014)."""
+    """Return a hash of x (uint64), 64 bits, each of which depends on all of x (splitmix64, Steele et al. 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 @compiled(nogil=True)
-def _mix(x):
-    """Return the upper 32 bits of `mix`."""
+def _upper_mix(x):
     return mix(x) >> np.uint64(32)
 
 
@@ -104,7 +93,7 @@ def find(request, token):
     """Return the entry of `token` in the hash table `heads`, or the empty entry where it belongs."""
     heads, tokens = request.heads, request.tokens
     size = len(heads)
-    i = np.int64((_mix(np.uint64(token) + np.uint64(request.seed)) * np.uint64(size)) >> np.uint64(32))
+    i = np.int64((_upper_mix(np.uint64(token) + np.uint64(request.seed)) * np.uint64(size)) >> np.uint64(32))
     while heads[i] >= 0 and tokens[heads[i]] != token:
         i = np.int64(i + 1 if i + 1 < size else 0)
     return i
@@ -115,7 +104,7 @@ def find_gram(request, a, b, c, d):
     """Return the entry of `gram_heads` for the four tokens a, b, c, d, in the order of the text."""
     one = (np.uint64(a) << np.uint64(32)) | np.uint64(b)
     two = (np.uint64(c) << np.uint64(32)) | np.uint64(d)
-    mixed = _mix((_mix(one + np.uint64(request.seed)) << np.uint64(32)) ^ two ^ np.uint64(request.seed))
+    mixed = _upper_mix((_upper_mix(one + np.uint64(request.seed)) << np.uint64(32)) ^ two ^ np.uint64(request.seed))
     return np.int64((mixed * np.uint64(len(request.gram_heads))) >> np.uint64(32))
 
 
@@ -149,7 +138,6 @@ def older_gram(request, i):
 
 @compiled(nogil=True)
 def _link_gram(request, i):
-    """Put position i at the head of the chain of its last four tokens."""
     tokens = request.tokens
     if i >= GRAM - 1:
         entry = find_gram(request, tokens[i - 3], tokens[i - 2], tokens[i - 1], tokens[i])
@@ -190,14 +178,10 @@ def ingest(slots, s, new, shift, target):
 
 @compiled(nogil=True)
 def _update(slots, slot_ids, tokens, starts, ends, contexts, stale, resumed):
-    """Append as `RequestIndex.update` does.
+    """Append as `RequestIndex.update` does, from row `resumed` on, whose slot has grown; -1 in the first call.
 
-    Args:
-        stale: int64 [> B], out: the number of rows left untouched, then these rows.
-        resumed: the row whose slot has grown since the last call, where this one goes on; -1 in the first call.
-
-    Returns:
-        The row whose slot must grow before the call is repeated. At the end: -1, or -2 if rows were left untouched.
+    Writes into `stale` (int64 [> B]) the number of rows left untouched, then these rows. Returns the row whose slot
+    must grow before the call is repeated. At the end: -1, or -2 if rows were left untouched.
     """
     if resumed < 0:
         stale[0] = 0
@@ -254,19 +238,12 @@ class RequestIndex:
     def slot_ids(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
         """Return the slot of each request: int64 [B], -1 where it is unknown."""
         slot_of = self._slot_of
-        try:
-            return np.array([slot_of[request_id] for request_id in request_ids], np.int64)
-        except KeyError:
-            return np.array([slot_of.get(request_id, -1) for request_id in request_ids], np.int64)
+        return np.array([slot_of.get(request_id, -1) for request_id in request_ids], np.int64)
 
     def update(
-        self,
-        slot_ids: NDArray[np.int64],
-        tokens: NDArray[np.int32],
-        starts: NDArray[np.int64],
-        ends: NDArray[np.int64],
-        contexts: NDArray[np.int32],
-    ) -> list[int]:
+        self, slot_ids: NDArray[np.int64], tokens: NDArray[np.int32], starts: NDArray[np.int64],
+        ends: NDArray[np.int64], contexts: NDArray[np.int32],
+    ) -> list[int]:  # fmt: skip
         """Append tokens to the requests in these slots (int64 [B]) as `Drafter.update` does; return the same rows."""
         if len(slot_ids) >= len(self._stale):
             self._stale = np.zeros(2 * len(slot_ids), np.int64)
@@ -317,15 +294,10 @@ class RequestIndex:
         return slot
 
     def _allocate(self, slot: int, capacity: int, table_size: int, gram_table_size: int) -> None:
-        new = Request(
-            np.empty(capacity, np.int32),
-            np.empty(capacity, np.int32),
-            np.full(table_size, -1, np.int32),
-            np.zeros(table_size, np.uint16),
-            np.empty(capacity, np.int32),
-            np.full(gram_table_size, -1, np.int32),
-            np.int64(self.seed),
-        )
+        tokens, previous, gram_previous = (np.empty(capacity, np.int32) for _ in range(3))
+        heads, gram_heads = (np.full(size, -1, np.int32) for size in (table_size, gram_table_size))
+        counts = np.zeros(table_size, np.uint16)
+        new = Request(tokens, previous, heads, counts, gram_previous, gram_heads, np.int64(self.seed))
         row, old = self.slots[slot], self._arrays[slot]
         if old is not None:
             _copy(new, old, row[LENGTH])

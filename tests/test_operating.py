@@ -20,7 +20,7 @@ def exported() -> set[str]:
     import sssd_plugin.datastore.live.metrics
     import sssd_plugin.metrics  # noqa: F401
 
-    Metrics("named")
+    Metrics.of("named")
     families = [family for family in REGISTRY.collect() if family.name.startswith("freedraft_")]
     return {family.name + suffix for family in families for suffix in SUFFIX[family.type]}
 

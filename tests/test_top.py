@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture(scope="module")
 def drafter() -> Metrics:
-    return Metrics("topped")
+    return Metrics.of("topped")
 
 
 def port() -> int:

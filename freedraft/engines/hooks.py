@@ -12,23 +12,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """Something of an engine that we call, wrap or read.
+    """Something of an engine that we call, wrap or read."""
 
-    Attributes:
-        path: dotted path of a module, or of a class in a module.
-        attribute: name looked up there; "" when the module or class itself is all that is needed.
-        parameters: names of parameters that the function must take.
-        fields: names that the annotations of the attribute (a dataclass, say) must have.
-        assigned: names of attributes that the class has, or that its methods, or those of its bases, give to `self`.
-        purpose: what goes without it; shown to the user.
-    """
-
-    path: str
-    attribute: str = ""
-    parameters: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
+    path: str  # dotted path of a module, or of a class in a module
+    attribute: str = ""  # name looked up there; "" when the module or class itself is all that is needed
+    parameters: tuple[str, ...] = ()  # names of parameters that the function must take
+    fields: tuple[str, ...] = ()  # names that the annotations of the attribute (a dataclass, say) must have
+    # Names of attributes that the class has, or that its methods, or those of its bases, give to `self`.
     assigned: tuple[str, ...] = ()
-    purpose: str = ""
+    purpose: str = ""  # what goes without it; shown to the user
 
     @property
     def name(self) -> str:
@@ -46,16 +38,12 @@ class Hook:
             found = _static(found, self.attribute)
             if found is None:
                 return f"{self.name} is missing"
-        absent = sorted(set(self.parameters) - _parameters(found)) if self.parameters else []
-        if absent:
-            return f"{self.name} takes no parameter {', '.join(absent)}"
-        absent = sorted(set(self.fields) - _fields(found)) if self.fields else []
-        if absent:
-            return f"{self.name} has no field {', '.join(absent)}"
-        absent = [name for name in self.assigned if not _is_assigned(found, name)]
-        if absent:
-            return f"{self.name} has no attribute {', '.join(absent)}"
-        return None
+        kinds = (
+            ("takes no parameter", sorted(set(self.parameters) - _parameters(found)) if self.parameters else ()),
+            ("has no field", sorted(set(self.fields) - _fields(found)) if self.fields else ()),
+            ("has no attribute", [name for name in self.assigned if not _is_assigned(found, name)]),
+        )
+        return next((f"{self.name} {lacks} {', '.join(absent)}" for lacks, absent in kinds if absent), None)
 
 
 def resolve(path: str) -> Any:
@@ -89,14 +77,9 @@ def check(hooks: Iterable[Hook]) -> list[str]:
 
 
 def _static(owner: Any, name: str) -> Any:
-    """The attribute without running a property."""
-    try:
-        found = inspect.getattr_static(owner, name)
-    except AttributeError:
-        return None
-    if isinstance(found, (staticmethod, classmethod)):
-        return found.__func__
-    return found
+    """The attribute without running a property; None for none."""
+    found = inspect.getattr_static(owner, name, None)
+    return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
 
 
 def _parameters(function: Any) -> set[str]:
@@ -108,10 +91,7 @@ def _parameters(function: Any) -> set[str]:
 
 
 def _fields(owner: Any) -> set[str]:
-    names: set[str] = set()
-    for base in getattr(owner, "__mro__", (owner,)):
-        names.update(getattr(base, "__annotations__", {}))
-    return names
+    return {name for base in getattr(owner, "__mro__", (owner,)) for name in getattr(base, "__annotations__", {})}
 
 
 def _is_assigned(owner: type, name: str) -> bool:

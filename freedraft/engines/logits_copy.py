@@ -22,12 +22,9 @@ class LogitsCopy:
         self._taken: tuple[Any, ...] | None = None
 
     def put(
-        self,
-        request_ids: Sequence[str],
-        draft: DraftBatch,
-        logits: torch.Tensor,
+        self, request_ids: Sequence[str], draft: DraftBatch, logits: torch.Tensor,
         nodes: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start the copy.
 
         Args:
@@ -48,14 +45,9 @@ class LogitsCopy:
         self._taken = request_ids, draft, tokens, log_probs, nodes, event
 
     def put_nodes(
-        self,
-        request_ids: Sequence[str],
-        tokens: NDArray[np.int32],
-        lengths: NDArray[np.int64],
-        first: NDArray[np.int64],
-        logits: torch.Tensor,
-        parents: NDArray[np.int32],
-    ) -> None:
+        self, request_ids: Sequence[str], tokens: NDArray[np.int32], lengths: NDArray[np.int64],
+        first: NDArray[np.int64], logits: torch.Tensor, parents: NDArray[np.int32],
+    ) -> None:  # fmt: skip
         """Start the copy of what follows each node of B trees.
 
         Args:

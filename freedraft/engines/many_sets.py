@@ -13,36 +13,27 @@ from torch.nn.functional import pad
 
 
 class Sublayer(NamedTuple):
-    """One of the 2L sublayers.
+    """One of the 2L sublayers: `run` maps float [N, H] to [N, H], for attention over all N rows of the pass."""
 
-    Attributes:
-        norm: before it.
-        run: float [N, H] -> [N, H], for attention over all N rows of the pass.
-        is_attention: which of the two.
-    """
-
-    norm: Callable[[torch.Tensor], torch.Tensor]
+    norm: Callable[[torch.Tensor], torch.Tensor]  # before it
     run: Callable[[torch.Tensor], torch.Tensor]
     is_attention: bool
 
 
-SETS = 16
-"""Most sets of one pass over sublayers one by one, which is padded to it."""
+SETS = 16  # most sets of one pass over sublayers one by one, which is padded to it
 
 
 def sublayers_of(layers: Iterable[Any], **given: Any) -> list[Sublayer]:
-    """The sublayers of decoder layers, whose attention takes `hidden_states` and what is given."""
+    """The sublayers of decoder layers. Attention is called with `hidden_states` and the given keyword arguments."""
     sublayers = []
     for layer in layers:
-        attention = partial(_attend, layer.self_attn, given)
-        sublayers.append(Sublayer(layer.input_layernorm, attention, True))
+        sublayers.append(Sublayer(layer.input_layernorm, partial(_attend, layer.self_attn, given), True))
         sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
     return sublayers
 
 
-def _attend(attention: Any, given: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
-    added: torch.Tensor = attention(hidden_states=hidden, **given)
-    return added
+def _attend(attention: Any, given: dict[str, Any], hidden: torch.Tensor) -> Any:
+    return attention(hidden_states=hidden, **given)
 
 
 def run_sublayer(sublayers: Sequence[Sublayer], passes: int, index: int, states: torch.Tensor) -> torch.Tensor:

@@ -8,24 +8,15 @@ from freedraft.engines.hooks import is_tested
 
 
 def start_line(
-    method: str,
-    engine: str,
-    version: str,
-    tested: Sequence[str],
-    parts: Sequence[str],
-    ranks: Mapping[str, int],
+    method: str, engine: str, version: str, tested: Sequence[str], parts: Sequence[str], ranks: Mapping[str, int],
     lengths: Sequence[str],
-) -> str:
-    """Put it together.
+) -> str:  # fmt: skip
+    """Return the line.
 
     Args:
         tested: versions that our tests run; parts: what runs, and how; ranks: numbers by kind of parallelism.
         lengths: how many draft tokens there may be.
     """
-    said = [
-        f"{engine} {version}" + ("" if is_tested(version, tested) else ", which we do not test"),
-        *parts,
-        *(f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1),
-        *lengths,
-    ]
-    return f"freedraft: method '{method}': " + "; ".join(said)
+    untested = "" if is_tested(version, tested) else ", which we do not test"
+    several = [f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1]
+    return f"freedraft: method '{method}': " + "; ".join([f"{engine} {version}{untested}", *parts, *several, *lengths])

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
 def check_tensor(
-    name: str, tensor: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    name: str, tensor: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> None:
     """Raise `ValueError` naming the argument unless it is a contiguous tensor of this shape, dtype and device."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a torch tensor, not {type(tensor).__name__}")
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}")

@@ -29,10 +29,8 @@ def use_triton(device: torch.device, backend: Backend = "auto") -> bool:
         ValueError: `backend` is not a known name, or Triton was asked for where it cannot run.
     """
     possible = has_triton() and (device.type == "cuda" or interpreting())
-    if backend == "auto":
-        return possible
-    if backend == "reference":
-        return False
+    if backend in ("auto", "reference"):
+        return possible and backend == "auto"
     if backend != "triton":
         raise ValueError(f"backend is {backend!r}: use 'auto', 'triton' or 'reference'")
     if not has_triton():

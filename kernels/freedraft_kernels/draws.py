@@ -9,21 +9,21 @@ counter = (node, position, 0, STREAM). A draw is the first 48 bits of the output
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from freedraft_kernels.checks import check_tensor
 
 DRAW_BITS = 48
-WEIGHT_ONE = 1 << 46
-"""A probability of 1 as verification compares them: integers of 2**-46."""
+WEIGHT_ONE = 1 << 46  # a probability of 1 as verification compares them: integers of 2**-46
 STREAM = 0x54524545  # "TREE": keeps these draws apart from other Philox users of the same seed
 _MASK = 0xFFFFFFFF
 _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 
-Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
+def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Philox 4x32-10 over int64 tensors that hold unsigned 32-bit words (shapes broadcast)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -35,7 +35,7 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     return c0, c1, c2, c3
 
 
-def draws(seeds: torch.Tensor, positions: torch.Tensor, nodes: int) -> torch.Tensor:
+def draws(seeds: Tensor, positions: Tensor, nodes: int) -> Tensor:
     """int64 [B, nodes]: the draw of every node of every request. Node 0's is the one for the bonus token.
 
     Args:
@@ -55,7 +55,7 @@ def draws(seeds: torch.Tensor, positions: torch.Tensor, nodes: int) -> torch.Ten
     return (x0 << 16) | (x1 >> 16)
 
 
-def scale(draw: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def scale(draw: Tensor, total: Tensor) -> Tensor:
     """floor(draw * total / 2**48), exactly, for int64 `draw` < 2**48 and 0 <= `total` < 2**47 (in 16-bit digits)."""
     a, b, c = draw >> 32, (draw >> 16) & 0xFFFF, draw & 0xFFFF
     return (a * total + ((b * total + ((c * total) >> 16)) >> 16)) >> 16

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
@@ -29,23 +30,17 @@ class TreeInputs:
             empty and no softmax is NaN.
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    mask: torch.Tensor
+    input_ids: Tensor
+    positions: Tensor
+    mask: Tensor
 
 
 def tree_inputs(
-    tree: TreeBatch,
-    seq_lens: torch.Tensor,
-    *,
-    layout: Layout,
-    seq_lens_sum: int | None = None,
-    backend: Backend = "auto",
+    tree: TreeBatch, seq_lens: Tensor, *, layout: Layout, seq_lens_sum: int | None = None, backend: Backend = "auto"
 ) -> TreeInputs:
     """Token ids, positions and tree mask of `tree`.
 
     Args:
-        tree: B trees of at most N nodes.
         seq_lens: int32 or int64 [B], tokens of each request in the KV cache (the root is not among them).
         layout: of the mask, see `TreeInputs`.
         seq_lens_sum: the sum of `seq_lens`, or an upper bound, as the host knows it; the full layout needs it. Beyond
@@ -78,7 +73,7 @@ def tree_inputs(
     return TreeInputs(input_ids.view(-1), positions.view(-1), mask)
 
 
-def ancestors(tree: TreeBatch) -> torch.Tensor:
+def ancestors(tree: TreeBatch) -> Tensor:
     """bool [B, N, N]: whether column j is row i itself or an ancestor of it. Padding has only itself."""
     nodes = torch.arange(tree.max_nodes, device=tree.device)
     parents = torch.where(tree.valid(), tree.parents, -1)
@@ -90,7 +85,7 @@ def ancestors(tree: TreeBatch) -> torch.Tensor:
     return reach > 0
 
 
-def _full_mask(query: torch.Tensor, seq_lens: torch.Tensor, size: int) -> torch.Tensor:
+def _full_mask(query: Tensor, seq_lens: Tensor, size: int) -> Tensor:
     """bool [size]: the full layout of `query` (bool [B, N, N])."""
     batch, nodes, _ = query.shape
     if batch == 0:

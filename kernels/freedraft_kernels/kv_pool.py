@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
@@ -21,16 +22,15 @@ class KVPool:
     Pages need no care of their own: slot = page * page_size + offset, so a window may lie on any pages in any order.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
         """
         Args:
-            buffers: K and V of every layer, in any order, on one device: each [slots, ...] or, where `page_size` is a
-                dimension of its own, reshaped so by the caller with `flatten(0, 1)`. Dtypes and row shapes may differ
-                (K from V, layer from layer). Rows must be contiguous; the distance between rows is free. They are not
-                copied, and must stay where they are for as long as this object is used.
+            buffers: K and V of every layer, in any order, on one device, each [slots, ...]. Dtypes and row shapes may
+                differ (K from V, layer from layer). Rows must be contiguous; the distance between rows is free. They
+                are not copied, and must stay where they are for as long as this object is used.
 
         Raises:
-            ValueError: no buffers, or one that differs in slots or device or whose rows are not contiguous.
+            ValueError: no buffers, or one that differs in slots or device or has rows that are not contiguous.
         """
         if not buffers:
             raise ValueError("a KVPool needs at least one buffer")
@@ -47,7 +47,7 @@ class KVPool:
                 raise ValueError(f"the rows of KV buffer {i} are not contiguous (strides {buffer.stride()})")
         self._buffers = tuple(buffers)
         self._row_bytes = max(b[0].numel() * b.element_size() if b.shape[0] else 0 for b in buffers)
-        self._table: torch.Tensor | None = None
+        self._table: Tensor | None = None
         if use_triton(self.device):  # now: a copy to the device cannot be captured in a CUDA graph
             from freedraft_kernels.device.kv_pool import buffer_table
 
@@ -57,7 +57,7 @@ class KVPool:
     def device(self) -> torch.device:
         return self._buffers[0].device
 
-    def compact(self, slots: torch.Tensor, verification: Verification, *, backend: Backend = "auto") -> None:
+    def compact(self, slots: Tensor, verification: Verification, *, backend: Backend = "auto") -> None:
         """Copy the KV of each accepted path to the front of its window, in all buffers.
 
         Sources and targets overlap. That is right because paths go down the tree: node j of a path has an index of at

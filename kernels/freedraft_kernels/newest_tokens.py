@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
@@ -11,15 +12,9 @@ _INTS = (torch.int32, torch.int64)
 
 
 def newest_tokens(
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    slots: torch.Tensor,
-    gained: torch.Tensor,
-    out: torch.Tensor,
-    drafts: torch.Tensor,
-    *,
+    tokens: Tensor, lengths: Tensor, slots: Tensor, gained: Tensor, out: Tensor, drafts: Tensor, *,
     backend: Backend = "auto",
-) -> None:
+) -> None:  # fmt: skip
     """Gather the newest tokens of B requests that live in S slots, and fill their drafts with the newest one.
 
     Args:

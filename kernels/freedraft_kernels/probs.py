@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
@@ -14,16 +15,9 @@ _NO_LIMIT = 1 << 62
 
 
 def target_probs(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    *,
-    top_ks: torch.Tensor | None = None,
-    top_ps: torch.Tensor | None = None,
-    min_ps: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    in_turns: bool = False,
-    backend: Backend = "auto",
-) -> torch.Tensor:
+    logits: Tensor, temperatures: Tensor, *, top_ks: Tensor | None = None, top_ps: Tensor | None = None,
+    min_ps: Tensor | None = None, counts: Tensor | None = None, in_turns: bool = False, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
     """float32 [B, N, V]: the distribution each node's next token is sampled from.
 
     Filters are skipped where they are None: pass only those that some request uses. Ties go to the lower id.
@@ -61,21 +55,14 @@ def target_probs(
 
 
 def keep_likeliest(
-    probs: torch.Tensor,
-    counts: torch.Tensor,
-    top_ks: torch.Tensor | None,
-    top_ps: torch.Tensor | None,
-    min_ps: torch.Tensor | None,
-    *,
+    probs: Tensor, counts: Tensor, top_ks: Tensor | None, top_ps: Tensor | None, min_ps: Tensor | None, *,
     backend: Backend = "auto",
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """Set the probability of all tokens to 0 that filters take away, in place; arguments as in `target_probs`.
 
     All filters keep a first part of the tokens in falling order of probability. Masses are sums of the integers that
-    verification compares, so that they do not depend on the order of summation.
-
-    Returns:
-        float32 [B, N], the mass of what is kept; 1 at padding.
+    verification compares, so that they do not depend on the order of summation. Returns float32 [B, N], the mass of
+    what is kept; 1 at padding.
     """
     batch, _, vocab = probs.shape
     check_tensor("probs", probs, probs.shape, (torch.float32,), probs.device)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from freedraft_kernels.dispatch import Backend, use_triton
 
+_LAST = (1 << 32) - 1
 _BLOCK = 64  # tokens of which the reference first takes the largest logit
 
 
-def top_tokens(logits: torch.Tensor, count: int, *, backend: Backend = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+def top_tokens(logits: Tensor, count: int, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens of each row, likeliest first; of equals, the lower id. Does not synchronise.
 
     Args:
@@ -18,10 +20,7 @@ def top_tokens(logits: torch.Tensor, count: int, *, backend: Backend = "auto") -
 
     Returns:
         int32 [R, count], tokens, -1 where there are fewer; float32 [R, count], their natural logarithms of
-        probabilities, -inf there.
-
-    Raises:
-        ValueError: a wrong shape.
+        probabilities, -inf there. Raises ValueError for a wrong shape.
     """
     if logits.dim() != 2 or not 1 <= count <= logits.shape[1]:
         raise ValueError(f"logits has shape {list(logits.shape)}, expected [rows, at least {count}]")
@@ -35,27 +34,21 @@ def top_tokens(logits: torch.Tensor, count: int, *, backend: Backend = "auto") -
     values, tokens = _ordered(keys >> 32).to(torch.int32).view(torch.float32), _LAST - (keys & _LAST)
     log_probs = values - log_sum
     finite = log_probs.isfinite()
-    return (
-        torch.where(finite, tokens, -1).to(torch.int32),
-        torch.where(finite, log_probs, -torch.inf),
-    )
+    return torch.where(finite, tokens, -1).to(torch.int32), torch.where(finite, log_probs, -torch.inf)
 
 
-_LAST = (1 << 32) - 1
-
-
-def _ordered(bits: torch.Tensor) -> torch.Tensor:
+def _ordered(bits: Tensor) -> Tensor:
     """int64: a float32's bits (int64, signed) to an integer of its order, and back: negative floats count down."""
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-def _keys(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _keys(values: Tensor, ids: Tensor) -> Tensor:
     """int64, in the order of the values, equal ones in falling order of their ids. NaN counts as -inf."""
     values = torch.where(values.isnan(), -torch.inf, values.float()) + 0.0  # -0.0 equals 0.0
     return (_ordered(values.view(torch.int32).to(torch.int64)) << 32) | (_LAST - ids)
 
 
-def _top_keys(logits: torch.Tensor, count: int) -> torch.Tensor:
+def _top_keys(logits: Tensor, count: int) -> Tensor:
     """int64 [R, K], keys among which are the largest `count` of each row.
 
     They lie in the `count` blocks with the largest maxima, so that one pass over the logits is enough.

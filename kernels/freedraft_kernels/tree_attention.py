@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
 
-MAX_DRAFT_NODES = 64
-"""Draft nodes of a tree, as many as a mask has bits."""
+MAX_DRAFT_NODES = 64  # of a tree, as many as a mask has bits
 _SEGMENT = 128  # keys of a request that are worth a program of their own, at least
 _MAX_SEGMENTS = 64
 _PROGRAMS = 264  # that fill a large GPU: two for each of its 132 multiprocessors
@@ -34,11 +34,11 @@ class TreeQueries:
         trees: int32 [B], 1 for requests that have trees.
     """
 
-    starts: torch.Tensor
-    seq_lens: torch.Tensor
-    prefixes: torch.Tensor
-    masks: torch.Tensor
-    trees: torch.Tensor
+    starts: Tensor
+    seq_lens: Tensor
+    prefixes: Tensor
+    masks: Tensor
+    trees: Tensor
 
     def first(self) -> TreeQueries:
         """Those of the first request."""
@@ -75,20 +75,10 @@ def scratch_size(requests: int, heads: int, kv_heads: int, head_size: int, max_q
 
 
 def tree_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    queries: TreeQueries,
-    pages: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    scale: float,
-    max_queries: int,
-    max_seq_len: int,
-    trees_only: bool = False,
-    scratch: torch.Tensor | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, queries: TreeQueries, pages: Tensor, out: Tensor, *, scale: float,
+    max_queries: int, max_seq_len: int, trees_only: bool = False, scratch: Tensor | None = None,
     backend: Backend = "auto",
-) -> None:
+) -> None:  # fmt: skip
     """Write softmax(scale * q k) v into `out`, for requests of at most `max_queries` queries; others are left alone.
 
     Args:

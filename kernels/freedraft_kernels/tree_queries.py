@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
@@ -21,21 +22,14 @@ class NodeMasks:
         prompts: int32 [S], length of each prompt: draft tokens that stand in it are not drafts.
     """
 
-    masks: torch.Tensor
-    prompts: torch.Tensor
+    masks: Tensor
+    prompts: Tensor
 
 
 def write_tree_queries(
-    trees: NodeMasks,
-    slots: torch.Tensor,
-    nodes: torch.Tensor,
-    queries: TreeQueries,
-    positions: torch.Tensor,
-    parents: torch.Tensor,
-    counts: torch.Tensor,
-    *,
-    backend: Backend = "auto",
-) -> None:
+    trees: NodeMasks, slots: Tensor, nodes: Tensor, queries: TreeQueries, positions: Tensor, parents: Tensor,
+    counts: Tensor, *, backend: Backend = "auto",
+) -> None:  # fmt: skip
     """Write prefixes, masks and `trees` of `queries`, positions, parents and counts.
 
     The last nodes of a request's queries are its root and draft nodes; a node's position is that of its root plus its

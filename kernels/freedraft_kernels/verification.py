@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
@@ -36,17 +37,16 @@ class Verification:
         bonus: int32 [B], the bonus token; -1 for a request without nodes.
     """
 
-    accepted: torch.Tensor
-    lengths: torch.Tensor
-    tokens: torch.Tensor
-    bonus: torch.Tensor
+    accepted: Tensor
+    lengths: Tensor
+    tokens: Tensor
+    bonus: Tensor
 
 
-def verify_greedy(tree: TreeBatch, targets: torch.Tensor, *, backend: Backend = "auto") -> Verification:
+def verify_greedy(tree: TreeBatch, targets: Tensor, *, backend: Backend = "auto") -> Verification:
     """Accept the path whose tokens are the target's argmax at their parents.
 
     Args:
-        tree: B trees of at most N nodes.
         targets: int32 or int64 [B, N], the target's argmax after each node. What stands at padding is not used.
 
     Raises:
@@ -69,19 +69,13 @@ def verify_greedy(tree: TreeBatch, targets: torch.Tensor, *, backend: Backend = 
 
 
 def verify_sampled(
-    tree: TreeBatch,
-    probs: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    backend: Backend = "auto",
+    tree: TreeBatch, probs: Tensor, seeds: Tensor, positions: Tensor, *, backend: Backend = "auto"
 ) -> Verification:
     """Accept draft tokens so that the output has exactly the distribution `probs`.
 
     A request sampled with temperature 0 is one whose rows are one-hot: it is then verified greedily.
 
     Args:
-        tree: B trees of at most N nodes.
         probs: float32 [B, N, V], the target's distribution after each node, fully processed (temperature, top-k, top-p,
             penalties, grammar). Rows at nodes sum to 1 within rounding; anything but a number above 0 counts as 0. What
             stands at padding is not used.
@@ -102,7 +96,7 @@ def verify_sampled(
     return verify_with_draws(tree, probs, draws(seeds, positions, tree.max_nodes))
 
 
-def verify_with_draws(tree: TreeBatch, probs: torch.Tensor, draws: torch.Tensor) -> Verification:
+def verify_with_draws(tree: TreeBatch, probs: Tensor, draws: Tensor) -> Verification:
     """The specification of `verify_sampled`: its outcome as a function of its random draws.
 
     Integrating over the draws gives the exact probability of every outcome: a node is accepted for all draws below one
@@ -111,7 +105,6 @@ def verify_with_draws(tree: TreeBatch, probs: torch.Tensor, draws: torch.Tensor)
     Args:
         draws: int64 [B, N] in [0, 2**48), independent and uniform: entry i >= 1 decides on node i, entry 0 on the
             bonus token.
-        tree, probs: as in `verify_sampled`.
     """
     _check_probs(tree, probs)
     check_tensor("draws", draws, tree.tokens.shape, (torch.int64,), tree.device)
@@ -146,12 +139,12 @@ def verify_with_draws(tree: TreeBatch, probs: torch.Tensor, draws: torch.Tensor)
     return _outcome(tree, taken, bonus.to(torch.int32))
 
 
-def weight_of(probs: torch.Tensor) -> torch.Tensor:
+def weight_of(probs: Tensor) -> Tensor:
     """Probabilities as int64 multiples of 2**-46. Scaling by a power of two is exact; what is below is cut off."""
     return (torch.where(probs > 0, probs, 0.0).clamp(max=1.0) * float(WEIGHT_ONE)).to(torch.int64)
 
 
-def _outcome(tree: TreeBatch, taken: torch.Tensor, bonus: torch.Tensor) -> Verification:
+def _outcome(tree: TreeBatch, taken: Tensor, bonus: Tensor) -> Verification:
     """From which nodes were taken (bool [B, N], the root's entry False) and the bonus tokens (int32 [B])."""
     present = tree.counts > 0
     taken[:, 0] = present
@@ -167,8 +160,8 @@ def _outcome(tree: TreeBatch, taken: torch.Tensor, bonus: torch.Tensor) -> Verif
     return Verification(accepted, lengths, tokens, bonus)
 
 
-def _check_probs(tree: TreeBatch, probs: torch.Tensor) -> None:
-    if not isinstance(probs, torch.Tensor) or probs.dim() != 3 or probs.shape[2] < 1:
-        got = list(probs.shape) if isinstance(probs, torch.Tensor) else type(probs).__name__
+def _check_probs(tree: TreeBatch, probs: Tensor) -> None:
+    if not isinstance(probs, Tensor) or probs.dim() != 3 or probs.shape[2] < 1:
+        got = list(probs.shape) if isinstance(probs, Tensor) else type(probs).__name__
         raise ValueError(f"probs is {got}, expected a tensor [batch, nodes, vocabulary >= 1]")
     check_tensor("probs", probs, (*tree.tokens.shape, probs.shape[2]), (torch.float32,), tree.device)

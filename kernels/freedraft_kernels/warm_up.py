@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from freedraft_kernels.dispatch import use_triton
 from freedraft_kernels.inputs import tree_inputs
@@ -17,19 +18,12 @@ from freedraft_kernels.verification import verify_greedy, verify_sampled
 
 
 def warm_up(
-    widths: Sequence[int],
-    max_batch: int,
-    logits: torch.Tensor,
-    *,
-    top: int,
-    pool: KVPool | None = None,
-    slot: int = 0,
+    widths: Sequence[int], max_batch: int, logits: Tensor, *, top: int, pool: KVPool | None = None, slot: int = 0
 ) -> None:
     """Run what steps of trees run, so that no step waits for a compiler; nothing where Triton does not run.
 
     Args:
         widths: numbers of nodes per request that steps have.
-        max_batch: most requests of a step.
         logits: float [1, V], of the type that the target gives.
         top: likeliest tokens that are kept of each node.
         pool: which accepted paths are compacted in; `slot` of it may be written.
@@ -50,9 +44,7 @@ def warm_up(
     warm_up_verification(widths, logits, pool=pool, slot=slot)
 
 
-def warm_up_verification(
-    widths: Iterable[int], logits: torch.Tensor, *, pool: KVPool | None = None, slot: int = 0
-) -> None:
+def warm_up_verification(widths: Iterable[int], logits: Tensor, *, pool: KVPool | None = None, slot: int = 0) -> None:
     """The part of `warm_up` that verifies trees, with the same arguments."""
     device, vocab = logits.device, logits.shape[1]
     if not use_triton(device):

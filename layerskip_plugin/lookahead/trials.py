@@ -54,17 +54,16 @@ class Trials:
             row: of its batch and context, see `row_of`.
             forced: whether one has to be tried.
         """
-        untried = next((recipe for recipe in recipes if self._tried[recipe, row] < FIRST_TRIALS), None)
         if not (self.wanted and self._recipe in recipes):
-            if untried is not None:
-                self._recipe = untried
+            untried = (recipe for recipe in recipes if self._tried[recipe, row] < FIRST_TRIALS)
+            if not forced and (first := next(untried, None)) is not None:
+                self._recipe = first
+                self._tried[first, row] += 1
             elif self.wanted or forced or self._probes.due():
                 self._take_turns(recipes)
             else:
                 return None
         self.wanted = False
-        assert self._recipe is not None
-        self._tried[self._recipe, row] += 1
         return self._recipe
 
     def beside(self, best: SkipSet, recipes: Sequence[SkipSet]) -> SkipSet:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -38,20 +38,17 @@ def _place(text: str) -> Path:
         raise typer.BadParameter(str(error)) from None
 
 
-StorePath = Annotated[
-    Path, typer.Argument(metavar="STORE", help="The datastore's directory, or a URL of one.", parser=_place)
-]
-PlaceArgument = Annotated[
-    str, typer.Argument(metavar="STORE", help="The datastore's directory, or the URL of servers with `live`.")
-]
+StorePath = Annotated[Path, typer.Argument(
+    metavar="STORE", help="The datastore's directory, or a URL of one.", parser=_place)]  # fmt: skip
+PlaceArgument = Annotated[str, typer.Argument(
+    metavar="STORE", help="The datastore's directory, or the URL of servers with `live`.")]  # fmt: skip
 WorkersOption = Annotated[int, typer.Option(
     metavar="N", min=1, max=1024, help="Threads that sort sub-indices, sharing the memory.")]  # fmt: skip
 RayOption = Annotated[str | None, typer.Option(
     metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use.")]  # fmt: skip
 OutPath = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")]
-TokenizerOption = Annotated[
-    Path | None, typer.Option("--tokenizer", metavar="DIR", help="Folder of the model (or its tokenizer.json).")
-]
+TokenizerOption = Annotated[Path | None, typer.Option(
+    "--tokenizer", metavar="DIR", help="Folder of the model (or its tokenizer.json).")]  # fmt: skip
 MemoryOption = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory that the command may use.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace the datastore at OUT.")]
 
@@ -99,8 +96,8 @@ class BuildOptions:
 
     def run(self) -> None:
         start = time.monotonic()
-        with _one_line(), _ended_by_sigterm(), closing(_sorter(self.workers, self.ray, self.memory)) as sorter:
-            manifest = self._build(sorter, start)
+        with _one_line(), _ended_by_sigterm():
+            manifest = self._build(start)
         seconds = time.monotonic() - start
         typer.echo(
             f"{self.out}: {_contents(manifest)}; built in {seconds:.1f} s "
@@ -110,7 +107,7 @@ class BuildOptions:
             best = f"drafts are best with at most {SEARCHED}: build with a larger --memory"
             typer.echo(f"warning: {n} sub-indices; {best}", err=True)
 
-    def _build(self, sorter: Sorter, start: float) -> Manifest:
+    def _build(self, start: float) -> Manifest:
         from sssd_plugin.datastore import tokenizer as tokenizers
         from sssd_plugin.datastore.build.checkpoint import BuildCheckpoint
         from sssd_plugin.datastore.build.sources import find_inputs, read_pieces, tokenize
@@ -130,7 +127,7 @@ class BuildOptions:
             _progress(self.quiet) as progress,
             StoreBuilder(
                 self.out, vocab_size=vocab_size, tokenizer=entry, memory=parse_size(self.memory),
-                sub_index_tokens=self.sub_index_tokens, replace=self.force, sorter=sorter,
+                sub_index_tokens=self.sub_index_tokens, replace=self.force, sorter=self._sorter(),
                 on_phase=lambda phase: progress.update(task, description=phase),
             ) as builder,
             BuildCheckpoint(self.out, files, fields, entry.fingerprint if entry else None, vocab_size)
@@ -148,6 +145,15 @@ class BuildOptions:
                 progress.update(task, advance=block.n_bytes, tokens=n_tokens / 1e6, rate=rate)
             return builder.finish()  # fmt: skip
 
+    def _sorter(self) -> Sorter:
+        if self.ray is None:
+            return Sorter(self.workers)
+        if self.workers > 1:
+            raise DatastoreError("give --workers or --ray, not both: Ray decides how many tasks run at a time")
+        from sssd_plugin.datastore.build.ray_sorting import RaySorter
+
+        return RaySorter(self.ray, parse_size(self.memory))
+
 
 def build(**options: Any) -> None:
     BuildOptions(**options).run()
@@ -156,16 +162,6 @@ def build(**options: Any) -> None:
 build.__doc__, build.__annotations__ = BuildOptions.__doc__, get_type_hints(BuildOptions, include_extras=True)
 vars(build)["__signature__"] = inspect.signature(BuildOptions, eval_str=True)  # of which the command's options are made
 app.command()(build)
-
-
-def _sorter(workers: int, ray: str | None, memory: str) -> Sorter:
-    if ray is None:
-        return Sorter(workers)
-    if workers > 1:
-        raise DatastoreError("give --workers or --ray, not both: Ray decides how many tasks run at a time")
-    from sssd_plugin.datastore.build.ray_sorting import RaySorter
-
-    return RaySorter(ray, parse_size(memory))
 
 
 @app.command()
@@ -201,8 +197,7 @@ def verify(
     """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; of what was learnt, with
     --erased, that no byte of its files names these tenants. Exit code 1 if not."""
     from sssd_plugin.datastore import tokenizer as tokenizers
-    from sssd_plugin.datastore.disk.audit import audit
-    from sssd_plugin.datastore.disk.store import Datastore
+    from sssd_plugin.datastore.disk.store import Datastore, audit
     from sssd_plugin.datastore.live.maintenance import verify_live
 
     with _one_line():

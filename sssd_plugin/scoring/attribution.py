@@ -13,8 +13,7 @@ from sssd_plugin.request_index import request_at
 
 SOURCES = ("input", "static", "live")
 CONTEXT = 4
-HIT = 2
-"""A source that knows what followed the last so many tokens has something to offer."""
+HIT = 2  # context length in tokens that a source must contain to count as a hit
 OCCURRENCES = 64
 
 # Entries of the tally: look-ups; hits by source; accepted tokens by source, then those that no source knew.
@@ -69,12 +68,10 @@ def attribute(slots, slot_ids, rows, bounds, groups, static_rows, gained, tally)
         static, live = rows[bounds[groups[b]] : middle], rows[middle : bounds[groups[b] + 1]]
         for p in range(max(1, n - gained[b]), n - 1):
             longest, source = _in_request(request, p, True), 0
-            k = _in_store(static, tokens, p, CONTEXT, longest + 1, True)
-            if k > longest:
-                longest, source = k, 1
-            k = _in_store(live, tokens, p, CONTEXT, longest + 1, True)
-            if k > longest:
-                longest, source = k, 2
+            for number, store in ((1, static), (2, live)):
+                k = _in_store(store, tokens, p, CONTEXT, longest + 1, True)
+                if k > longest:
+                    longest, source = k, number
             tally[ACCEPTED + (source if longest > 0 else 3)] += 1
         if n < HIT:
             continue

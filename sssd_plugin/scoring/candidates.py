@@ -51,58 +51,38 @@ _LEAF = record("score", "parent token kind")
 
 
 class Scratch(NamedTuple):
-    """Preallocated arrays of the learned scorer; N = the largest tree's nodes + 1, J = sub-indices at most.
+    """Preallocated arrays of the learned scorer; N = the largest tree's nodes + 1, J = sub-indices at most."""
 
-    Attributes:
-        clock: int64 [1], calls of `gather` so far; entries of `hash` with another stamp are empty.
-        hash: [2^9], open addressing: row of each token among the candidates.
-        candidates: [MAX_CANDIDATES], the token; its share of the store's tokens; its probability interpolated over the
-            store's orders, and over the request's; what the shortlist is chosen by; tokens of its longest match, 0 for
-            none; of its alignment the tokens equal since the edit, -1 for none, and the kind of edit; what it costs by
-            recycled logits (`recycled_logits.ENTRY`), -1 where it is not among the likeliest.
-        counts: uint8 [MAX_CANDIDATES, _ROW], how often each candidate followed, by column.
-        columns: [COLUMNS], observations, distinct tokens among them; the terms that interpolate them.
-        context: int32 [CONTEXT], the last tokens at the node, newest first, drafted ones included.
-        ranges: int32 [N, J, STORE_ORDERS + 1, 2]; [i, j, k - 1] is the range of the last k tokens of node i's context,
-            and the last one that of many tokens.
-        many: int32 [N], how many these are; 0 for none.
-        samples: int32 [N, STORE_ORDERS + 1, 1 + MAX_SAMPLES], number of samples of a range, then the token at each;
-            0 where `gather` has not seen the node.
-        skip_samples: int32 [SKIP_ORDERS, 1 + MAX_SAMPLES], the same for contexts that skip their last token.
-        matches: int32 [N, 1 + MAX_MATCHES, 2], alignments: int32 [N, 1 + MAX_ALIGNMENTS, 3]: `matches.match_root`,
-            `matches.align_root`.
-        leading: int32 [4], rows of the candidates of the longest match and of the newest one, -1 for none; what
-            `matches.align_root` returns.
-        shortlist: int32 [SHORTLIST], rows of the most promising candidates, best first.
-        keys: uint64 [ORDERS], of recycled logits.
-        seen: int32 [COLUMNS, 2], features of columns with observations, and these columns.
-        features: float64 [SHORTLIST, FEATURES]; recycled: float64 [SHORTLIST, RECYCLED_FEATURES]; probabilities:
-            float64 [SHORTLIST].
-        frontier: [N], the best nodes that are not in the tree yet, best first.
-        path_scores: float64 [N], score of each node of the tree.
-    """
-
-    clock: NDArray[np.int64]
-    hash: NDArray[Any]
+    clock: NDArray[np.int64]  # [1], calls of `gather` so far; entries of `hash` with another stamp are empty
+    hash: NDArray[Any]  # [2^9], open addressing: row of each token among the candidates
+    # [MAX_CANDIDATES], the token; its share of the store's tokens; its probability interpolated over the store's
+    # orders, and over the request's; what the shortlist is chosen by; tokens of its longest match, 0 for none; of its
+    # alignment the tokens equal since the edit, -1 for none, and the kind of edit; what it costs by recycled logits
+    # (`recycled_logits.ENTRY`), -1 where it is not among the likeliest.
     candidates: NDArray[Any]
-    counts: NDArray[np.uint8]
-    columns: NDArray[Any]
-    context: NDArray[np.int32]
+    counts: NDArray[np.uint8]  # [MAX_CANDIDATES, _ROW], how often each candidate followed, by column
+    columns: NDArray[Any]  # [COLUMNS], observations, distinct tokens among them; the terms that interpolate them
+    context: NDArray[np.int32]  # [CONTEXT], the last tokens at the node, newest first, drafted ones included
+    # [N, J, STORE_ORDERS + 1, 2]; [i, j, k - 1] is the range of the last k tokens of node i's context, and the last one
+    # that of many tokens.
     ranges: NDArray[np.int32]
-    many: NDArray[np.int32]
+    many: NDArray[np.int32]  # [N], how many these are; 0 for none
+    # [N, STORE_ORDERS + 1, 1 + MAX_SAMPLES], number of samples of a range, then the token at each; 0 where `gather` has
+    # not seen the node.
     samples: NDArray[np.int32]
-    skip_samples: NDArray[np.int32]
-    matches: NDArray[np.int32]
-    alignments: NDArray[np.int32]
+    skip_samples: NDArray[np.int32]  # [SKIP_ORDERS, 1 + MAX_SAMPLES], the same for contexts that skip their last token
+    matches: NDArray[np.int32]  # [N, 1 + MAX_MATCHES, 2], see `matches.match_root`
+    alignments: NDArray[np.int32]  # [N, 1 + MAX_ALIGNMENTS, 3], see `matches.align_root`
+    # [4], rows of the candidates of the longest match and of the newest one, -1 for none; what `align_root` returns.
     leading: NDArray[np.int32]
-    shortlist: NDArray[np.int32]
-    keys: NDArray[np.uint64]
-    seen: NDArray[np.int32]
-    features: NDArray[np.float64]
-    recycled: NDArray[np.float64]
-    probabilities: NDArray[np.float64]
-    frontier: NDArray[Any]
-    path_scores: NDArray[np.float64]
+    shortlist: NDArray[np.int32]  # [SHORTLIST], rows of the most promising candidates, best first
+    keys: NDArray[np.uint64]  # [ORDERS], of recycled logits
+    seen: NDArray[np.int32]  # [COLUMNS, 2], features of columns with observations, and these columns
+    features: NDArray[np.float64]  # [SHORTLIST, FEATURES]
+    recycled: NDArray[np.float64]  # [SHORTLIST, RECYCLED_FEATURES]
+    probabilities: NDArray[np.float64]  # [SHORTLIST]
+    frontier: NDArray[Any]  # [N], the best nodes that are not in the tree yet, best first
+    path_scores: NDArray[np.float64]  # [N], score of each node of the tree
 
 
 def scratch(max_nodes: int, max_sub_indices: int) -> Scratch:
@@ -159,10 +139,8 @@ def _row(token, may_add, stamp, entries, candidates, counts, n):
 
 @compiled(nogil=True, inline="always")
 def _count_orders(samples, first_column, min_adding, scratch, n):
-    """Count the samples of each order in its column, longest first; return the number of candidates.
-
-    Orders of at least `min_adding` add candidates.
-    """
+    """Count the samples of each order in its column, longest first, of which those from `min_adding` on add candidates;
+    return the candidates' number."""
     stamp, entries, candidates = scratch.clock[0], scratch.hash, scratch.candidates
     counts, columns = scratch.counts, scratch.columns
     for k in range(len(samples) - 1, -1, -1):
@@ -193,13 +171,10 @@ def _count_orders(samples, first_column, min_adding, scratch, n):
 
 @compiled(nogil=True, inline="always")
 def _count_matches(request, scratch, node, parent, context_length, n, any_new):
-    """Count what followed the matches at a node, by their length, and look for alignments; return as `_row` does.
-
-    Args:
-        any_new: whether there may be matches that the parent has not.
-    """
+    """Count what followed the matches at a node, by their length, and look for alignments; return the candidates'
+    number. `any_new` says whether there may be matches that the parent has not."""
     tokens, candidates, counts, columns = request.tokens, scratch.candidates, scratch.counts, scratch.columns
-    matches, leading = scratch.matches[node], scratch.leading
+    stamp, entries, matches, leading = scratch.clock[0], scratch.hash, scratch.matches[node], scratch.leading
     leading[:2] = -1
     if node == 0:
         matches[0, 0] = 0
@@ -213,9 +188,7 @@ def _count_matches(request, scratch, node, parent, context_length, n, any_new):
     longest = 0
     for m in range(1, 1 + matches[0, 0]):
         match, first = matches[m, LENGTH], INPUT + SHORT_ORDERS
-        row, n = _row(
-            tokens[matches[m, POSITION] + 1], True, scratch.clock[0], scratch.hash, candidates, counts, n
-        )  # fmt: skip
+        row, n = _row(tokens[matches[m, POSITION] + 1], True, stamp, entries, candidates, counts, n)
         for k in range(len(LONG_ORDERS)):
             if match < LONG_ORDERS[k]:
                 break
@@ -309,20 +282,15 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
 
 @compiled(nogil=True, inline="always")
 def gather_recycled(recycled, scratch, context_length, n):
-    """Add the likeliest tokens by recycled logits to the n candidates of a node.
-
-    Returns:
-        The number of candidates, and the number of last tokens that the logits were found by; 0 where there are none.
-    """
+    """Add the likeliest tokens by recycled logits to the n candidates of a node; return the candidates' number, and the
+    number of last tokens that the logits were found by, 0 for none."""
     order, at = recycled_logits.find(recycled, scratch.context, context_length, scratch.keys)
     if order > 0:
+        entry, candidates = recycled.entries[at], scratch.candidates
         for k in range(recycled_logits.TOP):
-            if recycled.entries[at].costs[k] == recycled_logits.MAX_COST:
+            if entry.costs[k] == recycled_logits.MAX_COST:
                 break
-            row, n = _row(
-                recycled.entries[at].tokens[k], True, scratch.clock[0], scratch.hash, scratch.candidates,
-                scratch.counts, n,
-            )  # fmt: skip
+            row, n = _row(entry.tokens[k], True, scratch.clock[0], scratch.hash, candidates, scratch.counts, n)
             if row >= 0:
-                scratch.candidates[row].cost = recycled.entries[at].costs[k]
+                candidates[row].cost = entry.costs[k]
     return n, order

@@ -50,6 +50,7 @@ _LOG_TOTAL = np.log(np.arange(512) + 1.0)
 
 _LOG_MATCH = np.log(np.maximum(np.arange(MAX_MATCH + 1), 6) / 6)
 
+# First feature, first column and number of the features ln(count + 0.1) - ln(total + 1), 0 without observations.
 _COUNT_FEATURES = (
     (5, STORE + 1, STORE_ORDERS - 1),
     (8, INPUT, 4),
@@ -57,32 +58,22 @@ _COUNT_FEATURES = (
     (17, STORE + MANY, 1),
     (18, INPUT + SHORT_ORDERS + 3, 3),
 )
-"""First feature, first column and number of the features ln(count + 0.1) - ln(total + 1), 0 without observations."""
 
 
 class Recorded(NamedTuple):
-    """What was seen at each expanded node of a tree, for training.
+    """What was seen at each expanded node of a tree, for training."""
 
-    Attributes:
-        weight_sets: int32 [N, 2], the weight sets that scored the node's candidates; sizes: int32 [N], their number.
-        tokens: int32 [N, SHORTLIST]; probabilities: float64 [N, SHORTLIST].
-        features: float64 [N, SHORTLIST, FEATURES].
-        recycled_sets: int32 [N], the set of weights of recycled logits that was used, -1 for none.
-        recycled: float64 [N, SHORTLIST, RECYCLED_FEATURES].
-    """
-
-    weight_sets: NDArray[np.int32]
-    sizes: NDArray[np.int32]
-    tokens: NDArray[np.int32]
-    probabilities: NDArray[np.float64]
-    features: NDArray[np.float64]
-    recycled_sets: NDArray[np.int32]
-    recycled: NDArray[np.float64]
+    weight_sets: NDArray[np.int32]  # [N, 2], the weight sets that scored the node's candidates
+    sizes: NDArray[np.int32]  # [N], number of candidates
+    tokens: NDArray[np.int32]  # [N, SHORTLIST]
+    probabilities: NDArray[np.float64]  # [N, SHORTLIST]
+    features: NDArray[np.float64]  # [N, SHORTLIST, FEATURES]
+    recycled_sets: NDArray[np.int32]  # [N], the set of weights of recycled logits that was used, -1 for none
+    recycled: NDArray[np.float64]  # [N, SHORTLIST, RECYCLED_FEATURES]
 
 
 @compiled(nogil=True)
-def _shares(store, candidates, n):
-    """Write each candidate's share of all tokens in the store."""
+def _write_shares_of_store(store, candidates, n):
     for c in range(n):
         candidates[c].share = 0.0
     for j in range(len(store.table)):
@@ -121,7 +112,7 @@ def _choose(store, scratch, n, limit):
     input_order = _interpolation(columns, INPUT, ORDERS, INPUT_DISCOUNT)
     skip_store = 0.1 / max(columns[SKIP_STORE + 1].total, 1)
     skip_input = 0.1 / max(columns[SKIP_INPUT + 1].total, 1)
-    _shares(store, candidates, n)
+    _write_shares_of_store(store, candidates, n)
     m = 0
     for c in range(n):
         candidate = candidates[c]
@@ -303,19 +294,15 @@ def _insert(frontier, pending, capacity, score, parent, token, kind):
 
 @compiled(nogil=True)
 def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, tree, scratch, recorded):
-    """Draft the best-first tree of at most `max_nodes` nodes, by product of the scores along each path.
+    """Draft the best-first tree of at most `max_nodes` nodes, by product of scores along paths; return their number.
 
     Args:
-        request: a `Request`; store: a `Store`; recycled: a `Recycled`.
+        request, store, recycled, scratch: as their types are called; recorded: a `Recorded`, or None.
         weights: float64 [SETS, FEATURES] and [RECYCLED_SETS, RECYCLED_FEATURES].
         chain: only ever extend the newest node, by its best candidate.
         min_score: leave out nodes below this probability of being accepted.
         tree: a `Tree`, written; a node's kind is the weight set that scored it, and so the matching contexts, with
             recycled logits CONTEXT_SETS more.
-        scratch: a `Scratch`; recorded: a `Recorded`, or None.
-
-    Returns:
-        Number of nodes.
     """
     if len(request.tokens) == 0:
         return 0
@@ -337,10 +324,8 @@ def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, t
         if not hopeless:
             parent = root_parent
             if current > 0:
-                parent = tree.parents[current]
-                advance(
-                    store.table, scratch.ranges, scratch.many, scratch.samples, parent, current, tree.tokens[current]
-                )
+                parent, token = tree.parents[current], tree.tokens[current]
+                advance(store.table, scratch.ranges, scratch.many, scratch.samples, parent, current, token)
             filled = write_context(request.tokens, tree.tokens, tree.parents, current, scratch.context)
             samples = deep_samples if current else MAX_SAMPLES
             n_candidates = gather(store, request, scratch, current, parent, samples, filled)

@@ -27,9 +27,8 @@ SINCE, KIND = range(1, 3)  # of an alignment: tokens equal since the edit, and w
 
 
 @compiled(nogil=True)
-def _length(tokens, i, end, known):
-    """Return how many tokens up to position i equal those up to position `end`, given that `known` do."""
-    match = known
+def _length(tokens, i, end, match):
+    """Return how many tokens up to position i equal those up to position `end`, given that `match` do."""
     while match < MAX_MATCH and i >= match and tokens[i - match] == tokens[end - match]:
         match += 1
     return match
@@ -46,11 +45,8 @@ def _newest(request, end, before):
 def _walk(request, end, back, best, length):
     """Look for longer matches of the tokens up to position `end`, at the places of the four that end `back` before it.
 
-    Args:
-        best, length: the longest match known, -1 and 0 for none.
-
-    Returns:
-        Position and length of the newest of the longest matches, and whether all places have been looked at.
+    Returns position (-1 for none) and length of the newest of the longest matches, at first `best` and `length`, and
+    whether all places have been looked at.
     """
     tokens = request.tokens
     i, walked = _newest(request, end - back, end - back), 0
@@ -85,11 +81,7 @@ def _longest(request, end):
 def match_root(request, matches):
     """Write the root's matches, newest first: the newest ones, the last of which gives way to a longer older one.
 
-    Args:
-        matches: int32 [1 + MAX_MATCHES, 2], out: their number, then positions and lengths.
-
-    Returns:
-        Length of the longest match, 0 for none.
+    `matches`, int32 [1 + MAX_MATCHES, 2], gets their number, then positions and lengths. Returns the longest length.
     """
     end, n, longest = len(request.tokens) - 1, 0, 0
     if end >= GRAM - 1:
@@ -110,13 +102,8 @@ def match_root(request, matches):
 
 @compiled(nogil=True)
 def match_child(request, above, matches, context, any_new):
-    """Write the matches of a node below the root: those of its parent that go on with its token, else new ones.
-
-    Args:
-        above: the parent's matches; matches: out, this node's.
-        context: int32 [>= GRAM], the last tokens at the node, newest first.
-        any_new: whether there may be new ones.
-    """
+    """Write the matches of a node below the root: those `above` that go on with its token, else new ones, if there may
+    be any; `context`, int32 [>= GRAM], holds the last tokens at the node, newest first."""
     tokens = request.tokens
     end, n = len(tokens) - 1, 0
     for m in range(1, 1 + above[0, 0]):
@@ -147,13 +134,9 @@ def _evidence(tokens, source, end):
 
 @compiled(nogil=True)
 def align_root(request, longest, alignments):
-    """Write the root's alignments; return how many tokens were copied before the edit, 0 where there was none, and how
-    many of the 32 before the one where the copy began.
-
-    Args:
-        longest: length of the longest match; where that is a copy by itself, nothing needs to be aligned.
-        alignments: int32 [1 + MAX_ALIGNMENTS, 3], out: their number, then positions, tokens equal since, kinds.
-    """
+    """Write the root's alignments, int32 [1 + MAX_ALIGNMENTS, 3]: their number, then positions, tokens equal since,
+    kinds; return how many tokens were copied before the edit, 0 for none, and how many of the 32 before the one where
+    the copy began. Where the longest match is a copy by itself, nothing needs to be aligned."""
     tokens = request.tokens
     end, n, run, evidence = len(tokens) - 1, 0, 0, 0
     if longest < MIN_RUN:
@@ -186,11 +169,10 @@ def align_root(request, longest, alignments):
 @compiled(nogil=True)
 def align_child(request, above, alignments, token):
     """Write the alignments of a node below the root: those of its parent that go on with its token."""
-    tokens = request.tokens
-    end, n = len(tokens) - 1, 0
+    tokens, n = request.tokens, 0
     for m in range(1, 1 + above[0, 0]):
         i = above[m, POSITION] + 1
-        if i < end and tokens[i] == token:
+        if i < len(tokens) - 1 and tokens[i] == token:
             n += 1
             alignments[n, POSITION], alignments[n, SINCE] = i, above[m, SINCE] + 1
             alignments[n, KIND] = above[m, KIND]

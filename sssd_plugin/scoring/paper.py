@@ -30,28 +30,25 @@ _MAX_INPUT = OCCURRENCES * GRAM
 
 _TRIE = record("", "token count first next")
 _GROUP = record("", "token depth begin end first children")
-_MEMBER = record("", "position match")
+_MEMBER = record("", "position match child")
 _ENTRY = record("score", "order node match parent")
 
 
 class Scratch(NamedTuple):
-    """Preallocated arrays of the paper's scorer.
+    """Preallocated arrays of the paper's scorer."""
 
-    Attributes:
-        trie: [_MAX_STORE], the trie of continuations from the store: token, count, first child, next sibling.
-        path: int32 [BRANCH + 1], the node last visited at each depth of the trie.
-        groups: [_MAX_INPUT], the request's tries of all match lengths, which are nested: token, depth, members that
-            lead to the node, first child, number of children (-1: not expanded).
-        counts: int32 [_MAX_INPUT, PREFIX], members that lead to the node with a match of at least m + 1 tokens.
-        members: occurrences of the last token: position, and length of the match before it.
-        heap: candidates by score, then by order of arrival; match 0 is a node of `trie`, else one of `groups`.
-    """
-
+    # [_MAX_STORE], the trie of continuations from the store: token, count, first child, next sibling.
     trie: NDArray[Any]
+    # int32 [BRANCH + 1], the node last visited at each depth of the trie.
     path: NDArray[np.int32]
+    # [_MAX_INPUT], the request's tries of all match lengths, which are nested: token, depth, members that lead to the
+    # node, first child, number of children (-1: not expanded).
     groups: NDArray[Any]
+    # int32 [_MAX_INPUT, PREFIX], members that lead to the node with a match of at least m + 1 tokens.
     counts: NDArray[np.int32]
+    # Occurrences of the last token: position, length of the match before it, node that it goes on to.
     members: NDArray[Any]
+    # Candidates by score, then by order of arrival; match 0 is a node of `trie`, else one of `groups`.
     heap: NDArray[Any]
 
 
@@ -69,10 +66,8 @@ def scratch() -> Scratch:
 
 @compiled(nogil=True)
 def _insert_sorted(tokens, suffixes, lo, hi, offset, take, trie, path, used):
-    """Insert evenly spaced suffixes of [lo, hi), which are sorted, into the trie; return its number of nodes.
-
-    Both the suffixes and every list of siblings are sorted, so a cursor per level only moves forward.
-    """
+    """Insert evenly spaced suffixes of [lo, hi) into the trie; return its number of nodes. They and all lists of
+    siblings are sorted, so a cursor per level only moves forward."""
     size = hi - lo
     path[0] = 0
     path[1:] = -1
@@ -192,35 +187,31 @@ def _expand(tokens, node, groups, counts, members, used, filled):
     depth, first = parent.depth, used
     parent.first = first
     for i in range(parent.begin, parent.end):
-        at, match = members[i].position, members[i].match
-        if match + depth >= GRAM or at + depth + 1 >= len(tokens) or tokens[at + depth + 1] < 0:
+        member = members[i]
+        at, child = member.position + depth + 1, first
+        member.child = -1
+        if member.match + depth >= GRAM or at >= len(tokens) or tokens[at] < 0:
             continue
-        token = tokens[at + depth + 1]
-        child = first
-        while child < used and groups[child].token != token:
+        while child < used and groups[child].token != tokens[at]:
             child += 1
         if child == used:
             used += 1
             group = groups[child]
-            group.token, group.depth, group.children, group.end = token, depth + 1, -1, 0
+            group.token, group.depth, group.children, group.end = tokens[at], depth + 1, -1, 0
             counts[child, :] = 0
+        member.child = child
         groups[child].end += 1
-        for m in range(match):
-            counts[child, m] += 1
+        counts[child, : member.match] += 1
     parent.children = used - first
     for child in range(first, used):
         groups[child].begin = filled
         filled += groups[child].end
         groups[child].end = groups[child].begin
     for i in range(parent.begin, parent.end):
-        at, match = members[i].position, members[i].match
-        if match + depth >= GRAM or at + depth + 1 >= len(tokens) or tokens[at + depth + 1] < 0:
-            continue
-        child = first
-        while groups[child].token != tokens[at + depth + 1]:
-            child += 1
-        members[groups[child].end] = members[i]
-        groups[child].end += 1
+        if members[i].child >= 0:
+            group = groups[members[i].child]
+            members[group.end] = members[i]
+            group.end += 1
     return used, filled
 
 

@@ -49,12 +49,10 @@ def find_many(table, ranges, many, node, tokens):
 
 @compiled(nogil=True)
 def advance(table, ranges, many, samples, source, target, token):
-    """Write the ranges of node `target`: the context of `source` followed by `token`.
+    """Write the ranges of node `target`: the context of node `source`, empty if that is -1, followed by `token`.
 
     Args:
-        table: int64 [J, 7], `Snapshot.table`.
-        ranges, many, samples: as in `Scratch`.
-        source, target: nodes; source may be -1 for an empty context.
+        table: int64 [J, 7], `Snapshot.table`; ranges, many, samples: as in `Scratch`.
     """
     many[target] = 0
     ranges[target, : len(table), MANY] = 0

@@ -11,15 +11,10 @@ from freedraft.compiled import compiled
 
 
 class Store(NamedTuple):
-    """The sub-indices that one request drafts from.
+    """The sub-indices that one request drafts from."""
 
-    Attributes:
-        table: int64 [J, 7], rows as in `Snapshot.table`.
-        size: tokens in all of them.
-    """
-
-    table: NDArray[np.int64]
-    size: int
+    table: NDArray[np.int64]  # [J, 7], rows as in `Snapshot.table`
+    size: int  # tokens in all of them
 
 
 class Tree(NamedTuple):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sssd_plugin.datastore.disk import checksum
-from sssd_plugin.datastore.disk.checksum import Bounds, ChecksummedFile, check, write_array
+from sssd_plugin.datastore.disk.checksum import Bounds, NewFile, check, record, write_array
 from sssd_plugin.datastore.errors import DatastoreError
 
 
@@ -18,10 +18,10 @@ def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, pi
     monkeypatch.setattr(checksum, "BLOCK_BYTES", 100)
     monkeypatch.setattr(checksum, "_STEP_BYTES", 28)
     array = np.arange(length, dtype=np.int32)
-    with ChecksummedFile(tmp_path / "a") as file:
+    with NewFile(tmp_path / "a") as file:
         for a in range(0, length, 7):
-            file.write(array[a : a + 7])
-        entry = file.close()
+            file.append(array[a : a + 7])
+    entry = record(tmp_path / "a")
     content = (tmp_path / "a").read_bytes()
     assert content == array.tobytes()
     assert entry.size == 4 * length
@@ -54,5 +54,5 @@ def test_numbers_that_compiled_code_could_not_read_are_refused(tmp_path: Path, m
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
     with pytest.raises(DatastoreError, match=r"cannot write .*File exists"):
-        ChecksummedFile(tmp_path / "a")
+        NewFile(tmp_path / "a")
     assert (tmp_path / "a").read_text() == "mine"

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore.disk.audit import audit
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, TokenizerEntry, digest, read_manifest
-from sssd_plugin.datastore.disk.store import Datastore
+from sssd_plugin.datastore.disk.store import Datastore, audit
 from sssd_plugin.datastore.errors import DatastoreError
 from tests.support.stores import build_store, edit_manifest, replace_array
 

@@ -9,7 +9,6 @@ import pytest
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.build.memory import format_size, parse_size, resident_bytes, sub_index_memory
-from sssd_plugin.datastore.build.ray_sorting import RaySorter
 from sssd_plugin.datastore.errors import DatastoreError
 
 BUILD = """
@@ -52,8 +51,7 @@ def test_sorting_gets_what_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sssd_plugin.datastore.build.memory.resident_bytes", lambda: 100 << 20)
     assert 1_600_000_000 < sub_index_memory(2 << 30) < 2 << 30
     assert sub_index_memory(4 << 30, sorts=4) <= sub_index_memory(4 << 30) / 4
-    each = RaySorter.process_bytes  # of which none is this process's
-    assert sub_index_memory(1 << 30, sorts=0, each=each) == (1 << 30) - each
+    assert sub_index_memory(1 << 30, sorts=0) == (1024 - 192) << 20, "nothing of it is this process's"
     with pytest.raises(DatastoreError, match=r"--memory 50.0 MiB is too little: give at least"):
         sub_index_memory(50 << 20)
     with pytest.raises(DatastoreError, match="too little: give at least"):

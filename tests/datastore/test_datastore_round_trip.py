@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
-from sssd_plugin.datastore.disk.audit import audit
 from sssd_plugin.datastore.disk.format import digest
-from sssd_plugin.datastore.disk.store import Datastore
+from sssd_plugin.datastore.disk.store import Datastore, audit
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SubIndex
 from tests.support.stores import brute_force, build_store, documents_of, keys_of, leftovers, look_up

@@ -41,7 +41,7 @@ def replace(drafter: Drafter, requests: dict[str, Sequence[int]]) -> None:
 
 def append(drafter: Drafter, name: str, tokens: Sequence[int]) -> None:
     """Append to a known request."""
-    context = drafter.length(name) + len(tokens)
+    context = len(drafter.tokens(name)) + len(tokens)
     assert drafter.update([name], int32(tokens), np.array([0]), np.array([len(tokens)]), int32([context])) == []
 
 

@@ -14,6 +14,7 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.metrics import EVERY, SourceMetrics
 from sssd_plugin.scoring.attribution import ACCEPTED, CONTEXT, HIT, HITS, LOOKUPS, SIZE
+from tests.support.steps import make_step
 from tests.support.stores import int32
 
 VOCAB = 60
@@ -86,7 +87,7 @@ def test_metrics_of_one_step_in_so_many() -> None:
     before = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
               value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
     for _ in range(EVERY):
-        metrics.update(drafter, ["x"], lambda: np.array([3]))
+        metrics.update(drafter, make_step(["x"], [[6, 7, 8]]))
     after = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
              value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
     assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 2]

@@ -52,7 +52,7 @@ def test_a_roll_back_is_told_and_replaced() -> None:
     pair.extend({"r": [1, 2, 3, 1, 2, 9]})
     for tokens in ([1, 2, 3, 1], [1, 2, 3, 1, 7], [1], [], [4, 4], [8, 5, 8]):
         pair.extend({"r": tokens})
-        assert pair.drafter.length("r") == len(tokens)
+        assert len(pair.drafter.tokens("r")) == len(tokens)
         pair.compare()
 
 
@@ -101,7 +101,6 @@ def test_a_prompt_that_is_still_waiting_takes_nothing_back(by: str) -> None:
     drafter = Drafter(vocab_size=50, max_nodes=8)
     drafter.begin("first", int32([1]))
     gate = threading.Event()
-    assert drafter._worker is not None
     drafter._worker.submit(gate.wait)
     drafter.begin("r", int32([1, 2, 3]))
     threading.Timer(0.1, gate.set).start()
@@ -109,9 +108,9 @@ def test_a_prompt_that_is_still_waiting_takes_nothing_back(by: str) -> None:
         assert drafter.update(["r"], int32([1, 2]), np.array([0]), np.array([2]), int32([5])) == []
     else:
         drafter.replace("r", int32([1, 2, 3, 1, 2]))
-    assert drafter.length("r") == 5
+    assert len(drafter.tokens("r")) == 5
     assert drafter.draft(["r"], max_nodes=8).tokens[0, 0] == 2
-    assert drafter.length("r") == 5
+    assert len(drafter.tokens("r")) == 5
     drafter.close()
 
 
@@ -162,11 +161,11 @@ def test_threads(scoring: str) -> None:
             for number in range(15):
                 new = words[int(rng.integers(0, 1000)) :][: int(rng.integers(1, 40))]
                 held = held + new
-                if number % 2 and drafter.length(name):
+                if number % 2 and len(drafter.tokens(name)):
                     append(drafter, name, new)
                 else:
                     drafter.replace(name, int32(held))
-                assert drafter.length(name) == len(held)
+                assert len(drafter.tokens(name)) == len(held)
             if round_ % 3:
                 drafter.finish([name])
             else:

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
-from sssd_plugin.datastore.disk.checksum import ChecksummedFile
-from sssd_plugin.datastore.disk.format import Manifest, file_name, read_manifest
-from sssd_plugin.datastore.disk.manifest import checksum
+from sssd_plugin.datastore.disk.checksum import write_array
+from sssd_plugin.datastore.disk.format import Manifest, checksum, file_name, read_manifest
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.index.suffix_sort import DEPTH
 
@@ -104,9 +103,7 @@ def replace_array(store: Path, role: Any, change: Callable[[NDArray[np.int32]], 
     array = np.fromfile(path, np.int32)
     change(array)
     path.unlink()
-    with ChecksummedFile(path) as file:
-        file.write(array)
-        recorded = file.close()
+    recorded = write_array(path, array)
     edit_manifest(
         store, lambda content: content["sub_indices"][0]["files"].update({role: recorded.model_dump(mode="json")})
     )

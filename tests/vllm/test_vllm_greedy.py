@@ -82,7 +82,7 @@ def test_again_from_the_prefix_cache(sssd: Any, prompts: list, plain: dict) -> N
     def whole_prompts_are_known(step: Any, drafts: list[list[int]]) -> None:
         lengths = step.contexts.tolist()
         drafter = runner_of(sssd).drafter.guarded.method.drafter
-        held.extend(drafter.length(i) == n for i, n in zip(step.request_ids, lengths, strict=True))
+        held.extend(len(drafter.tokens(i)) == n for i, n in zip(step.request_ids, lengths, strict=True))
 
     with spied(runner_of(sssd).drafter, whole_prompts_are_known):
         assert tokens_of(sssd.generate(some, parameters(TOKENS), use_tqdm=False)) == plain["prompts"][:3]

@@ -12,6 +12,12 @@ from freedraft_kernels.draws import WEIGHT_ONE
 _BLOCK = 4096
 
 
+@triton.jit
+def _block(row, at, vocab):
+    p = tl.load(row + at, mask=at < vocab, other=0.0)
+    return tl.where(p > 0, p, 0.0)
+
+
 @triton.jit(do_not_specialize=["vocab"])
 def keep_likeliest_kernel(
     probs,  # in and out float32 [B, N, V]
@@ -20,10 +26,8 @@ def keep_likeliest_kernel(
     masses,  # int64 [B], in weights: a token is kept while those before it have less
     shares,  # float32 [B], of the likeliest token's probability
     sums,  # out int64 [B, N], weight of what is kept
-    nodes,
-    vocab,
-    BLOCK: tl.constexpr,
-):
+    nodes, vocab, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program b * N + i filters the row of node i of request b."""
     row = tl.program_id(0).to(tl.int64)
     request = row // nodes
@@ -35,8 +39,7 @@ def keep_likeliest_kernel(
         top = tl.zeros([BLOCK], tl.float32)
         all_weight = tl.zeros([BLOCK], tl.int64)
         for start in range(0, vocab, BLOCK):
-            p = tl.load(first + start + here, mask=start + here < vocab, other=0.0)
-            p = tl.where(p > 0, p, 0.0)
+            p = _block(first, start + here, vocab)
             top = tl.maximum(top, p)
             all_weight += weight(p)
         # Floats of one sign are in the order of their bits. `high` is the least probability found so far of which the
@@ -53,8 +56,7 @@ def keep_likeliest_kernel(
             count = tl.zeros([BLOCK], tl.int64)
             total = tl.zeros([BLOCK], tl.int64)
             for start in range(0, vocab, BLOCK):
-                p = tl.load(first + start + here, mask=start + here < vocab, other=0.0)
-                p = tl.where(p > 0, p, 0.0)
+                p = _block(first, start + here, vocab)
                 larger = p.to(tl.int32, bitcast=True) > middle
                 count += larger.to(tl.int64)
                 total += tl.where(larger, weight(p), 0)
@@ -74,8 +76,7 @@ def keep_likeliest_kernel(
         passed = tl.zeros([], tl.int64)
         kept_weight = tl.zeros([BLOCK], tl.int64)
         for start in range(0, vocab, BLOCK):
-            p = tl.load(first + start + here, mask=start + here < vocab, other=0.0)
-            p = tl.where(p > 0, p, 0.0)
+            p = _block(first, start + here, vocab)
             bits = p.to(tl.int32, bitcast=True)
             equal = (bits == high).to(tl.int64)
             kept = (bits > high) | ((equal > 0) & (passed + tl.cumsum(equal, 0) <= room))

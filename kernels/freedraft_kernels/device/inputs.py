@@ -14,21 +14,13 @@ _ROW_SPLITS = 64  # programs that share one row of the full mask, at most
 
 @triton.jit(do_not_specialize=["size"])
 def tree_inputs_kernel(
-    tokens,  # int32 [B, N]
-    parents,  # int32 [B, N]
-    depths,  # int32 [B, N]
+    tokens, parents, depths,  # int32 [B, N]
     counts,  # int32 [B]
     seq_lens,  # int32 or int64 [B]
-    input_ids,  # int64 [B * N]
-    positions,  # int64 [B * N]
+    input_ids, positions,  # int64 [B * N]
     mask,  # uint8: [B, N, N], or [size] with FULL
-    nodes,
-    size,
-    FULL: tl.constexpr,
-    BATCH_BLOCK: tl.constexpr,
-    NODE_BLOCK: tl.constexpr,
-    COLUMN_BLOCK: tl.constexpr,
-):
+    nodes, size, FULL: tl.constexpr, BATCH_BLOCK: tl.constexpr, NODE_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program (b * N + i, s) writes node i of request b: its row's cells from s * COLUMN_BLOCK on in steps of all s."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)

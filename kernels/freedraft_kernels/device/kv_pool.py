@@ -23,10 +23,8 @@ def compact_kernel(
     slots,  # int32 or int64 [B, N]
     accepted,  # int32 [B, W]
     lengths,  # int32 [B]
-    nodes,
-    width,
-    BLOCK: tl.constexpr,
-):
+    nodes, width, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program (b, l, c) moves bytes [c * 8 * BLOCK, (c + 1) * 8 * BLOCK) of request b's rows in buffer l.
 
     No other program touches these bytes, and this one goes down the path, so overlap is safe (see `KVPool.compact`).

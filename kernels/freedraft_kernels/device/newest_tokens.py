@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
 def newest_tokens_kernel(
     tokens,  # int32 [S, M], rows `stride` apart
     lengths,  # int32 [S]
-    slots,  # int [B]
-    gained,  # int [B]
+    slots, gained,  # int [B]
     out,  # int32 [B, K + 3]
     drafts,  # int64 [B, K]
-    stride,
-    length,  # K
+    stride, length,  # K
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Program b gathers for request b."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -36,12 +34,7 @@ def newest_tokens_kernel(
 
 
 def launch_newest_tokens(
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    slots: torch.Tensor,
-    gained: torch.Tensor,
-    out: torch.Tensor,
-    drafts: torch.Tensor,
+    tokens: Tensor, lengths: Tensor, slots: Tensor, gained: Tensor, out: Tensor, drafts: Tensor
 ) -> None:
     batch, length = drafts.shape
     if batch:

@@ -14,12 +14,8 @@ def top_keys_kernel(
     logits,  # float [R, V], rows `stride` apart
     keys,  # out int64 [R, blocks, COUNT]
     sums,  # out float32 [R, blocks, 2]
-    vocab,
-    stride,
-    COUNT: tl.constexpr,
-    COUNT_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    vocab, stride, COUNT: tl.constexpr, COUNT_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program (r, b) writes the largest keys of row r's tokens from b * BLOCK on, their largest logit, and the sum of
     exponentials of what they are above it: NaN with a NaN or +inf among them."""
     row = tl.program_id(0).to(tl.int64)

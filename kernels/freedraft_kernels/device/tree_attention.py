@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit(do_not_specialize=["max_queries"])
 def tree_attention_kernel(
     query,  # [T, H, D]
-    keys,  # [P, S, G, D]
-    values,  # [P, S, G, D]
+    keys, values,  # [P, S, G, D]
     pages,  # int32 [B, M]
     starts,  # int32 [B + 1]
     seq_lens,  # int32 [B]
@@ -27,29 +27,12 @@ def tree_attention_kernel(
     out,  # [T, H, D]
     parts,  # float32 [B, max_queries, H, SEGMENTS, D], without their maxima and sums
     bounds,  # float32 [B, max_queries, H, SEGMENTS, 2], these
-    scale,
-    max_queries,
-    query_stride,
-    query_head_stride,
-    out_stride,
-    out_head_stride,
-    page_stride,
-    token_stride,
-    head_stride,
-    values_page_stride,
-    values_token_stride,
-    values_head_stride,
-    pages_stride,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    TREES_ONLY: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    scale, max_queries,
+    query_stride, query_head_stride, out_stride, out_head_stride,
+    page_stride, token_stride, head_stride, values_page_stride, values_token_stride, values_head_stride, pages_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    SEGMENTS: tl.constexpr, TREES_ONLY: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Program (i, b, s) reads part s of the keys of request b, with ROWS of the queries of the heads that share one.
 
     i counts blocks of rows, KV head by KV head: those that read the same keys run at the same time. Row r of a head is
@@ -127,14 +110,9 @@ def sum_parts_kernel(
     starts,  # int32 [B + 1]
     trees,  # int32 [B]
     out,  # [T, H, D]
-    max_queries,
-    out_stride,
-    out_head_stride,
-    SIZE: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    TREES_ONLY: tl.constexpr,
-):
+    max_queries, out_stride, out_head_stride,
+    SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, TREES_ONLY: tl.constexpr,
+):  # fmt: skip
     """Program (b, i, h) puts together what query i of request b has read in head h."""
     request = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1)
@@ -159,18 +137,9 @@ def sum_parts_kernel(
 
 
 def launch_tree_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    queries: Any,
-    pages: torch.Tensor,
-    out: torch.Tensor,
-    scratch: torch.Tensor | None,
-    scale: float,
-    max_queries: int,
-    segments: int,
-    trees_only: bool,
-) -> None:
+    query: Tensor, keys: Tensor, values: Tensor, queries: Any, pages: Tensor, out: Tensor, scratch: Tensor | None,
+    scale: float, max_queries: int, segments: int, trees_only: bool,
+) -> None:  # fmt: skip
     """See `freedraft_kernels.tree_attention.tree_attention`; `segments` parts of the keys."""
     heads, size = query.shape[1:]
     requests, kv_heads = queries.seq_lens.shape[0], keys.shape[2]
@@ -186,44 +155,14 @@ def launch_tree_attention(
     parts, bounds = (out, out) if scratch is None or segments == 1 else (scratch, scratch[results * size :])
     grid = (kv_heads * triton.cdiv(max_queries * group, rows), requests, segments)
     shape = {"SIZE": size, "SIZE_BLOCK": size_block, "SEGMENTS": segments, "TREES_ONLY": trees_only}
+    strides = *query.stride()[:2], *out.stride()[:2], *keys.stride()[:3], *values.stride()[:3], pages.stride(0)
     tree_attention_kernel[grid](
-        query,
-        keys,
-        values,
-        pages,
-        queries.starts,
-        queries.seq_lens,
-        queries.prefixes,
-        queries.masks,
-        queries.trees,
-        out,
-        parts,
-        bounds,
-        scale,
-        max_queries,
-        *query.stride()[:2],
-        *out.stride()[:2],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        pages.stride(0),
-        HEADS=heads,
-        GROUP=group,
-        PAGE=keys.shape[1],
-        ROWS=rows,
-        TILE=64 if wide else 32,
-        num_warps=4,
-        num_stages=2 if narrow else 1,
-        **shape,
-    )
+        query, keys, values, pages, queries.starts, queries.seq_lens, queries.prefixes, queries.masks, queries.trees,
+        out, parts, bounds, scale, max_queries, *strides, HEADS=heads, GROUP=group, PAGE=keys.shape[1], ROWS=rows,
+        TILE=64 if wide else 32, num_warps=4, num_stages=2 if narrow else 1, **shape,
+    )  # fmt: skip
     if segments > 1:
         sum_parts_kernel[(requests, max_queries, heads)](
-            parts,
-            bounds,
-            queries.starts,
-            queries.trees,
-            out,
-            max_queries,
-            *out.stride()[:2],
-            num_warps=4 if segments > 16 else 1,
-            **shape,
-        )
+            parts, bounds, queries.starts, queries.trees, out, max_queries, *out.stride()[:2],
+            num_warps=4 if segments > 16 else 1, **shape,
+        )  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit
@@ -14,8 +14,7 @@ def tree_queries_kernel(
     node_masks,  # int64 [S, K]
     prompts,  # int32 [S]
     slots,  # int64 [B]
-    nodes,  # int32 [B + 1]
-    starts,  # int32 [B + 1]
+    nodes, starts,  # int32 [B + 1]
     seq_lens,  # int32 [B]
     prefixes,  # int32 [T]
     masks,  # int64 [T]
@@ -23,11 +22,9 @@ def tree_queries_kernel(
     positions,  # int64 [T]
     parents,  # int32 [T]
     counts,  # int32 [B]
-    width,
-    NODE_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Program (b) writes the queries of request b: its nodes by their masks, BLOCK of those before them at a time."""
+    width, NODE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program b writes the queries of request b: its nodes by their masks, BLOCK of those before them at a time."""
     request = tl.program_id(0)
     slot = tl.load(slots + request)
     count = tl.load(nodes + request + 1) - tl.load(nodes + request)
@@ -67,31 +64,12 @@ def tree_queries_kernel(
 
 
 def launch_tree_queries(
-    trees: Any,
-    slots: torch.Tensor,
-    nodes: torch.Tensor,
-    queries: Any,
-    positions: torch.Tensor,
-    parents: torch.Tensor,
-    counts: torch.Tensor,
+    trees: Any, slots: Tensor, nodes: Tensor, queries: Any, positions: Tensor, parents: Tensor, counts: Tensor
 ) -> None:
     """See `freedraft_kernels.tree_queries.write_tree_queries`."""
     width = trees.masks.shape[1]
     tree_queries_kernel[(len(slots),)](
-        trees.masks,
-        trees.prompts,
-        slots,
-        nodes,
-        queries.starts,
-        queries.seq_lens,
-        queries.prefixes,
-        queries.masks,
-        queries.trees,
-        positions,
-        parents,
-        counts,
-        width,
-        NODE_BLOCK=triton.next_power_of_2(width + 1),
-        BLOCK=256,
+        trees.masks, trees.prompts, slots, nodes, queries.starts, queries.seq_lens, queries.prefixes, queries.masks,
+        queries.trees, positions, parents, counts, width, NODE_BLOCK=triton.next_power_of_2(width + 1), BLOCK=256,
         num_warps=4,
-    )
+    )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from freedraft_kernels.device.draws import draw, scale
 from freedraft_kernels.draws import WEIGHT_ONE
@@ -19,7 +20,7 @@ _ONE = tl.constexpr(WEIGHT_ONE)
 _VOCAB_BLOCK = 1024
 _MAX_CHUNKS = 64
 
-Outputs = tuple[torch.Tensor, ...]
+Outputs = tuple[Tensor, ...]
 
 
 @triton.jit
@@ -30,17 +31,15 @@ def weight(probs):
 
 @triton.jit
 def verify_greedy_kernel(
-    tokens,  # int32 [B, N]
-    parents,  # int32 [B, N]
+    tokens, parents,  # int32 [B, N]
     counts,  # int32 [B]
     targets,  # int32 or int64 [B, N]
     accepted,  # out int32 [B, N]
     lengths,  # out int32 [B]
     new_tokens,  # out int32 [B, N]
     bonus,  # out int32 [B]
-    nodes,
-    NODE_BLOCK: tl.constexpr,
-):
+    nodes, NODE_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program b verifies request b."""
     request = tl.program_id(0).to(tl.int64)
     first = request * nodes
@@ -70,8 +69,7 @@ def verify_greedy_kernel(
 
 @triton.jit(do_not_specialize=["vocab"])
 def verify_sampled_kernel(
-    tokens,  # int32 [B, N]
-    parents,  # int32 [B, N]
+    tokens, parents,  # int32 [B, N]
     counts,  # int32 [B]
     probs,  # float32 [B, N, V]
     seeds,  # int64 [B]
@@ -80,10 +78,8 @@ def verify_sampled_kernel(
     lengths,  # out int32 [B]
     new_tokens,  # out int32 [B, N], without the bonus token
     stops,  # out int32 [B], the last accepted node, -1 for a request without nodes
-    nodes,
-    vocab,
-    NODE_BLOCK: tl.constexpr,
-):
+    nodes, vocab, NODE_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program b walks request b's tree."""
     request = tl.program_id(0).to(tl.int64)
     first = request * nodes
@@ -124,11 +120,8 @@ def chunk_sums_kernel(
     probs,  # float32 [B, N, V]
     stops,  # int32 [B]
     sums,  # out int64 [B, C]
-    nodes,
-    vocab,
-    CHUNK: tl.constexpr,
-    VOCAB_BLOCK: tl.constexpr,
-):
+    nodes, vocab, CHUNK: tl.constexpr, VOCAB_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program (b, c) sums the weights of tokens [c * CHUNK, (c + 1) * CHUNK) in the row where walk b stopped."""
     request = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -144,8 +137,7 @@ def chunk_sums_kernel(
 
 @triton.jit(do_not_specialize=["vocab", "chunks"])
 def bonus_kernel(
-    tokens,  # int32 [B, N]
-    parents,  # int32 [B, N]
+    tokens, parents,  # int32 [B, N]
     counts,  # int32 [B]
     probs,  # float32 [B, N, V]
     seeds,  # int64 [B]
@@ -155,14 +147,9 @@ def bonus_kernel(
     lengths,  # int32 [B]
     new_tokens,  # in and out int32 [B, N]
     bonus,  # out int32 [B]
-    nodes,
-    vocab,
-    chunks,
-    CHUNK: tl.constexpr,
-    VOCAB_BLOCK: tl.constexpr,
-    NODE_BLOCK: tl.constexpr,
-    CHUNK_BLOCK: tl.constexpr,
-):
+    nodes, vocab, chunks,
+    CHUNK: tl.constexpr, VOCAB_BLOCK: tl.constexpr, NODE_BLOCK: tl.constexpr, CHUNK_BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program b draws request b's bonus token from the row where the walk stopped, the rejected tokens left out."""
     request = tl.program_id(0).to(tl.int64)
     first = request * nodes
@@ -210,7 +197,7 @@ def bonus_kernel(
         tl.store(new_tokens + first + tl.load(lengths + request) - 1, choice)
 
 
-def launch_verify_greedy(tree: TreeBatch, targets: torch.Tensor) -> Outputs:
+def launch_verify_greedy(tree: TreeBatch, targets: Tensor) -> Outputs:
     """accepted, lengths, tokens and bonus of a `Verification`."""
     accepted, lengths, new_tokens, bonus = outputs = _outputs(tree)
     if tree.batch_size:
@@ -221,9 +208,7 @@ def launch_verify_greedy(tree: TreeBatch, targets: torch.Tensor) -> Outputs:
     return outputs
 
 
-def launch_verify_sampled(
-    tree: TreeBatch, probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-) -> Outputs:
+def launch_verify_sampled(tree: TreeBatch, probs: Tensor, seeds: Tensor, positions: Tensor) -> Outputs:
     """accepted, lengths, tokens and bonus of a `Verification`."""
     accepted, lengths, new_tokens, bonus = outputs = _outputs(tree)
     batch, nodes, vocab = probs.shape

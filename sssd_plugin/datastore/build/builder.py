@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from sssd_plugin.datastore.build.memory import DEFAULT_MEMORY, SORT_BYTES, resident_bytes, sub_index_memory
 from sssd_plugin.datastore.build.publish import AtomicPublish
 from sssd_plugin.datastore.build.sorting import Sorter
-from sssd_plugin.datastore.disk.checksum import ChecksummedFile, FileEntry
+from sssd_plugin.datastore.disk.checksum import NewFile
 from sssd_plugin.datastore.disk.format import (
     MANIFEST,
     MAX_VOCAB_SIZE,
     Manifest,
-    Role,
     SubIndexEntry,
     TokenizerEntry,
     file_name,
@@ -28,8 +27,7 @@ from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import PADDING, SEPARATOR, direct_buckets
 
-MAX_SUB_INDEX_TOKENS = 1 << 29
-"""papers/sssd.txt 3.1.3: 512 Mi tokens per sub-index."""
+MAX_SUB_INDEX_TOKENS = 1 << 29  # papers/sssd.txt 3.1.3: 512 Mi tokens per sub-index
 MIN_SUB_INDEX_TOKENS = 64
 _PART_TOKENS = 1 << 20
 
@@ -76,24 +74,20 @@ class StoreBuilder:
         self._vocab_size, self._tokenizer, self._on_phase = vocab_size, tokenizer, on_phase
         self._sorter = sorter or Sorter()
         memory = resident_bytes() + DEFAULT_MEMORY if memory is None else memory
-        self._memory = sub_index_memory(memory, sorts=self._sorter.in_memory, each=self._sorter.process_bytes)
+        self._memory = sub_index_memory(memory, self._sorter.in_memory)
         self._limit = min(self._memory // SORT_BYTES, sub_index_tokens or MAX_SUB_INDEX_TOKENS)
-        self._closed: list[tuple[SubIndexEntry, Future[dict[Role, FileEntry]]]] = []
-        self._open: _OpenSubIndex | None = None
-        self._finished = False
+        self._closed: list[Future[SubIndexEntry]] = []
+        self._file: NewFile | None = None  # of the tokens of the sub-index that is being written
+        self._length, self._last = 0, SEPARATOR  # tokens in it, and the last of them
         self._publish = AtomicPublish(Path(target), replace=replace)
 
     def append(self, tokens: NDArray[np.integer]) -> None:
-        """Add token ids (any integer dtype); `SEPARATOR` (-1) ends a document, and empty documents vanish.
-
-        Raises:
-            DatastoreError: an id below -1 or not below the vocabulary size; a full disk.
-        """
+        """Add token ids (any integer dtype); `SEPARATOR` (-1) ends a document, and empty documents vanish;
+        `DatastoreError` at an id below -1 or not below the vocabulary size, or a full disk."""
         tokens = np.asarray(tokens)
         if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
-            raise DatastoreError(
-                f"token ids must be a one-dimensional integer array, not {tokens.dtype} {tokens.shape}"
-            )
+            found = f"{tokens.dtype} {tokens.shape}"
+            raise DatastoreError(f"token ids must be a one-dimensional integer array, not {found}")
         for start in range(0, len(tokens), _PART_TOKENS):
             part = tokens[start : start + _PART_TOKENS]
             low, high = int(part.min()), int(part.max())
@@ -102,33 +96,20 @@ class StoreBuilder:
                     f"token id {low if low < SEPARATOR else high} is outside the vocabulary of {self._vocab_size}: "
                     f"give the tokenizer that made these ids, or a larger --vocab-size"
                 )
-            rest = part.astype("<i4")
-            while len(rest):
-                if self._open is None:
-                    if (rest == SEPARATOR).all():
-                        break
-                    folder = self._publish.path / f"{len(self._closed):04d}-{secrets.token_hex(4)}"
-                    self._open = _OpenSubIndex(folder, self._limit)
-                rest = self._open.append(rest)
-                if len(rest):
-                    self._close_sub_index()
+            self._write(part.astype("<i4"))
 
     def finish(self) -> Manifest:
-        """End the last document, sort what is left and publish the store.
-
-        Raises:
-            DatastoreError: nothing was added; the target was made by someone else meanwhile; a full disk.
-        """
+        """End the last document, sort what is left and publish the store; `DatastoreError` if nothing was added, the
+        target was made by someone else meanwhile, or the disk is full."""
         self._close_sub_index()
         if not self._closed:
             raise DatastoreError(f"nothing to store in {self._publish.target}: the inputs hold no tokens")
         self._await_sorting(0)
-        entries = [entry.model_copy(update={"files": entry.files | order.result()}) for entry, order in self._closed]
-        manifest = Manifest(vocab_size=self._vocab_size, tokenizer=self._tokenizer, sub_indices=tuple(entries))
+        entries = tuple(entry.result() for entry in self._closed)
+        manifest = Manifest(vocab_size=self._vocab_size, tokenizer=self._tokenizer, sub_indices=entries)
         with reporting("write", self._publish.path / MANIFEST):
             manifest.write(self._publish.path / MANIFEST)
         self._publish.publish()
-        self._finished = True
         return manifest
 
     def __enter__(self) -> Self:
@@ -136,80 +117,54 @@ class StoreBuilder:
 
     def __exit__(self, *exception: object) -> None:
         self._sorter.close()
-        if not self._finished:
-            if self._open:
-                self._open.file.__exit__()
-            self._publish.discard()
+        if self._file is not None:
+            self._file.close()
+        self._publish.discard()
+
+    def _write(self, tokens: NDArray[np.int32]) -> None:
+        while True:
+            ends = tokens == SEPARATOR
+            tokens = tokens[~(ends & np.append(self._last == SEPARATOR, ends[:-1]))]  # no documents without tokens
+            if not len(tokens):
+                return
+            if self._file is None:
+                folder = self._publish.path / f"{len(self._closed):04d}-{secrets.token_hex(4)}"
+                with reporting("write", folder):
+                    folder.mkdir(mode=0o700)
+                self._file = NewFile(folder / file_name("tokens"))
+            # One place is kept for the separator that closes a document cut here.
+            taken, tokens = np.split(tokens, [self._limit - 1 - self._length])
+            if len(taken):
+                self._file.append(taken)
+                self._length, self._last = self._length + len(taken), int(taken[-1])
+            if len(tokens):
+                self._close_sub_index()
 
     def _close_sub_index(self) -> None:
-        if self._open is None:
+        if self._file is None:
             return
         self._await_sorting(max(0, self._sorter.beside - 1))
-        entry = self._open.close()
-        order = self._sorter.sort(self._open.folder, direct_buckets(self._vocab_size), self._memory)
-        self._closed.append((entry, order))
-        self._open = None
+        with self._file as file:
+            file.append(PADDING if self._last == SEPARATOR else np.append(PADDING, PADDING[:1]))
+        self._file, self._length, self._last = None, 0, SEPARATOR
+        folder = Path(file.name).parent
+        self._closed.append(self._sorter.sort(folder, direct_buckets(self._vocab_size), self._memory))
         self._await_sorting(self._sorter.beside)
         self._on_phase("reading")
 
     def _await_sorting(self, max_sorting: int) -> None:
         """Wait until at most `max_sorting` sub-indices are being sorted; raises what went wrong with one."""
-        while len(pending := [order for _, order in self._closed if not order.done()]) > max_sorting:
+        while len(pending := [entry for entry in self._closed if not entry.done()]) > max_sorting:
             self._on_phase(f"sorting {len(pending)} of {len(self._closed)} sub-indices")
             wait(pending, return_when=FIRST_COMPLETED)
-        for _, order in self._closed:
-            if order.done():
-                order.result()
-
-
-class _OpenSubIndex:
-    """A sub-index whose tokens are being written; sorted when closed."""
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
-        with reporting("write", folder):
-            folder.mkdir(mode=0o700)
-        self.file = ChecksummedFile(folder / file_name("tokens"))
-        self.length = self.n_documents = 0
-        self.max_token = self.last = SEPARATOR
-
-    def append(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Take as many of `tokens` (int32) as fit; returns the rest, for the next sub-index."""
-        ends = tokens == SEPARATOR
-        tokens = tokens[~(ends & np.append(self.last == SEPARATOR, ends[:-1]))]  # no documents without tokens
-        # One place is kept for the separator that closes a document cut here.
-        taken = tokens[: self.limit - 1 - self.length]
-        self._take(taken)
-        return tokens[len(taken) :]
-
-    def _take(self, tokens: NDArray[np.int32]) -> None:
-        if len(tokens):
-            self.file.write(tokens)
-            self.length += len(tokens)
-            self.n_documents += int(np.count_nonzero(tokens == SEPARATOR))
-            self.max_token, self.last = max(self.max_token, int(tokens.max())), int(tokens[-1])
-
-    def close(self) -> SubIndexEntry:
-        """End the document and write the tokens."""
-        if self.last != SEPARATOR:
-            self._take(PADDING[:1])
-        self.file.write(PADDING)
-        return SubIndexEntry(
-            name=self.folder.name,
-            n_tokens=self.length - self.n_documents,
-            n_documents=self.n_documents,
-            max_token=self.max_token,
-            files={"tokens": self.file.close()},
-        )
+        for entry in self._closed:
+            if entry.done():
+                entry.result()
 
 
 def merge_stores(out: Path, stores: Sequence[Path], *, memory: int | None = None, replace: bool = False) -> Manifest:
-    """Build a store at `out` of the documents of `stores`, in their order. Memory is bounded as for `StoreBuilder`.
-
-    Raises:
-        DatastoreError: a store that cannot be opened, stores of different tokenizers, or an `out` that may not be
-            written.
-    """
+    """Build a store at `out` of the documents of `stores`, in their order, in memory bounded as for `StoreBuilder`;
+    `DatastoreError` if one cannot be opened, tokenizers differ, or `out` may not be written."""
     opened = [Datastore.open(path) for path in stores]
     tokenizers = [store.manifest.tokenizer for store in opened]
     names = {entry.fingerprint: entry.name for entry in tokenizers if entry}

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -27,44 +27,37 @@ _BLOCK_TOKENS = 1 << 20
 
 
 class BuildCheckpoint:
-    """Tokens read so far and how far that is, on disk: tokenising, which takes most of a build, is not done twice.
-
-    Args:
-        target: the store to be; the checkpoint is its hidden sibling.
-        inputs, fields: what is read.
-        tokenizer: fingerprint, or none.
-        vocab_size: ids are below it.
-
-    Attributes:
-        n_tokens: kept, separators included.
+    """Tokens read so far and how far that is, in a hidden sibling of the store to be: tokenising, which takes most of a
+    build, is not done twice. Other files, or the same ones changed since, or another tokenizer begin anew.
 
     Raises:
         DatastoreError: another build uses the checkpoint, or the disk refuses.
     """
 
     def __init__(
-        self, target: Path, inputs: Sequence[Input], fields: Sequence[str], tokenizer: str | None, vocab_size: int
+        self, target: Path, inputs: Sequence[Input], fields: Sequence[str], fingerprint: str | None, vocab_size: int
     ) -> None:
         self._inputs, self._fields = inputs, fields
         target = target.resolve()
         self.folder = target.parent / f".{target.name}.resume"
-        self._tokens, self._progress = self.folder / "tokens.i32", self.folder / "progress.json"
-        # Other files, or the same ones changed since, or another tokenizer: another build, which begins anew.
+        self._tokens, self._file = self.folder / "tokens.i32", self.folder / "progress.json"
         files = [[str(i.path.resolve()), i.kind, i.size, i.path.stat().st_mtime_ns] for i in inputs]
-        self._key = hashlib.sha256(json.dumps([files, list(fields), tokenizer, vocab_size]).encode()).hexdigest()
+        key = hashlib.sha256(json.dumps([files, list(fields), fingerprint, vocab_size]).encode()).hexdigest()
         with reporting("write", self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 self._lock = FileLock(self.folder)
             except BlockingIOError:
                 raise DatastoreError(f"another build uses {self.folder}: wait for it, or choose another path") from None
-        self._pieces = self.n_tokens = self._n_bytes = 0
-        self._done = False
+        self._progress: dict[str, Any] = {"key": key, "pieces": 0, "size": 0, "n_bytes": 0, "done": False}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            progress = json.loads(self._progress.read_bytes())
-            if progress["key"] == self._key and self._tokens.stat().st_size >= int(progress["size"]):
-                self._pieces, self._n_bytes, size = (int(progress[k]) for k in ("pieces", "n_bytes", "size"))
-                self.n_tokens, self._done = size // 4, bool(progress["done"])
+            kept = json.loads(self._file.read_bytes())
+            if kept["key"] == key and self._tokens.stat().st_size >= kept["size"]:
+                self._progress = {name: kept[name] for name in self._progress}
+
+    @property
+    def n_tokens(self) -> int:  # kept, separators included
+        return self._progress["size"] // 4
 
     def blocks(self, tokenizer: Tokenizer | None) -> Iterator[Block]:
         """Yield the kept tokens, then read on, and keep each block that the caller has taken without an error.
@@ -72,29 +65,30 @@ class BuildCheckpoint:
         Raises:
             DatastoreError: see `sources`; a full disk.
         """
+        progress = self._progress
         # Not mapped: pages of a map would count as this process's memory.
         with reporting("read", self._tokens), self._tokens.open("a+b", buffering=0) as file:
-            file.truncate(4 * self.n_tokens)
+            file.truncate(progress["size"])
             file.seek(0)
-            n_bytes, left = self._n_bytes, self.n_tokens
+            n_bytes, left = progress["n_bytes"], self.n_tokens
             while left:
                 tokens = np.fromfile(file, "<i4", min(_BLOCK_TOKENS, left))
                 yield Block(tokens, 0, n_bytes)
                 n_bytes, left = 0, left - len(tokens)
-            if self._done:
+            if progress["done"]:
                 return
             saved = time.monotonic()
-            for block in tokenize(islice(read_pieces(self._inputs, self._fields), self._pieces, None), tokenizer):
+            for block in tokenize(islice(read_pieces(self._inputs, self._fields), progress["pieces"], None), tokenizer):
                 yield block
                 with reporting("write", self._tokens):
-                    write_all(file.fileno(), block.tokens.astype("<i4").data)
-                self._pieces += block.n_pieces
-                self.n_tokens += len(block.tokens)
-                self._n_bytes += block.n_bytes
+                    write_all(file.fileno(), block.tokens.astype("<i4").view(np.uint8).data)
+                progress["pieces"] += block.n_pieces
+                progress["size"] += 4 * len(block.tokens)
+                progress["n_bytes"] += block.n_bytes
                 if time.monotonic() - saved >= CHECKPOINT_SECONDS:
                     self._save(file.fileno())
                     saved = time.monotonic()
-            self._done = True
+            progress["done"] = True
             self._save(file.fileno())
 
     def close(self) -> None:
@@ -110,7 +104,6 @@ class BuildCheckpoint:
         self.close()
 
     def _save(self, fd: int) -> None:
-        values = {"key": self._key, "pieces": self._pieces, "size": 4 * self.n_tokens, "n_bytes": self._n_bytes}
-        with reporting("write", self._progress):
+        with reporting("write", self._file):
             os.fsync(fd)
-            write_json_atomically(self._progress, values | {"done": self._done}, mode=0o600)
+            write_json_atomically(self._file, self._progress, mode=0o600)

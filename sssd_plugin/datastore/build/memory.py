@@ -7,22 +7,19 @@ import resource
 import sys
 from pathlib import Path
 
+from pydantic import ByteSize
+
 from sssd_plugin.datastore.errors import DatastoreError
 
 DEFAULT_MEMORY = 2 << 30
-SORT_BYTES = 9
-"""Least memory per token of sorting a sub-index, by `suffix_sort`: tokens, their order, and a sparse index."""
+SORT_BYTES = 9  # least memory per token of sorting a sub-index, by `suffix_sort`: tokens, their order, a sparse index
 _MIN_SORT_BYTES = SORT_BYTES << 20
-_READING_BYTES = 160 << 20
-"""Tokenising a batch, buffers, and what the allocator keeps."""
+_READING_BYTES = 160 << 20  # tokenising a batch, buffers, and what the allocator keeps
+_PROCESS_BYTES = 192 << 20  # what a process that sorts elsewhere holds
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes in "2GiB", "2G", "500 MB" or "1073741824".
-
-    Raises:
-        DatastoreError: not a size.
-    """
+    """Return the bytes in "2GiB", "2G", "500 MB" or "1073741824"; `DatastoreError` if it is not a size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
     if not match:
         raise DatastoreError(f"{text!r} is not a size for --memory: write for instance 2GiB or 500MB")
@@ -30,13 +27,8 @@ def parse_size(text: str) -> int:
     return int(float(number) * (1000 if suffix == "b" else 1024) ** " kmgt".index(prefix or " "))
 
 
-def format_size(size: float) -> str:
-    """Write a number of bytes as "1.5 GiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+def format_size(size: int) -> str:
+    return ByteSize(size).human_readable(separator=" ")
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
@@ -52,24 +44,19 @@ def resident_bytes(field: str = "VmRSS") -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the largest memory of this process so far."""
     # Not ru_maxrss: on Linux it begins with the peak of the process that started this one.
     return resident_bytes("VmHWM")
 
 
-def sub_index_memory(memory: int, *, sorts: int = 1, each: int = 0) -> int:
+def sub_index_memory(memory: int, sorts: int = 1) -> int:
     """Return the bytes that each sub-index may take while it is sorted, in a build that may use `memory` bytes in all,
-    what this process holds already included.
+    what this process holds already included; `DatastoreError` if that is too little.
 
     Args:
-        sorts: that go on at the same time, all within `memory`; 0: each has as much of its own, elsewhere.
-        each: bytes that every one of them takes besides.
-
-    Raises:
-        DatastoreError: less memory than a build needs.
+        sorts: that go on at the same time, all within `memory`; 0: each has as much of its own, in another process.
     """
     parts = max(1, sorts)
-    overhead = (resident_bytes() + _READING_BYTES if sorts else 0) + parts * each
+    overhead = resident_bytes() + _READING_BYTES if sorts else _PROCESS_BYTES
     minimum = overhead + parts * _MIN_SORT_BYTES
     if memory < minimum:
         raise DatastoreError(f"--memory {format_size(memory)} is too little: give at least {format_size(minimum)}")

@@ -14,19 +14,12 @@ from freedraft.files import FileLock, fsync_folder
 from sssd_plugin.datastore.disk.format import LIVE, MANIFEST
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
-
 
 class AtomicPublish:
     """A temporary sibling of `target`, locked while its builder lives, renamed to `target` at the end.
 
     Whenever the builder stops, even by SIGKILL, `target` is absent (or what it was) or whole. What a killed builder
     leaves is a hidden sibling; the next build of the same target removes it.
-
-    Args:
-        target: the directory to publish; its parents are made.
-        replace: whether a datastore at `target` may be replaced.
 
     Raises:
         DatastoreError: `target` exists and may not be replaced or is no datastore, or the disk refuses.
@@ -57,31 +50,27 @@ class AtomicPublish:
         self._lock.release()
 
     def discard(self) -> None:
-        """Remove the temporary directory."""
+        """Remove what was not published."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 
     def _check_target(self) -> None:
+        """Even by force, nothing but a datastore is replaced."""
         with reporting("read", self.target):
-            if not self.target.exists():
+            if not self.target.exists() or (self.target.is_dir() and not any(self.target.iterdir())):
                 return
-            if not self.target.is_dir():
-                raise DatastoreError(f"{self.target} is a file: choose the path of a new directory for the datastore")
-            if not any(self.target.iterdir()):
-                return
-            if not self.replace:
-                raise DatastoreError(f"{self.target} exists: choose another path, or give --force to replace it")
-            # Even by force: never anything but a datastore.
-            if not (self.target / MANIFEST).is_file():
-                raise DatastoreError(
-                    f"{self.target} is not a datastore (no {MANIFEST}), so it is not replaced: "
-                    f"choose another path, or remove it yourself"
-                )
-            if (self.target / LIVE).exists():
-                raise DatastoreError(
-                    f"{self.target} holds what was learnt while serving, which replacing it would lose: "
-                    f"choose another path, or move {self.target / LIVE} away"
-                )
+            live = self.target / LIVE
+            problems = [
+                (not self.target.is_dir(), "is a file: choose the path of a new directory for the datastore"),
+                (not self.replace, "exists: choose another path, or give --force to replace it"),
+                (not (self.target / MANIFEST).is_file(), f"is not a datastore (no {MANIFEST}), so it is not replaced: "
+                                                         "choose another path, or remove it yourself"),
+                (live.exists(), "holds what was learnt while serving, which replacing it would lose: "
+                                f"choose another path, or move {live} away"),
+            ]  # fmt: skip
+        for wrong, message in problems:
+            if wrong:
+                raise DatastoreError(f"{self.target} {message}")
 
     def _create(self) -> tuple[Path, FileLock]:
         while True:
@@ -105,11 +94,10 @@ class AtomicPublish:
 
 def _exchange(new: Path, old: Path) -> None:
     """Swap two directories atomically where the system can; else there is a moment without `old`."""
+    cwd, exchange = -100, ctypes.c_uint(2)  # AT_FDCWD, RENAME_EXCHANGE
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is not None:
-        paths = (_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old))
-        if renameat2(*paths, ctypes.c_uint(_RENAME_EXCHANGE)) == 0:
-            return
+    if renameat2 is not None and renameat2(cwd, os.fsencode(new), cwd, os.fsencode(old), exchange) == 0:
+        return
     aside = new.with_name(f"{new.name}.old")
     old.rename(aside)
     new.rename(old)

@@ -8,8 +8,6 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from sssd_plugin.datastore.build.memory import format_size
@@ -17,7 +15,6 @@ from sssd_plugin.datastore.build.sorting import Int32, Sorter, sort
 from sssd_plugin.datastore.disk.format import Role
 from sssd_plugin.datastore.errors import DatastoreError
 
-CONNECT_SECONDS = 5.0
 HEALTH_SECONDS = 15.0
 
 
@@ -33,8 +30,6 @@ class RaySorter(Sorter):
         DatastoreError: ray is not installed, or there is no cluster.
     """
 
-    process_bytes = 192 << 20
-
     def __init__(self, address: str, memory: int) -> None:
         self.in_memory = 0
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -44,24 +39,27 @@ class RaySorter(Sorter):
             raise DatastoreError("--ray needs ray: in the clone of freedraft, pip install '.[ray]'") from None
         _check_answers(address)
         self._ray = ray
-        with _one_line(f"cannot use the Ray cluster at {address}"), warnings.catch_warnings(action="ignore"):
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-            self.beside = max(1, int(ray.cluster_resources().get("CPU", 1)))
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            # A task that fits nowhere would wait for ever.
-            if not any(node.get("CPU", 0) >= 1 and node.get("memory", 0) >= memory for node in nodes):
-                ray.shutdown()
-                raise DatastoreError(
-                    f"no node of the Ray cluster at {address} has {format_size(memory)}: give a smaller --memory"
-                )
-            self._task = ray.remote(num_cpus=1, memory=memory, max_retries=2)(sort)
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+                nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        except Exception as error:
+            raise DatastoreError(_one_line(f"cannot use the Ray cluster at {address}", error)) from None
+        self.beside = max(1, int(sum(node.get("CPU", 0) for node in nodes)))
+        if not any(node.get("CPU", 0) >= 1 and node.get("memory", 0) >= memory for node in nodes):
+            ray.shutdown()  # a task that fits nowhere would wait for ever
+            size = format_size(memory)
+            raise DatastoreError(f"no node of the Ray cluster at {address} has {size}: give a smaller --memory")
+        self._task = ray.remote(num_cpus=1, memory=memory, max_retries=2)(sort)
 
     def close(self) -> None:
         self._ray.shutdown()  # cancels the tasks that still run
 
     def _sort(self, tokens: Int32, direct: int, memory: int) -> dict[Role, Int32]:
-        with _one_line("a Ray task failed"):
+        try:
             return self._ray.get(self._task.remote(self._ray.put(tokens), direct, memory))
+        except Exception as error:
+            raise DatastoreError(_one_line("a Ray task failed", error)) from None
 
 
 def _check_answers(address: str) -> None:
@@ -70,7 +68,7 @@ def _check_answers(address: str) -> None:
         return
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
-        socket.create_connection((parts.hostname or "", parts.port or 0), CONNECT_SECONDS).close()
+        socket.create_connection((parts.hostname or "", parts.port or 0), timeout=5).close()
         if "://" not in address:  # Ray's client gives up by itself
             command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
             subprocess.run(command, capture_output=True, timeout=HEALTH_SECONDS, check=True)
@@ -83,13 +81,7 @@ def _check_answers(address: str) -> None:
         ) from None
 
 
-@contextmanager
-def _one_line(what: str) -> Iterator[None]:
-    try:
-        yield
-    except DatastoreError:
-        raise
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = lines[-1] if lines else type(error).__name__  # the first ones are a traceback
-        raise DatastoreError(f"{what}: {reason[:300]}; see its logs, or build here with --workers") from None
+def _one_line(what: str, error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[-1] if lines else type(error).__name__  # the first ones are a traceback
+    return f"{what}: {reason[:300]}; see its logs, or build here with --workers"

@@ -9,12 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.disk.checksum import FileEntry, write_array
-from sssd_plugin.datastore.disk.format import Role, file_name
+from sssd_plugin.datastore.disk.checksum import record, write_array
+from sssd_plugin.datastore.disk.format import Role, SubIndexEntry, file_name
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index import byte_sort
-from sssd_plugin.datastore.index.layout import PAD
-from sssd_plugin.datastore.index.suffix_sort import sorted_arrays, with_tables
+from sssd_plugin.datastore.index.suffix_sort import PAD, sorted_arrays, with_tables
 
 Int32 = NDArray[np.int32]
 
@@ -31,41 +30,42 @@ def sort(tokens: Int32, direct: int, memory: int) -> dict[Role, Int32]:
 
 
 class Sorter:
-    """Sorts in threads of this process, by compiled code without the GIL.
-
-    Args:
-        workers: threads.
+    """Sorts in `workers` threads of this process, by compiled code without the GIL.
 
     Attributes:
         beside: sub-indices that are sorted while more is read.
         in_memory: sub-indices whose sorting has to fit into the build's memory at the same time; 0: none of them, each
             has as much of its own.
-        process_bytes: memory that sorting one takes besides.
     """
-
-    process_bytes = 0
 
     def __init__(self, workers: int = 1) -> None:
         self.in_memory = workers
         self.beside = workers if workers > 1 else 0
 
-    def sort(self, folder: Path, direct: int, memory: int) -> Future[dict[Role, FileEntry]]:
+    def sort(self, folder: Path, direct: int, memory: int) -> Future[SubIndexEntry]:
         """Write what follows from the tokens of the sub-index in `folder`, in `memory` bytes.
 
         Returns:
-            What to record of the files. Waiting for it can be interrupted; it raises DatastoreError where memory is
-            short or the disk refuses.
+            Its entry of the manifest. Waiting for it can be interrupted; it raises DatastoreError where memory is short
+            or the disk refuses.
         """
-        future: Future[dict[Role, FileEntry]] = Future()
+        future: Future[SubIndexEntry] = Future()
 
         def run() -> None:
             try:
                 path = folder / file_name("tokens")
                 with reporting("read", path):
                     tokens = np.fromfile(path, "<i4")
+                n, largest = len(tokens) - PAD, int(tokens.max())
                 arrays = self._sort(tokens, direct, memory)
                 del tokens
-                future.set_result({role: write_array(folder / file_name(role), a) for role, a in arrays.items()})
+                m = len(arrays["suffix_array"])
+                files = {role: write_array(folder / file_name(role), array) for role, array in arrays.items()}
+                entry = SubIndexEntry(
+                    name=folder.name, n_tokens=m, n_documents=n - m, max_token=largest,
+                    files={"tokens": record(path), **files},
+                )  # fmt: skip
+                future.set_result(entry)
             except MemoryError:
                 future.set_exception(DatastoreError("not enough memory to sort a sub-index: give a smaller --memory"))
             except BaseException as error:

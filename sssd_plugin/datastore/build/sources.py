@@ -18,21 +18,21 @@ from sssd_plugin.datastore.index.sub_index import SEPARATOR
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PIECE_CHARS = 1 << 18
-"""Longer documents are tokenised in pieces, cut where a line ends, so that memory stays bounded."""
+PIECE_CHARS = 1 << 18  # longer documents are tokenised in pieces, cut where a line ends, so that memory stays bounded
 BATCH_CHARS = 1 << 20
 _NPY_BLOCK = 1 << 20
 _SNIFF_BYTES = 1 << 13
 _LINE_END = re.compile(r"\n(?=\S)")
 _SPACE = re.compile(r"(?<=\S)(?=\s)")
 
+Kind = Literal["text", "jsonl", "npy"]
+_KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "npy"}
+
 
 class Input(NamedTuple):
-    """An input file; its size in bytes."""
-
     path: Path
-    kind: Literal["text", "jsonl", "npy"]
-    size: int
+    kind: Kind
+    size: int  # bytes
 
 
 class Piece(NamedTuple):
@@ -68,9 +68,10 @@ def find_inputs(paths: Iterable[Path], pattern: str = "**/*") -> list[Input]:
         with reporting("read", path):
             if not path.exists():
                 raise DatastoreError(f"{path} does not exist: correct the path of the input")
-            files = [file for name in (_walk(path, pattern) if path.is_dir() else [path]) if (file := _input(name))]
-        if not files and path.is_dir():
-            raise DatastoreError(f"no text, .jsonl or .npy file in {path} matches {pattern!r}: correct --glob")
+            names = _walk(path, pattern) if path.is_dir() else [path]
+            files = [Input(name, kind, name.stat().st_size) for name in names if (kind := _kind(name))]
+            if not files and path.is_dir():
+                raise DatastoreError(f"no text, .jsonl or .npy file in {path} matches {pattern!r}: correct --glob")
         if not files:
             raise DatastoreError(f"{path} is binary: inputs are UTF-8 text, .jsonl and .npy files")
         inputs += files
@@ -81,24 +82,18 @@ def _walk(folder: Path, pattern: str) -> Iterator[Path]:
     try:
         matches = sorted(folder.glob(pattern))
     except (ValueError, NotImplementedError):
-        raise DatastoreError(
-            f"--glob {pattern!r} is not a pattern relative to the folder, such as '**/*.txt'"
-        ) from None
+        wrong = f"--glob {pattern!r} is not a pattern relative to the folder, such as '**/*.txt'"
+        raise DatastoreError(wrong) from None
     for path in matches:
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
             yield path
 
 
-def _input(path: Path) -> Input | None:
-    """Return the input file at `path`; None for a binary one."""
-    size = path.stat().st_size
-    match path.suffix.lower():
-        case ".jsonl" | ".ndjson":
-            return Input(path, "jsonl", size)
-        case ".npy":
-            return Input(path, "npy", size)
+def _kind(path: Path) -> Kind | None:
+    if (kind := _KINDS.get(path.suffix.lower())) is not None:
+        return kind
     with path.open("rb") as file:
-        return None if b"\0" in file.read(_SNIFF_BYTES) else Input(path, "text", size)
+        return None if b"\0" in file.read(_SNIFF_BYTES) else "text"
 
 
 def read_pieces(inputs: Iterable[Input], fields: Sequence[str] = ("text",)) -> Iterator[Piece]:
@@ -107,14 +102,15 @@ def read_pieces(inputs: Iterable[Input], fields: Sequence[str] = ("text",)) -> I
     Raises:
         DatastoreError: a line that is not JSON or lacks a field, an array that holds no token ids; names file and line.
     """
-    for source in inputs:
-        with reporting("read", source.path):
-            if source.kind == "jsonl":
-                yield from _read_jsonl(source.path, fields)
-            elif source.kind == "npy":
-                yield from _read_npy(source.path)
-            else:
-                yield from _read_text(source.path)
+    for path, kind, _ in inputs:
+        with reporting("read", path):
+            match kind:
+                case "jsonl":
+                    yield from _read_jsonl(path, fields)
+                case "npy":
+                    yield from _read_npy(path)
+                case "text":
+                    yield from _read_text(path)
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
@@ -133,17 +129,16 @@ def _read_text(path: Path) -> Iterator[Piece]:
 def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Piece]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            n_bytes = len(line)
             if line.isspace():
                 continue
+            where, n_bytes = f"{path}, line {number}", len(line)
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
-                raise DatastoreError(f"{path}, line {number} is not JSON: correct the line or remove it") from None
+                raise DatastoreError(f"{where} is not JSON: correct the line or remove it") from None
             for field in fields:
-                *pieces, rest = _split(_lookup(row, field, f"{path}, line {number}"))
-                for piece in pieces:
-                    yield Piece(piece, last=False, n_bytes=0)
+                *pieces, rest = _split(_lookup(row, field, where))
+                yield from (Piece(piece, last=False, n_bytes=0) for piece in pieces)
                 yield Piece(rest, last=True, n_bytes=n_bytes)
                 n_bytes = 0
 
@@ -188,27 +183,21 @@ def _split(text: str) -> list[str]:
 
 
 def tokenize(pieces: Iterable[Piece], tokenizer: Tokenizer | None) -> Iterator[Block]:
-    """Yield the token ids of `pieces`, batch after batch.
-
-    Raises:
-        DatastoreError: text and no tokenizer.
-    """
+    """Yield the token ids of `pieces`, batch after batch; `DatastoreError` if one is text and there is no tokenizer."""
     batch: list[Piece] = []
     chars = 0
     for piece in pieces:
-        if isinstance(piece.content, str):
+        content = piece.content
+        if isinstance(content, str):
             if tokenizer is None:
                 raise DatastoreError("text needs a tokenizer: give --tokenizer, the folder of the model")
             batch.append(piece)
-            chars += len(piece.content) + 16
-            if chars < BATCH_CHARS:
-                continue
-        if batch:
+            chars += len(content) + 16
+        if batch and (chars >= BATCH_CHARS or not isinstance(content, str)):
             yield _encode(batch, tokenizer)
             batch, chars = [], 0
-        if not isinstance(piece.content, str):
-            tokens = np.append(piece.content, SEPARATOR) if piece.last else piece.content
-            yield Block(tokens, 1, piece.n_bytes)
+        if not isinstance(content, str):
+            yield Block(np.append(content, SEPARATOR) if piece.last else content, 1, piece.n_bytes)
     if batch:
         yield _encode(batch, tokenizer)
 

@@ -8,17 +8,21 @@ import os
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
+from freedraft.files import write_all
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 
 BLOCK_BYTES = 64 << 20
 _STEP_BYTES = 1 << 20
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 class FileEntry(BaseModel, frozen=True):
@@ -33,70 +37,44 @@ class FileEntry(BaseModel, frozen=True):
 class Bounds(NamedTuple):
     """The least and the greatest number that a file of int32 may hold, and whether none may be below the one before."""
 
-    low: int
-    high: int
+    low: int = -(1 << 31)
+    high: int = (1 << 31) - 1
     rising: bool = False
 
 
 Checked = tuple[Path, FileEntry, Bounds]
 
 
-class ChecksummedFile:
-    """Writes a new file of mode 0600 and its checksums in one pass; on disk when closed.
-
-    Raises:
-        DatastoreError: the file exists already or cannot be written.
-    """
+class NewFile(FileIO):
+    """A new file of mode 0600; `DatastoreError` where it exists already or cannot be written."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.size = path, 0
-        self._sums: list[tuple[str, str]] = []
-        self._crc, self._sha = 0, hashlib.sha256()
         with reporting("write", path):
-            # Unbuffered: callers hand over large arrays.
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._file = os.fdopen(fd, "wb", buffering=0)
+            super().__init__(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
-    def write(self, data: NDArray[Any]) -> None:
-        """Append the bytes of a contiguous array."""
-        view = data.view(np.uint8).data
-        while view:
-            part = view[: min(_STEP_BYTES, BLOCK_BYTES - self.size % BLOCK_BYTES)]
-            with reporting("write", self.path):
-                part = part[: self._file.write(part)]
-            self._crc = zlib.crc32(part, self._crc)
-            self._sha.update(part)
-            self.size += len(part)
-            if self.size % BLOCK_BYTES == 0:
-                self._end_block()
-            view = view[len(part) :]
-
-    def close(self) -> FileEntry:
-        """Flush to the disk and return what to record."""
-        with reporting("write", self.path):
-            os.fsync(self._file.fileno())
-            self._file.close()
-        if self.size % BLOCK_BYTES:
-            self._end_block()
-        crc32, sha256 = zip(*self._sums, strict=True) if self._sums else ((), ())
-        return FileEntry(size=self.size, crc32=crc32, sha256=sha256)
-
-    def _end_block(self) -> None:
-        self._sums.append((f"{self._crc:08x}", self._sha.hexdigest()))
-        self._crc, self._sha = 0, hashlib.sha256()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
+    def append(self, array: NDArray[np.int32]) -> None:
+        """Write a contiguous array."""
+        with reporting("write", Path(self.name)):
+            write_all(self.fileno(), array.view(np.uint8).data)
 
 
 def write_array(path: Path, array: NDArray[np.integer]) -> FileEntry:
-    """Write a new file of little-endian int32, and return what to record; errors as of `ChecksummedFile`."""
-    with ChecksummedFile(path) as file:
-        file.write(np.ascontiguousarray(array, "<i4"))
-        return file.close()
+    """Write a new file of little-endian int32, and return what to record; errors as of `NewFile`."""
+    with NewFile(path) as file:
+        file.append(np.ascontiguousarray(array, "<i4"))
+    return record(path)
+
+
+def record(path: Path) -> FileEntry:
+    """Flush a file that was written to the disk, and return what to record of it."""
+    with reporting("write", path), path.open("rb") as file:
+        os.fsync(file.fileno())
+    size = path.stat().st_size
+    blocks = range(0, size, BLOCK_BYTES)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        crc32 = tuple(found for found, _ in pool.map(partial(_scan, path, False), blocks))
+        sha256 = tuple(found for found, _ in pool.map(partial(_scan, path, True), blocks))
+    return FileEntry(size=size, crc32=crc32, sha256=sha256)
 
 
 def check(files: Iterable[Checked], *, contents: bool = True, pinned: bool = False) -> None:
@@ -119,14 +97,25 @@ def check(files: Iterable[Checked], *, contents: bool = True, pinned: bool = Fal
         if pinned and len(entry.sha256) != len(entry.crc32):
             raise DatastoreError(f"{path} has no SHA-256 in the manifest, so a digest cannot pin it: {REBUILD}")
         sums = entry.sha256 if pinned else entry.crc32
-        blocks += [(path, index * BLOCK_BYTES, expected, bounds) for index, expected in enumerate(sums)]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(_check_block, blocks if contents else ()))  # cancels what is left at the first that raises
+        blocks += [(path, index * BLOCK_BYTES, bounds, expected) for index, expected in enumerate(sums)]
+
+    def check_block(block: tuple[Path, int, Bounds, str]) -> None:
+        path, start, bounds, expected = block
+        found, in_bounds = _scan(path, pinned, start, bounds)
+        if found != expected:
+            differs = f"checksum of the block at byte {start} is {found}, not {expected}"
+            raise DatastoreError(f"{path} is corrupted: {differs}; restore it, or {REBUILD}")
+        if not in_bounds:
+            limits = f"outside {bounds.low}..{bounds.high}" + (" or that do not rise" if bounds.rising else "")
+            where = f"in the block at byte {start}"
+            raise DatastoreError(f"{path} holds numbers {limits} {where}: take the store from whom you trust")
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(check_block, blocks if contents else ()))  # cancels what is left at the first that raises
 
 
-def _check_block(block: tuple[Path, int, str, Bounds]) -> None:
-    path, start, expected, bounds = block
-    pinned = len(expected) > 8
+def _scan(path: Path, pinned: bool, start: int, bounds: Bounds = Bounds()) -> tuple[str, bool]:  # noqa: B008
+    """Return the SHA-256 (if `pinned`) or the CRC-32 of the block at `start`, and whether its numbers are in bounds."""
     crc, sha, in_bounds, before = 0, hashlib.sha256(), True, bounds.low
     with reporting("read", path), path.open("rb") as file:
         if start:
@@ -144,14 +133,4 @@ def _check_block(block: tuple[Path, int, str, Bounds]) -> None:
             if bounds.rising:
                 in_bounds &= before <= int(numbers[0]) and bool((numbers[1:] >= numbers[:-1]).all())
                 before = int(numbers[-1])
-    found = sha.hexdigest() if pinned else f"{crc:08x}"
-    if found != expected:
-        raise DatastoreError(
-            f"{path} is corrupted: checksum of the block at byte {start} is {found}, not {expected}; "
-            f"restore it, or {REBUILD}"
-        )
-    if not in_bounds:
-        limits = f"outside {bounds.low}..{bounds.high}" + (" or that do not rise" if bounds.rising else "")
-        raise DatastoreError(
-            f"{path} holds numbers {limits} in the block at byte {start}: take the store from whom you trust"
-        )
+    return sha.hexdigest() if pinned else f"{crc:08x}", in_bounds

@@ -10,29 +10,31 @@ The arrays are those of `SubIndex`, little-endian, without headers: each starts 
 are never changed once the manifest names them. A change of the store is new folders, then a manifest that replaces the
 old one atomically; a folder that no manifest names is garbage.
 
-Manifest keys may be added at the top, to a sub-index, to a file; see `manifest`. `format_version` changes only when the
-arrays or these rules do.
+Manifest keys may be added at the top, to a sub-index, to a file: readers ignore those that they do not know. What a
+reader must not ignore, a writer lists in `requires`; a reader refuses a manifest that requires a feature it lacks.
+`format_version` changes only when the arrays or these rules do.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
+import zlib
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 import freedraft
+from freedraft.files import write_atomically
 from sssd_plugin.datastore.disk.checksum import BLOCK_BYTES, Bounds, Checked, FileEntry
-from sssd_plugin.datastore.disk.manifest import ChecksummedManifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, direct_buckets
 
 MANIFEST = "manifest.json"
-LIVE = "live"
-"""Folder of what was learnt while serving; see `sssd_plugin.datastore.live.folder`."""
+LIVE = "live"  # folder of what was learnt while serving; see `sssd_plugin.datastore.live.folder`
 MAX_VOCAB_SIZE = 1 << 31
 
 Role = Literal["tokens", "suffix_array", "bucket_starts", "sparse_index"]
@@ -61,22 +63,93 @@ class SubIndexEntry(BaseModel, frozen=True):
     max_token: Annotated[int, Field(ge=-1, lt=MAX_VOCAB_SIZE)]
     files: dict[Role, FileEntry]
 
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """Of its files; older stores have no sparse index, which is then made when they are opened."""
-        return ROLES if "sparse_index" in self.files else ROLES[:3]
+    def layout(self, vocab_size: int) -> dict[Role, tuple[int, Bounds]]:
+        """Return how many numbers each file holds, and which they may be. Older stores have no sparse index, which is
+        then made when they are opened."""
+        n, m, ids = self.n_tokens + self.n_documents, self.n_tokens, Bounds(SEPARATOR, self.max_token)
+        layout: dict[Role, tuple[int, Bounds]] = {
+            "tokens": (n + PAD, ids),
+            "suffix_array": (m, Bounds(0, n - 1)),
+            "bucket_starts": (direct_buckets(vocab_size) + 1, Bounds(0, m, rising=True)),
+        }
+        return layout | ({"sparse_index": (-(-m // SPARSE_STEP), ids)} if "sparse_index" in self.files else {})
 
     @property
-    def size(self) -> int:
-        """Bytes on disk."""
+    def size(self) -> int:  # bytes on disk
         return sum(entry.size for entry in self.files.values())
 
 
 class TokenizerEntry(BaseModel, frozen=True):
-    """The tokenizer whose ids the store holds; see `sssd_plugin.datastore.tokenizer.fingerprint`."""
-
     name: str
-    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # see `sssd_plugin.datastore.tokenizer`
+
+
+class ChecksummedManifest(BaseModel, frozen=True):
+    """The base of JSON files that say what a folder holds, with a checksum of themselves; `format` and `format_version`
+    are literals with a default in each of them.
+
+    Attributes:
+        DESCRIBES: what the manifest describes, in a few words.
+        REMEDY: what helps against damage, where there is nothing to restore.
+        ALTERNATIVE: what helps, other than an upgrade, against a version that is too new.
+    """
+
+    DESCRIBES: ClassVar[str]
+    REMEDY: ClassVar[str]
+    ALTERNATIVE: ClassVar[str]
+    format: str
+    format_version: int
+
+    def write(self, path: Path) -> None:
+        """Write, or atomically replace, the file, mode 0600; `OSError` if the disk refuses."""
+        write_atomically(path, self.content())
+
+    def content(self) -> bytes:
+        content = self.model_dump(mode="json")
+        return (json.dumps(content | {"checksum": checksum(content)}, indent=1) + "\n").encode()
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read and check the file; raises `DatastoreError` also where it is missing."""
+        with reporting("read", path):
+            return cls.parse(path.read_bytes(), path)
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path | str) -> Self:
+        """Check the contents of the file at `path`; `DatastoreError` if it is damaged, describes something else, or is
+        newer than this version reads."""
+        ours = f"freedraft {freedraft.__version__}"
+        try:
+            content = json.loads(data)
+        except (ValueError, RecursionError):
+            raise DatastoreError(f"{path} is corrupted: not JSON; restore it, or {cls.REMEDY}") from None
+        if not isinstance(content, dict) or content.get("format") != cls.model_fields["format"].default:
+            raise DatastoreError(f"{path} does not describe {cls.DESCRIBES}: correct the path, or {cls.REMEDY}")
+        version, known = content.get("format_version"), cls.model_fields["format_version"].default
+        if isinstance(version, int) and version != known:
+            newer = version > known
+            remedy = f"upgrade freedraft, or {cls.ALTERNATIVE}" if newer else cls.REMEDY
+            order = f"{'newer' if newer else 'older'} than the {known} that {ours} reads"
+            raise DatastoreError(f"{path} has format version {version}, {order}: {remedy}")
+        if content.pop("checksum", None) != checksum(content):
+            raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {cls.REMEDY}")
+        required = content.get("requires")
+        if isinstance(required, list) and required:
+            unknown = f"{', '.join(map(str, required))}, which {ours} does not know"
+            raise DatastoreError(f"{path} requires {unknown}: upgrade freedraft, or {cls.ALTERNATIVE}")
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "contents"
+            message = first["msg"].removeprefix("Value error, ")
+            raise DatastoreError(f"{path} is not a valid manifest ({where}: {message}): {cls.REMEDY}") from None
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """Return the CRC-32 of a manifest's content without its checksum, in canonical JSON."""
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return f"{zlib.crc32(canonical.encode()):08x}"
 
 
 class Manifest(ChecksummedManifest, frozen=True):
@@ -109,25 +182,18 @@ class Manifest(ChecksummedManifest, frozen=True):
         if len({sub.name for sub in self.sub_indices}) != len(self.sub_indices):
             raise ValueError("two sub-indices have the same name")
         for sub in self.sub_indices:
-            items = {
-                "tokens": sub.n_tokens + sub.n_documents + PAD,
-                "suffix_array": sub.n_tokens,
-                "bucket_starts": direct_buckets(self.vocab_size) + 1,
-                "sparse_index": -(-sub.n_tokens // SPARSE_STEP),
-            }
-            for role in sub.roles:
+            for role, (items, _) in sub.layout(self.vocab_size).items():
                 if role not in sub.files:
                     raise ValueError(f"sub-index {sub.name} lacks its {role}")
                 entry = sub.files[role]
-                if entry.size != 4 * items[role] or len(entry.crc32) != -(-entry.size // BLOCK_BYTES):
+                if entry.size != 4 * items or len(entry.crc32) != -(-entry.size // BLOCK_BYTES):
                     raise ValueError(f"the {role} of sub-index {sub.name} do not agree with its counts")
             if sub.max_token >= self.vocab_size:
                 raise ValueError(f"sub-index {sub.name} holds ids beyond the vocabulary")
         return self
 
     @property
-    def n_tokens(self) -> int:
-        """Tokens of all documents, separators not counted."""
+    def n_tokens(self) -> int:  # separators not counted
         return sum(sub.n_tokens for sub in self.sub_indices)
 
     @property
@@ -135,27 +201,20 @@ class Manifest(ChecksummedManifest, frozen=True):
         return sum(sub.n_documents for sub in self.sub_indices)
 
     @property
-    def max_token(self) -> int:
-        """Largest token id; -1 if there is none."""
+    def max_token(self) -> int:  # -1 if there is none
         return max((sub.max_token for sub in self.sub_indices), default=-1)
 
     @property
-    def size(self) -> int:
-        """Bytes on disk, the manifest not counted."""
+    def size(self) -> int:  # bytes on disk, the manifest not counted
         return sum(sub.size for sub in self.sub_indices)
 
     def files(self, directory: Path) -> list[Checked]:
         """Return the paths of all array files under `directory`, their entries, and the numbers they may hold."""
-        files: list[Checked] = []
-        for sub in self.sub_indices:
-            bounds: dict[Role, Bounds] = {
-                "tokens": Bounds(SEPARATOR, sub.max_token),
-                "suffix_array": Bounds(0, sub.n_tokens + sub.n_documents - 1),
-                "bucket_starts": Bounds(0, sub.n_tokens, rising=True),
-                "sparse_index": Bounds(SEPARATOR, sub.max_token),
-            }
-            files += [(directory / sub.name / file_name(role), sub.files[role], bounds[role]) for role in sub.roles]
-        return files
+        return [
+            (directory / sub.name / file_name(role), sub.files[role], bounds)
+            for sub in self.sub_indices
+            for role, (_, bounds) in sub.layout(self.vocab_size).items()
+        ]
 
 
 def digest(directory: Path) -> str:
@@ -165,11 +224,7 @@ def digest(directory: Path) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read and check the manifest of `directory`.
-
-    Raises:
-        DatastoreError: there is no store, it is of a newer format, or its manifest is damaged.
-    """
+    """Read and check the manifest of `directory`; `DatastoreError` if there is none, or it is damaged or newer."""
     if sys.byteorder != "little":
         raise DatastoreError(f"{directory} holds little-endian arrays, which this machine cannot map: use another one")
     path = directory / MANIFEST
@@ -177,9 +232,7 @@ def read_manifest(directory: Path) -> Manifest:
         if path.exists():
             return Manifest.read(path)
         if not directory.exists():
-            raise DatastoreError(
-                f"no datastore at {directory}: correct the path, or build one with "
-                f"`freedraft datastore build {directory} --tokenizer DIR INPUT...`"
-            )
+            build = f"`freedraft datastore build {directory} --tokenizer DIR INPUT...`"
+            raise DatastoreError(f"no datastore at {directory}: correct the path, or build one with {build}")
     wrong = f"is not a datastore (no {MANIFEST})" if directory.is_dir() else "is a file, not a datastore"
     raise DatastoreError(f"{directory} {wrong}: give the directory that `freedraft datastore build` made, or build one")

@@ -33,11 +33,7 @@ def cache_folder() -> Path:
 
 
 def open_url(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of `url`, and the path there.
-
-    Raises:
-        DatastoreError: fsspec or its driver is not installed.
-    """
+    """Return the fsspec file system of `url`, and the path there; `DatastoreError` without fsspec or its driver."""
     try:
         import fsspec
     except ImportError:
@@ -60,9 +56,8 @@ def reaching(url: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DatastoreError(f"no space left for {url}: free some, or set FREEDRAFT_CACHE") from None
-        raise UnreachableError(
-            f"cannot reach {url}: {first_line(error)}; check the address and the access rights"
-        ) from None
+        why = f"{first_line(error)}; check the address and the access rights"
+        raise UnreachableError(f"cannot reach {url}: {why}") from None
 
 
 def local_copy(url: str, cache: Path | None = None) -> Path:
@@ -101,25 +96,26 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
 def _complete(target: Path, content: bytes, files: Any, root: str, url: str) -> None:
     """Fetch what is missing or damaged. The manifest comes last: a copy that has one was whole."""
     for path, entry, bounds in Manifest.parse(content, f"{url}/{MANIFEST}").files(target):
+        pinned, name = bool(entry.sha256), path.relative_to(target).as_posix()
         with contextlib.suppress(DatastoreError):
-            check([(path, entry, bounds)], pinned=bool(entry.sha256))
+            check([(path, entry, bounds)], pinned=pinned)
             continue
-        with reporting("write", path):
-            if path.parent.is_symlink():  # as earlier versions kept copies
-                path.parent.unlink()
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        part, name = path.with_name(f".{path.name}.part"), f"{root}/{path.relative_to(target).as_posix()}"
+        part = path.with_name(f".{path.name}.part")
         try:
+            with reporting("write", path):
+                if path.parent.is_symlink():  # as earlier versions kept copies
+                    path.parent.unlink()
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with reaching(url):
-                files.get_file(name, str(part))
-            check([(part, entry, bounds)], pinned=bool(entry.sha256))
+                files.get_file(f"{root}/{name}", str(part))
+            check([(part, entry, bounds)], pinned=pinned)
             with reporting("write", path):
                 with part.open("rb") as file:
                     os.fsync(file.fileno())
                 part.replace(path)
                 fsync_folder(path.parent)
         except DatastoreError as error:
-            raise type(error)(str(error).replace(str(part), f"{url}/{path.relative_to(target)}")) from None
+            raise type(error)(str(error).replace(str(part), f"{url}/{name}")) from None
         finally:
             part.unlink(missing_ok=True)
     with reporting("write", target / MANIFEST):

@@ -1,4 +1,4 @@
-"""`Datastore`: a store on disk, opened read-only for drafting."""
+"""`Datastore`: a store on disk, opened read-only for drafting; `audit`: checks of its contents beyond checksums."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Self
 
 import numpy as np
 
+from freedraft.compiled import compiled
 from sssd_plugin.datastore.disk.checksum import check
-from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, SubIndexEntry, digest, file_name, read_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, Role, SubIndexEntry, digest, file_name, read_manifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.index.suffix_sort import before, fill_sparse, fill_starts
+
+SAMPLES = 100_000
 
 
 class Datastore:
@@ -22,8 +26,7 @@ class Datastore:
     """
 
     def __init__(self, path: Path, manifest: Manifest, snapshot: Snapshot) -> None:
-        self.path = path
-        self.manifest = manifest
+        self.path, self.manifest = path, manifest
         self._snapshot: Snapshot | None = snapshot
 
     @classmethod
@@ -86,7 +89,6 @@ class Datastore:
 
 
 def _check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerprint: str | None) -> None:
-    """Raise `DatastoreError` if the store at `path` was made for another tokenizer or a larger vocabulary."""
     other = manifest.tokenizer
     command = f"`freedraft datastore build {path} --force --tokenizer MODEL INPUT...`"
     if fingerprint is not None and other is not None and other.fingerprint != fingerprint:
@@ -102,9 +104,75 @@ def _check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerpr
 
 
 def _map(folder: Path, sub: SubIndexEntry) -> SubIndex:
-    arrays = []
-    for role in sub.roles:
+    arrays = {}
+    for role, entry in sub.files.items():
         file = folder / file_name(role)
         with reporting("map", file):
-            arrays.append(np.asarray(np.memmap(file, "<i4", "r")) if sub.files[role].size else np.zeros(0, np.int32))
-    return SubIndex(*arrays)
+            arrays[role] = np.asarray(np.memmap(file, "<i4", "r")) if entry.size else np.zeros(0, np.int32)
+    return SubIndex(**arrays)
+
+
+def audit(store: Datastore, *, full: bool = False) -> None:
+    """Check the counts, the tables and the suffix arrays in a store that was opened with `verify`.
+
+    Counts and tables are compared with the tokens, all of them. That the suffix array is a permutation of the suffixes
+    is checked by sums of its entries and of their squares, and that it is sorted on `SAMPLES` neighbours; with `full`
+    both are proved for every entry, in a byte of memory per token.
+
+    Raises:
+        DatastoreError: the first thing that is wrong, with its file.
+    """
+    for entry, sub in zip(store.manifest.sub_indices, store.snapshot.sub_indices, strict=True):
+        tokens, order = sub.tokens[: sub.n], sub.suffix_array
+        n_documents, largest, permutes = _facts(tokens, order, full)
+        starts, sparse = np.zeros_like(sub.bucket_starts), np.zeros_like(sub.sparse_index)
+        fill_starts(sub.tokens, starts)
+        fill_sparse(sub.tokens, order, sparse)
+        unsorted = _first_unsorted(sub.tokens, order, 1 if full else max(1, len(order) // SAMPLES))
+        counts = (n_documents, largest) == (entry.n_documents, entry.max_token)
+        starts_agree, sparse_agrees = (
+            np.array_equal(starts, sub.bucket_starts),
+            np.array_equal(sparse, sub.sparse_index),
+        )
+        facts: list[tuple[Role, bool, str]] = [
+            ("tokens", counts, "document count or largest id differ from the manifest's"),
+            ("tokens", not len(tokens) or tokens[-1] == SEPARATOR, "the last document is not closed"),
+            ("bucket_starts", starts_agree, "it does not agree with the tokens"),
+            ("sparse_index", sparse_agrees, "it does not agree with the tokens and the suffix array"),
+            ("suffix_array", permutes, "it is no permutation of the suffixes"),
+            ("suffix_array", unsorted < 0, f"not sorted at entry {unsorted}"),
+        ]
+        for role, right, wrong in facts:
+            if not right:
+                raise DatastoreError(f"{store.path / entry.name / file_name(role)} is wrong: {wrong}; {REBUILD}")
+
+
+@compiled(nogil=True)
+def _facts(tokens, order, full):
+    """Return the number of separators, the largest id, and whether `order` has the sum of the suffixes and of their
+    squares (mod 2^64) and, if `full`, each suffix once."""
+    separators, largest, sums, squares = 0, SEPARATOR, np.uint64(0), np.uint64(0)
+    for i in range(len(tokens)):
+        largest = max(largest, tokens[i])
+        if tokens[i] == SEPARATOR:
+            separators += 1
+        else:
+            sums += np.uint64(i)
+            squares += np.uint64(i) * np.uint64(i)
+    once, seen = True, np.zeros(len(tokens) if full else 0, np.bool_)
+    for p in order:
+        sums -= np.uint64(p)
+        squares -= np.uint64(p) * np.uint64(p)
+        if full:
+            once &= not seen[p] and tokens[p] != SEPARATOR
+            seen[p] = True
+    return separators, largest, once and sums == 0 and squares == 0
+
+
+@compiled(nogil=True)
+def _first_unsorted(tokens, order, step):
+    """Compare every `step`-th suffix with its successor; return the first that should come later, or -1."""
+    for i in range(0, len(order) - 1, step):
+        if before(tokens, order[i + 1], order[i], 0):
+            return i
+    return -1

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
-from sssd_plugin.datastore.index.layout import PAD
+from sssd_plugin.datastore.index.suffix_sort import PAD
 
 
 def installed() -> bool:
@@ -19,14 +19,12 @@ def installed() -> bool:
 
 
 def bytes_per_token(largest: int) -> int:
-    """Return the memory, of each token, that `sorted_suffixes` takes where `largest` is the largest id: the token, its
-    bytes, the place of each byte (int32), and a sparse index."""
+    # The token, its bytes, the place of each byte (int32), and a sparse index.
     return 4 + 5 * _width(largest) + 1
 
 
 def can_sort(n: int, largest: int) -> bool:
-    """Return whether so many tokens can be sorted: places of bytes are int32."""
-    return n * _width(largest) < 1 << 31
+    return n * _width(largest) < 1 << 31  # places of bytes are int32
 
 
 def sorted_suffixes(tokens: NDArray[np.int32], largest: int) -> NDArray[np.int32]:
@@ -41,7 +39,7 @@ def sorted_suffixes(tokens: NDArray[np.int32], largest: int) -> NDArray[np.int32
 
 
 def _width(largest: int) -> int:
-    """Return the bytes of an id plus one: 0 is the separator."""
+    # Bytes of an id plus one: 0 is the separator.
     return max(1, -(-(largest + 1).bit_length() // 8))
 
 

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
-from sssd_plugin.datastore.index.layout import PAD, PADDING, SEPARATOR
 from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex, direct_buckets
-from sssd_plugin.datastore.index.suffix_sort import merge_into, sorted_arrays, with_tables
+from sssd_plugin.datastore.index.suffix_sort import PAD, PADDING, SEPARATOR, merge_into, sorted_arrays, with_tables
 
 _LARGE = 1 << 18  # bytes
 _BUCKETS_FROM = 4  # direct buckets cost 4 bytes an id, so only runs of at least a quarter as many tokens have them
@@ -86,13 +85,11 @@ class Run:
     documents: NDArray[np.int64]
 
     @property
-    def n(self) -> int:
-        """Tokens, separators included."""
+    def n(self) -> int:  # tokens, separators included
         return self.sub.n
 
     @property
-    def row(self) -> NDArray[np.int64]:
-        """Of a `Snapshot.table`."""
+    def row(self) -> NDArray[np.int64]:  # of a `Snapshot.table`
         return self.sub.row
 
 
@@ -111,7 +108,6 @@ def with_document(run: Run | None, document: NDArray[np.int32], vocab_size: int,
 
 
 def merged(older: Run, newer: Run, vocab_size: int) -> Run:
-    """Merge two runs."""
     arrays = _merged(
         older.sub.tokens, older.sub.suffix_array, newer.sub.tokens, newer.sub.suffix_array, direct_buckets(vocab_size)
     )
@@ -119,12 +115,8 @@ def merged(older: Run, newer: Run, vocab_size: int) -> Run:
 
 
 def without(run: Run, vocab_size: int, keep: NDArray[np.bool_], excess: int = 0) -> Run | None:
-    """Leave out documents; None if none is left.
-
-    Args:
-        keep: bool [d], the documents that stay,
-        excess: of them not those that start in the first so many tokens.
-    """
+    """Leave out documents that `keep` (bool [d]) does not name or that start in the first `excess` tokens; None if none
+    is left."""
     arrays, cut = _without(run.sub.tokens, run.sub.suffix_array, excess, keep, direct_buckets(vocab_size))
     left = run.documents[cut:][keep[cut:]]
     return Run(SubIndex(*arrays), left) if len(left) else None
@@ -160,7 +152,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _hand_back(array: NDArray[np.int32]) -> None:
-    """Let the system have the memory of an array that nobody reads any more."""
     start = -(-array.ctypes.data // _PAGE) * _PAGE
     size = (array.ctypes.data + array.nbytes) // _PAGE * _PAGE - start
     if size >= _LARGE and sys.platform == "linux":

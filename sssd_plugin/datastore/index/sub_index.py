@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.index.layout import PAD, PADDING, SEPARATOR, SPARSE_STEP
-from sssd_plugin.datastore.index.suffix_sort import sorted_arrays
+from sssd_plugin.datastore.index.suffix_sort import PAD, PADDING, SEPARATOR, SPARSE_STEP, sorted_arrays
 
 MAX_DIRECT_BUCKETS = 1 << 20
 MAX_TOKENS = (1 << 31) - 1 - PAD
@@ -56,13 +55,11 @@ class SubIndex:
         object.__setattr__(self, "row", np.array([*addresses[:3], *sizes, addresses[3]], np.int64))
 
     @property
-    def n(self) -> int:
-        """Tokens, separators between documents included, padding not."""
+    def n(self) -> int:  # tokens, separators between documents included, padding not
         return len(self.tokens) - PAD
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays."""
         return self.tokens.nbytes + self.suffix_array.nbytes + self.bucket_starts.nbytes + self.sparse_index.nbytes
 
     @classmethod
@@ -79,18 +76,13 @@ class SubIndex:
         return cls(*sorted_arrays(np.concatenate([tokens, PADDING], dtype=np.int32), direct_buckets(vocab_size)))
 
 
-def direct_buckets(vocab_size: int) -> int:
-    """Return the number of ids that have a bucket of their own."""
+def direct_buckets(vocab_size: int) -> int:  # ids that have a bucket of their own
     return min(vocab_size, MAX_DIRECT_BUCKETS)
 
 
 class Snapshot:
-    """An immutable set of sub-indices, as one step sees them.
-
-    Attributes:
-        sub_indices: what was given, in order.
-        table: int64 [J, TABLE_COLUMNS], addresses and sizes for compiled code. Valid while the snapshot lives.
-    """
+    """An immutable set of sub-indices, as one step sees them; `table`, int64 [J, TABLE_COLUMNS], has their
+    addresses and sizes for compiled code, valid while the snapshot lives."""
 
     __slots__ = ("sub_indices", "table")
 
@@ -103,6 +95,5 @@ class Snapshot:
         return cls(())
 
     @property
-    def n_tokens(self) -> int:
-        """Tokens of all sub-indices, separators included."""
+    def n_tokens(self) -> int:  # separators included
         return sum(sub.n for sub in self.sub_indices)

@@ -7,8 +7,11 @@ reads (a match, and a draft behind it, of at most 64 each), so text that repeats
 import numpy as np
 
 from freedraft.compiled import compiled
-from sssd_plugin.datastore.index.layout import PAD, SPARSE_STEP
 
+SEPARATOR = -1  # after every document; below every token id, so it sorts first, and no draft crosses it
+PAD = 32  # separators after the last document: compiled code may look this far beyond any suffix start, unchecked
+PADDING = np.full(PAD, SEPARATOR, np.int32)
+SPARSE_STEP = 16  # suffixes per entry of the sparse index: one cache line of the suffix array
 DEPTH = 128
 _SMALL = 12
 _STACK = 256
@@ -30,12 +33,8 @@ def before(tokens, p, q, depth):
 def sort_into(tokens, begin, end, order):
     """Sort the suffixes of tokens[begin:end] that do not start with a separator into `order`; return their number.
 
-    Three-way radix quicksort (Bentley and Sedgewick, 1997) over tokens.
-
-    Args:
-        tokens: int32, a separator after each document and PAD more at the end.
-        order: int32, room for them, out.
-    """
+    Three-way radix quicksort (Bentley and Sedgewick, 1997) over tokens (int32, a separator after each document and PAD
+    more at the end)."""
     n = 0
     for i in range(begin, end):
         if tokens[i] >= 0:
@@ -72,9 +71,8 @@ def sort_into(tokens, begin, end, order):
                 order[i], order[b] = order[b], p
             else:
                 i += 1
-        sorted_to = (
-            b if pivot < 0 or depth + 1 >= DEPTH else a
-        )  # of the middle part: suffixes as long as that are equal
+        # Suffixes of the middle part that are as long as that are equal.
+        sorted_to = b if pivot < 0 or depth + 1 >= DEPTH else a
         parts = ((lo, a, depth), (b, hi, depth), (sorted_to, b, depth + 1))
         # The largest part is sorted last, so that few are waiting at any time.
         largest = 0
@@ -91,14 +89,8 @@ def sort_into(tokens, begin, end, order):
 
 @compiled(nogil=True)
 def merge_into(tokens, first, second, shift, order):
-    """Merge two sorted lists of suffixes of `tokens`; on a tie the first list's come first.
-
-    Args:
-        tokens: int32, as for `sort_into`.
-        first: int32, places.
-        second: int32, places minus `shift`.
-        order: int32 [the length of both], out.
-    """
+    """Merge two sorted lists of suffixes of `tokens` (int32) into `order`: those at `first`, and those at `second` plus
+    `shift`; on a tie the first list's come first."""
     n, j = 0, 0
     for p in first:
         while j < len(second) and before(tokens, second[j] + shift, p, 0):

@@ -20,8 +20,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
-from sssd_plugin.datastore.disk.format import Digest, Isolation
-from sssd_plugin.datastore.disk.manifest import ChecksummedManifest
+from sssd_plugin.datastore.disk.format import ChecksummedManifest, Digest, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 
 MANIFEST = "manifest.json"
