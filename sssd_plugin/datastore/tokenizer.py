@@ -16,16 +16,12 @@ __all__ = ["fingerprint", "load", "vocab_size"]
 
 
 def vocab_size(tokenizer: HasVocabulary) -> int:
-    """Return the largest token id plus one."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def load(path: Path | str) -> Tokenizer:
-    """Return the tokenizer of a model folder (or of the `tokenizer.json` in one), with truncation and padding off.
-
-    Raises:
-        DatastoreError: no such folder, no tokenizer in it, or transformers is not installed.
-    """
+    """Return the tokenizer of a model folder (or of the `tokenizer.json` in one), with truncation and padding off;
+    `DatastoreError` if there is none, or transformers is not installed."""
     path = Path(path)
     remedy = "give the folder of the model, with its tokenizer.json"
     if not path.exists():
@@ -33,15 +29,14 @@ def load(path: Path | str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        install = "in the clone of freedraft, pip install '.[calibrate]'"
-        raise DatastoreError(f"reading a tokenizer needs transformers: {install}") from None
+        needs = "needs transformers: in the clone of freedraft, pip install '.[calibrate]'"
+        raise DatastoreError(f"reading a tokenizer {needs}") from None
     folder = path if path.is_dir() else path.parent
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise DatastoreError(
-            f"{folder} holds no tokenizer that transformers can load ({first_line(error)}): {remedy}"
-        ) from None
+        wrong = f"holds no tokenizer that transformers can load ({first_line(error)})"
+        raise DatastoreError(f"{folder} {wrong}: {remedy}") from None
     tokenizer = getattr(loaded, "backend_tokenizer", None)
     if tokenizer is None:
         raise DatastoreError(f"the tokenizer of {folder} has no fast version: {remedy}")

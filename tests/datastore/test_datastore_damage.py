@@ -190,7 +190,7 @@ def test_unreadable_file(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_empty_store_opens(tmp_path: Path) -> None:
     Manifest(vocab_size=10, sub_indices=()).write(tmp_path / MANIFEST)
     with Datastore.open(tmp_path, vocab_size=1) as store:
-        assert store.n_tokens == 0 and store.snapshot.sub_indices == ()
+        assert store.manifest.n_tokens == 0 and store.snapshot.sub_indices == ()
         audit(store)
 
 

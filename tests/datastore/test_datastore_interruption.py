@@ -44,7 +44,7 @@ def check_whole(path: Path) -> None:
     """100 documents of one generation."""
     with Datastore.open(path) as store:
         documents = [d for sub in store.snapshot.sub_indices for d in documents_of(sub)]
-        assert store.n_tokens == 100_000
+        assert store.manifest.n_tokens == 100_000
         assert len({token for document in documents for token in document}) == 1
 
 

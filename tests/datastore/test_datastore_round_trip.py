@@ -49,7 +49,7 @@ def test_look_ups_equal_brute_force(corpus: tuple[list[list[int]], int, int | No
             # Documents in order, some cut where a sub-index is full.
             stored = [token for sub in subs for document in documents_of(sub) for token in document]
             assert stored == [token for document in kept for token in document]
-            assert store.n_tokens == len(stored)
+            assert store.manifest.n_tokens == len(stored)
             if len(subs) == 1:
                 assert documents_of(subs[0]) == kept
             ids = sorted(set(stored))

@@ -164,6 +164,6 @@ def test_commands_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.Monke
     assert run(app, ["verify", url]).exit_code == 0
     assert run(app, ["merge", str(tmp_path / "all"), url, str(tmp_path / "made")]).exit_code == 0
     with Datastore.open(tmp_path / "all") as store:
-        assert store.n_tokens == 10
+        assert store.manifest.n_tokens == 10
     missing = run(app, ["info", "memory://nowhere"])
     assert missing.exit_code == 2 and "no datastore at memory://nowhere" in " ".join(missing.stderr.split())

@@ -69,7 +69,7 @@ def test_the_engine_drafts_from_the_store(sssd: Any) -> None:
     from vllm import SamplingParams
 
     proposer = runner_of(sssd).drafter
-    assert proposer.guarded.method.store.n_tokens == 3000
+    assert proposer.guarded.method.store.manifest.n_tokens == 3000
     seen: list[list[int]] = []
     # No n-gram of the prompt comes again, so the draft can only be the store's.
     with spied(proposer, lambda step, drafts: seen.extend(drafts)):

@@ -60,11 +60,8 @@ class BuildCheckpoint:
         return self._progress["size"] // 4
 
     def blocks(self, tokenizer: Tokenizer | None) -> Iterator[Block]:
-        """Yield the kept tokens, then read on, and keep each block that the caller has taken without an error.
-
-        Raises:
-            DatastoreError: see `sources`; a full disk.
-        """
+        """Yield the kept tokens, then read on, and keep each block that the caller has taken without an error; errors
+        as of `sources`."""
         progress = self._progress
         # Not mapped: pages of a map would count as this process's memory.
         with reporting("read", self._tokens), self._tokens.open("a+b", buffering=0) as file:

@@ -19,10 +19,8 @@ class AtomicPublish:
     """A temporary sibling of `target`, locked while its builder lives, renamed to `target` at the end.
 
     Whenever the builder stops, even by SIGKILL, `target` is absent (or what it was) or whole. What a killed builder
-    leaves is a hidden sibling; the next build of the same target removes it.
-
-    Raises:
-        DatastoreError: `target` exists and may not be replaced or is no datastore, or the disk refuses.
+    leaves is a hidden sibling; the next build of the same target removes it. A `target` that exists and may not be
+    replaced, or is no datastore, is a `DatastoreError`.
     """
 
     def __init__(self, target: Path, *, replace: bool = False) -> None:

@@ -59,10 +59,7 @@ class Block(NamedTuple):
 
 def find_inputs(paths: Iterable[Path], pattern: str = "**/*") -> list[Input]:
     """Return the files that `paths` name; of a folder, sorted, those that match `pattern` and are not hidden or binary.
-
-    Raises:
-        DatastoreError: a path that does not exist, a named file that is binary, or nothing found.
-    """
+    `DatastoreError` if a path does not exist, a named file is binary, or nothing is found."""
     inputs: list[Input] = []
     for path in paths:
         with reporting("read", path):
@@ -97,20 +94,14 @@ def _kind(path: Path) -> Kind | None:
 
 
 def read_pieces(inputs: Iterable[Input], fields: Sequence[str] = ("text",)) -> Iterator[Piece]:
-    """Yield all documents of `inputs`, in order, in pieces.
-
-    Raises:
-        DatastoreError: a line that is not JSON or lacks a field, an array that holds no token ids; names file and line.
-    """
+    """Yield all documents of `inputs`, in order, in pieces; `DatastoreError` names file and line of what is not JSON,
+    lacks a field, or holds no token ids."""
     for path, kind, _ in inputs:
         with reporting("read", path):
-            match kind:
-                case "jsonl":
-                    yield from _read_jsonl(path, fields)
-                case "npy":
-                    yield from _read_npy(path)
-                case "text":
-                    yield from _read_text(path)
+            if kind == "jsonl":
+                yield from _read_jsonl(path, fields)
+            else:
+                yield from (_read_npy if kind == "npy" else _read_text)(path)
 
 
 def _read_text(path: Path) -> Iterator[Piece]:

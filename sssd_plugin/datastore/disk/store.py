@@ -72,11 +72,6 @@ class Datastore:
             raise ValueError(f"the datastore {self.path} is closed")
         return self._snapshot
 
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of all documents, separators not counted."""
-        return self.manifest.n_tokens
-
     def close(self) -> None:
         """Release the maps; may be called twice."""
         self._snapshot = None
