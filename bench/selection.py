@@ -41,7 +41,7 @@ from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode, load_t
 from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.pass_times import tokens_per_time
 from layerskip_plugin.selection.knn import Domains
-from layerskip_plugin.selection.swift import WINDOW, Swift
+from layerskip_plugin.selection.online_search import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
 
 MIX = (0.0, 0.3, 0.7, 1.0)
@@ -142,7 +142,7 @@ def stream(
             one = held[names[d]][p]
             used.append(list(swift.incumbent.sublayers))
             window[:] = [host.newest(one.tokens[: one.prompt + options.answer], WINDOW)]
-            swift.step(1e9, max_batches=1)
+            swift.step(1e9)
         return used
 
     for ratio in MIX:

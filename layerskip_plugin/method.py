@@ -26,12 +26,12 @@ from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
 from layerskip_plugin.draft_passes import Round
 from layerskip_plugin.knapsack_search import RunSublayer, Survivors, search
-from layerskip_plugin.lookahead import Cost, Costs, Recording
-from layerskip_plugin.lookahead.record_writer import RecordWriter
+from layerskip_plugin.lookahead import Cost, Costs
+from layerskip_plugin.lookahead.records import TOP
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.recipes import Recipes
-from layerskip_plugin.selection.swift import WINDOW
+from layerskip_plugin.selection.online_search import WINDOW
 from layerskip_plugin.skip_set import SkipSet
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("freedraft.layerskip")
 
 NAME = "layerskip"
+# Field of a request that names its skip set: in vLLM's `extra_args` (OpenAI server: "vllm_xargs"), in SGLang's
+# `custom_params`.
 REQUESTED = "skip_set"
-"""Where a request says which of several skip sets it wants: in vLLM's `extra_args` (OpenAI server: "vllm_xargs"), in
-SGLang's `custom_params`. The name is that of the file without its ending."""
+# Steps with drafts between two without, at first and at most where drafting doubles the speed; fewer where it brings
+# less: a step without drafts then costs less, and decides more.
 FIRST_BASELINE, RAREST_BASELINE = 4, 256
-"""Steps with drafts before the first one without between them, and before each later one at most, where drafting
-doubles the speed; fewer in proportion where it brings less: such a step then costs less, and decides more."""
 
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:
@@ -110,8 +110,9 @@ class LayerSkipMethod(ModelMethod):
         self.recipes = Recipes(self.selector.sets.values(), self.windows, context.page_size or 1)
         self.recipe: SkipSet | None = None  # of the present step; None: nothing is drafted
         self.lookahead = options.make_lookahead(context, self.recipes.all, self.auto)
+        self.recorder = options.make_recorder(context, self._prices)
         self.trees = options.tree and context.widths is not None and not context.chains
-        self.top_k = max(self.lookahead.needs_top, MAX_CANDIDATES if self.trees else 1)
+        self.top_k = max(self.lookahead.needs_top, MAX_CANDIDATES if self.trees else 1, TOP if self.recorder else 1)
         self.draft_passes: dict[SkipSet, Any] = {}
         self._model: DraftModel | None = None
         self._scorer: MatchnessScorer | None = None
@@ -120,7 +121,6 @@ class LayerSkipMethod(ModelMethod):
         self._last: Round | None = None
         self._batch = 1
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
-        self._records = RecordWriter(self.lookahead, self._prices)
         port = serve(options.metrics_port, context.rank, options.metrics_host)
         if alone:
             first = next(iter(self.selector.sets.values()))
@@ -154,10 +154,9 @@ class LayerSkipMethod(ModelMethod):
     def build(self, skip_set: SkipSet, *, optimize: bool) -> None:
         """Build the draft passes of a skip set with each of its windows."""
         assert self._model is not None
-        entropy = self.lookahead.needs_entropy
+        entropy = self.lookahead.needs_entropy or self.recorder is not None
         for recipe in self.recipes.of(skip_set):
-            draft_pass = self._model.build(recipe, top_k=self.top_k, entropy=entropy, optimize=optimize)
-            self.draft_passes[recipe] = draft_pass
+            self.draft_passes[recipe] = self._model.build(recipe, top_k=self.top_k, entropy=entropy, optimize=optimize)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -172,11 +171,13 @@ class LayerSkipMethod(ModelMethod):
         self._prompt_states.pop(request_id, None)
         self.selector.finish([request_id])
         self.lookahead.finish([request_id])
-        self._records.write_if_due(idle=not self._requested)
+        if self.recorder is not None:
+            self.recorder.finish([request_id], idle=not self._requested)
 
     def close(self) -> None:
         super().close()
-        self._records.close()
+        if self.recorder is not None:
+            self.recorder.close()
 
     def _prices(self) -> tuple[float, float] | None:
         """What a draft pass of the first recipe, and a further query token of each request, take in plain steps of the
@@ -252,9 +253,7 @@ class LayerSkipMethod(ModelMethod):
 
     @property
     def _cost(self) -> Cost | None:
-        """The policy that goes by costs, if it is one, recorded or not."""
-        policy = self.lookahead.inner if isinstance(self.lookahead, Recording) else self.lookahead
-        return policy if isinstance(policy, Cost) else None
+        return self.lookahead if isinstance(self.lookahead, Cost) else None
 
     def _recipe_to_draft(self) -> SkipSet | None:
         """The recipe that the present step drafts with. Where costs decide, some steps go without drafts, so that what
@@ -299,7 +298,10 @@ class LayerSkipMethod(ModelMethod):
         result = Round(step.request_ids, recipe, depth, self.top_k)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
         allowed[rows], place[rows] = limits, np.arange(len(rows))
-        lookahead.begin([step.request_ids[i] for i in rows.tolist()], recipe, depth, rest)
+        request_ids = [step.request_ids[i] for i in rows.tolist()]
+        lookahead.begin(request_ids, recipe, depth, rest)
+        if self.recorder is not None:
+            self.recorder.begin(request_ids if recipe == self.recipes.all[0] else (), depth)
         draft_round = model.start(step, self.draft_passes[recipe], rows, depth)
         active, read = rows[limits > 0], 0
         for position in range(depth):
@@ -319,9 +321,11 @@ class LayerSkipMethod(ModelMethod):
                 self._cost.read = read
             result.drafted[active] += 1
             latest[active] = result.tokens[active, position, 0]
-            top = result.probabilities[active, position, : lookahead.needs_top]
-            needed = result.entropy[active, position] if lookahead.needs_entropy else None
-            more = lookahead.should_continue(position, place[active], top, needed)
+            top, entropy = result.probabilities[active, position], result.entropy[active, position]
+            if self.recorder is not None:
+                self.recorder.put(position, place[active], top[:, :TOP], entropy)
+            needed = entropy if lookahead.needs_entropy else None
+            more = lookahead.should_continue(position, place[active], top[:, : lookahead.needs_top], needed)
             active = active[more & (allowed[active] > position + 1)]
         lookahead.end(int(result.drafted.max(initial=0)))
         return result
@@ -340,6 +344,8 @@ class LayerSkipMethod(ModelMethod):
             skip_set = self.recipes.skip_set_of(last.recipe)
             self.selector.selection.record_acceptance(ids, verified[judged], accepted[judged], skip_set)
         self.lookahead.record_acceptance(request_ids, verified, accepted, of_step)
+        if self.recorder is not None:
+            self.recorder.record_acceptance(request_ids, verified, accepted)
 
     def _propose(self, weights: tuple[int, int], max_weight: int, base: SkipSet) -> list[SkipSet]:
         """KnapSpec's sets on the newest tokens."""

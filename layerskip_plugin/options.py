@@ -12,24 +12,14 @@ from freedraft.config import LOCAL, PluginOptions, UserPath
 from freedraft.draft_pass import Window
 from freedraft.extras import require
 from freedraft.step import EngineContext
-from layerskip_plugin.lookahead import (
-    Confidence,
-    Cost,
-    Costs,
-    Disco,
-    DraftVerify,
-    Fixed,
-    Lookahead,
-    Recording,
-)  # fmt: skip
+from layerskip_plugin.lookahead import Confidence, Cost, Costs, Disco, DraftVerify, Fixed, Lookahead, Recorder
 from layerskip_plugin.lookahead.disco import Classifier
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Evaluate, Selection, Static
 from layerskip_plugin.selection.knapsack import Knapsack, Plan
-from layerskip_plugin.selection.knapspec import KnapSpec, Propose
 from layerskip_plugin.selection.knn import Domains, Knn
+from layerskip_plugin.selection.online_search import KnapSpec, Propose, Swift
 from layerskip_plugin.selection.serving import Selector
-from layerskip_plugin.selection.swift import Swift
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint, text_config
 
 LookaheadName = Literal["cost", "confidence", "adaptive", "disco", "fixed"]
@@ -164,40 +154,38 @@ class LayerSkipOptions(PluginOptions):
         """
         if self.window is None:
             return (None,)
-        config = text_config(context.hf_config)
+        config, page_size = text_config(context.hf_config), context.page_size or 1
         if getattr(config, "dual_chunk_attention_config", None):
             raise ValueError("option 'window' does not go with dual chunk attention: remove it")
-        attended, page_size = getattr(config, "sliding_window", None), context.page_size or 1
-        if getattr(config, "use_sliding_window", True) is False:
-            attended = None
-        narrowest = AUTO_WINDOWS[0] if self.window == "auto" else self.window
-        if self.sinks >= narrowest:
+        slides = getattr(config, "use_sliding_window", True) is not False
+        attended = getattr(config, "sliding_window", None) if slides else None
+        sizes = AUTO_WINDOWS if self.window == "auto" else (self.window,)
+        if self.sinks >= sizes[0]:
             raise ValueError(
-                f"option 'sinks' is {self.sinks} and leaves nothing of a window of {narrowest} tokens: set it to 16"
+                f"option 'sinks' is {self.sinks} and leaves nothing of a window of {sizes[0]} tokens: set it to 16"
             )
-        if self.window == "auto":
-            if self.lookahead != "cost":
-                raise ValueError(
-                    f"option 'window' auto needs lookahead cost, not {self.lookahead}: set it, or give a number"
-                )
-            if context.lengths is not None and len(context.lengths) == 1:
-                raise ValueError(
-                    "option 'window' auto needs draft lengths chosen at each step, and data-parallel replicas that "
-                    "share experts have one: give a number of tokens"
-                )
-            if context.lengths is not None:
-                raise ValueError(f"{self.needs_own_lengths}, or unset VLLM_USE_V2_MODEL_RUNNER")
-            usable = [w for w in AUTO_WINDOWS if w >= page_size and (attended is None or w < attended)]
-            return (*(Window(self.sinks, w - self.sinks) for w in usable), None)
-        if self.window < page_size:
+        if self.window != "auto" and self.window < page_size:
             raise ValueError(
                 f"option 'window' is {self.window} tokens, less than a page of the KV cache: set {page_size} or more"
             )
-        if attended is not None and self.window >= attended:
+        if self.window != "auto" and attended is not None and self.window >= attended:
             raise ValueError(
                 f"option 'window' is {self.window} tokens, and this model looks back {attended} at most: set fewer"
             )
-        return (Window(self.sinks, self.window - self.sinks),)
+        if self.window == "auto" and self.lookahead != "cost":
+            raise ValueError(
+                f"option 'window' auto needs lookahead cost, not {self.lookahead}: set it, or give a number"
+            )
+        if self.window == "auto" and context.lengths is not None:
+            if len(context.lengths) > 1:
+                raise ValueError(f"{self.needs_own_lengths}, or unset VLLM_USE_V2_MODEL_RUNNER")
+            raise ValueError(
+                "option 'window' auto needs draft lengths chosen at each step, and data-parallel replicas that "
+                "share experts have one: give a number of tokens"
+            )
+        usable = [w for w in sizes if w >= page_size and (attended is None or w < attended)]
+        windows = tuple(Window(self.sinks, w - self.sinks) for w in usable)
+        return (*windows, None) if self.window == "auto" else windows
 
     @property
     def needs_own_lengths(self) -> str:
@@ -241,56 +229,55 @@ class LayerSkipOptions(PluginOptions):
             ValueError: one line: a file is missing, damaged, or of another model or hardware, or options that do not go
                 together.
         """
-        if self.selection == "knapsack" and self.searches and not self.skip_set:
-            layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
-            return Selector(KnapSpec(layers, evaluate, propose, pass_times, model), self.search_share)
-        return Selector(self._selection(config, evaluate, hardware), self.search_share)
-
-    def _selection(self, config: Any, evaluate: Evaluate, hardware: str | None) -> Selection:
         name, file = self.selection, self.selection_file
+        layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
         if name in ("static", "swift") and file:
             raise ValueError(f"option 'selection_file' does not go with selection {name}: remove it")
-        if name == "static":
-            return Static(self.skip_sets(config))
-        if self.skip_set:
+        if name != "static" and self.skip_set:
             raise ValueError(f"option 'skip_set' does not go with selection {name}: remove one of the two")
-        layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
-        if name == "swift":
+        selection: Selection
+        if name == "static":
+            selection = Static(self.skip_sets(config))
+        elif name == "swift":
             # They take seconds to import: now, not in the midst of serving.
             require("selection swift", "calibrate", "bayes_opt.acquisition", "sklearn.gaussian_process")
             # The first and the last layer stay, as published: a start without them would be useless.
-            return Swift(layers, evaluate, model, protected=(0, 1, 2 * layers - 2, 2 * layers - 1))
-        if file is None:
-            raise ValueError(
-                f"selection {name} needs the option 'selection_file': make one with freedraft calibrate {name}"
-            )
-        if name == "knn":
-            return Knn(Domains.load(file, layers, model))
-        return Knapsack(Plan.load(file, layers, model, hardware), measured=self.lookahead == "cost")
+            selection = Swift(layers, evaluate, model, protected=(0, 1, 2 * layers - 2, 2 * layers - 1))
+        elif name == "knapsack" and file is None:
+            selection = KnapSpec(layers, evaluate, propose, pass_times, model)
+        elif file is None:
+            raise ValueError("selection knn needs the option 'selection_file': make one with freedraft calibrate knn")
+        elif name == "knapsack":
+            selection = Knapsack(Plan.load(file, layers, model, hardware), measured=self.lookahead == "cost")
+        else:
+            selection = Knn(Domains.load(file, layers, model))
+        return Selector(selection, self.search_share)
 
     def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
         """The lookahead policy that these options describe.
 
         Args:
-            recipes: skip sets with windows; verifications of the first one's drafts are recorded.
+            recipes: skip sets with windows.
             costs: what "cost" goes by; None where the engine decides by costs how much a step drafts.
 
         Raises:
             ValueError: one line: the classifier is missing, damaged or of another model.
         """
-        model = model_fingerprint(context.hf_config)
-        lookahead: Lookahead
         if self.lookahead == "cost" and context.lengths is not None:
-            lookahead = Fixed(context.max_draft_tokens)
-        elif self.lookahead == "cost":
-            lookahead = Cost(cast(Costs, costs), recipes, widths=context.widths, longest=context.max_draft_tokens)
-        elif self.lookahead == "fixed":
-            lookahead = Fixed(self.length or (context.max_draft_tokens if context.widths is None else 5))
-        elif self.lookahead == "disco":
+            return Fixed(context.max_draft_tokens)
+        if self.lookahead == "cost":
+            return Cost(cast(Costs, costs), recipes, widths=context.widths, longest=context.max_draft_tokens)
+        if self.lookahead == "fixed":
+            return Fixed(self.length or (context.max_draft_tokens if context.widths is None else 5))
+        if self.lookahead == "disco":
             if self.disco is None:
                 raise ValueError("lookahead disco needs a classifier: train one with freedraft calibrate disco")
-            lookahead = Disco(Classifier.load(self.disco, model))
-        else:
-            policy = Confidence if self.lookahead == "confidence" else DraftVerify
-            lookahead = policy() if self.threshold is None else policy(self.threshold)
-        return lookahead if self.record is None else Recording(lookahead, recipes[0], self.record, model)
+            return Disco(Classifier.load(self.disco, model_fingerprint(context.hf_config)))
+        policy = Confidence if self.lookahead == "confidence" else DraftVerify
+        return policy() if self.threshold is None else policy(self.threshold)
+
+    def make_recorder(
+        self, context: EngineContext, prices: Callable[[], tuple[float, float] | None] = lambda: None
+    ) -> Recorder | None:
+        """Where verifications are kept, if they are; `prices`: see `Recorder`."""
+        return None if self.record is None else Recorder(self.record, model_fingerprint(context.hf_config), prices)

@@ -18,20 +18,15 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 ALONE = RestOfBatch(0, 0, None)
-LEN_RATE = 0.1
-"""Of the newest round in how long rounds are of late."""
+LEN_RATE = 0.1  # weight of the newest round in the mean length of rounds
 
 
 class Candidate(NamedTuple):
-    """A recipe that a round may run.
-
-    Attributes:
-        votes: requests whose own skip set it has; requests: all that would draft with it.
-    """
+    """A recipe that a round may run."""
 
     recipe: SkipSet
-    votes: int
-    requests: int
+    votes: int  # requests with its skip set
+    requests: int  # that would draft with it
 
 
 class Lookahead(ABC):
@@ -39,57 +34,40 @@ class Lookahead(ABC):
 
     A round: `choose` says which recipe all its passes have; `begin` with the requests that draft; then the draft passes
     of one position at a time, each followed by `should_continue` for the requests that took part (also after the last
-    one allowed: policies learn from it); after verification `record_acceptance`. `finish` when requests end. A policy
-    belongs to one drafting thread.
+    one allowed: policies learn from it); after verification `record_acceptance`. `finish` when requests end.
 
     The token just drafted is always kept and verified, however unlikely it looks: dropping it after it was sampled
-    would change the distribution of what is accepted. A policy therefore only says whether another one follows.
-
-    Attributes:
-        needs_top: how many of the largest probabilities of a drafted token's distribution `should_continue`
-            wants (0, 1 or 10).
-        needs_entropy: whether it wants the distribution's entropy, in nats.
+    would change the distribution of what is accepted.
     """
 
-    needs_top: int = 0
+    needs_top: int = 0  # largest probabilities of a token's distribution that `should_continue` wants
     needs_entropy: bool = False
-
-    kind: int = PASS_KINDS
-    """What `DraftBatch.kinds` says of the tokens of the present round."""
+    kind: int = PASS_KINDS  # of the present round's tokens, in `DraftBatch.kinds`
+    _mean_len = 0.0
 
     def use(self, recipes: Sequence[SkipSet]) -> None:
         """Rounds run one of these recipes from now on; what was learnt of others is forgotten."""
 
     def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
-        """The recipe that a round of this step would run: the one of most votes, unless a policy knows better; None
-        without candidates. Called once per step.
+        """The recipe that a round of this step would run, by default that of most votes; None without candidates.
+        Called once per step.
 
         Args:
-            batch: all requests of the step; context: tokens of each, the mean.
+            batch: all requests of the step; context: their mean tokens.
         """
         return max(candidates, key=lambda candidate: candidate.votes).recipe if candidates else None
 
-    _mean_len = 0.0
-
     def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        """A round begins.
-
-        Args:
-            request_ids: those that draft; `rows` in `should_continue` are places in it.
-            recipe: of its passes.
-            max_draft_len: limit of the tokens drafted for one of them.
-            rest: the other requests of the step.
-        """
+        """A round of `recipe` begins, of at most `max_draft_len` tokens for each of these requests; `rows` in
+        `should_continue` are indices of them. `rest`: the other requests of the step."""
         self.max_draft_len = max_draft_len
 
     def expected_len(self) -> int:
-        """How many tokens the round that has begun is expected to draft for a request, at most; so many passes may run
-        before `should_continue` is asked of the first one. As many as rounds drafted of late, unless a policy knows
-        better."""
+        """Passes that may run before `should_continue` is asked of the first one: as many as recent rounds drafted."""
         return min(math.ceil(self._mean_len) or self.max_draft_len, self.max_draft_len)
 
     def end(self, length: int) -> None:
-        """A round ends, whose longest draft has so many tokens."""
+        """A round ends; tokens of its longest draft."""
         self._mean_len += (length - self._mean_len) * (LEN_RATE if self._mean_len else 1.0)
 
     @abstractmethod
@@ -111,9 +89,8 @@ class Lookahead(ABC):
 
         Args:
             request_ids: of length B, in any order; those that were not in the round are ignored.
-            drafted: int32[B], tokens drafted.
-            accepted: int32[B], how many of them were accepted; the bonus token does not count.
-            path: int32[B], the same with a token beside the chain that was accepted behind them.
+            drafted, accepted: int32[B], tokens of the chain, without the bonus token.
+            path: int32[B], tokens accepted, also beside the chain.
         """
 
     def finish(self, request_ids: Sequence[str]) -> None:
@@ -128,7 +105,6 @@ class RoundLog:
         self.begin((), 0)
 
     def begin(self, request_ids: Sequence[str], max_draft_len: int) -> None:
-        """Forget the last round."""
         self.row = {request: i for i, request in enumerate(request_ids)}
         self.features = np.zeros((len(request_ids), max_draft_len, self.width), np.float32)
         self.count = np.zeros(len(request_ids), np.int32)
@@ -141,9 +117,8 @@ class RoundLog:
     def verified(
         self, request_ids: Sequence[str], drafted: Ints, accepted: Ints
     ) -> tuple[Floats, NDArray[np.intp], Flags, NDArray[np.intp]]:
-        """The tokens that have a verdict: those accepted, and the first rejected one of each request.
-
-        What was drafted behind a rejected token says nothing: its context was wrong.
+        """The tokens that have a verdict: those accepted, and the first rejected one of each request. What was drafted
+        behind a rejected token says nothing: its context was wrong.
 
         Returns:
             features float32[N, width], position intp[N], accepted bool[N], place in `request_ids` intp[N]; by request,
@@ -151,18 +126,7 @@ class RoundLog:
         """
         rows = np.array([self.row.get(request, -1) for request in request_ids], np.intp)
         known = np.flatnonzero(rows >= 0)
-        rows, drafted, accepted = rows[known], np.asarray(drafted)[known], np.asarray(accepted)[known]
+        rows, drafted, accepted = rows[known], drafted[known], accepted[known]
         counts = np.minimum(np.minimum(drafted, accepted + 1), self.count[rows])
         place, position = np.nonzero(np.arange(self.features.shape[1]) < counts[:, None])
         return self.features[rows[place], position], position, position < accepted[place], known[place]
-
-
-def unit(name: str, value: float) -> float:
-    """`value`, if it lies in [0, 1].
-
-    Raises:
-        ValueError: it does not.
-    """
-    if not 0 <= value <= 1:
-        raise ValueError(f"lookahead: {name} must lie between 0 and 1, not {value}")
-    return float(value)

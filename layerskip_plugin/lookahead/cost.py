@@ -12,17 +12,16 @@ from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Candidate, Flags, Floats, Ints, Lookahead, RoundLog
-from layerskip_plugin.lookahead.recipe_record import MAX_DRAFT_LEN, RecipeRecord, to_bins
+from layerskip_plugin.lookahead.rates import MAX_DRAFT_LEN, RecipeRecord, to_bins
 from layerskip_plugin.lookahead.trials import Trials
 from layerskip_plugin.skip_set import SkipSet
 
+PRIOR = 0.8  # rate of acceptance believed at first
 MAX_KINDS = 16
+# Steps for which a decision to draft, or not to, stands while batch and candidates stay the same.
 DECISION_STEPS, IDLE_STEPS = 4, 16
-"""Steps for which a decision stands, as long as batch and candidates stay the same: which recipe drafts; that none
-does, until a trial says something new."""
+# Hysteresis: gain over no drafting required to switch drafting on again, and to keep it on.
 ON_MARGIN, STAY_MARGIN = 1.05, 1.02
-"""How much better than no drafting it must look to be switched on again, and to stay on: of what is about as good, the
-one whose times were measured too well looks better."""
 
 
 class Costs(Protocol):
@@ -32,7 +31,7 @@ class Costs(Protocol):
 
     @property
     def overrun(self) -> float:
-        """By how much a step with draft passes takes longer than its parts, as a factor."""
+        """Seconds of a step with draft passes over those of its parts."""
 
     def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
         """Seconds of a step of the whole model, by query tokens over the batch."""
@@ -42,11 +41,9 @@ class Costs(Protocol):
 
 
 class _Decision(NamedTuple):
-    """Which recipe a round would run, and whether it is expected to pay, for these candidates of such a batch."""
-
-    key: tuple[Any, ...] = ()
+    key: tuple[Any, ...] = ()  # batch and candidates
     best: SkipSet | None = None
-    pays: bool = False
+    pays: bool = False  # expected to beat no drafting
 
 
 class Cost(Lookahead):
@@ -67,17 +64,10 @@ class Cost(Lookahead):
     Args:
         costs: of this model on this machine.
         recipes: skip sets with windows.
-        prior: rate of acceptance believed at first.
         horizon: the largest m.
         widths: int32, ascending: numbers of nodes per request that can be verified, where they are the same for all;
             None where every request may have its own.
         longest: most tokens that a draft can have.
-
-    Attributes:
-        reads_ahead: whether a round's passes run as far as `expected_len` before `should_continue` is asked.
-        read: positions of the present round that were run so far.
-        trials: rounds that draft although no length seems to pay.
-        margin: by how much the last round was expected to beat a step without drafts, as a share.
     """
 
     needs_top = 1
@@ -86,22 +76,19 @@ class Cost(Lookahead):
         self,
         costs: Costs,
         recipes: Sequence[SkipSet],
-        prior: float = 0.8,
         horizon: int = 8,
         widths: Sequence[int] | None = None,
         longest: int = MAX_DRAFT_LEN,
     ) -> None:
-        if not 0 < prior < 1:
-            raise ValueError(f"lookahead: prior must lie between 0 and 1, not {prior}")
-        self.costs, self.prior, self.horizon = costs, prior, horizon
+        self.costs, self.horizon = costs, horizon
         self.records = self._new_records(recipes)
         self.log = RoundLog(1)
         self.widths = None if widths is None else np.array(widths, np.int32)
         self.longest = min(longest, MAX_DRAFT_LEN)
-        self.reads_ahead = False
-        self.read = 0
+        self.reads_ahead = False  # a round's passes run up to `expected_len` before `should_continue` is asked
+        self.read = 0  # positions of the present round that were run so far
         self.on = True
-        self.rate = self.margin = 0.0
+        self.rate = self.margin = 0.0  # the best tokens per second; expected gain of the last round over no drafting
         self._best_len = 1
         self.trials = Trials()
         self._recipes: list[SkipSet] = []  # of the present step's candidates
@@ -111,7 +98,7 @@ class Cost(Lookahead):
 
     def _new_records(self, recipes: Sequence[SkipSet]) -> dict[SkipSet, RecipeRecord]:
         kinds = (PASS_KINDS + min(number, MAX_KINDS - 1) for number in range(len(recipes)))
-        return {recipe: RecipeRecord(self.prior, kind) for recipe, kind in zip(recipes, kinds, strict=True)}
+        return {recipe: RecipeRecord(PRIOR, kind) for recipe, kind in zip(recipes, kinds, strict=True)}
 
     def use(self, recipes: Sequence[SkipSet]) -> None:
         self.records = self._new_records(recipes)
@@ -123,7 +110,7 @@ class Cost(Lookahead):
     # -- before a round ------------------------------------------------------------------------------------------------
 
     def estimate(self, recipe: SkipSet, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
-        """What rounds of so many requests are expected to bring and to take; see `DraftPassEstimate`."""
+        """What rounds of `sizes` requests are expected to bring and to take."""
         record, n, max_len = self.records[recipe], sizes[:, None], min(max_draft_len, self.longest)
         if self.reads_ahead:
             seconds = self.costs.pass_seconds(recipe, n) * np.arange(1, max_len + 1)
@@ -136,14 +123,13 @@ class Cost(Lookahead):
         return DraftPassEstimate(sizes, n * gain, n * tokens, seconds, self.costs.overrun)
 
     def rates(self, recipe: SkipSet, requests: int, batch: int) -> NDArray[np.float64]:
-        """float64 [M + 1]: expected tokens per second of a step in which so many of its requests draft, by the most
-        tokens a draft may have; first without drafts."""
+        """float64 [M + 1]: expected tokens per second of a step in which `requests` draft, by the most tokens a draft
+        may have; first without drafts."""
         expected = self.estimate(recipe, np.array([requests]), self.longest)
         seconds = expected.seconds[0] + self._verification(recipe, requests, batch, expected.tokens[0])
         return np.concatenate([[self._baseline(batch)], (batch + expected.gain[0]) / (self.costs.overrun * seconds)])
 
     def _baseline(self, batch: int) -> float:
-        """Tokens per second without drafts."""
         return batch / float(self.costs.step_seconds(batch, batch))
 
     def _verification(
@@ -167,7 +153,7 @@ class Cost(Lookahead):
         return bool(rates.max() / self.costs.overrun > self._baseline(batch))
 
     def _fitting(self, nodes: Ints) -> Ints:
-        """The numbers of nodes per request that are verified where drafts have so many."""
+        """Numbers of nodes per request that are verified where drafts have `nodes`."""
         assert self.widths is not None
         return self.widths[np.minimum(np.searchsorted(self.widths, nodes), len(self.widths) - 1)]
 
@@ -190,8 +176,8 @@ class Cost(Lookahead):
         return _Decision(key, best.recipe, bool(rates[1:].max() > rates[0] * (STAY_MARGIN if self.on else ON_MARGIN)))
 
     def should_draft(self) -> SkipSet | None:
-        """The recipe that the present step drafts with: the chosen one where that beats no drafting, now and then
-        another; else one now and then, to look again. To be asked once per step."""
+        """The recipe that the present step drafts with: the chosen one where that beats no drafting, else one now and
+        then. Called once per step."""
         if self._decision.pays:
             return self.recipe_of_round(pays=True)
         self.on = False

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.draft_pass import RestOfBatch
 from freedraft.files import write_atomically
-from layerskip_plugin.lookahead.base import ALONE, Candidate, Flags, Floats, Ints, Lookahead, RoundLog
-from layerskip_plugin.skip_set import SkipSet
+from layerskip_plugin.lookahead.base import Floats, Ints, RoundLog
 
-TOP = 10
+logger = logging.getLogger("freedraft.layerskip")
+
+TOP = 10  # probabilities of a token's distribution that are kept
 FORMAT = "freedraft verifications 1"
-ABOUT = ("model", "prices")
+ARRAYS = ("top", "entropy", "position", "accepted", "request", "round")
+SAVE_SECONDS = 10.0  # between two files, while requests run
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,11 @@ class Verifications:
 
     def where(self, chosen: NDArray[Any]) -> Verifications:
         """The entries that a mask or an index chooses."""
-        arrays: dict[str, Any] = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name not in ABOUT}
-        return replace(self, **arrays)
+        return replace(self, **{name: getattr(self, name)[chosen] for name in ARRAYS})
 
     def save(self, path: Path) -> None:
         """Write a compressed .npz, which nobody sees in part."""
-        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ABOUT}
+        arrays = {name: getattr(self, name) for name in ARRAYS}
         about = json.dumps({"format": FORMAT, "model": self.model, "prices": self.prices})
         file = io.BytesIO()
         np.savez_compressed(file, about=np.array(about), **arrays)
@@ -75,7 +78,7 @@ class Verifications:
                 about = json.loads(str(file["about"]))
                 if about.get("format") != FORMAT:
                     raise ValueError(f"{path} holds {about.get('format')!r}, not {FORMAT!r}")
-                arrays: dict[str, Any] = {f.name: file[f.name] for f in fields(cls) if f.name not in ABOUT}
+                arrays = {name: file[name] for name in ARRAYS}
                 prices = about.get("prices")
                 loaded = cls(**arrays, model=about["model"], prices=prices and (float(prices[0]), float(prices[1])))
         except OSError as error:
@@ -83,97 +86,95 @@ class Verifications:
         except Exception as error:
             raise ValueError(f"records: {path} is no file of recorded verifications: {error}") from None
         n = len(loaded)
-        if loaded.top.shape != (n, TOP) or any(
-            len(getattr(loaded, f.name)) != n for f in fields(cls) if f.name not in ABOUT
-        ):
+        if loaded.top.shape != (n, TOP) or any(len(array) != n for array in arrays.values()):
             raise ValueError(
                 f"records: {path} is damaged, its arrays do not fit together: record again with option 'record'"
             )
         return loaded
 
 
-class Recording(Lookahead):
-    """Any policy, with the verifications of the first recipe's drafts kept for `freedraft calibrate disco`.
+class Recorder:
+    """Keeps verifications of one recipe's drafts for `freedraft calibrate disco`, and writes them when no request is
+    left, and while some run, now and then.
 
     Args:
-        inner: the policy that decides; first: the first recipe.
-        path: where `save` writes.
-        model: fingerprint of the model.
+        model: its fingerprint.
+        prices: called before a file is written, see `Verifications.prices`.
         max_tokens: tokens kept; later ones are not recorded.
     """
 
-    needs_top = TOP
-    needs_entropy = True
-
     def __init__(
-        self, inner: Lookahead, first: SkipSet, path: Path, model: str = "", max_tokens: int = 200_000
+        self,
+        path: Path,
+        model: str = "",
+        prices: Callable[[], tuple[float, float] | None] = lambda: None,
+        max_tokens: int = 200_000,
     ) -> None:
-        self.first = first
-        self.inner, self.path, self.model, self.max_tokens = inner, path, model, max_tokens
-        self.log = RoundLog(TOP + 1)
-        self.parts: list[tuple[NDArray[Any], ...]] = []
+        self.path, self.model, self.prices, self.max_tokens = path, model, prices, max_tokens
         self.kept = 0
-        self.numbers: dict[str, list[int]] = {}
-        self.requests = 0
+        self._log = RoundLog(TOP + 1)
+        self._parts: list[tuple[NDArray[Any], ...]] = []
+        self._numbers: dict[str, list[int]] = {}  # by request: its number, and that of its newest round
+        self._requests = self._written = 0
+        self._saved = 0.0
+        self._thread: threading.Thread | None = None
 
-    def use(self, recipes: Sequence[SkipSet]) -> None:
-        self.first = recipes[0]
-        self.inner.use(recipes)
+    def begin(self, request_ids: Sequence[str], max_draft_len: int) -> None:
+        """A round begins, in which these requests are to be recorded."""
+        self._log.begin(request_ids, max_draft_len)
 
-    def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
-        return self.inner.choose(candidates, batch, context)
+    def put(self, position: int, rows: Ints, top: Floats, entropy: Floats) -> None:
+        """The requests at `rows` drafted a token with these probabilities, float32 [R, 10], and entropies, [R]."""
+        if self._log.row:
+            self._log.put(position, rows, np.concatenate([top, entropy[:, None]], 1))
 
-    def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        super().begin(request_ids, recipe, max_draft_len, rest)
-        self.log.begin(request_ids if recipe == self.first else (), max_draft_len)
-        self.inner.begin(request_ids, recipe, max_draft_len, rest)
-        self.kind = self.inner.kind
-
-    def end(self, length: int) -> None:
-        self.inner.end(length)
-
-    def expected_len(self) -> int:
-        return self.inner.expected_len()
-
-    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
-        assert entropy is not None
-        if self.log.row:
-            self.log.put(position, rows, np.concatenate([top, entropy[:, None]], 1))
-        needed = entropy if self.inner.needs_entropy else None
-        return self.inner.should_continue(position, rows, top[:, : self.inner.needs_top], needed)
-
-    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
-        self.inner.record_acceptance(request_ids, drafted, accepted, path)
-        features, position, good, place = self.log.verified(request_ids, drafted, accepted)
+    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints) -> None:
+        """See `Lookahead.record_acceptance`."""
+        features, position, good, place = self._log.verified(request_ids, drafted, accepted)
         if not len(good) or self.kept >= self.max_tokens:
             return
         numbers = np.zeros((len(request_ids), 2), np.int32)
         for i in np.unique(place):
-            numbers[i] = self._count(request_ids[i])
-        self.parts.append(
-            (features[:, :TOP], features[:, TOP], position.astype(np.int32), good, numbers[place, 0], numbers[place, 1])
-        )
+            if request_ids[i] not in self._numbers:
+                self._numbers[request_ids[i]] = [self._requests, -1]
+                self._requests += 1
+            self._numbers[request_ids[i]][1] += 1
+            numbers[i] = self._numbers[request_ids[i]]
+        self._parts.append((features[:, :TOP], features[:, TOP], position.astype(np.int32), good, *numbers[place].T))
         self.kept += len(good)  # after it: another thread takes this for what `save` would write
 
-    def finish(self, request_ids: Sequence[str]) -> None:
-        self.inner.finish(request_ids)
+    def finish(self, request_ids: Sequence[str], *, idle: bool) -> None:
+        """These requests ended; `idle`: no request is left. Writes in a thread, since compressing takes long."""
         for request in request_ids:
-            self.numbers.pop(request, None)
+            self._numbers.pop(request, None)
+        writing = self._thread is not None and self._thread.is_alive()
+        if self.kept > self._written and not writing and (idle or time.monotonic() > self._saved + SAVE_SECONDS):
+            self._saved = time.monotonic()
+            self._thread = threading.Thread(target=self._write, args=(self.prices(),), daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Write what came since; without a thread, as none begins any more at an interpreter's end."""
+        if self._thread is not None:
+            self._thread.join()
+        if self.kept > self._written:
+            self._write(self.prices())
+
+    def _write(self, prices: tuple[float, float] | None) -> None:
+        kept = self.kept
+        try:
+            self.save(prices)
+        except OSError as error:
+            logger.warning("freedraft: cannot write %s: %s; it is tried again", self.path, error.strerror or error)
+        else:
+            self._written = kept
 
     def save(self, prices: tuple[float, float] | None = None) -> Verifications:
-        """Write what was recorded so far to `path`, and return it; see `Verifications.prices`."""
-        empty = (np.zeros((0, TOP), np.float32), np.zeros(0, np.float32))
+        """Write what was recorded so far, and return it."""
         ints = np.zeros(0, np.int32)
-        first = (*empty, ints, np.zeros(0, np.bool_), ints, ints)
-        columns = zip(first, *self.parts, strict=True)
-        top, entropy, position, good, request, number = (np.concatenate(column) for column in columns)
-        records = Verifications(top, entropy, position, good, request, number, self.model, prices)
+        first = (np.zeros((0, TOP), np.float32), np.zeros(0, np.float32), ints, np.zeros(0, np.bool_), ints, ints)
+        columns = zip(first, *self._parts, strict=True)
+        top, entropy, position, accepted, request, number = (np.concatenate(column) for column in columns)
+        records = Verifications(top, entropy, position, accepted, request, number, self.model, prices)
         records.save(self.path)
         return records
-
-    def _count(self, request: str) -> list[int]:
-        if request not in self.numbers:
-            self.numbers[request] = [self.requests, -1]
-            self.requests += 1
-        self.numbers[request][1] += 1
-        return self.numbers[request]

@@ -7,34 +7,29 @@ from collections.abc import Callable, Sequence
 
 from freedraft.cost.probes import ProbeSchedule
 from layerskip_plugin.lookahead.base import Ints
-from layerskip_plugin.lookahead.recipe_record import RecipeRecord
+from layerskip_plugin.lookahead.rates import RecipeRecord
 from layerskip_plugin.skip_set import SkipSet
 
+# Steps between trials of drafting although no length seems to pay, at first and at most.
 FIRST_PROBE, RAREST_PROBE = 128, 256
-"""Steps after which drafting is tried although no length seems to pay, at first and at most."""
+# Rounds between trials of another recipe than the best, at first and at most.
 FIRST_OTHER, RAREST_OTHER = 16, 256
-"""Rounds after which another recipe than the best is tried, at first and at most."""
-SURPRISE, DOUBTED_WEIGHT = 0.5, 3.0
-"""Tokens that such a trial must bring beyond what was expected of it for another one to follow at once, and the rounds
-that what is known of the recipe then counts for: the text has changed."""
-MORE_TRIALS, GOOD, DOUBTFUL = 8, 0.9, 0.7
-"""Trials that follow after such a surprise at most; half of them are forfeited by one in which less than this share of
-the tokens is accepted. As much is a surprise, too, where less than the last share was expected: one token cannot exceed
-that by much."""
+# Surprise: tokens that a trial brings beyond its estimate; or a share `GOOD` of its tokens accepted where less than
+# `DOUBTFUL` was expected: one token cannot exceed that by much.
+SURPRISE, GOOD, DOUBTFUL = 0.5, 0.9, 0.7
+# Trials that follow a surprise at once, half of them forfeited by one that is not `GOOD`, and the rounds that the
+# record of the recipe then counts for: the text has changed.
+MORE_TRIALS, DOUBTED_WEIGHT = 8, 3.0
+# Rounds of each recipe that are tried at once at new batches and contexts: until then, what a pass takes there is a
+# guess, and the first one of its kind, which warms up, is not timed.
 FIRST_TRIALS = 3
-"""Rounds of each recipe that are tried at once at batches and contexts at which none was: until then, what a pass takes
-there is a guess, and the first one of its kind, which warms up, is not timed."""
 
 
 class Trials:
-    """See above.
-
-    Attributes:
-        wanted: whether another trial is to follow the last one at once.
-    """
+    """Which rounds are trials, and with which recipe."""
 
     def __init__(self) -> None:
-        self.wanted = False
+        self.wanted = False  # whether another trial is to follow the last one at once
         self._recipe: SkipSet | None = None
         self._left = 0
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
@@ -80,8 +75,7 @@ class Trials:
     def judge(
         self, record: RecipeRecord, drafted: Ints, accepted: Ints, *, paid: bool, could_pay: Callable[[], bool]
     ) -> None:
-        """int32 [R], tokens that requests drafted with a recipe and of which so many were accepted; before `record`
-        hears of them.
+        """Compare a round's int32 [R] drafted and accepted tokens with the recipe's record, before that is updated.
 
         Args:
             paid: whether the round was expected to pay.

@@ -16,29 +16,20 @@ logger = logging.getLogger("freedraft.layerskip")
 Evaluate = Callable[[Sequence[SkipSet]], NDArray[np.float64]]
 """Matchness of each set: the share of the newest tokens of the traffic on which its top-1 choice is the whole model's,
 with the whole model's KV of the past; one batched forward."""
-
-Requested = Sequence[str | None]
-"""The name of the set that each request asks for, or None; empty when no request asks."""
-Hidden = NDArray[np.float32] | None
-"""float32[B, hidden size], the normed last hidden state of each prompt's last token."""
-Counts = NDArray[np.int32]
-"""int32[B], a number per request."""
+Requested = Sequence[str | None]  # the name of the set that each request asks for; empty when none does
+Hidden = NDArray[np.float32] | None  # [B, hidden size], the normed last hidden state of each prompt's last token
+Counts = NDArray[np.int32]  # [B], a number per request
 
 
 class Selection(ABC):
-    """Decides which sublayers the drafts of each running request should skip. A round drafts with one set for all of
-    them, which most of them have, by what its drafts bring.
+    """Decides which sublayers the drafts of each running request should skip; a round takes one set for all.
 
-    The engine calls `begin` once per request behind its prefill, `choose` at every round, `record_acceptance` after
-    its verification and `finish` when the request ends.
-
-    Attributes:
-        needs_hidden: whether `begin` needs the last hidden state of each prompt.
-        searches: whether it searches while serving, on the tokens of running requests.
+    `begin` is called once per request behind its prefill, `choose` at every round, `record_acceptance` after its
+    verification, `finish` when the request ends.
     """
 
-    needs_hidden: bool = False
-    searches: bool = False
+    needs_hidden: bool = False  # `begin` needs the last hidden state of each prompt
+    searches: bool = False  # on the tokens of running requests
 
     @abstractmethod
     def sets(self) -> dict[str, SkipSet]:
@@ -49,7 +40,7 @@ class Selection(ABC):
 
     @abstractmethod
     def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
-        """The set of each request, of which a round takes one for all; `contexts`: the tokens of each so far."""
+        """The set of each request; `contexts`: the tokens of each so far."""
 
     def max_lengths(self, contexts: Counts) -> Counts | None:
         """Draft length limit at each context length; None leaves it to the lookahead policy."""
@@ -62,42 +53,6 @@ class Selection(ABC):
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget requests that have ended."""
-
-
-class SearchingSelection(Selection):
-    """One set for all requests, searched while serving, on the newest tokens of the traffic.
-
-    Attributes:
-        incumbent: the set of now.
-        matchness: of it, by what was seen.
-        candidates: sets tried.
-    """
-
-    searches = True
-    incumbent: SkipSet
-    matchness: float
-    candidates: int
-
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
-        return [self.incumbent] * len(request_ids)
-
-    @property
-    @abstractmethod
-    def searching(self) -> bool:
-        """Whether `step` has anything to do."""
-
-    @property
-    @abstractmethod
-    def batch_seconds(self) -> float:
-        """Expected seconds of the next batch of candidates; 0 before the first one."""
-
-    @abstractmethod
-    def step(self, seconds: float, max_batches: int = 10**9) -> bool:
-        """Search on the newest tokens, for about so long.
-
-        Returns:
-            whether the incumbent is another one now.
-        """
 
 
 class Static(Selection):

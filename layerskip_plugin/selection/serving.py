@@ -7,25 +7,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from layerskip_plugin.selection.base import Counts, Hidden, Requested, SearchingSelection, Selection, Static
+from layerskip_plugin.selection.base import Counts, Hidden, Requested, Selection, Static
+from layerskip_plugin.selection.online_search import OnlineSearch
 from layerskip_plugin.skip_set import SkipSet
 
 logger = logging.getLogger("freedraft.layerskip")
 
+# Sets with compiled passes or captured graphs; the passes of others run uncompiled.
 COMPILED = 4
-"""Sets whose passes an engine compiles, or captures graphs of; the passes of others run uncompiled."""
 
 
 class Selector:
-    """Passes requests on to a selection, each of them once.
-
-    The engine builds the modules of `sets` when it starts, and `choose` returns them. Only a selection that searches
-    changes its sets later; `search` then returns the new one.
-
-    Args:
-        selection: decides.
-        share: of serving time that its search may take.
-    """
+    """Passes requests on to a selection, each of them once, and lets a search have its share of serving time."""
 
     def __init__(self, selection: Selection, share: float = 0.01) -> None:
         self.selection = selection
@@ -36,7 +29,7 @@ class Selector:
 
     @property
     def sets(self) -> dict[str, SkipSet]:
-        """The sets by name."""
+        """The sets by name; only a search changes them."""
         return self.selection.sets()
 
     @property
@@ -51,16 +44,13 @@ class Selector:
         return [i for i, request in enumerate(request_ids) if request not in self._begun]
 
     def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
-        """Take in requests behind their prefill."""
         self.selection.begin(request_ids, requested, hidden)
         self._begun.update(request_ids)
 
     def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
-        """The set of each request; `contexts`: the tokens of each so far."""
         return self.selection.choose(request_ids, contexts)
 
     def finish(self, request_ids: Sequence[str]) -> None:
-        """Forget requests that have ended."""
         self.selection.finish(request_ids)
         self._begun.difference_update(request_ids)
 
@@ -69,18 +59,18 @@ class Selector:
         return len(self._begun)
 
     def search(self, ready: Callable[[], bool]) -> SkipSet | None:
-        """Continue the search if there is time and text for it; return the new first set when it has changed.
+        """Continue the search if there is time and text for it; return the new set when it has changed.
 
         Args:
             ready: prepares what the selection's `evaluate` looks at; False when there is nothing to look at.
         """
         selection = self.selection
-        if not isinstance(selection, SearchingSelection) or not selection.searching:
+        if not isinstance(selection, OnlineSearch) or not selection.searching:
             return None
         if self.budget.seconds < min(selection.batch_seconds, 0.9 * self.budget.max_saved) or not ready():
             return None
         with self.budget.spending() as seconds:
-            if not selection.step(seconds, max_batches=1):
+            if not selection.step(seconds):
                 return None
         skip = selection.incumbent
         logger.info(
@@ -91,19 +81,16 @@ class Selector:
 
 
 class TimeBudget:
-    """Accrues a share of elapsed time up to a limit, so that a search slows serving by no more than that share.
+    """Accrues a share of elapsed time, at most `max_saved` seconds: after a long pause no long search follows at once.
 
     Args:
         share: of the elapsed time that may be spent; 0.01 is 1 %.
-        max_saved: seconds that may accrue, so that a long pause does not pay for a long search at once.
-        clock: gives seconds; tests pass their own.
+        clock: gives seconds.
     """
 
     def __init__(
         self, share: float = 0.01, max_saved: float = 1.0, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        if not 0 < share < 1:
-            raise ValueError(f"time budget: share must lie between 0 and 1, not {share}")
         self.share, self.max_saved, self.clock = share, max_saved, clock
         self.saved, self.updated = 0.0, clock()
 

@@ -12,7 +12,7 @@ import torch
 from freedraft.engines.many_sets import Sublayer, forward, run_sublayer
 from layerskip_plugin.knapsack_search import search
 from layerskip_plugin.pass_times import PassTimes
-from layerskip_plugin.selection.knapspec import KnapSpec
+from layerskip_plugin.selection.online_search import KnapSpec
 from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.skip_set import SkipSet
 

@@ -14,13 +14,12 @@ from freedraft.draft_model import Drafted, DraftModel, DraftRound
 from freedraft.draft_pass import RestOfBatch
 from freedraft.step import EngineContext
 from layerskip_plugin.candidate_tree import candidate_tree, cut_to_width
-from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Recording, Verifications
-from layerskip_plugin.lookahead.record_writer import RecordWriter
+from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Verifications
 from layerskip_plugin.method import SPEC, LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
-from layerskip_plugin.selection.knapspec import KnapSpec
+from layerskip_plugin.selection.online_search import KnapSpec
 from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.steps import make_step
@@ -90,7 +89,9 @@ class Model(DraftModel, DraftRound):
 class Engine:
     """Verifies what the method drafts, greedily. Steps take no time: what they cost is said, not measured."""
 
-    def __init__(self, lookahead=None, *, tree=True, chains=False, nodes=6, sets=SETS, costs=None, waits=False):
+    def __init__(
+        self, lookahead=None, *, tree=True, chains=False, nodes=6, sets=SETS, costs=None, waits=False, record=None
+    ):
         self.model = Model(waits)
         context = EngineContext(
             hf_config=CONFIG,
@@ -98,7 +99,7 @@ class Engine:
             max_draft_tokens=nodes - 1,
             widths=None if chains else tuple(range(1, nodes + 1)),
         )
-        options = LayerSkipOptions(tree=tree, lookahead="fixed" if costs is None else "cost")
+        options = LayerSkipOptions(tree=tree, lookahead="fixed" if costs is None else "cost", record=record)
         self.method = method = LayerSkipMethod(options, context)
         method.selector = sets if isinstance(sets, Selector) else Selector(Static(sets))
         method.recipes.use(method.selector.sets.values())
@@ -106,14 +107,11 @@ class Engine:
             known = KnownCosts({recipe: {1: costs[0]} for recipe in method.recipes.all}, costs[1])
             method.auto.step_seconds, method.auto.pass_seconds = known.step_seconds, known.pass_seconds
             lookahead = Cost(method.auto, method.recipes.all)
-        self.use(lookahead)
+        method.lookahead = lookahead
         method.prepare(self.model)
         self.widths = context.widths
         self.text, self.gained, self.drafted = {}, {}, {}
         self.previous = None
-
-    def use(self, lookahead):
-        self.method.lookahead, self.method._records = lookahead, RecordWriter(lookahead, self.method._prices)
 
     def add(self, name, first, skip_set=None):
         self.text[name], self.gained[name], self.drafted[name] = [first], [first], 0
@@ -429,39 +427,34 @@ def test_the_parts_of_a_batch():
     assert draft.depths[2, : draft.counts[2]].max() <= 2
 
 
-def test_a_recorded_policy_is_asked_as_itself(tmp_path):
-    """What is recorded drafts, and is a part of the hybrid method, as without the recording."""
-    engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]})
-    engine.use(Recording(engine.method.lookahead, SETS["empty"], tmp_path / "seen.npz"))
-    engine.add("a", 1)
-    for _ in range(20):
-        engine.step(["a"])
-    assert engine.model.passes and engine.method._baseline is not None
-    step = engine.as_step(["a"])
-    engine.method.update(step)
-    assert engine.method.estimate(np.array([1]), 3).gain.shape == (1, 3)
+def test_verifications_of_the_first_set_are_recorded(tmp_path, monkeypatch):
+    """Priced, and written in a thread that does not hold up the drafts of the next request."""
+    engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]}, record=tmp_path / "seen.npz")
+    recorder, writers = engine.method.recorder, []
+    save = recorder.save
+    monkeypatch.setattr(recorder, "save", lambda prices: (writers.append(threading.current_thread()), save(prices)))
+    for name, steps in (("a", 20), ("b", 1), ("c", 3)):  # nothing of b's only draft is verified
+        engine.add(name, 1)
+        for _ in range(steps):
+            engine.step([name])
+        engine.method.finish(name, None, False)
+        if recorder._thread is not None:
+            recorder._thread.join()
     engine.method.close()
+    assert len(writers) == 2 and threading.main_thread() not in writers
     seen = Verifications.load(tmp_path / "seen.npz")
-    assert len(seen) > 0
+    assert len(seen) == recorder.kept > 0
     assert seen.prices == pytest.approx((0.2, 0.1 / 23)), "a draft pass and a query token, in steps without drafts"
 
 
-def test_records_are_written_when_there_are_new_ones(tmp_path, monkeypatch):
-    """And do not hold up the drafts of the next request."""
-    engine = Engine(Recording(Fixed(3), SETS["empty"], tmp_path / "seen.npz"), sets={"empty": SETS["empty"]})
-    recording, writers = engine.method.lookahead, []
-    save = recording.save
-    monkeypatch.setattr(recording, "save", lambda prices: (writers.append(threading.current_thread()), save(prices)))
-    for name in ("a", "b", "c"):
-        engine.add(name, 1)
-        for _ in range(3 if name != "b" else 1):  # nothing of b's only draft is verified
+def test_drafts_of_other_sets_are_not_recorded(tmp_path):
+    engine = Engine(Fixed(3), record=tmp_path / "seen.npz")
+    for name, chosen, recorded in (("a", "half", False), ("b", "empty", True)):
+        engine.add(name, 1, chosen)
+        for _ in range(3):
             engine.step([name])
         engine.method.finish(name, None, False)
-        if engine.method._records._thread is not None:
-            engine.method._records._thread.join()
-    engine.method.close()
-    assert len(writers) == 2 and threading.main_thread() not in writers
-    assert len(Verifications.load(tmp_path / "seen.npz")) == recording.kept
+        assert (engine.method.recorder.kept > 0) == recorded
 
 
 def test_sets_must_be_of_this_model():

@@ -6,18 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from lookahead_tools import RECIPE, Driver, KnownCosts
+from lookahead_tools import RECIPE, KnownCosts
 
 from freedraft.config import ConfigError
 from freedraft.step import EngineContext
-from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed, Recording
-from layerskip_plugin.lookahead.record_writer import RecordWriter
-from layerskip_plugin.lookahead.records import Verifications
+from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
-from tests.support.disks import full_disk
 
 SIZES = {
     "model_type": "llama",
@@ -95,28 +91,10 @@ def test_how_far_fixed_drafts() -> None:
     assert lengths == [7, 5, 3, 3]
 
 
-def test_verifications_are_recorded_for_one_set_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = LayerSkipOptions.parse({"record": str(tmp_path / "seen.npz"), "lookahead": "fixed", "length": 4})
-    other = SkipSet(2, frozenset({0}), frozenset())
-    recording = options.make_lookahead(CHAINS, [RECIPE, other], COSTS)
-    assert isinstance(recording, Recording)
-    driver = Driver(recording)
-    for recipe, ids, accepted in ((RECIPE, "ac", [0, 1]), (other, "b", [1])):
-        drafted = driver.draft(list(ids), 4, lambda position, rows: np.full(len(rows), 0.99), recipe)
-        driver.judge(list(ids), drafted, np.array(accepted, np.int32))
-    records = recording.save()
-    assert sorted(zip(records.request.tolist(), records.accepted.tolist(), strict=True)) == [
-        (0, False), (1, False), (1, True),
-    ]  # fmt: skip
-    writer = RecordWriter(recording, lambda: None)
-    with full_disk(20):
-        writer.close()
-    assert "cannot write" in caplog.text
-    assert len(Verifications.load(recording.path)) == len(records)  # as saved before
-    recording.path.unlink()
-    writer.close()
-    assert len(Verifications.load(recording.path)) == len(records)
-    assert not isinstance(LayerSkipOptions().make_lookahead(CHAINS, [RECIPE], COSTS), Recording)
+def test_verifications_are_recorded_if_a_file_is_named(tmp_path: Path) -> None:
+    assert LayerSkipOptions().make_recorder(CHAINS) is None
+    recorder = LayerSkipOptions.parse({"record": str(tmp_path / "seen.npz")}).make_recorder(CHAINS)
+    assert recorder is not None and recorder.model == model_fingerprint(SIZES)
     with pytest.raises(ConfigError, match=r"'record'.*folder"):
         LayerSkipOptions.parse({"record": "/no/such/folder/seen.npz"})
 

@@ -11,8 +11,7 @@ from lookahead_tools import RECIPE, Driver, KnownCosts, cost, drafts_with
 
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import Candidate
-from layerskip_plugin.lookahead.rates import BinnedRate
-from layerskip_plugin.lookahead.recipe_record import BINS, to_bins
+from layerskip_plugin.lookahead.rates import BINS, BinnedRate, to_bins
 from layerskip_plugin.lookahead.trials import FIRST_TRIALS
 from layerskip_plugin.skip_set import SkipSet
 
@@ -199,10 +198,12 @@ def test_expected_rates_are_those_of_the_enumeration() -> None:
 def test_the_longest_draft_makes_all_requests_as_wide() -> None:
     """Eight requests, one of which drafts: five tokens of it are 40 of the step's."""
     step, chance, c = {8: 1.0, 13: 1.0, 14: 1.3, 48: 2.0}, 0.9, 0.02
-    alone = cost({1: c}, step, prior=chance, longest=5)
+    alone = cost({1: c}, step, longest=5)
+    accepted_at(alone, [chance])
     assert alone.rates(RECIPE, 1, 8)[1:].max() > 1.1 * 8, "where every request has its own length it pays"
     for widths in (range(1, 7), (1, 2, 4, 8)):
-        policy = cost({1: c}, step, prior=chance, widths=widths, longest=5)
+        policy = cost({1: c}, step, widths=widths, longest=5)
+        accepted_at(policy, [chance])
         rates = policy.rates(RECIPE, 1, 8)
         for m in range(1, 6):
             # Tokens are drafted as long as those before were accepted with certainty enough: to length d.

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from layerskip_plugin.lookahead import Confidence, Disco, Recording, Verifications
+from layerskip_plugin.lookahead import Disco, Recorder, Verifications
 from layerskip_plugin.lookahead.disco import Classifier, Prices, Rounds, Rule, train
 from layerskip_plugin.skip_set import SkipSet
+from tests.support.disks import full_disk
 
 sklearn = pytest.importorskip("sklearn")
 PRICES = Prices(0.3, 0.02)
@@ -139,34 +140,32 @@ def test_too_few_records_are_refused(n: int, requests: int, says: str) -> None:
         train(data, PRICES)
 
 
-def test_recording_keeps_what_was_judged_and_changes_nothing(tmp_path: Path) -> None:
+def test_the_recorder_keeps_what_was_judged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rng = np.random.default_rng(0)
-    recorder, plain = Recording(Confidence(0.5), SKIP, tmp_path / "r.npz", "m"), Confidence(0.5)
-    expected = []
+    recorder, expected = Recorder(tmp_path / "r.npz", "m", lambda: (0.5, 0.02)), []
     for step in range(20):
         ids = ["a", "b", f"c{step}"]
-        recorder.begin(ids, SKIP, 3)
-        plain.begin(ids, SKIP, 3)
-        rows, drafted, seen = np.arange(3, dtype=np.int32), np.zeros(3, np.int32), {}
+        recorder.begin(ids, 3)
+        drafted = rng.integers(1, 4, 3).astype(np.int32)
+        top, entropy = rng.random((3, 3, 10), np.float32), rng.random((3, 3), np.float32)
         for position in range(3):
-            top = np.sort(rng.random((len(rows), 10), np.float32), 1)[:, ::-1]
-            entropy = rng.random(len(rows), np.float32)
-            drafted[rows] += 1
-            seen |= {(int(r), position): (top[i], entropy[i]) for i, r in enumerate(rows)}
-            more = recorder.should_continue(position, rows, top, entropy)
-            assert (more == plain.should_continue(position, rows, top[:, :1], None)).all()
-            rows = rows[more]
-        accepted = np.array([rng.integers(0, n + 1) for n in drafted], np.int32)
-        recorder.record_acceptance(ids, drafted, accepted, accepted)
+            rows = np.flatnonzero(drafted > position).astype(np.int32)
+            recorder.put(position, rows, top[rows, position], entropy[rows, position])
+        accepted = rng.integers(0, drafted + 1).astype(np.int32)
+        recorder.record_acceptance(ids, drafted, accepted)
         expected += [
-            (seen[i, k], k, k < accepted[i]) for i in range(3) for k in range(min(drafted[i], accepted[i] + 1))
+            (top[i, k], entropy[i, k], k, k < accepted[i])
+            for i in range(3)
+            for k in range(min(drafted[i], accepted[i] + 1))
         ]
-        recorder.finish([f"c{step}"])
-    recorder.save()
+        recorder.finish([f"c{step}"], idle=False)
+    with full_disk(20):
+        recorder.close()
+    assert "cannot write" in caplog.text
+    recorder.close()
     held = Verifications.load(tmp_path / "r.npz")
-    assert held.prices is None and recorder.save((0.5, 0.02)).prices == Verifications.load(tmp_path / "r.npz").prices
-    assert held.model == "m" and len(held) == len(expected)
-    for i, ((top, entropy), position, good) in enumerate(expected):
+    assert held.model == "m" and held.prices == (0.5, 0.02) and len(held) == len(expected)
+    for i, (top, entropy, position, good) in enumerate(expected):
         assert (held.top[i] == top).all() and held.entropy[i] == entropy
         assert held.position[i] == position and held.accepted[i] == good
     starts = np.flatnonzero(held.position == 0)

@@ -10,9 +10,8 @@ import pytest
 
 from layerskip_plugin.calibrate import bayesian
 from layerskip_plugin.pass_times import PassTimes
-from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.bit_search import BitSearch
-from layerskip_plugin.selection.swift import Swift
+from layerskip_plugin.selection.online_search import Swift
 from layerskip_plugin.skip_set import SkipSet
 
 LAYERS = 12
@@ -164,7 +163,7 @@ def test_swift_keeps_to_its_time(budget: float) -> None:
         before = clock.now
         policy.step(budget)
         assert clock.now - before <= budget + 1e-9
-    assert clock.now > 10 * budget
+    assert clock.now > 15 * min(budget, 8.0)
 
 
 def test_swift_finds_the_best_of_few_sets() -> None:
@@ -222,7 +221,7 @@ def test_swift_keeps_its_set_over_a_change_of_ratio() -> None:
         before, sizes = swift.incumbent, [len(swift.incumbent)]
         swift.acceptance, swift.trials = 0.35, 200.0
         for _ in range(40):
-            swift.step(1e9, max_batches=1)
+            swift.step(1e9)
             now = swift.incumbent
             if len(now) != len(before):
                 smaller, larger = sorted((set(before.sublayers), set(now.sublayers)), key=len)
@@ -231,9 +230,3 @@ def test_swift_keeps_its_set_over_a_change_of_ratio() -> None:
                 sizes.append(len(now))
             before = now
         assert len(sizes) > 2 and sizes == sorted(sizes, reverse=matchness < 0.5)
-
-
-def test_static_is_one_set() -> None:
-    skip = SkipSet.of_sublayers([1], 3)
-    assert Static({"one": skip}).sets() == {"one": skip}
-    assert Static({"one": skip}).choose(["a", "b"], np.zeros(2, np.int32)) == [skip, skip]

@@ -17,8 +17,8 @@ from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Selection, Static
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
 from layerskip_plugin.selection.knn import Domains, Knn
+from layerskip_plugin.selection.online_search import Swift
 from layerskip_plugin.selection.serving import COMPILED, Selector
-from layerskip_plugin.selection.swift import Swift
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 LAYERS = 8

@@ -22,10 +22,9 @@ from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
-from layerskip_plugin.selection.knapspec import KnapSpec
 from layerskip_plugin.selection.knn import Domains, Knn
+from layerskip_plugin.selection.online_search import WINDOW, KnapSpec, Swift
 from layerskip_plugin.selection.serving import Selector
-from layerskip_plugin.selection.swift import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
 
 LAYERS, HIDDEN, K = 30, 576, 4

@@ -24,8 +24,8 @@ def make_selecting(options, context, controller):
     from layerskip_plugin.pass_times import PassTimes
     from layerskip_plugin.selection.base import Static
     from layerskip_plugin.selection.knapsack import Knapsack, Plan
-    from layerskip_plugin.selection.knapspec import KnapSpec
     from layerskip_plugin.selection.knn import Domains, Knn
+    from layerskip_plugin.selection.online_search import KnapSpec
     from layerskip_plugin.selection.serving import Selector
     from layerskip_plugin.skip_set import SkipSet
 

@@ -1,4 +1,4 @@
-"""A confidence threshold that follows what verification accepts."""
+"""Policies without costs: a fixed number of tokens, a threshold of confidence, fixed or following acceptance."""
 
 from __future__ import annotations
 
@@ -7,8 +7,36 @@ from collections.abc import Sequence
 import numpy as np
 
 from freedraft.draft_pass import RestOfBatch
-from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead, unit
+from layerskip_plugin.lookahead.base import ALONE, Flags, Floats, Ints, Lookahead
 from layerskip_plugin.skip_set import SkipSet
+
+
+class Fixed(Lookahead):
+    """Draft `length` tokens, or as many as are allowed."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def expected_len(self) -> int:
+        return min(self.length, self.max_draft_len)
+
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+        return np.full(len(rows), position + 1 < self.expected_len())
+
+
+class Confidence(Lookahead):
+    """Go on while the draft token's top-1 probability is at least `threshold`; the token below it is kept.
+
+    Draft & Verify and SWIFT use .8, KnapSpec .7.
+    """
+
+    needs_top = 1
+
+    def __init__(self, threshold: float = 0.7) -> None:
+        self.threshold = threshold
+
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+        return (top[:, 0] >= self.threshold) & (position + 1 < self.max_draft_len)
 
 
 class DraftVerify(Lookahead):
@@ -26,11 +54,9 @@ class DraftVerify(Lookahead):
     def __init__(
         self, threshold: float = 0.7, target: float = 0.9, memory: float = 0.5, step: float = 0.01, inertia: float = 0.9
     ) -> None:
-        self.target, self.step = unit("target", target), step
-        self.memory, self.inertia = unit("memory", memory), unit("inertia", inertia)
-        self.first_threshold = unit("threshold", threshold)
-        # Threshold and acceptance rate by request.
-        self.requests: dict[str, tuple[float, float]] = {}
+        self.target, self.memory, self.step, self.inertia = target, memory, step, inertia
+        self.first_threshold = threshold
+        self.requests: dict[str, tuple[float, float]] = {}  # threshold and acceptance rate
 
     def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
         super().begin(request_ids, recipe, max_draft_len, rest)
