@@ -134,14 +134,13 @@ class Drafter:
         self._index = RequestIndex()
         self._lock = threading.Lock()
         self._prompts: dict[str, Future[None]] = {}
-        self._worker = ThreadPoolExecutor(1, "freedraft-index")
+        self._worker, self._pool = _executors()
         self._batch = self._out = DraftBatch.empty(1, max_nodes)
         self._live = live
         self._tenants: dict[str, int] = {}  # of requests that have one
         self._max_sub_indices = -1  # that there is scratch space for
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = min(MAX_THREADS, cores)
-        self._pool = ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
         self._scratch: list[tuple[tuple | None, tuple | None]] = []  # by thread, of the learned scorer and the paper's
         if live is not None:
             live.on_erased = self._forget_others
@@ -298,6 +297,7 @@ class Drafter:
         """Stop the background threads, forget every request and close the live datastore."""
         self._worker.shutdown()
         self._pool.shutdown()
+        self._worker, self._pool = _executors()
         self._prompts.clear()
         self.finish(self._index.request_ids())
         if self._live is not None:
@@ -352,6 +352,11 @@ class Drafter:
         self.recycle(NodeLogits([], self._out.head(0), none, none.astype(np.float32)))
         self.attribute([name], one, np.zeros(attribution.SIZE, np.int64))
         self.finish([name])
+
+
+def _executors() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+    """For prompts, and for parts of batches; no thread starts before there is work for it."""
+    return ThreadPoolExecutor(1, "freedraft-index"), ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
 
 
 def _values(numbers: dict[str, int], request_ids: Sequence[str]) -> NDArray[np.int64]:
