@@ -190,8 +190,8 @@ def disco(
 
 def inspect(file: Annotated[Path, typer.Argument(help="What another calibrate command wrote.")]) -> None:
     """Show the skip sets in a file: retained, skipped attention and skipped MLP, layer by layer."""
-    from layerskip_plugin import skip_set
     from layerskip_plugin.selection import knapsack, knn
+    from layerskip_plugin.skip_set import FORMAT, SkipSet
 
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -200,8 +200,8 @@ def inspect(file: Annotated[Path, typer.Argument(help="What another calibrate co
         raise ValueError(f"cannot read {file}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{file} is no file of freedraft calibrate") from None
-    if form == skip_set.FORMAT:
-        sets = {file.stem: skip_set.SkipSet.load(file)}
+    if form == FORMAT:
+        sets = {file.stem: SkipSet.load(file)}
     elif form == knn.FORMAT:
         domains = knn.Domains.load(file)
         sets = dict(zip([*domains.names, knn.ALL_DOMAINS], domains.sets, strict=True))
