@@ -244,7 +244,7 @@ class LayerSkipMethod(ModelMethod):
         return self.lookahead if isinstance(self.lookahead, Cost) else None
 
     def _recipe_to_draft(self) -> SkipSet | None:
-        """The recipe that the present step drafts with. Where costs decide, steps without drafts are timed in between."""
+        """The recipe that the present step drafts with. Where costs decide, steps without drafts are timed, too."""
         if self.auto is None or self._cost is None:
             return self.recipe
         longest = np.clip(self._cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
