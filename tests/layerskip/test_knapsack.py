@@ -105,6 +105,8 @@ def test_the_choice_is_that_of_most_tokens_per_time() -> None:
         assert (rate > plain) == pays
         assert (best.skip, best.length or best.trial_length) == fastest and (best.length > 0) == pays
         assert best.rate == pytest.approx(max(rate, plain))
+        careful = knapsack.best_choice(candidates, times, 6, trials=10)
+        assert not pays or careful.rate < best.rate, "few trials are not taken at their word"
 
 
 def test_cosine_and_agreement_name_the_same_worst_set_on_the_demo_model() -> None:
