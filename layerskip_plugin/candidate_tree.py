@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 
-# Candidates by the confidence p in the first of them: k = 10, 5, 3, 1 for p in (0, .5], (.5, .8], (.8, .95], (.95, 1]
-# (SWIFT, section 3.3).
+# Candidates by the confidence in the first of them: 10 in (0, .5], 5 in (.5, .8], 3 in (.8, .95], 1 above (SWIFT, 3.3).
 CONFIDENCES = (0.5, 0.8, 0.95)
 CANDIDATES = (10, 5, 3, 1)
 MAX_CANDIDATES = CANDIDATES[0]
@@ -35,14 +34,10 @@ def candidate_tree(
 
     Args:
         roots: int32 [B], last accepted token of each request.
-        tokens: int32 [B, D, K], the draft's best tokens at each position, best first.
-        probabilities: float32 [B, D, K] of these tokens.
+        tokens: int32 [B, D, K], the draft's best tokens at each position, best first; probabilities: float32.
         drafted: int32 [B], positions that were drafted; entries beyond them are ignored.
         max_nodes: limit of nodes per request, root included; longer chains are truncated.
         siblings: whether there are any beside the chain.
-
-    Returns:
-        B trees, as wide as the largest of them.
     """
     batch, depth, width = tokens.shape
     length = np.minimum(drafted, max_nodes - 1).astype(np.int64)

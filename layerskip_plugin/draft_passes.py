@@ -1,4 +1,4 @@
-"""`Round`: what the draft passes of a step drafted, and what became of it."""
+"""`Round`: the drafts of a step's draft passes, and their outcome."""
 
 from __future__ import annotations
 
@@ -14,22 +14,13 @@ from layerskip_plugin.skip_set import SkipSet
 
 
 class Round:
-    """What one round drafted.
-
-    Attributes:
-        recipe: of all its passes.
-        tokens: int32 [B, D, K], the draft's best tokens at each position, best first.
-        probabilities: float32 [B, D, K]; entropy: float32 [B, D].
-        drafted: int32 [B], positions drafted.
-    """
-
     def __init__(self, request_ids: Sequence[str], recipe: SkipSet, depth: int, top_k: int) -> None:
         batch = len(request_ids)
         self.request_ids, self.recipe = request_ids, recipe
-        self.tokens = np.zeros((batch, depth, top_k), np.int32)
+        self.tokens = np.zeros((batch, depth, top_k), np.int32)  # best first at each position
         self.probabilities = np.zeros((batch, depth, top_k), np.float32)
         self.entropy = np.zeros((batch, depth), np.float32)
-        self.drafted = np.zeros(batch, np.int32)
+        self.drafted = np.zeros(batch, np.int32)  # positions drafted
 
     def take(self, drafted: Drafted, rows: NDArray[np.intp], position: int) -> None:
         """Keep what passes from `position` on drafted for the requests at `rows`."""
@@ -59,14 +50,10 @@ class Round:
 
 
 class Outcome(NamedTuple):
-    """What became of a round's chains: as far as the tokens that each of R requests gained agree with its chain. A
-    sibling that was accepted ends the chain before it.
-
-    Attributes:
-        verified, accepted: int32 [R], draft tokens of its chain; of_step: int32 [R], all that the step accepted.
-    """
+    """Verification of the chains of R requests: the length of the prefix that each request gained. A sibling that was
+    accepted ends the chain before it."""
 
     request_ids: list[str]
-    verified: NDArray[np.int32]
-    accepted: NDArray[np.int32]
-    of_step: NDArray[np.int32]
+    verified: NDArray[np.int32]  # draft tokens of the chain
+    accepted: NDArray[np.int32]  # of them
+    of_step: NDArray[np.int32]  # all draft tokens that the step accepted

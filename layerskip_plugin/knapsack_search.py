@@ -13,7 +13,7 @@ so this is a beam search that keeps the best of each weight, not an exact optimu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,23 +24,15 @@ from torch.nn import functional
 PRUNE = 0.5
 MAX_WEIGHT = 5
 
-RunSublayer = Callable[[int, Tensor], Tensor]
-"""The hidden states behind a sublayer, for float[J, N, hidden] before it."""
+RunSublayer = Callable[[int, Tensor], Tensor]  # the hidden states behind a sublayer, for float[J, N, hidden] before it
 
 
-@dataclass(frozen=True)
-class Survivors:
-    """The partial sets at the end of a search, J of them.
+class Survivors(NamedTuple):
+    """The J partial sets at the end of a search."""
 
-    Attributes:
-        skipped: bool[J, 2L].
-        weight: int64[J], ascending.
-        states: float[J, N, hidden], not normed.
-    """
-
-    skipped: NDArray[np.bool_]
-    weight: NDArray[np.int64]
-    states: Tensor
+    skipped: NDArray[np.bool_]  # [J, 2L]
+    weight: NDArray[np.int64]  # [J], ascending
+    states: Tensor  # float[J, N, hidden], not normed
 
 
 def integer_weights(attention: float, mlp: float) -> tuple[int, int]:
@@ -68,22 +60,20 @@ def search(
 
     Args:
         embedded: float[N, hidden], tokens before the first sublayer.
-        sublayers: how many there are, 2L.
+        sublayers: 2L.
         weights: of an attention and of an MLP sublayer.
         max_weight: limit of the skipped weight; by default half of the whole.
         protected: sublayers that are never skipped.
-        prune: a partial set is dropped when its cosine falls below this.
+        prune: cosine below which a partial set is dropped.
         survivors: partial sets kept per weight; 1 is the paper's.
         progress: called after each sublayer.
         base: sublayers that every set skips, and that weigh nothing.
     """
     w = np.array([weights[i % 2] for i in range(sublayers)])
     max_weight = int(w.sum()) // 2 if max_weight is None else max_weight
-    protected = frozenset(protected)
-    base = frozenset(base)
+    protected, base = frozenset(protected), frozenset(base)
     states = whole = embedded[None]
-    skipped = np.zeros((1, sublayers), np.bool_)
-    weight = np.zeros(1, np.int64)
+    skipped, weight = np.zeros((1, sublayers), np.bool_), np.zeros(1, np.int64)
     for i in range(sublayers):
         if i in base:
             whole = sublayer(i, whole)

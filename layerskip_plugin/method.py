@@ -49,11 +49,7 @@ FIRST_BASELINE, RAREST_BASELINE = 4, 256
 
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:
-    """Refuse, before the engine starts, what would stop it later: skip sets, plans, classifiers, ranks, the port.
-
-    Raises:
-        ValueError: one clear line that names the option or file and the remedy.
-    """
+    """Raise ValueError for what would stop the engine later: one line that names the option or file and the remedy."""
     if context.tensor_parallel > 1 and options.searches:
         raise ValueError(
             f"selection '{options.selection}' searches on one tensor-parallel rank only, not "
@@ -68,19 +64,13 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
 
 
 def schedule(options: LayerSkipOptions, context: EngineContext) -> Schedule | None:
-    """Return draft lengths by batch size, where costs decide them; None where they are the same for all."""
     return draft_lengths(context, "auto" if options.lookahead == "cost" else "fixed")
 
 
 SPEC = MethodSpec(
-    NAME,
-    "layerskip_plugin.method:LayerSkipMethod",
-    LayerSkipOptions,
-    check,
-    runs_model=True,
-    schedule=schedule,
-    role="model",
-)
+    NAME, "layerskip_plugin.method:LayerSkipMethod", LayerSkipOptions, check,
+    runs_model=True, schedule=schedule, role="model",
+)  # fmt: skip
 
 
 class LayerSkipMethod(ModelMethod):
@@ -152,7 +142,6 @@ class LayerSkipMethod(ModelMethod):
         return min(len(self.selector.sets), self.selector.compiled)
 
     def build(self, skip_set: SkipSet, *, optimize: bool) -> None:
-        """Build the draft passes of a skip set with each of its windows."""
         assert self._model is not None
         entropy = self.lookahead.needs_entropy or self.recorder is not None
         for recipe in self.recipes.of(skip_set):
@@ -180,8 +169,7 @@ class LayerSkipMethod(ModelMethod):
             self.recorder.close()
 
     def _prices(self) -> tuple[float, float] | None:
-        """What a draft pass of the first recipe, and a further query token of each request, take in plain steps of the
-        newest step's batch; None before steps and passes were timed."""
+        """See `Verifications.prices`, at the newest step's batch; None before steps and passes were timed."""
         batch = self._batch
         if self.auto is None or not self.auto.baseline_known(batch):
             return None
@@ -211,7 +199,7 @@ class LayerSkipMethod(ModelMethod):
         return draft
 
     def update(self, step: Step) -> None:
-        """Learn what became of the last round, meet new requests, and let a selection that searches go on."""
+        """Learn from the last round, begin new requests, and continue a search."""
         self._record_acceptance(step)
         for i in self.selector.unknown(step.request_ids):
             request_id = step.request_ids[i]
@@ -256,8 +244,7 @@ class LayerSkipMethod(ModelMethod):
         return self.lookahead if isinstance(self.lookahead, Cost) else None
 
     def _recipe_to_draft(self) -> SkipSet | None:
-        """The recipe that the present step drafts with. Where costs decide, some steps go without drafts, so that what
-        drafting has to beat stays known."""
+        """The recipe that the present step drafts with. Where costs decide, steps without drafts are timed, too."""
         if self.auto is None or self._cost is None:
             return self.recipe
         longest = np.clip(self._cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
@@ -290,7 +277,6 @@ class LayerSkipMethod(ModelMethod):
         return tree
 
     def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch) -> Round:
-        """Passes for the requests at `rows` until none of them goes on."""
         model, lookahead, recipe = self._model, self.lookahead, self.recipe
         assert model is not None and recipe is not None
         since = time.perf_counter()
@@ -331,11 +317,8 @@ class LayerSkipMethod(ModelMethod):
         return result
 
     def _record_acceptance(self, step: Step) -> None:
-        """Report to policy and selection how much of the last round's chains was accepted."""
         last, self._last = self._last, None
-        if last is None:
-            return
-        if (outcome := last.outcome(step)) is None:
+        if last is None or (outcome := last.outcome(step)) is None:
             return
         request_ids, verified, accepted, of_step = outcome
         judged = np.flatnonzero(verified > 0).tolist()
@@ -348,7 +331,6 @@ class LayerSkipMethod(ModelMethod):
             self.recorder.record_acceptance(request_ids, verified, accepted)
 
     def _propose(self, weights: tuple[int, int], max_weight: int, base: SkipSet) -> list[SkipSet]:
-        """KnapSpec's sets on the newest tokens."""
         assert self._scorer is not None
 
         def visit(embedded: Tensor, sublayer: RunSublayer) -> Survivors:
@@ -358,8 +340,8 @@ class LayerSkipMethod(ModelMethod):
         return [SkipSet.of_bits(bits, base.model) for bits in found.skipped.tolist()]
 
     def _pass_times(self) -> PassTimes | None:
-        """What the parts of draft passes take at the batch and context of the newest step; None while steps without
-        drafts are not known there. Sublayers by the roofline, as far off as the present set's passes are from it."""
+        """At the batch and context of the newest step; None while steps without drafts are not timed there. Sublayers
+        by the roofline, scaled as the present set's passes are."""
         batch, present = self._batch, self.recipes.all[0] if self.recipe is None else self.recipe
         if self.auto is None or not self.auto.baseline_known(batch):
             return None

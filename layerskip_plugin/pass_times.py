@@ -10,18 +10,12 @@ from layerskip_plugin.skip_set import SkipSet
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of the parts of a pass at one context length and batch.
+    """Seconds of the parts of a pass at one context length and batch."""
 
-    Attributes:
-        attention, mlp: of one sublayer in a draft pass.
-        head: of the final norm, the LM head and sampling, and of everything else that all draft passes share.
-        verify: seconds of a verify pass with n query tokens per request; `verify(1)` is a step without drafts.
-    """
-
-    attention: float
+    attention: float  # of one sublayer in a draft pass
     mlp: float
-    head: float
-    verify: Callable[[int], float]
+    head: float  # and of everything else that all draft passes share
+    verify: Callable[[int], float]  # of a step with n query tokens per request; `verify(1)` is one without drafts
 
     def draft(self, skip: SkipSet) -> float:
         """t_draft(S) = kept attention * t_attn + kept MLP * t_mlp + t_head."""

@@ -14,13 +14,7 @@ from layerskip_plugin.skip_set import SkipSet
 
 
 class Recipes:
-    """Every skip set with every window.
-
-    Args:
-        skip_sets: see `use`.
-        windows: ascending; None, the whole cache, last.
-        page_size: tokens of a page of the KV cache.
-    """
+    """Every skip set with every window: ascending; None, the whole cache, last."""
 
     def __init__(self, skip_sets: Iterable[SkipSet], windows: Sequence[Window | None], page_size: int) -> None:
         self._windows, self._page_size = windows, page_size
@@ -28,12 +22,9 @@ class Recipes:
 
     def use(self, skip_sets: Iterable[SkipSet]) -> None:
         """Replace all skip sets."""
-        self._of = {skip_set: self._make(skip_set) for skip_set in skip_sets}
-
-    def _make(self, skip_set: SkipSet) -> list[SkipSet]:
         # A pass that leaves out nothing is a step of the model: no choice where there is another one.
-        windows = [w for w in self._windows if w is not None or skip_set or len(self._windows) == 1]
-        return [replace(skip_set, window=window) for window in windows]
+        short = [w for w in self._windows if w is not None or len(self._windows) == 1]
+        self._of = {s: [replace(s, window=window) for window in (self._windows if s else short)] for s in skip_sets}
 
     @property
     def all(self) -> list[SkipSet]:
@@ -41,7 +32,6 @@ class Recipes:
         return [recipe for recipes in self._of.values() for recipe in recipes]
 
     def of(self, skip_set: SkipSet) -> list[SkipSet]:
-        """The recipes of a skip set, by window."""
         return self._of[skip_set]
 
     def skip_set_of(self, recipe: SkipSet) -> SkipSet:
@@ -49,8 +39,8 @@ class Recipes:
         return next(skip_set for skip_set, recipes in self._of.items() if recipe in recipes)
 
     def applies(self, recipe: SkipSet, contexts: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """bool [B]: whether passes with this recipe are for requests of so many tokens. Where no layers are skipped and
-        the window holds the whole request, they would do what the model does."""
+        """bool [B]: whether requests of these lengths draft with a recipe. Where no layers are skipped and the window
+        holds the whole request, passes would do what the model does."""
         if recipe.window is None or recipe:
             return np.ones(len(contexts), np.bool_)
         return contexts > recipe.window.whole_up_to(self._page_size)

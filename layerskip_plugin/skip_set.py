@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,21 +49,13 @@ def text_config(config: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SkipSet:
-    """An immutable set of skipped sublayers, and with its window the recipe of a draft pass.
+    """An immutable set of skipped sublayers, and with its window the recipe of a draft pass."""
 
-    Attributes:
-        n_layers: decoder layers of the model, L.
-        attention: layers whose attention is skipped.
-        mlp: layers whose MLP is skipped.
-        model: `model_fingerprint` of the model that the set was made for; "" when it is not known.
-        window: the part of the KV cache that draft passes read, which files do not say; None for the whole cache.
-    """
-
-    n_layers: int
-    attention: frozenset[int]
-    mlp: frozenset[int]
-    model: str = ""
-    window: Window | None = None
+    n_layers: int  # L
+    attention: frozenset[int]  # layers whose attention is skipped
+    mlp: frozenset[int]  # layers whose MLP is skipped
+    model: str = ""  # fingerprint of the model that the set was made for; "" when it is not known
+    window: Window | None = None  # the part of the KV cache that draft passes read, not saved; None for all of it
 
     def __post_init__(self) -> None:
         if self.n_layers < 1:
@@ -83,15 +76,8 @@ class SkipSet:
 
     @classmethod
     def of_bits(cls, bits: Sequence[bool], model: str = "") -> SkipSet:
-        """The set of 2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ...
-
-        Raises:
-            ValueError: an odd number of flags, or none.
-        """
-        flags = [bool(bit) for bit in bits]
-        if not flags or len(flags) % 2:
-            raise ValueError(f"skip set: 2 flags per layer are needed, not {len(flags)} in all")
-        return cls.of_sublayers((i for i, flag in enumerate(flags) if flag), len(flags) // 2, model)
+        """The set of 2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ..."""
+        return cls.of_sublayers((i for i, flag in enumerate(bits) if flag), len(bits) // 2, model)
 
     @classmethod
     def of_sublayers(cls, sublayers: Iterable[int], n_layers: int, model: str = "") -> SkipSet:
@@ -127,11 +113,7 @@ class SkipSet:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "skip set") -> SkipSet:
-        """The inverse of `to_dict`; other keys are ignored.
-
-        Raises:
-            ValueError: a key is missing or wrong; the message names `source`.
-        """
+        """The inverse of `to_dict`; raises ValueError, which names `source`, if a key is missing or wrong."""
         try:
             n_layers, model = values["n_layers"], values.get("model", "")
             lists = [values["attention"], values["mlp"]]
@@ -150,20 +132,12 @@ class SkipSet:
 
     @classmethod
     def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> SkipSet:
-        """Read what `save` wrote; `n_layers` and `model` (fingerprint) must match where they are given.
-
-        Raises:
-            ValueError: one line: the file cannot be read, is no skip set, or is one of another model.
-        """
+        """Read what `save` wrote; raises ValueError, one line, if it is damaged or not of this model, see `require`."""
         values = read_json(path, FORMAT, "skip set")
         return cls.from_dict(values, str(path)).require(n_layers, model, str(path))
 
     def require(self, n_layers: int | None = None, model: str | None = None, source: str = "skip set") -> SkipSet:
-        """Return the set itself if it is one for this model.
-
-        Raises:
-            ValueError: the set was made for another model.
-        """
+        """Return the set if it has these layers and this fingerprint, where they are given, else raise ValueError."""
         remedy = "make one with: freedraft calibrate skip-set"
         if n_layers is not None and n_layers != self.n_layers:
             raise ValueError(f"{source} is for a model of {self.n_layers} layers, this one has {n_layers}; {remedy}")
@@ -178,12 +152,19 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
         write_json_atomically(path, values, indent=1)
 
 
-def read_json(path: Path, form: str, what: str) -> dict[str, Any]:
-    """Read the object in a JSON file whose "format" is `form`; messages begin with `what`.
+@contextmanager
+def undamaged(what: str, path: Path) -> Iterator[None]:
+    """Raise ValueError, one line, where the contents of a file are not what they should be."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{what}: {path} is damaged: {error}; make it again with freedraft calibrate {what.split()[0]}"
+        ) from None
 
-    Raises:
-        ValueError: one line that names the file.
-    """
+
+def read_json(path: Path, form: str, what: str) -> dict[str, Any]:
+    """Read the object in a JSON file of format `form`, or raise ValueError: one line that begins with `what`."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

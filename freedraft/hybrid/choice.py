@@ -1,10 +1,9 @@
 """Which requests of a step get draft passes, at their price, and which keep the drafts that cost nothing.
 
-Every request has an n-gram draft first. Drafting with the model takes passes before the step, shared by all requests
-that take part. A step yields the expected tokens of all its drafts in the seconds of the passes and of verification.
-Passes draft several tokens at once, some of which n-grams would have offered for free a step later: so their seconds
-must bring more tokens than seconds do on average (`rate`). In the long run that step is the best with the most
-tokens - rate * seconds, where `rate` is what this rule leads to (Dinkelbach).
+Passes come before the step and are shared by all requests that take part. They draft several tokens at once, some of
+which n-grams would have offered for free a step later: so their seconds must bring more tokens than seconds do on
+average (`rate`). In the long run that step is the best with the most tokens - rate * seconds, where `rate` is what this
+rule leads to (Dinkelbach).
 """
 
 from __future__ import annotations
@@ -19,34 +18,27 @@ from freedraft.draft_pass import DraftPassEstimate
 
 Floats = NDArray[np.float64]
 
-MARGIN = 1.1
-"""By how much what passes bring must exceed what their time is worth: the best of many guesses is guessed too high."""
-_MAX_SIZES = 32
+MARGIN = 1.1  # gain required of passes over their time: the best of many estimates is estimated too high
+MAX_SIZES = 32
 
 
 class Choice(NamedTuple):
-    """What pays best.
+    """The choice that pays best."""
 
-    Attributes:
-        rows: intp [R], the requests that get draft passes; none where n-grams alone pay better.
-        max_draft_len: most tokens of a draft of theirs.
-        rate: expected tokens per second of the whole step.
-    """
-
-    rows: NDArray[np.intp]
-    max_draft_len: int
-    rate: float
+    rows: NDArray[np.intp]  # of the requests that get draft passes; none where n-grams alone pay better
+    max_draft_len: int  # of their drafts
+    rate: float  # expected tokens per second of the whole step
 
 
 def sizes_up_to(count: int) -> NDArray[np.int64]:
-    """Numbers of requests to consider out of so many: all, or 32 of them, ever further apart."""
-    if count <= _MAX_SIZES:
+    """Numbers of requests to consider: every one up to 32, then geometrically spaced."""
+    if count <= MAX_SIZES:
         return np.arange(1, count + 1)
-    return np.unique(np.geomspace(1, count, _MAX_SIZES).round().astype(np.int64))
+    return np.unique(np.geomspace(1, count, MAX_SIZES).round().astype(np.int64))
 
 
 def poorest_first(p: Floats, kept: NDArray[np.int32], allowed: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """The requests that may get passes, those first from whose n-grams the least is expected; see `choose`."""
+    """The requests that may get passes, those of the poorest n-gram drafts first; see `choose`."""
     gains = np.where(np.arange(p.shape[1]) < kept[:, None], p, 0.0).sum(1)
     rows = np.flatnonzero(allowed)
     return rows[np.argsort(gains[rows], kind="stable")]
@@ -65,13 +57,13 @@ def choose(
     """Which requests get draft passes: the first ones of `order`, as many as pay.
 
     Args:
-        p: float64 [B, N], the chance that each node of the n-gram draft is accepted; 0 for what is none.
+        p: float64 [B, N], the chance that each node of the n-gram draft is accepted; 0 for padding.
         kept: int32 [B], nodes of it that are worth verifying, roots included.
         order: intp [R], the requests that may get passes (`poorest_first`).
         estimate: of passes over the first ones of `order`.
         table: seconds of the step by query tokens, at `CENTRES`.
         widths: see `Controller`: verification costs as many tokens for every request; None: as many as each has.
-        rate: tokens per second of these requests of late; where this step alone promises more, that counts.
+        rate: recent tokens per second of these requests; the larger of it and this step's estimate is used.
         margin: how much more than its time is worth a round of passes must bring.
     """
     batch, max_len = len(p), estimate.gain.shape[1]

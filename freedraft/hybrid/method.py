@@ -19,19 +19,18 @@ from freedraft.draft_model import DraftModel
 from freedraft.draft_pass import RestOfBatch
 from freedraft.hybrid.choice import Choice, choose, poorest_first, sizes_up_to
 from freedraft.hybrid.options import NAME, part_options
-from freedraft.hybrid.throughput import Throughput
 from freedraft.method import Method, ModelMethod, spec_of_role
 from freedraft.step import EngineContext, NodeLogits, Step
 
+# Steps without draft passes after which they are tried again, at first and at most.
 FIRST_PROBE, RAREST_PROBE = 128, 256
-"""Steps without draft passes after which they are tried again, at first and at most."""
-MAY_PAY_STEPS = 16
-"""Steps after which it is estimated again whether passes could pay at all."""
+MAY_PAY_STEPS = 16  # after which it is estimated again whether passes could pay at all
+FADE = float(np.exp(-1 / 12))  # an old step counts 1/e in the mean speed of a request after 12 steps
 
 
 class HybridMethod(Method):
-    """Every request gets a draft of the host's drafter; the requests from whose draft the least is expected get draft
-    passes instead, as many of them as pay for the whole batch.
+    """Every request gets a draft of the host's drafter; those with the poorest drafts get draft passes instead, as many
+    as pay for the whole batch.
 
     Raises:
         ConfigError: steps of this model cannot be priced.
@@ -48,7 +47,7 @@ class HybridMethod(Method):
         self.auto = auto
         self.model: ModelMethod = spec_of_role("model").make(part_options(options, "model"), context, auto)
         self.needs_prompt_states = self.model.needs_prompt_states
-        self.throughput = Throughput()
+        self._speeds: dict[str, tuple[float, float]] = {}  # fading sums of tokens and seconds
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
         self._may_pay: dict[int, tuple[bool, int]] = {}
         self._by_model: set[str] = set()
@@ -89,16 +88,16 @@ class HybridMethod(Method):
 
     def update(self, step: Step) -> None:
         before, seconds = self._previous
-        if seconds:
-            known = np.array([request_id in before for request_id in step.request_ids], np.bool_)
-            ids = [step.request_ids[i] for i in np.flatnonzero(known)]
-            self.throughput.update(ids, step.gained[known], seconds)
+        for request_id, gained in zip(step.request_ids, step.gained.tolist(), strict=True) if seconds else ():
+            if request_id in before:
+                tokens, passed = self._speeds.get(request_id, (0.0, 0.0))
+                self._speeds[request_id] = FADE * tokens + gained, FADE * passed + seconds
         self.host.update(step)
         self.model.update(step)
 
     def _choose(self, step: Step, draft: DraftBatch, capacities: NDArray[np.int32]) -> tuple[Choice, NDArray[np.int32]]:
-        """The requests that get draft passes in place of their n-grams (all of them now and then, to see how it goes),
-        and int32 [B], the nodes of the n-gram drafts that are worth verifying."""
+        """The requests that get draft passes in place of their n-grams (now and then all of them, as a trial), and
+        int32 [B], the nodes of the n-gram drafts that are worth verifying."""
         batch, max_len = step.batch_size, int(capacities.max(initial=0))
         choice, kept = Choice(np.zeros(0, np.intp), 0, 0.0), draft.counts
         if max_len < 1:
@@ -107,20 +106,25 @@ class HybridMethod(Method):
             p, kept = self.auto.estimate(draft)
             order = poorest_first(p, kept, capacities > 0)
             estimate = self.model.estimate(sizes_up_to(len(order)), max_len)
-            rate = self.throughput.of(step.request_ids)
+            rate = self._tokens_per_second(step.request_ids)
             choice = choose(p, kept, order, estimate, self.auto.table(batch), self.auto.widths, rate)
         pays = len(choice.rows) > 0
         if pays:
             self._probes.reset()
         elif self.model.wants_trial or self._probes.due():
-            rate = max(choice.rate, self.throughput.of(step.request_ids))
+            rate = max(choice.rate, self._tokens_per_second(step.request_ids))
             choice = Choice(np.flatnonzero(capacities > 0), max_len, rate)
         if len(choice.rows):
             self.model.begin_round(pays=pays)
         return choice, kept
 
+    def _tokens_per_second(self, request_ids: Sequence[str]) -> float:
+        """Recent speed of these requests together; new ones count as 0."""
+        sums = (self._speeds[request_id] for request_id in request_ids if request_id in self._speeds)
+        return sum(tokens / seconds for tokens, seconds in sums)
+
     def _passes_may_pay(self, batch: int, max_len: int) -> bool:
-        """Whether passes would pay if n-grams offered nothing: where not, there is no need to compare, step by step."""
+        """Whether passes would pay if n-grams offered nothing."""
         known, left = self._may_pay.get(batch, (False, 0))
         if left == 0:
             nothing, roots, order = np.zeros((batch, 1)), np.ones(batch, np.int32), np.arange(batch)
@@ -163,7 +167,7 @@ class HybridMethod(Method):
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         self._by_model.discard(request_id)
-        self.throughput.finish(request_id)
+        self._speeds.pop(request_id, None)
         self.host.finish(request_id, output, aborted)
         self.model.finish(request_id, output, aborted)
 

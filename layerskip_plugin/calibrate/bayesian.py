@@ -13,11 +13,8 @@ from layerskip_plugin.selection.base import Evaluate
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.skip_set import SkipSet
 
-RANDOM = 10
-"""Random points before the Gaussian process is asked."""
-MAX_LENGTH = 10
-"""Tokens of a draft, at most."""
-SAVE_EVERY = 10
+RANDOM, BATCH = 10, 4  # random points before the Gaussian process is asked, and how many are evaluated at once
+MAX_LENGTH = 10  # tokens of a draft, at most
 
 
 def seconds_per_token(skip: SkipSet, acceptance: float, times: PassTimes) -> float:
@@ -31,18 +28,14 @@ def search(
     space: BitSearch,
     iterations: int,
     times: PassTimes | None = None,
-    progress: Callable[[], object] = lambda: None,
-    batch: int = 4,
+    progress: Callable[[int], object] = lambda new: None,
 ) -> SkipSet:
     """The best set after `iterations` evaluations, those that `space` already holds included.
 
     Args:
         evaluate: acceptance of each set.
-        space: the sets to search and their values; it can be saved and restored between calls.
-        iterations: evaluations in all.
         times: minimise seconds per token; without them, maximise acceptance (of sets of one size).
-        progress: called after each evaluation.
-        batch: random points evaluated at once.
+        progress: called with the number of new evaluations.
     """
 
     def values(skips: list[SkipSet]) -> NDArray[np.float64]:
@@ -57,13 +50,12 @@ def search(
         if done == 0:
             proposals = [space.uniform()]
         elif done < RANDOM:
-            proposals = [space.random() for _ in range(min(batch, RANDOM - done, iterations - done))]
+            proposals = [space.random() for _ in range(min(BATCH, RANDOM - done, iterations - done))]
         else:
             proposals = [space.bayesian()]
         new = list(dict.fromkeys(s for s in proposals if s not in space.values)) or [space.mutated(space.best[0])]
         space.register(new, values(new))
-        for _ in new:
-            progress()
+        progress(len(new))
     return space.best[0]
 
 
@@ -80,17 +72,12 @@ def calibrate(run: Run, size: int | None, iterations: int) -> tuple[SkipSet, flo
     def evaluate(skips: Sequence[SkipSet]) -> NDArray[np.float64]:
         return run.model.scores(skips, sample)[0]
 
-    def under_bar(tick: Callable[[], object]) -> SkipSet:
-        for _ in space.values:
-            tick()
-
-        def evaluated() -> None:
-            tick()
-            if len(space.values) % SAVE_EVERY == 0:
-                run.checkpoint.put("evaluated", space.state())
+    def under_bar(advance: Callable[..., object]) -> SkipSet:
+        def evaluated(new: int) -> None:
+            advance(new)
+            run.checkpoint.put("evaluated", space.state())
 
         return search(evaluate, space, iterations, times, evaluated)
 
-    best: SkipSet = run.progress("evaluating", iterations, under_bar)
-    run.checkpoint.put("evaluated", space.state())
+    best: SkipSet = run.progress("evaluating", max(0, iterations - len(space.values)), under_bar)
     return best, float(evaluate([best])[0])

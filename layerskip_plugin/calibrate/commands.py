@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect as python
+import json
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -189,9 +190,27 @@ def disco(
 
 def inspect(file: Annotated[Path, typer.Argument(help="What another calibrate command wrote.")]) -> None:
     """Show the skip sets in a file: retained, skipped attention and skipped MLP, layer by layer."""
-    from layerskip_plugin.calibrate.report import load_sets
+    from layerskip_plugin.selection import knapsack, knn
+    from layerskip_plugin.skip_set import FORMAT, SkipSet
 
-    sets, about = load_sets(file)
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        form, about = values["format"], dict(values["about"])
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} is no file of freedraft calibrate") from None
+    if form == FORMAT:
+        sets = {file.stem: SkipSet.load(file)}
+    elif form == knn.FORMAT:
+        domains = knn.Domains.load(file)
+        sets = dict(zip([*domains.names, knn.ALL_DOMAINS], domains.sets, strict=True))
+    elif form == knapsack.FORMAT:
+        plan = knapsack.Plan.load(file)
+        sets = {f"context {c}, draft {x.length}": x.skip for c, x in zip(plan.contexts, plan.choices, strict=True)}
+        about["hardware"] = plan.hardware
+    else:
+        raise ValueError(f"{file} holds {form!r}: there are no skip sets in it")
     for name, skip in sets.items():
         typer.echo(f"{name}: {len(skip)} of {2 * skip.n_layers} sublayers skipped ({skip.share:.0%})")
         for kind, bits in (("attention", skip.bits[::2]), ("MLP", skip.bits[1::2])):

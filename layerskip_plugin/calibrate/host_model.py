@@ -26,23 +26,12 @@ from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
-ROWS = 2048
-"""Rows (sets x tokens) in one pass: bounds memory at about 0.1 GB for a small model."""
-HEAD_ROWS = 256
-VERIFIED = (1, 2, 4, 8, 12)
-"""Query tokens per request of the verifications that are timed."""
+ROWS, HEAD_ROWS = 2048, 256  # rows (sets x tokens) of one pass, and of one of its heads: bounds memory
+VERIFIED = (1, 2, 4, 8, 12)  # query tokens per request of the verifications that are timed
 
 
 class HostModel:
-    """A transformers decoder (Llama, Qwen2, Qwen3, Mistral or built alike), whatever its weights are kept in.
-
-    Args:
-        model: a causal language model of transformers, on any device, or spread over several.
-
-    Attributes:
-        n_layers: decoder layers, L.
-        fingerprint: `model_fingerprint` of its configuration.
-        device: of its input embedding: "cpu", "cuda:0".
+    """A decoder of transformers (Llama, Qwen2, Qwen3, Mistral or built alike), on any device, or spread over several.
 
     Raises:
         ValueError: it is built differently.
@@ -66,8 +55,7 @@ class HostModel:
                     "they cannot be skipped"
                 )
         attention = self.layers[0].self_attn
-        self.head_size = int(attention.head_dim)
-        self.scale = float(attention.scaling)
+        self.head_size, self.scale = int(attention.head_dim), float(attention.scaling)
         self.n_layers = len(self.layers)
         self.fingerprint = model_fingerprint(self.config)
         self.device = str(self.embed.weight.device)
@@ -105,11 +93,9 @@ class HostModel:
         return 2 * self.n_layers
 
     def empty(self) -> SkipSet:
-        """The set that skips nothing of this model."""
         return SkipSet.empty(self.n_layers, self.fingerprint)
 
     def skip(self, sublayers: Sequence[int]) -> SkipSet:
-        """The set that skips these sublayers of this model."""
         return SkipSet.of_sublayers(sublayers, self.n_layers, self.fingerprint)
 
     @torch.inference_mode()
@@ -183,7 +169,6 @@ class HostModel:
         return Sample([self.read(texts[i], p) for i, p in zip(by_text, positions, strict=True)], positions)
 
     def newest(self, text: Sequence[int], tokens: int) -> Sample:
-        """The last tokens of one text."""
         positions = torch.arange(max(0, len(text) - tokens), len(text))
         return Sample([self.read(text, positions)], [positions])
 
@@ -234,7 +219,6 @@ class HostModel:
         return (h + layer.self_attn.o_proj(mixed.flatten(2))).to(home)
 
     def norm(self, h: Tensor) -> Tensor:
-        """float[..., hidden]: what goes into the LM head."""
         normed: Tensor = self.last_norm(h.to(_device(self.last_norm, h)))
         return normed
 
@@ -341,11 +325,11 @@ def _half_turn(x: Tensor) -> Tensor:
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
     """Median seconds of `work`, after one call that does not count."""
-    times = np.zeros(repeats + 1)
-    for i in range(len(times)):
+    times = []
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        times[i] = time.perf_counter() - start
+        times.append(time.perf_counter() - start)
     return float(np.median(times[1:]))

@@ -13,7 +13,6 @@ import torch
 from layerskip_plugin import knapsack_search
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.sample import Sample
-from layerskip_plugin.knapsack_search import cosine
 from layerskip_plugin.pass_times import PassTimes, tokens_per_time
 from layerskip_plugin.selection.knapsack import Choice
 from layerskip_plugin.skip_set import SkipSet
@@ -24,14 +23,8 @@ MIN_TOKENS = 24
 
 @dataclass(frozen=True)
 class Candidate:
-    """A result of the search.
-
-    Attributes:
-        skip: the set.
-        weight: the sum over the skipped sublayers.
-        cosine: of its last hidden state, normed, to the whole model's; mean over the sample.
-        agreement: share of the sample on which its top-1 token is the whole model's.
-    """
+    """A set, with its skipped weight, and on the sample the mean cosine of its last hidden states to the whole model's
+    and the share of tokens on which their top-1 tokens agree."""
 
     skip: SkipSet
     weight: int
@@ -40,11 +33,7 @@ class Candidate:
 
 
 def require_tokens(count: int) -> None:
-    """Refuse samples on which the estimate would be useless.
-
-    Raises:
-        ValueError: fewer than 24 tokens.
-    """
+    """Raise ValueError for samples on which the estimate would be useless."""
     if count < MIN_TOKENS:
         raise ValueError(
             f"{count} calibration tokens are too few to tell sets apart; give at least {MIN_TOKENS} (--tokens)"
@@ -53,31 +42,19 @@ def require_tokens(count: int) -> None:
 
 def protected_sublayers(model: HostModel, sample: Sample, min_agreement: float = PROTECT) -> frozenset[int]:
     """Sublayers that no set may skip: skipping that one alone leaves less than `min_agreement`."""
-    require_tokens(len(sample))
     agreement, _ = model.scores([model.skip([i]) for i in range(model.sublayers)], sample)
     return frozenset(np.flatnonzero(agreement < min_agreement).tolist())
 
 
 @torch.inference_mode()
 def search(model: HostModel, sample: Sample, **options: Any) -> list[Candidate]:
-    """The best sets by skipped weight, 0 (the empty set) included.
-
-    Args:
-        sample: at least 24 tokens.
-        options: see `knapsack_search.search`.
-
-    Returns:
-        One set per reachable weight, ascending; of `survivors` sets the one with the best agreement, then cosine.
-
-    Raises:
-        ValueError: too few tokens.
-    """
-    require_tokens(len(sample))
+    """One set per reachable skipped weight, ascending from 0 (the empty set): of the survivors the one of the best
+    agreement, then cosine. `options`: see `knapsack_search.search`."""
     found = knapsack_search.search(sample.states(0), partial(model.sublayer, sample=sample), model.sublayers, **options)
     final, best = sample.gather(lambda t: t.final), sample.gather(lambda t: t.best)
     drafted = model.norm(found.states)
     agreement = torch.stack([(model.best(h) == best).double().mean() for h in drafted]).numpy(force=True)
-    similarity = cosine(drafted, final)
+    similarity = knapsack_search.cosine(drafted, final)
     candidates: dict[int, Candidate] = {}
     for row in np.lexsort((-similarity, -agreement, found.weight)).tolist():
         total = int(found.weight[row])
@@ -93,9 +70,6 @@ def best_choice(
     """The set and draft length with the highest tokens per time; decoding without drafts competes.
 
     Args:
-        candidates: results of `search`.
-        times: of the machine.
-        max_length: limit of the draft length.
         trials: tokens that agreement was measured on; with it, acceptance is taken as (hits + 1/2) / (trials + 1).
     """
     drafting, plain = best_drafting(candidates, times, max_length, trials), 1 / times.verify(1)

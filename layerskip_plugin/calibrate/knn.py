@@ -15,8 +15,7 @@ from layerskip_plugin.selection.knn import ALL_DOMAINS, Domains, unit
 from layerskip_plugin.skip_set import SkipSet
 
 MAX_ANCHORS = 10
-MARGIN = 0.05
-"""A prompt belongs to no domain when it is less similar to all anchors than 99 % of held-out prompts, by this much."""
+MARGIN = 0.05  # a prompt of no domain is less similar to all anchors than 99 % of held-out prompts, by this much
 
 
 def calibrate(run: Run, size: int | None, count: int | None, answered: int, survivors: int) -> tuple[Domains, float]:
@@ -93,13 +92,11 @@ def fit(
 
     Args:
         hidden: per domain float32[n, hidden], n >= 2.
-        names: of the domains.
         sets: one per domain, and the global one.
         max_anchors: per domain.
-        seed: of k-means.
 
     Raises:
-        ValueError: fewer than two domains, or a domain of one prompt.
+        ValueError: see `require_prompts`.
     """
     require_prompts({name: len(states) for name, states in zip(names, hidden, strict=True)})
     center = np.concatenate(hidden).mean(0)
@@ -126,18 +123,14 @@ def _centroids(states: NDArray[np.float32], max_anchors: int, seed: int) -> NDAr
 
 
 def clusters(hidden: NDArray[np.float32], count: int, seed: int = 0) -> list[NDArray[np.intp]]:
-    """Domains of prompts without labels: k-means over their last hidden states (KNN-SSD's Alpaca, 5 clusters).
-
-    Args:
-        hidden: float32[n, hidden].
-        count: of clusters.
-        seed: of k-means.
+    """Domains of prompts without labels: k-means over their last hidden states, float32[n, hidden] (KNN-SSD's Alpaca,
+    5 clusters).
 
     Returns:
         The prompts of each cluster, most frequent first; clusters of one prompt are left to the global set.
 
     Raises:
-        ValueError: fewer than two clusters, or prompts that do not fall into so many.
+        ValueError: fewer than two clusters, or too few or too similar prompts.
     """
     from sklearn.cluster import KMeans
 
@@ -155,11 +148,7 @@ def clusters(hidden: NDArray[np.float32], count: int, seed: int = 0) -> list[NDA
 
 
 def require_prompts(counts: Mapping[str, int]) -> None:
-    """Refuse domains that cannot be told apart.
-
-    Raises:
-        ValueError: fewer than two domains, or one with fewer than two prompts.
-    """
+    """Raise ValueError for fewer than two domains, or one with fewer than two prompts."""
     if len(counts) < 2:
         raise ValueError("knn: at least two domains are needed, one file of prompts each; for one, use static")
     for name, count in counts.items():

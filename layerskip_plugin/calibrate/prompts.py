@@ -17,17 +17,11 @@ MAX_PROMPT_TOKENS = 384
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts of one file.
-
-    Attributes:
-        texts: one per prompt.
-        name: of the file, without its folder and ending.
-        sha256: of the file, 16 digits.
-    """
+    """Prompts of one file."""
 
     texts: list[str]
-    name: str
-    sha256: str
+    name: str  # of the file, without its folder and ending
+    sha256: str  # of the file, 16 digits
 
     @classmethod
     def load(cls, path: Path) -> Prompts:
@@ -62,7 +56,6 @@ class Answered:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in a model folder."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
@@ -86,11 +79,7 @@ def answer(
     batch: int = 8,
     progress: Callable[[], object] = lambda: None,
 ) -> list[Answered]:
-    """Each prompt with what the model greedily answers: text of the kind that drafts are made for.
-
-    Args:
-        progress: called after each prompt.
-    """
+    """Each prompt with the model's greedy answer; `progress` is called after each prompt."""
     encoded = [encode(tokenizer, text, max_prompt_tokens) for text in prompts]
     # Prompts of similar length share a batch, so that little is padded.
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))

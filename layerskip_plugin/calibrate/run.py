@@ -2,41 +2,76 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from freedraft.fingerprints import hardware_name
-from layerskip_plugin.calibrate.checkpoint import Checkpoint
 from layerskip_plugin.calibrate.common import Common
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knapsack import Candidate, best_drafting, protected_sublayers, require_tokens, search
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
 from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.pass_times import PassTimes
+from layerskip_plugin.skip_set import read_json, write_json
 
+FORMAT = "freedraft calibration in progress 1"
 INTERRUPTED = 130
-GROUP = 8
-"""Prompts answered in one batch, and the unit in which answers are saved."""
+GROUP = 8  # prompts answered in one batch, and the unit in which answers are saved
 ANSWER_TOKENS = 96
 TIMED_CONTEXT = 512
 
-Compute = Callable[[Callable[[], object]], Any]
-"""Work under a progress bar; it gets the function that advances the bar by one."""
+
+class Checkpoint:
+    """Results of finished steps, in a file beside `out`: the same command goes on where it was interrupted.
+
+    Args:
+        settings: everything that the steps depend on; results under other settings are thrown away.
+
+    Raises:
+        ValueError: `out`'s folder does not exist.
+    """
+
+    def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
+        if not out.parent.is_dir():
+            raise ValueError(f"out: folder {out.parent} does not exist")
+        self.path = out.with_name(out.name + ".progress")
+        self.settings = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self.steps: dict[str, Any] = {}
+        # Without a file, or with one that cannot be read, it begins anew.
+        with suppress(ValueError):
+            saved = read_json(self.path, FORMAT, "calibration")
+            if saved.get("settings") == self.settings:
+                self.steps = saved["steps"]
+
+    def step(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The result of a step, which must be JSON, computed if it is not saved yet."""
+        if name not in self.steps:
+            self.put(name, compute())
+        return self.steps[name]
+
+    def put(self, name: str, result: Any) -> None:
+        self.steps[name] = result
+        write_json(self.path, {"format": FORMAT, "settings": self.settings, "steps": self.steps})
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
 
 
 class Run:
-    """One search at work.
-
-    As a context it removes the checkpoint when all has ended well, and turns an interruption into exit code 130.
+    """One search at work. As a context it removes the checkpoint when all has ended well, and turns an interruption
+    into exit code 130.
 
     Args:
         name: of the command.
-        common: its options; own: those of this search alone. With the data, all of them decide whether a checkpoint is
-            of the same calibration.
+        common, own: its options. With the data, they decide whether a checkpoint is of the same calibration.
 
     Raises:
         ValueError: too few tokens, or data or a folder that there is not.
@@ -64,20 +99,14 @@ class Run:
 
     @cached_property
     def model(self) -> HostModel:
-        """The model. Raises ValueError where it, or the device, is not there, or its layers cannot be skipped."""
         return HostModel.load(self.common.model, self.common.device)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's."""
         return load_tokenizer(self.common.model)
 
     def size(self, share: float | None) -> int | None:
-        """The number of sublayers in `share` of them; None for None.
-
-        Raises:
-            ValueError: none, or more than half of them.
-        """
+        """The number of sublayers in `share` of them; None for None. Raises ValueError for 0 or more than half."""
         if share is None:
             return None
         total = self.model.sublayers
@@ -86,12 +115,12 @@ class Run:
             raise ValueError(f"share: {share} of {total} sublayers is {size}; choose between 1 and half of them")
         return size
 
-    def progress(self, label: str, total: int, compute: Compute) -> Any:
-        """Compute under a progress bar."""
+    def progress(self, label: str, total: int, compute: Callable[[Callable[..., object]], Any]) -> Any:
+        """Compute under a progress bar; `compute` gets the function that advances it, by one without an argument."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns) as bar:
             task = bar.add_task(label, total=total)
-            result = compute(lambda: bar.advance(task))
+            result = compute(partial(bar.advance, task))
             bar.update(task, completed=total)
             return result
 
@@ -123,26 +152,19 @@ class Run:
         return protected
 
     def search(self, label: str, sample: Sample, **options: Any) -> list[Candidate]:
-        """Run the knapsack search with these options under a progress bar."""
+        """The knapsack search under a progress bar; see `knapsack.search`."""
         run = partial(search, self.model, sample, **options)
         found: list[Candidate] = self.progress(label, self.model.sublayers, lambda tick: run(progress=tick))
         return found
 
     def times(self, context: int = TIMED_CONTEXT) -> PassTimes:
-        """Times measured here, once."""
         if context not in self._times:
             self._times[context] = self.model.pass_times(context)
         return self._times[context]
 
     def fastest(self, candidates: Sequence[Candidate], trials: int) -> tuple[Candidate, float]:
-        """Of sets that skip something the one of most tokens per time, and its gain over decoding without drafts.
-
-        Args:
-            trials: tokens that agreement was measured on.
-
-        Raises:
-            ValueError: none skips anything.
-        """
+        """The set that skips something of most tokens per time, and its gain over decoding without drafts; see
+        `best_drafting`. Raises ValueError if none skips anything."""
         choice = best_drafting(candidates, self.times(), trials=trials)
         if choice is None:
             raise ValueError("no sublayer can be skipped without ruining the draft: this model is too small for it")
@@ -150,7 +172,7 @@ class Run:
         return best, choice.rate * self.times().verify(1)
 
     def about(self, **more: Any) -> dict[str, Any]:
-        """Where a file comes from: search, model, its dtype, hardware, data, and `more`."""
+        """Where a file comes from."""
         source = {
             "search": self.name,
             "model": self.common.model.resolve().name,

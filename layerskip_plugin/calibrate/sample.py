@@ -11,26 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Text:
-    """A text that the whole model has read.
+    """A text that the whole model has read."""
 
-    Attributes:
-        tokens: int64[T].
-        best: int64[T], the whole model's top-1 next token after each.
-        final: float[T, hidden], the last hidden state, normed.
-        kept: int64[K], ascending positions whose states are kept.
-        states: float[2L + 1, K, hidden], before each sublayer and behind the last.
-        keys, values: per layer float[kv heads, T, head size]; keys are rotated.
-        cos, sin: float[T, head size] of the rotary embedding.
-    """
-
-    tokens: Tensor
-    best: Tensor
-    final: Tensor
-    kept: Tensor
-    states: Tensor
-    keys: list[Tensor]
+    tokens: Tensor  # int64[T]
+    best: Tensor  # int64[T], the whole model's top-1 next token after each
+    final: Tensor  # float[T, hidden], the last hidden state, normed
+    kept: Tensor  # int64[K], ascending positions whose states are kept
+    states: Tensor  # float[2L + 1, K, hidden], before each sublayer and behind the last
+    keys: list[Tensor]  # per layer float[kv heads, T, head size], rotated
     values: list[Tensor]
-    cos: Tensor
+    cos: Tensor  # float[T, head size] of the rotary embedding
     sin: Tensor
 
     def __len__(self) -> int:
@@ -39,15 +29,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Sample:
-    """Tokens of some texts that skip sets are tried on.
+    """Tokens of some texts that skip sets are tried on."""
 
-    Attributes:
-        texts: read with the states of these positions kept.
-        positions: per text, int64[r] ascending positions of the tokens, on the host.
-    """
-
-    texts: Sequence[Text]
-    positions: list[Tensor]
+    texts: Sequence[Text]  # read with the states of these positions kept
+    positions: list[Tensor]  # per text, int64[r] ascending positions of the tokens, on the host
 
     def __len__(self) -> int:
         return sum(len(p) for p in self.positions)

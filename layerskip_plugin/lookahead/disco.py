@@ -12,37 +12,28 @@ from numpy.typing import NDArray
 
 from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead
 from layerskip_plugin.lookahead.records import TOP, Verifications
-from layerskip_plugin.skip_set import read_json, write_json
+from layerskip_plugin.skip_set import read_json, undamaged, write_json
 
 FORMAT = "freedraft disco 2"
 FEATURES = TOP + 2
 HIDDEN = 32
 WEIGHTS = ("mean", "scale", "w1", "b1", "w2", "b2")
-MIN_TOKENS = 100
-"""Tokens of each kind, accepted and rejected, below which nothing can be said."""
+MIN_TOKENS = 100  # of each kind, accepted and rejected, below which nothing can be said
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """Two-layer feed-forward network on (top-10 probabilities, entropy, position in the draft).
+    """Two-layer feed-forward network on (top-10 probabilities, entropy, position in the draft)."""
 
-    Attributes:
-        mean, scale: float32[12], standardise the features.
-        w1, b1, w2, b2: float32[12, h], [h], [h, 1], [1]; ReLU between, a sigmoid behind.
-        threshold: minimum probability of acceptance at which drafting goes on.
-        max_length: most tokens of a draft.
-        model: fingerprint of the model that it was trained on.
-    """
-
-    mean: NDArray[np.float32]
-    scale: NDArray[np.float32]
-    w1: NDArray[np.float32]
-    b1: NDArray[np.float32]
-    w2: NDArray[np.float32]
-    b2: NDArray[np.float32]
-    threshold: float
-    max_length: int
-    model: str = ""
+    mean: Floats  # [12]; with scale, standardises the features
+    scale: Floats  # [12]
+    w1: Floats  # [12, h]; ReLU behind
+    b1: Floats  # [h]
+    w2: Floats  # [h, 1]; a sigmoid behind
+    b2: Floats  # [1]
+    threshold: float  # minimum probability of acceptance at which drafting goes on
+    max_length: int  # of a draft
+    model: str = ""  # fingerprint of the model that it was trained on
 
     def __post_init__(self) -> None:
         h = len(self.b1)
@@ -51,19 +42,12 @@ class Classifier:
             raise ValueError(f"disco: weights do not fit together: {shapes}")
 
     def probability(self, top: Floats, entropy: Floats, position: Ints) -> Floats:
-        """float32[N]: chance that each token is accepted.
-
-        Args:
-            top: float32[N, 10], descending.
-            entropy: float32[N], nats.
-            position: int32[N].
-        """
+        """float32[N], chance that each token is accepted, from [N, 10] descending, [N] in nats, and int32[N]."""
         x = (np.concatenate([top, entropy[:, None], position[:, None]], 1) - self.mean) / self.scale
         logit = np.maximum(x.astype(np.float32) @ self.w1 + self.b1, 0) @ self.w2 + self.b2
         return 1 / (1 + np.exp(-np.clip(logit[:, 0], -30, 30)))
 
     def save(self, path: Path, about: dict[str, Any]) -> None:
-        """Write a JSON file; `about` says where it comes from."""
         weights = {name: [round(float(x), 6) for x in getattr(self, name).ravel()] for name in WEIGHTS}
         fields = {"model": self.model, "threshold": self.threshold, "max_length": self.max_length}
         fields |= {"hidden": len(self.b1), "weights": weights}
@@ -71,22 +55,14 @@ class Classifier:
 
     @classmethod
     def load(cls, path: Path, model: str | None = None) -> Classifier:
-        """Read what `save` wrote; with `model` (fingerprint), for that model only.
-
-        Raises:
-            ValueError: one line: the file is damaged, or trained on another model.
-        """
+        """Read what `save` wrote; raises ValueError, one line, if it is damaged or trained on another model."""
         values = read_json(path, FORMAT, "disco")
-        try:
+        with undamaged("disco", path):
             h, weights = int(values["hidden"]), values["weights"]
             mean, scale, w1, b1, w2, b2 = (np.array(weights[name], np.float32) for name in WEIGHTS)
             w1, w2 = w1.reshape(FEATURES, h), w2.reshape(h, 1)
             rule = float(values["threshold"]), int(values["max_length"])
             loaded = cls(mean, scale, w1, b1, w2, b2, *rule, str(values["model"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"disco: {path} is damaged: {error}; make it again with freedraft calibrate disco"
-            ) from None
         if model and loaded.model and model != loaded.model:
             raise ValueError(
                 f"disco: {path} was trained on another model (fingerprint {loaded.model}, here {model}); "

@@ -11,22 +11,16 @@ from numpy.typing import NDArray
 
 from layerskip_plugin.skip_set import SkipSet
 
-MAX_OBSERVATIONS = 256
-"""The newest observations, which the Gaussian process is fitted to: its cost grows with their third power."""
-SAMPLES = 200
-PARENTS = 8
+MAX_OBSERVATIONS = 256  # that the Gaussian process is fitted to: its cost grows with their third power
+SAMPLES, PARENTS = 200, 8
 
 
 class BitSearch:
     """Proposes sets that skip `size` sublayers, or any number of them, and learns from their values.
 
-    The Gaussian process sees every point as it was evaluated, as zeros and ones.
-
     Args:
-        n_layers, model: of the sets.
         protected: sublayers that are never skipped.
         size: how many sublayers a set skips; None leaves it open.
-        seed: of all randomness.
 
     Raises:
         ValueError: `size` is larger than the number of sublayers that may be skipped.
@@ -60,11 +54,8 @@ class BitSearch:
         return self._from_bits(self._draw(1)[0])
 
     def bayesian(self) -> SkipSet:
-        """The new set of largest upper confidence bound, of random ones and neighbours of the best observed.
-
-        The library maximises over the unit cube; here its acquisition function is asked about sets only, since those
-        are all that can be evaluated.
-        """
+        """The new set of largest upper confidence bound, of random ones and neighbours of the best observed; the
+        library itself would maximise over the unit cube."""
         if len(self.values) < 2:
             return self.random()
         from bayes_opt.acquisition import UpperConfidenceBound
@@ -99,15 +90,13 @@ class BitSearch:
 
     @property
     def best(self) -> tuple[SkipSet, float]:
-        """The observed set of largest value, with that value."""
         return max(self.values.items(), key=lambda item: item[1])
 
     def state(self) -> list[Any]:
-        """The observations, for a file."""
+        """The observations, as JSON."""
         return [[list(skip.sublayers), value] for skip, value in self.values.items()]
 
     def restore(self, state: Iterable[Any]) -> None:
-        """Take in what `state` returned."""
         for sublayers, value in state:
             self.values[self._skip(sublayers)] = float(value)
 

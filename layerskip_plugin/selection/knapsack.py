@@ -11,41 +11,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip_plugin.selection.base import Counts, Selection
-from layerskip_plugin.skip_set import SkipSet, read_json, write_json
+from layerskip_plugin.skip_set import SkipSet, read_json, undamaged, write_json
 
 FORMAT = "freedraft knapsack plan 1"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a context length was calibrated to.
+    """What a context length was calibrated to."""
 
-    Attributes:
-        skip: the set of most tokens per second among those that were drafted with; empty without any.
-        length: of its drafts; 0 where decoding without drafts was faster.
-        rate: tokens per second expected.
-        trial_length: where `length` is 0, what to draft when that is measured again.
-    """
-
-    skip: SkipSet
-    length: int
-    rate: float
-    trial_length: int = 0
+    skip: SkipSet  # of most tokens per second among those that were drafted with; empty without any
+    length: int  # of its drafts; 0 where decoding without drafts was faster
+    rate: float  # tokens per second expected
+    trial_length: int = 0  # where `length` is 0, what to draft when that is measured again
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The set and draft length to use at each context length.
+    """The set and draft length to use at each context length."""
 
-    Attributes:
-        contexts: ascending; each entry holds from half-way (geometrically) to its neighbours.
-        choices: one per context; length 0 is decoding without drafts.
-        hardware: the machine that the times were measured on.
-    """
-
-    contexts: tuple[int, ...]
-    choices: tuple[Choice, ...]
-    hardware: str
+    contexts: tuple[int, ...]  # ascending; each entry holds from half-way (geometrically) to its neighbours
+    choices: tuple[Choice, ...]  # one per context
+    hardware: str  # that the times were measured on
 
     def __post_init__(self) -> None:
         if not self.contexts or len(self.contexts) != len(self.choices):
@@ -54,12 +41,10 @@ class Plan:
             raise ValueError(f"context lengths must be positive and ascend, not {list(self.contexts)}")
 
     def at(self, contexts: Counts) -> NDArray[np.intp]:
-        """Index of the entry that holds for each context length."""
         ends = np.sqrt(np.array(self.contexts[1:], np.float64) * np.array(self.contexts[:-1], np.float64))
         return np.searchsorted(ends, contexts, side="right")
 
     def save(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write a JSON file; `about` says where it comes from."""
         entries = [
             {
                 "context": c,
@@ -76,28 +61,20 @@ class Plan:
     def load(
         cls, path: Path, n_layers: int | None = None, model: str | None = None, hardware: str | None = None
     ) -> Plan:
-        """Read what `save` wrote; `n_layers`, `model` (fingerprint) and `hardware` must match where they are given.
-
-        Raises:
-            ValueError: one line: the file is damaged, or of another model or other hardware.
-        """
+        """Read what `save` wrote; raises ValueError, one line, if it is damaged or of another model or hardware."""
         values = read_json(path, FORMAT, "knapsack plan")
-        try:
+        with undamaged("knapsack plan", path):
             entries = values["entries"]
             choices = tuple(
                 Choice(
                     SkipSet.from_dict(e["set"], str(path)),
                     int(e["length"]),
                     float(e["tokens_per_second"]),
-                    int(e.get("trial_length", 0)),  # plans of before had none
+                    int(e.get("trial_length", 0)),  # older plans have none
                 )
                 for e in entries
             )
             plan = cls(tuple(int(e["context"]) for e in entries), choices, str(values["hardware"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"knapsack plan: {path} is damaged: {error}; make it again with freedraft calibrate knapsack"
-            ) from None
         for choice in choices:
             choice.skip.require(n_layers, model, str(path))
         if hardware and hardware != plan.hardware:
@@ -112,7 +89,6 @@ class Knapsack(Selection):
     """Each request has the set and draft length of its present context length.
 
     Args:
-        plan: of this model and hardware.
         measured: whether the lookahead policy measures what drafting brings. If so, context lengths at which decoding
             without drafts was faster are left to it, which tries their sets now and then; else they draft nothing.
     """

@@ -13,37 +13,27 @@ from numpy.typing import NDArray
 
 from layerskip_plugin.lookahead.rates import BinnedRate
 from layerskip_plugin.selection.base import Counts, Hidden, Requested, Selection
-from layerskip_plugin.skip_set import SkipSet, read_json, write_json
+from layerskip_plugin.skip_set import SkipSet, read_json, undamaged, write_json
 
 FORMAT = "freedraft knn 1"
 ALL_DOMAINS = "all domains"
+# Verified tokens of both sets after which an anchor loses its requests, if its own set is accepted this much less often
+# than the global set.
 MIN_TRIALS, MAX_DEFICIT = 200.0, 0.03
-"""Verified tokens of both sets after which an anchor whose own set is accepted this much less often than the global set
-loses its requests."""
+# Requests of an anchor between two that draft with the other one of the two sets, so that both are known.
 EXPLORE_EVERY = 20
-"""One request in so many of an anchor drafts with the other one of the two sets, so that both are known."""
 
 
 @dataclass(frozen=True)
 class Domains:
-    """Anchors in the space of last hidden states, each of one domain, and the skip sets of the domains.
-
-    Attributes:
-        names: of the domains.
-        sets: one per domain, and the global one last.
-        center: float32[hidden], mean of the calibration's states; it is subtracted before cosines, because the hidden
-            states of all prompts share a large part.
-        anchors: float32[A, hidden], unit vectors.
-        domain: int32[A], of each anchor.
-        floor: minimum cosine at which a prompt belongs to a domain.
-    """
+    """Anchors in the space of last hidden states, each of one domain, and the skip sets of the domains."""
 
     names: tuple[str, ...]
-    sets: tuple[SkipSet, ...]
-    center: NDArray[np.float32]
-    anchors: NDArray[np.float32]
-    domain: NDArray[np.int32]
-    floor: float
+    sets: tuple[SkipSet, ...]  # one per domain, and the global one last
+    center: NDArray[np.float32]  # [hidden], mean state: all share a large part, which is subtracted before cosines
+    anchors: NDArray[np.float32]  # [A, hidden], unit vectors
+    domain: NDArray[np.int32]  # [A], of each anchor
+    floor: float  # minimum cosine at which a prompt belongs to a domain
 
     def __post_init__(self) -> None:
         if len(self.sets) != len(self.names) + 1:
@@ -66,7 +56,6 @@ class Domains:
         return np.where(cosine >= self.floor, self.domain[anchor], len(self.names))
 
     def save(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write a JSON file; `about` says where it comes from."""
         fields = {
             "model": self.sets[-1].model,
             "names": list(self.names),
@@ -81,31 +70,21 @@ class Domains:
 
     @classmethod
     def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> Domains:
-        """Read what `save` wrote; `n_layers` and `model` (fingerprint) must match where they are given.
-
-        Raises:
-            ValueError: one line: the file is damaged or of another model.
-        """
+        """Read what `save` wrote; raises ValueError, one line, if it is damaged or of another model."""
         values = read_json(path, FORMAT, "knn")
-        try:
+        with undamaged("knn", path):
             sets = tuple(SkipSet.from_dict(s, str(path)) for s in values["sets"])
-            width = int(values["hidden"])
             domain = np.array(values["domain"], np.int32)
-            center, anchors = _array(values["center"]), _array(values["anchors"]).reshape(-1, width)
+            center, anchors = _array(values["center"]), _array(values["anchors"]).reshape(-1, int(values["hidden"]))
             domains = cls(tuple(values["names"]), sets, center, unit(anchors), domain, float(values["floor"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"knn: {path} is damaged: {error}; make it again with freedraft calibrate knn") from None
         for skip in sets:
             skip.require(n_layers, model, str(path))
         return domains
 
 
 class Knn(Selection):
-    """Each request keeps the set of its domain; acceptance is recorded per anchor, of its own set and the global one.
-
-    An anchor whose requests accept the domain's set less often than the global one sends further requests to the global
-    set. Only its own requests are compared, since some domains are harder than others.
-    """
+    """Each request keeps the set of its domain. An anchor whose requests accept that less often than the global set
+    sends further requests to the global set; only its own requests are compared, since some domains are harder."""
 
     needs_hidden = True
 
@@ -117,8 +96,7 @@ class Knn(Selection):
         for name, skip in named:
             if skip not in self._sets.values():
                 self._sets[name] = skip
-        # Set and anchor by request; None for those of no domain.
-        self.requests: dict[str, tuple[SkipSet, int | None]] = {}
+        self.requests: dict[str, tuple[SkipSet, int | None]] = {}  # set and anchor; None for those of no domain
         # Two bins per anchor, of its own set and the global one.
         self.acceptance = BinnedRate(np.full(2 * len(domains.anchors), 0.5), weight=1.0, memory=2000.0)
         self._begun = np.zeros(len(domains.anchors), np.int64)

@@ -57,11 +57,11 @@ def cost(draft: Mapping[int, float], step: Mapping[int, float], **rest: object) 
 class Driver:
     """Drives a policy; what verification says teaches the acceptance of the costs, too, as a controller does."""
 
-    def __init__(self, policy: Lookahead) -> None:
-        self.policy = policy
+    def __init__(self, policy: Lookahead, seed: int = 0) -> None:
+        self.policy, self.rng = policy, np.random.default_rng(seed)
 
     def draft(
-        self, ids: Sequence[str], longest: int, confidence: Feature, recipe: SkipSet = RECIPE
+        self, ids: Sequence[str], longest: int, confidence: Feature | float, recipe: SkipSet = RECIPE
     ) -> NDArray[np.int32]:
         """How many tokens the policy drafts for each request; `confidence(position, rows)` gives float32[R]."""
         policy = self.policy
@@ -73,7 +73,8 @@ class Driver:
             drafted[rows] += 1
             top = np.zeros((len(rows), policy.needs_top), np.float32)
             if policy.needs_top:
-                self.confidences[rows, position] = top[:, 0] = confidence(position, rows)
+                top[:, 0] = confidence(position, rows) if callable(confidence) else confidence
+                self.confidences[rows, position] = top[:, 0]
             entropy = np.zeros(len(rows), np.float32) if policy.needs_entropy else None
             more = policy.should_continue(position, rows, top, entropy)
             assert more.dtype == np.bool_ and more.shape == rows.shape
@@ -83,29 +84,56 @@ class Driver:
         assert not len(rows), "a policy must stop at the longest draft allowed"
         return drafted
 
-    def judge(self, ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
-        """So many tokens were drafted and accepted for these requests of the last round."""
-        self.policy.record_acceptance(ids, drafted, accepted, accepted)
+    def judge(self, drafted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
+        """Verified and accepted tokens of the requests of the last round."""
+        self.policy.record_acceptance(self.ids, drafted, accepted, accepted)
         if isinstance(self.policy, Cost):
-            rows = [self.ids.index(name) for name in ids]
-            draft = DraftBatch.empty(len(ids), self.confidences.shape[1] + 1)
+            draft = DraftBatch.empty(len(self.ids), self.confidences.shape[1] + 1)
             draft.counts[:] = drafted + 1
             draft.tokens[:] = draft.depths[:] = np.arange(draft.max_nodes)
             draft.parents[:] = np.arange(-1, draft.max_nodes - 1)
-            draft.scores[:, 0], draft.scores[:, 1:] = 1.0, np.cumprod(self.confidences[rows], 1)
+            draft.scores[:, 0], draft.scores[:, 1:] = 1.0, np.cumprod(self.confidences, 1)
             draft.kinds[:] = self.policy.kind
             followed = [np.array([*range(1, n + 1), 10**6], np.int32) for n in accepted.tolist()]
             self.policy.costs.acceptance.observe(draft, followed)
 
+    def luck(self, drafted: NDArray[np.int32], chance: ArrayLike, longest: int) -> NDArray[np.int32]:
+        """Accepted tokens, where each is accepted with this chance."""
+        lucky = self.rng.random((len(drafted), longest)) < np.broadcast_to(chance, (len(drafted),))[:, None]
+        return np.minimum(np.cumprod(lucky, 1).sum(1), drafted).astype(np.int32)
 
-def drafts_with(
-    policy: Cost, requests: int, others: int = 0, recipes: Sequence[SkipSet] = (RECIPE,), context: float = 300.0
-) -> SkipSet | None:
-    """The recipe that a step drafts with for so many requests, all of which have each of these recipes."""
-    policy.choose([Candidate(recipe, requests, requests) for recipe in recipes], requests + others, context)
-    return policy.should_draft()
+    def serve(
+        self,
+        steps: int,
+        accept: float | Mapping[SkipSet, float] | Callable[[SkipSet, NDArray[np.int32]], NDArray[np.int32]],
+        longest: int = 5,
+        confidence: Feature | float = 0.7,
+        candidates: Sequence[Candidate] = (Candidate(RECIPE, 1, 1),),
+        context: float = 300.0,
+    ) -> list[SkipSet | None]:
+        """The recipe that drafted, by step, of a `Cost`; `self.lengths` are the mean drafts of the steps with one.
+
+        Args:
+            accept: the chance that a token is accepted, or that by recipe, or how many of those drafted are.
+            candidates: of each step; all requests of the first one are the batch.
+        """
+        used: list[SkipSet | None] = []
+        self.lengths: list[float] = []
+        batch = candidates[0].requests if candidates else 1
+        for _ in range(steps):
+            self.policy.choose(candidates, batch, context)
+            used.append(self.policy.should_draft())
+            if (recipe := used[-1]) is not None:
+                drafted = self.draft([f"r{i}" for i in range(batch)], longest, confidence, recipe)
+                if callable(accept):
+                    self.judge(drafted, accept(recipe, drafted))
+                else:
+                    chance = accept[recipe] if isinstance(accept, Mapping) else accept
+                    self.judge(drafted, self.luck(drafted, chance, longest))
+                self.lengths.append(float(drafted.mean()))
+        return used
 
 
-def draft_round(policy: Lookahead, ids: Sequence[str], longest: int, confidence: Feature) -> NDArray[np.int32]:
-    """See `Driver.draft`."""
-    return Driver(policy).draft(ids, longest, confidence)
+def share(used: Sequence[SkipSet | None]) -> float:
+    """The share of steps with drafts."""
+    return sum(recipe is not None for recipe in used) / len(used)

@@ -82,23 +82,11 @@ def test_protected_sublayers_are_those_that_ruin_the_draft(host: HostModel, samp
     assert 0 < len(knapsack.protected_sublayers(host, sample, minimum)) < 6
 
 
-def test_too_few_tokens_are_refused(host: HostModel) -> None:
-    few = host.sample([list(range(40))], 23)
-    for call in (lambda: knapsack.search(host, few), lambda: knapsack.protected_sublayers(host, few)):
-        with pytest.raises(ValueError, match=r"23 calibration tokens are too few.*at least 24"):
-            call()
-
-
 @pytest.mark.parametrize(
     ("times", "weights"), [((1.0, 1.0), (1, 1)), ((1.0, 2.6), (1, 3)), ((3.4, 1.0), (3, 1)), ((40.0, 1.0), (5, 1))]
 )
 def test_integer_weights(times: tuple[float, float], weights: tuple[int, int]) -> None:
     assert integer_weights(*times) == weights
-
-
-def test_integer_weights_need_times() -> None:
-    with pytest.raises(ValueError, match="must be positive"):
-        integer_weights(0.0, 1.0)
 
 
 def test_the_choice_is_that_of_most_tokens_per_time() -> None:
@@ -117,13 +105,8 @@ def test_the_choice_is_that_of_most_tokens_per_time() -> None:
         assert (rate > plain) == pays
         assert (best.skip, best.length or best.trial_length) == fastest and (best.length > 0) == pays
         assert best.rate == pytest.approx(max(rate, plain))
-
-
-def test_few_trials_are_not_taken_at_their_word() -> None:
-    one = [Candidate(SkipSet.of_sublayers(range(0, 10), 10), 10, 1.0, 1.0)]
-    times = PassTimes(1.0, 1.0, 0.1, lambda n: 20.0)
-    bold, careful = (knapsack.best_choice(one, times, 10, trials=t) for t in (None, 10))
-    assert careful.rate < bold.rate
+        careful = knapsack.best_choice(candidates, times, 6, trials=10)
+        assert not pays or careful.rate < best.rate, "few trials are not taken at their word"
 
 
 def test_cosine_and_agreement_name_the_same_worst_set_on_the_demo_model() -> None:
@@ -145,27 +128,17 @@ def plan() -> Plan:
 
 
 def test_plan_goes_by_context() -> None:
-    selection = Knapsack(plan())
-    context = np.array([1, 199, 200, 799, 800, 9000], np.int32)
-    sets = list(selection.sets().values())
-    chosen = [len(skip) for skip in selection.choose(list("abcdef"), context)]
-    assert selection.max_lengths(context).tolist() == [0, 0, 2, 2, 6, 6]
-    # The set of plain decoding is not built.
-    assert len(sets) == 2 and chosen[2:] == [1, 1, 3, 3]
-    plain = Plan((100,), plan().choices[:1], "")
-    assert [len(skip) for skip in Knapsack(plain).sets().values()] == [0]
-
-
-def test_plain_decoding_is_measured_again_where_that_is_measured() -> None:
+    """Plain decoding is measured again where the policy measures; else its set is not even built."""
     slow = SkipSet.of_sublayers([5], 4, "m")
-    tried = Plan((100, 400), (Choice(slow, 0, 5.0, trial_length=3), plan().choices[1]), "one CPU")
-    contexts = np.array([100, 400], np.int32)
-    for measured, lengths, sets in ((True, [3, 2], [slow, plan().choices[1].skip]), (False, [0, 2], None)):
+    tried = replace(plan(), choices=(Choice(slow, 0, 5.0, trial_length=3), *plan().choices[1:]))
+    context = np.array([1, 199, 200, 799, 800, 9000], np.int32)
+    small, large = (choice.skip for choice in plan().choices[1:])
+    for measured, length, sets in ((False, 0, [small, large]), (True, 3, [slow, small, large])):
         selection = Knapsack(tried, measured)
-        assert selection.max_lengths(contexts).tolist() == lengths
-        built = list(selection.sets().values())
-        assert built == (sets or [plan().choices[1].skip])
-        assert selection.choose(["a", "b"], contexts)[1] == plan().choices[1].skip
+        assert selection.max_lengths(context).tolist() == [length, length, 2, 2, 6, 6]
+        assert list(selection.sets().values()) == sets
+        assert selection.choose(list("abcdef"), context)[2:] == [small, small, large, large]
+    assert [len(skip) for skip in Knapsack(Plan((100,), plan().choices[:1], "")).sets().values()] == [0]
 
 
 def test_plan_file(tmp_path: Path) -> None:
@@ -181,7 +154,7 @@ def test_plan_file(tmp_path: Path) -> None:
 
 def test_measured_times_are_positive_and_price_a_draft(host: HostModel) -> None:
     times = host.pass_times(64, repeats=2)
-    assert min(times.attention, times.mlp, times.head) > 0
     half = SkipSet(3, frozenset({0, 1}), frozenset({2}))
     assert times.draft(half) == pytest.approx(times.attention + 2 * times.mlp + times.head)
     assert times.verify(1) == pytest.approx(times.draft(host.empty()), rel=1e-6)
+    assert min(times.attention, times.mlp, times.head) > 0

@@ -9,6 +9,7 @@ import pytest
 
 from layerskip_plugin.calibrate.knn import clusters, fit
 from layerskip_plugin.selection.knn import Domains, Knn
+from layerskip_plugin.selection.serving import COMPILED, Selector
 from layerskip_plugin.skip_set import SkipSet
 
 WIDTH = 24
@@ -37,15 +38,6 @@ def test_held_out_prompts_find_their_domain_and_others_the_global_set() -> None:
     strangers = states(2 * np.eye(WIDTH)[10], 40, 7)
     assert (domains.route(strangers) == 3).all()
     assert len(domains.anchors) == 30 and np.allclose(np.linalg.norm(domains.anchors, axis=1), 1, atol=1e-5)
-
-
-def test_the_anchor_is_that_of_the_largest_cosine() -> None:
-    domains = fitted()
-    hidden = states(centers(3)[1], 9, 5)
-    anchor, cosine = domains.nearest(hidden)
-    for row, a, c in zip(hidden - domains.center, anchor, cosine, strict=True):
-        every = [float(row @ x / np.linalg.norm(row)) for x in domains.anchors]
-        assert a == int(np.argmax(every)) and c == pytest.approx(max(every), abs=1e-5)
 
 
 def test_requests_keep_their_set_in_a_mixed_batch() -> None:
@@ -91,39 +83,25 @@ def test_an_anchor_is_compared_on_its_own_requests() -> None:
     assert served(policy, near, 300, 0.9, 0.3, 5) > 0.9
 
 
-def test_live_acceptance_is_counted_per_anchor_and_set() -> None:
-    """Of a batch that drafts with one set: for the anchors that have it, or have it as the global one."""
-    policy = Knn(fitted())
-    policy.begin(["a", "b"], hidden=np.concatenate([states(centers(3)[i], 1, 9) for i in (0, 2)]))
-    anchors = [policy.requests[request][1] for request in ("a", "b")]
-    drafted, accepted = np.array([5, 3], np.int32), np.array([5, 1], np.int32)
-    for number, expected in (
-        (2, [[0, 0], [5, 0]]),
-        (0, [[2, 0], [0, 0]]),
-        (3, [[0, 2], [0, 5]]),
-        (1, [[0, 0], [0, 0]]),
-    ):
-        before = policy.acceptance.trials.reshape(-1, 2)[anchors]
-        policy.record_acceptance(["b", "a"], drafted, accepted, policy.domains.sets[number])
-        assert (policy.acceptance.trials.reshape(-1, 2)[anchors] - before).round(1).tolist() == expected
-    assert policy.acceptance.successes.reshape(-1, 2)[anchors].round(1).tolist() == [[1, 1], [5, 5]]
-
-
-@pytest.mark.parametrize(
-    ("counts", "says"),
-    [((5, 1), "domain d1 has 1 prompt"), ((5,), "at least two domains"), ((0, 5), "domain d0 has 0")],
-)
-def test_domains_that_cannot_be_told_apart_are_refused(counts: tuple[int, ...], says: str) -> None:
-    hidden = [states(centers(3)[i], n, i) for i, n in enumerate(counts)]
-    sets = [SkipSet.empty(8)] * (len(counts) + 1)
-    with pytest.raises(ValueError, match=says):
-        fit(hidden, [f"d{i}" for i in range(len(counts))], sets)
-
-
-def test_equal_prompts_are_one_anchor() -> None:
+def test_domains_that_cannot_be_told_apart_are_refused_and_equal_prompts_are_one_anchor() -> None:
+    for counts, says in (((5, 1), "domain d1 has 1 prompt"), ((5,), "at least two domains")):
+        hidden = [states(centers(3)[i], n, i) for i, n in enumerate(counts)]
+        with pytest.raises(ValueError, match=says):
+            fit(hidden, [f"d{i}" for i in range(len(counts))], [SkipSet.empty(8)] * (len(counts) + 1))
     same = np.repeat(states(centers(3)[0], 1, 0), 6, 0)
     domains = fit([same, states(centers(3)[1], 6, 1)], ["a", "b"], [SkipSet.empty(8)] * 3)
     assert (domains.domain == 0).sum() == 1
+
+
+def test_domains_that_share_a_set_share_its_module() -> None:
+    two, four = (SkipSet.of_sublayers([i], 8) for i in (2, 4))
+    anchors = np.eye(3, 5, dtype=np.float32)
+    domains = Domains(("a", "b", "c"), (two, four, two, four), np.zeros(5, np.float32), anchors,
+                      np.arange(3, dtype=np.int32), 0.5)  # fmt: skip
+    policy = Knn(domains)
+    assert policy.sets() == {"all domains": four, "a": two} and Selector(policy).compiled == COMPILED
+    policy.begin(["a", "b", "c", "far"], hidden=np.concatenate([anchors, -np.ones((1, 5), np.float32)]))
+    assert policy.choose(["a", "b", "c", "far"], np.zeros(4, np.int32)) == [two, four] * 2
 
 
 def test_file_round_trip_and_another_model(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lookahead_tools import KnownCosts
+from lookahead_tools import KnownCosts, Line
 
 from freedraft.config import ConfigError
 from freedraft.draft_model import Drafted, DraftModel, DraftRound
@@ -30,6 +30,7 @@ SETS = {
     "half": SkipSet(LAYERS, frozenset({1}), frozenset()),
     "all": SkipSet(LAYERS, frozenset({0, 1}), frozenset({0, 1})),
 }
+STEP = {1: 1.0, 24: 1.1}
 SHAPE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
          "num_attention_heads": 2, "vocab_size": VOCAB}  # fmt: skip
 CONFIG = SimpleNamespace(**SHAPE, to_dict=lambda: SHAPE)
@@ -116,6 +117,21 @@ class Engine:
     def add(self, name, first, skip_set=None):
         self.text[name], self.gained[name], self.drafted[name] = [first], [first], 0
         self.method.begin(name, np.array([first], np.int32), None, {"skip_set": skip_set} if skip_set else {})
+
+    def start(self, **firsts):
+        """A step of requests that begin with these tokens, of which the method knows."""
+        for name, first in firsts.items():
+            self.add(name, first)
+        step = self.as_step(list(firsts))
+        self.method.update(step)
+        return step
+
+    def serve(self, steps, **firsts):
+        """The nodes of the first request's draft in each of some steps; requests are added if they are new."""
+        for name, first in firsts.items():
+            if name not in self.text:
+                self.add(name, first)
+        return [int(self.step(list(firsts)).counts[0]) for _ in range(steps)]
 
     def as_step(self, names):
         return make_step(
@@ -210,57 +226,29 @@ def test_a_device_that_would_wait_is_read_back_once(policy, chosen, count):
     assert set(engines[0].model.reads) == {1}
 
 
-def test_all_passes_that_are_read_back_at_once_are_expected_of_a_round():
-    """Against which the whole step is held."""
-    engine = Engine(Fixed(4), tree=False, sets={"empty": SETS["empty"]}, waits=True)
-    engine.add("a", 1)
-    auto, (recipe,) = engine.method.auto, engine.method.recipes.all
-    one = float(auto.pass_seconds(recipe, 1))  # the first ones warm up and are not learnt from
-    engine.step(["a"])
-    assert engine.model.reads == [4] and auto._passes == pytest.approx(4 * one)
-
-
 def test_each_pass_takes_its_share_of_the_round(monkeypatch):
-    """Also of what a round takes besides: of passes read back at once as much each."""
+    """Also of what a round takes besides: of passes read back at once as much each. And no pass runs where a request
+    has no slots."""
     engine, recorded = Engine(Fixed(5), waits=True, sets={"empty": SETS["empty"]}), []
-    engine.add("a", 1)
-    engine.add("b", 2)
-    step = engine.as_step(["a", "b"])
-    engine.method.update(step)
+    step = engine.start(a=1, b=2)
     monkeypatch.setattr(engine.method.auto, "record_pass", lambda recipe, *said: recorded.append(said))
     clock = iter([10.0, 12.0, 21.0])
     monkeypatch.setattr("layerskip_plugin.method.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     engine.method.propose_for(step, np.arange(2), np.array([2, 5], np.int32), RestOfBatch(0, 0, None))
     assert recorded == [(2, 1.0, 2), (1, 3.0, 3)] and engine.model.reads == [2, 3]
-
-
-def test_no_pass_writes_where_a_request_has_no_slots():
-    engine = Engine(Fixed(5), waits=True, sets={"empty": SETS["empty"]})
-    engine.add("a", 1)
-    engine.add("b", 2)
-    step = engine.as_step(["a", "b"])
-    engine.method.update(step)
-    engine.method.propose_for(step, np.arange(2), np.array([2, 5], np.int32), RestOfBatch(0, 0, None))
     positions = {row: max(p for _, p, rows, _ in engine.model.passes if row in rows) for row in (0, 1)}
-    assert positions == {0: 1, 1: 4} and engine.model.reads == [2, 3]
+    assert positions == {0: 1, 1: 4}
 
 
 def test_a_round_is_read_as_far_as_it_is_expected_to_go():
-    """By cost: as many passes as bring most, before the first of them is looked at."""
+    """By cost: as many passes as bring most, before the first of them is looked at. With a threshold that stops at the
+    first token: not five passes for each."""
     engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]}, chains=True, waits=True)
-    engine.add("a", 1)
-    for _ in range(100):
-        engine.step(["a"])
+    engine.serve(100, a=1)
     assert engine.text["a"] == text(1, len(engine.text["a"]))
     assert max(engine.model.reads) == 5 and np.mean(engine.model.reads[-20:]) > 4
-
-
-def test_no_more_passes_run_ahead_than_rounds_are_long():
-    """A threshold that stops at the first token: not five passes for each."""
     engine = Engine(Confidence(0.7), tree=False, sets={"all": SETS["all"]}, waits=True)
-    engine.add("a", 1)
-    for _ in range(20):
-        engine.step(["a"])
+    engine.serve(20, a=1)
     assert engine.model.reads[-10:] == [1] * 10
 
 
@@ -281,13 +269,9 @@ def test_siblings_as_many_as_pay_at_the_widths_that_there_are(widths, kept):
 def test_passes_that_run_before_the_first_is_looked_at_are_paid(seconds):
     """Half a step a pass, one token in three wrong: five passes at a time bring .8 of plain, one of them 1.1."""
     engine = Engine(costs=(seconds, STEP), tree=False, sets={"half": SETS["half"]}, waits=True)
-    engine.add("a", 1)
-    for _ in range(200):
-        engine.step(["a"])
-    tokens, passes = len(engine.text["a"]), len(engine.model.passes)
-    steps = 0.0
-    for _ in range(400):
-        steps += float(KnownCosts({1: seconds}, STEP).step(int(engine.step(["a"]).counts[0])))
+    engine.serve(200, a=1)
+    tokens, passes, line = len(engine.text["a"]), len(engine.model.passes), Line(STEP)
+    steps = sum(float(line(count)) for count in engine.serve(400, a=1))
     time = seconds * (len(engine.model.passes) - passes) + steps
     assert (len(engine.text["a"]) - tokens) / time > (1.05 if seconds < 0.8 else 0.99)
 
@@ -320,12 +304,10 @@ def test_requests_with_different_sets_draft_with_the_most_frequent_one():
     assert {skipped for skipped, *_ in engine.model.passes} == {1}
     assert engine.model.passes[0][2] == [0, 1, 2, 3, 4]
     # Only who is sure goes on; the token that it was not sure of is kept and verified.
-    for _, depth, rows, tokens in engine.model.passes:
+    for _, depth, rows, tokens in engine.model.passes[1:]:
         for row, token in zip(rows, tokens, strict=True):
-            if depth:
-                made = engine.method._last
-                assert made.tokens[row, depth - 1, 0] == token
-                assert made.probabilities[row, depth - 1, 0] >= 0.7
+            made = engine.method._last
+            assert made.tokens[row, depth - 1, 0] == token and made.probabilities[row, depth - 1, 0] >= 0.7
     engine.model.passes.clear()
     engine.step(["a", "d", "e"])
     assert {skipped for skipped, *_ in engine.model.passes} == {0}, "most of those that are left have another one"
@@ -357,68 +339,28 @@ def test_set_and_length_follow_the_context():
     assert seen == {0, 1, 2}
 
 
-STEP = {1: 1.0, 24: 1.1}
-
-
 def test_stops_where_it_cannot_pay_and_goes_on_where_it_can():
-    paying = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]})
-    paying.add("a", 1)
-    counts = [int(paying.step(["a"]).counts[0]) for _ in range(400)]
-    assert 2 <= counts.count(1) <= 20, "only now and then a step without drafts, to know what one takes"
-
-    losing = Engine(costs=(0.5, STEP), tree=False, sets={"all": SETS["all"]})
-    losing.add("a", 1)
-    for _ in range(100):
-        losing.step(["a"])
-    passes = len(losing.model.passes)
-    assert passes > 0
-    for _ in range(1000):
-        losing.step(["a"])
-    assert len(losing.model.passes) - passes <= 10
-    assert losing.text["a"] == text(1, 1101)
-
-
-def test_steps_without_drafts_come_first():
-    """Nothing is drafted by cost before it is known what a step without drafts takes."""
-    engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]})
-    engine.add("a", 1)
-    while not engine.model.passes:
-        engine.step(["a"])
-    assert engine.method.auto.times.count(1, 1, 1.0) >= 3
-
-
-def test_four_sets_in_a_batch_pay_as_one():
-    sets = {f"s{i}": SkipSet(LAYERS, frozenset({i % 2}), frozenset({i // 2})) for i in range(4)}
-    engine = Engine(costs=(0.6, STEP), sets=sets, chains=True)
-    for record in engine.method.lookahead.records.values():
-        record.accepted[:] = 0.97 ** np.arange(1, 65)
-        record.reached[:] = record.verified[:] = 0.97 ** np.arange(64)
-    for i, request in enumerate("abcd"):
-        engine.add(request, i + 1, f"s{i}")
-    for _ in range(8):
-        engine.step(list("abcd"))
-    assert {len(rows) for _, position, rows, _ in engine.model.passes if position == 0} == {4}
-
-
-def test_what_drafting_has_to_beat_is_looked_at_more_often_where_it_beats_it_by_little():
-    without = {}
-    for price in (0.1, 0.85):
+    """After steps without drafts, to know what one takes, which are repeated now and then: more often where drafting
+    brings little."""
+    for price, few, many in ((0.1, 0, 1 / 75), (0.85, 1 / 60, 1 / 8)):
         engine = Engine(costs=(price, STEP), sets={"empty": SETS["empty"]}, chains=True)
         for record in engine.method.lookahead.records.values():
             record.accepted[:] = record.reached[:] = record.verified[:] = 1.0
-        engine.add("a", 1)
-        counts = [int(engine.step(["a"]).counts[0]) for _ in range(600)]
-        without[price] = counts[300:].count(1)
-    assert without[0.1] <= 300 / 75 and 300 / 60 <= without[0.85] <= 300 / 8, without
+        counts = engine.serve(600, a=1)
+        assert counts[:3] == [1, 1, 1] and few <= counts[300:].count(1) / 300 <= many
+
+    losing = Engine(costs=(0.5, STEP), tree=False, sets={"all": SETS["all"]})
+    losing.serve(100, a=1)
+    passes = len(losing.model.passes)
+    assert passes > 0
+    losing.serve(1000, a=1)
+    assert len(losing.model.passes) - passes <= 10 and losing.text["a"] == text(1, 1101)
 
 
 def test_the_parts_of_a_batch():
     """As a part of the hybrid method: passes for some requests, the others get their roots."""
     engine = Engine(costs=(0.2, STEP))
-    for name, first in (("a", 1), ("b", 2), ("c", 4)):
-        engine.add(name, first)
-    step = engine.as_step(["a", "b", "c"])
-    engine.method.update(step)
+    step = engine.start(a=1, b=2, c=4)
     estimate = engine.method.estimate(np.array([1, 2]), 4)
     assert estimate.gain.shape == (2, 4) and (estimate.gain[1] > estimate.gain[0]).all()
     draft = engine.method.propose_for(step, np.array([0, 2]), np.array([3, 2], np.int32), RestOfBatch(1, 2, 1.0))
@@ -457,12 +399,9 @@ def test_drafts_of_other_sets_are_not_recorded(tmp_path):
         assert (engine.method.recorder.kept > 0) == recorded
 
 
-def test_sets_must_be_of_this_model():
+def test_models_that_are_refused():
     with pytest.raises(ValueError, match="of 3 layers"):
         Engine(Fixed(2), sets={"other": SkipSet.empty(3)})
-
-
-def test_a_model_whose_steps_cannot_be_priced_is_refused():
     unreadable = SimpleNamespace(**SHAPE, to_dict=dict)
     with pytest.raises(ConfigError, match="cannot price this model's steps"):
         LayerSkipMethod(LayerSkipOptions(), EngineContext(hf_config=unreadable, vocab_size=VOCAB))
@@ -490,15 +429,14 @@ def test_sublayers_are_priced_by_what_steps_and_passes_take():
     assert after.attention / after.mlp == pytest.approx(times.attention / times.mlp)
 
 
-def test_searches_are_refused_where_they_cannot_work():
-    for changes, options, says in (
-        (
-            {"tensor_parallel": 2},
-            {"selection": "knapsack"},
-            "'knapsack' searches on one tensor-parallel rank only",
-        ),
-        ({"tensor_parallel": 2}, {"selection": "swift"}, "'swift' searches on one tensor-parallel rank only"),
-        ({"lengths": (0, 4)}, {"selection": "knapsack"}, "set 'selection_file'.*freedraft calibrate knapsack"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            SPEC.check(LayerSkipOptions(**options), EngineContext(hf_config=CONFIG, **changes))
+@pytest.mark.parametrize(
+    ("changes", "selection", "says"),
+    [
+        ({"tensor_parallel": 2}, "knapsack", "'knapsack' searches on one tensor-parallel rank only"),
+        ({"tensor_parallel": 2}, "swift", "'swift' searches on one tensor-parallel rank only"),
+        ({"lengths": (0, 4)}, "knapsack", "set 'selection_file'.*freedraft calibrate knapsack"),
+    ],
+)
+def test_searches_are_refused_where_they_cannot_work(changes, selection, says):
+    with pytest.raises(ValueError, match=says):
+        SPEC.check(LayerSkipOptions(selection=selection), EngineContext(hf_config=CONFIG, **changes))

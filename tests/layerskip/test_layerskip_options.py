@@ -1,29 +1,28 @@
-"""Options of layer skipping: where skip sets come from, and what is refused."""
+"""Options of layer skipping: where skip sets come from, which selection and policy they name, and what is refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 from lookahead_tools import RECIPE, KnownCosts
 
 from freedraft.config import ConfigError
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed
-from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.options import LayerSkipOptions, SelectionName
+from layerskip_plugin.selection.base import Static
+from layerskip_plugin.selection.knapsack import Choice, Plan
+from layerskip_plugin.selection.knn import Domains
+from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
-SIZES = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "vocab_size": 24,
-}
-CONFIG = SimpleNamespace(**SIZES)
+SIZES = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+         "num_attention_heads": 2, "vocab_size": 24}  # fmt: skip
+CONFIG, MODEL = SimpleNamespace(**SIZES), model_fingerprint(SIZES)
 CHAINS = EngineContext(hf_config=CONFIG, max_draft_tokens=7)
 TREES = EngineContext(hf_config=CONFIG, max_draft_tokens=15, widths=(1, 16))
 COSTS = KnownCosts({1: 0.5}, {1: 1.0})
@@ -34,8 +33,25 @@ def files(tmp_path: Path) -> list[Path]:
     """Two skip sets of a model with 4 layers."""
     paths = [tmp_path / "little.json", tmp_path / "much.json"]
     for path, skipped in zip(paths, ({1}, {1, 2}), strict=True):
-        SkipSet(4, frozenset(skipped), frozenset(), model_fingerprint(SIZES)).save(path)
+        SkipSet(4, frozenset(skipped), frozenset(), MODEL).save(path)
     return paths
+
+
+@pytest.fixture
+def selections(tmp_path: Path) -> dict[str, Path]:
+    """Selection files of that model, each with the set that skips sublayer 2."""
+    skip = SkipSet.of_sublayers([2], 4, MODEL)
+    for name, length in (("knapsack", 3), ("plain", 0)):
+        Plan((10,), (Choice(skip, length, 1.0, 3 - length),), "here").save(tmp_path / f"{name}.json", {})
+    anchors = np.eye(2, 6, dtype=np.float32)
+    domains = Domains(("a", "b"), (skip,) * 3, np.zeros(6, np.float32), anchors, np.array([0, 1], np.int32), 0.5)
+    domains.save(tmp_path / "knn.json", {})
+    return {name: tmp_path / f"{name}.json" for name in ("knapsack", "plain", "knn")}
+
+
+def selector(hardware: str = "here", sizes: Any = (), **options: Any) -> Selector:
+    config = SimpleNamespace(**SIZES | dict(sizes))
+    return LayerSkipOptions.parse(options).make_selector(config, lambda skips: np.zeros(len(skips)), hardware)
 
 
 @pytest.mark.parametrize("form", [list, lambda paths: ",".join(map(str, paths)), lambda paths: [*map(str, paths)]])
@@ -47,8 +63,8 @@ def test_several_files(files: list[Path], form: Any) -> None:
 
 
 def test_one_file_and_none(files: list[Path]) -> None:
-    assert LayerSkipOptions.parse({"skip_set": str(files[1])}).skip_sets(CONFIG)["much"].attention == {1, 2}
-    assert [len(s) for s in LayerSkipOptions().skip_sets(CONFIG).values()] == [0]
+    assert selector(skip_set=str(files[1])).sets["much"].attention == {1, 2}
+    assert [len(s) for s in selector().sets.values()] == [0]
     assert LayerSkipOptions.read({}, {"FREEDRAFT_SKIP_SET": str(files[0])}).skip_set == (files[0],)
 
 
@@ -61,10 +77,50 @@ def test_sets_that_are_refused(files: list[Path], tmp_path: Path) -> None:
     namesake = tmp_path / "more" / "much.json"
     namesake.write_bytes(files[1].read_bytes())
     with pytest.raises(ValueError, match="two files are called much"):
-        LayerSkipOptions.parse({"skip_set": [files[1], namesake]}).skip_sets(CONFIG)
-    other = SimpleNamespace(**SIZES | {"num_hidden_layers": 5})
-    with pytest.raises(ValueError, match="4 layers, this one has 5"):
-        LayerSkipOptions.parse({"skip_set": files}).skip_sets(other)
+        selector(skip_set=[files[1], namesake])
+
+
+@pytest.mark.parametrize("name", get_args(SelectionName))
+def test_every_selection_by_name(selections: dict[str, Path], name: str) -> None:
+    made = selector(selection=name, selection_file=selections.get(name), search_share=0.05)
+    assert type(made.selection).__name__.lower() == name and made.budget.share == 0.05
+    assert all(skip.n_layers == 4 and skip.model == MODEL for skip in made.sets.values())
+    assert made.choose(["r"], np.array([5], np.int32))[0] in made.sets.values()
+    assert not {0, 1, 6, 7} & set(next(iter(made.sets.values())).sublayers)
+
+
+def test_a_search_or_a_plan(selections: dict[str, Path]) -> None:
+    assert not selector(selection="knapsack").sets["knapspec"], "searched, where there is no plan"
+    for lookahead, length in (("cost", 3), ("fixed", 0)):
+        plain = selector(selection="knapsack", selection_file=selections["plain"], lookahead=lookahead)
+        assert plain.selection.max_lengths(np.array([10], np.int32)).tolist() == [length]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"selection": "statik"}, "'static', 'swift', 'knn' or 'knapsack'"),
+        ({"selection": "knn"}, "needs the option 'selection_file'.*calibrate knn"),
+        ({"selection": "knn", "selection_file": "knapsack"}, "has the format 'freedraft knapsack plan 1'"),
+        ({"selection": "knapsack", "selection_file": "knapsack", "hardware": "there"}, "measured on here, this is"),
+        ({"selection": "swift", "selection_file": "knapsack"}, "does not go with selection swift"),
+        ({"selection": "knapsack", "selection_file": "knapsack", "skip_set": "knn"}, "not go with selection knapsack"),
+        ({"selection": "knapsack", "skip_set": "knn"}, "does not go with selection knapsack"),
+        ({"selection_file": "/no/such/file"}, "'selection_file' is not a file.*freedraft calibrate"),
+        ({"skip_set": "knn"}, "has the format 'freedraft knn 1', not 'freedraft skip set 1'"),
+        *(
+            ({"selection": name, "selection_file": name, "sizes": {field: 5}}, says)
+            for name in ("knn", "knapsack")
+            for field, says in (("hidden_size", "another model"), ("num_hidden_layers", "4 layers, this one has 5"))
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused(selections: dict[str, Path], options: dict[str, Any], says: str) -> None:
+    files = {
+        key: selections.get(options[key], options[key]) for key in ("selection_file", "skip_set") if key in options
+    }
+    with pytest.raises(ValueError, match=says):
+        selector(**options | files)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +129,6 @@ def test_sets_that_are_refused(files: list[Path], tmp_path: Path) -> None:
 def test_policies(name: str, kind: type) -> None:
     options = LayerSkipOptions.parse({"lookahead": name})
     assert isinstance(options.make_lookahead(CHAINS, [RECIPE], COSTS), kind)
-
-
-def test_the_policy_that_was_dropped_is_refused_by_name() -> None:
-    with pytest.raises(
-        ConfigError, match="'lookahead=roc' is no longer supported: set lookahead to cost or confidence"
-    ):
-        LayerSkipOptions.parse({"lookahead": "roc"})
 
 
 def test_how_far_fixed_drafts() -> None:
@@ -91,16 +140,32 @@ def test_how_far_fixed_drafts() -> None:
     assert lengths == [7, 5, 3, 3]
 
 
-def test_verifications_are_recorded_if_a_file_is_named(tmp_path: Path) -> None:
-    assert LayerSkipOptions().make_recorder(CHAINS) is None
-    recorder = LayerSkipOptions.parse({"record": str(tmp_path / "seen.npz")}).make_recorder(CHAINS)
-    assert recorder is not None and recorder.model == model_fingerprint(SIZES)
-    with pytest.raises(ConfigError, match=r"'record'.*folder"):
-        LayerSkipOptions.parse({"record": "/no/such/folder/seen.npz"})
-
-
-def test_a_classifier_has_to_be_there() -> None:
+def test_policies_and_records_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="freedraft calibrate disco"):
         LayerSkipOptions.parse({"lookahead": "disco"}).make_lookahead(CHAINS, [RECIPE], COSTS)
-    with pytest.raises(ConfigError, match="'disco' is not a file"):
-        LayerSkipOptions.parse({"disco": "/no/such/file"})
+    for options, says in (
+        ({"lookahead": "roc"}, "'lookahead=roc' is no longer supported: set lookahead to cost or confidence"),
+        ({"disco": "/no/such/file"}, "'disco' is not a file"),
+        ({"record": "/no/such/folder/seen.npz"}, "'record'.*folder"),
+        ({"threshold": 1.5}, "threshold"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            LayerSkipOptions.parse(options)
+    assert LayerSkipOptions().make_recorder(CHAINS) is None
+    recorder = LayerSkipOptions.parse({"record": str(tmp_path / "seen.npz")}).make_recorder(CHAINS)
+    assert recorder is not None and recorder.model == MODEL
+
+
+def test_requests_ask_for_a_set_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    little, much = (SkipSet.of_sublayers(s, 4) for s in ([2], [2, 3]))
+    selector, context = Selector(Static({"little": little, "much": much})), np.zeros(4, np.int32)
+    assert selector.unknown(list("abcd")) == [0, 1, 2, 3]
+    selector.begin(list("abcd"), ["much", None, "no such", "much"])
+    selector.begin(["odd"], [["much"]])  # type: ignore[list-item]
+    assert "no skip set 'no such', only little, much" in caplog.text
+    assert selector.choose(list("dcba"), context) == [much, little, little, much]
+    assert selector.unknown(list("abcde")) == [4] and selector.unknown(list("dcba")) == []
+    selector.finish(["a", "b", "odd", "z"])
+    assert len(selector) == 2 and len(selector.selection.asked) == 1
+    one = Selector(Static({"": little}))
+    assert one.unknown(["a"]) == [] and one.choose(["a"], context[:1]) == [little], "one set for all keeps nothing"

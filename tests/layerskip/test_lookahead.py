@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lookahead_tools import RECIPE, cost, draft_round
+from lookahead_tools import RECIPE, Driver, cost
 
 from layerskip_plugin.lookahead import Confidence, Disco, DraftVerify, Fixed, Lookahead
 from layerskip_plugin.lookahead.base import RoundLog
 from layerskip_plugin.lookahead.disco import Classifier
-
-SURE = np.float32(0.999)
 
 
 def eager() -> list[Lookahead]:
@@ -23,19 +21,18 @@ def eager() -> list[Lookahead]:
 @pytest.mark.parametrize("policy", eager(), ids=lambda p: type(p).__name__)
 @pytest.mark.parametrize("longest", [1, 2, 7])
 def test_the_longest_draft_allowed_is_never_exceeded_and_reached(policy: Lookahead, longest: int) -> None:
-    drafted = draft_round(policy, ["a", "b", "c"], longest, lambda position, rows: np.full(len(rows), SURE))
-    assert drafted.tolist() == [longest] * 3
+    assert Driver(policy).draft(["a", "b", "c"], longest, 0.999).tolist() == [longest] * 3
 
 
 def test_fixed() -> None:
-    assert draft_round(Fixed(3), ["a", "b"], 8, lambda p, r: np.zeros(len(r))).tolist() == [3, 3]
+    assert Driver(Fixed(3)).draft(["a", "b"], 8, 0.0).tolist() == [3, 3]
 
 
 def test_confidence_keeps_the_token_that_it_stops_at() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         p = rng.random((5, 8), np.float32)
-        drafted = draft_round(Confidence(0.4), list("abcde"), 8, lambda position, rows, p=p: p[rows, position])
+        drafted = Driver(Confidence(0.4)).draft(list("abcde"), 8, lambda position, rows, p=p: p[rows, position])
         expected = [next((i + 1 for i, x in enumerate(row) if x < 0.4), 8) for row in p]
         assert drafted.tolist() == expected
 

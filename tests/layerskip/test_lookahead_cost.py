@@ -7,36 +7,20 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from lookahead_tools import RECIPE, Driver, KnownCosts, cost, drafts_with
+from lookahead_tools import RECIPE, Driver, KnownCosts, cost, share
 
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import Candidate
-from layerskip_plugin.lookahead.rates import BINS, BinnedRate, to_bins
+from layerskip_plugin.lookahead.rates import BINS, to_bins
 from layerskip_plugin.lookahead.trials import FIRST_TRIALS
 from layerskip_plugin.skip_set import SkipSet
 
 
-def tokens_per_time(alpha: float, draft: float, verify: list[float]) -> list[float]:
-    """Batch 1, by draft length 0, 1, ...: (1 + a + ... + a^d) / (d * draft + verify(d + 1))."""
-    return [sum(alpha**i for i in range(d + 1)) / (d * draft + verify[d]) for d in range(len(verify))]
-
-
-def run(policy: Cost, alpha: float, batch: int, steps: int, longest: int, seed: int = 0) -> tuple[float, float]:
-    """Drive `steps` steps with tokens accepted by chance; (share of steps with drafts, mean length where drafted)."""
-    rng = np.random.default_rng(seed)
-    ids = [f"r{i}" for i in range(batch)]
-    on, lengths = 0, []
-    driver = Driver(policy)
-    for _ in range(steps):
-        if drafts_with(policy, batch) is None:
-            continue
-        on += 1
-        drafted = driver.draft(ids, longest, lambda position, rows: np.full(len(rows), alpha, np.float32))
-        luck = rng.random((batch, longest)) < alpha
-        accepted = np.minimum(np.cumprod(luck, 1).sum(1), drafted).astype(np.int32)
-        driver.judge(ids, drafted, accepted)
-        lengths.append(drafted.mean())
-    return on / steps, float(np.mean(lengths[len(lengths) // 2 :])) if lengths else 0.0
+def accepted_at(policy: Cost, rates: Sequence[float]) -> None:
+    """Drafts of each recipe were accepted at these rates."""
+    for record, a in zip(policy.records.values(), rates, strict=True):
+        record.reached[:] = record.verified[:] = a ** np.arange(64)
+        record.accepted[:] = a ** np.arange(1, 65)
 
 
 def test_each_decision_is_that_of_exhaustive_search() -> None:
@@ -79,68 +63,48 @@ def test_each_decision_is_that_of_exhaustive_search() -> None:
 
 @pytest.mark.parametrize("alpha", [0.95, 0.9, 0.8])
 def test_the_length_is_near_that_with_the_most_tokens_per_time(alpha: float) -> None:
+    """Batch 1: (1 + a + ... + a^d) / (d * draft + verify(d + 1))."""
     draft, verify = 0.3, [1.0 + 0.02 * n for n in range(13)]
-    policy = cost({1: draft}, {n + 1: t for n, t in enumerate(verify)})
-    share, length = run(policy, alpha, 1, 600, 12)
-    by_length = tokens_per_time(alpha, draft, verify)
-    assert share > 0.99
-    assert by_length[round(length)] > 0.98 * max(by_length)
+    driver = Driver(cost({1: draft}, {n + 1: t for n, t in enumerate(verify)}))
+    assert share(driver.serve(600, alpha, 12, confidence=alpha)) > 0.99
+    by_length = [sum(alpha**i for i in range(d + 1)) / (d * draft + verify[d]) for d in range(len(verify))]
+    assert by_length[round(np.mean(driver.lengths[300:]))] > 0.98 * max(by_length)
 
 
 def test_unlikely_tokens_that_are_accepted_do_not_end_drafts_for_ever() -> None:
     """A pass costs more than the prior's acceptance brings, so behind which probabilities it pays has to be tried."""
-    policy = cost({1: 0.55}, {1: 1.0, 6: 1.05})
-    rng = np.random.default_rng(0)
-    lengths = []
-    driver = Driver(policy)
-    for _ in range(1500):
-        assert drafts_with(policy, 1) is not None
-        drafted = driver.draft(["r"], 5, lambda position, rows: rng.beta(1.2, 0.5, len(rows)).astype(np.float32))
-        accepted = np.minimum(np.cumprod(rng.random(5) < 0.98).sum(), drafted).astype(np.int32)
-        driver.judge(["r"], drafted, accepted)
-        lengths.append(int(drafted[0]))
-    assert np.mean(lengths[-300:]) > 4
+    driver = Driver(cost({1: 0.55}, {1: 1.0, 6: 1.05}))
+    used = driver.serve(1500, 0.98, confidence=lambda position, rows: driver.rng.beta(1.2, 0.5, len(rows)))
+    assert share(used) == 1 and np.mean(driver.lengths[-300:]) > 4
 
 
 def test_off_where_nothing_pays_and_on_again_when_it_does() -> None:
-    # A draft pass at 85 % of a step with 80 % accepted: slower at every length.
+    """A draft pass at 85 % of a step with 80 % accepted: slower at every length."""
     policy = cost({1: 0.85}, {1: 1.0, 16: 1.3})
-    first, _ = run(policy, 0.8, 1, 200, 8)
-    later, _ = run(policy, 0.8, 1, 4000, 8, seed=1)
-    assert not policy.on
-    assert first < 0.3 and 0 < later <= 0.01
+    driver = Driver(policy)
+    assert share(driver.serve(200, 0.8, 8, 0.8)) < 0.3 and 0 < share(driver.serve(4000, 0.8, 8, 0.8)) <= 0.01
     policy.costs = KnownCosts({1: 0.2}, {1: 1.0, 16: 1.3})
-    run(policy, 0.95, 1, 1000, 8, seed=2)
-    assert policy.on and run(policy, 0.95, 1, 200, 8, seed=3)[0] == 1.0
-
-
-def test_a_low_acceptance_is_found_out_at_once() -> None:
-    policy = cost({1: 0.3}, {1: 1.0, 16: 1.5})
-    share, _ = run(policy, 0.05, 1, 1000, 8)
-    assert share < 0.05
+    driver.serve(1000, 0.95, 8, 0.95)
+    assert share(driver.serve(200, 0.95, 8, 0.95)) == 1
+    assert share(Driver(cost({1: 0.3}, {1: 1.0, 16: 1.5})).serve(1000, 0.05, 8, 0.05)) < 0.05
 
 
 def test_a_larger_batch_drafts_less_where_verification_is_bound_by_compute() -> None:
-    step = {n: max(1.0, 0.06 * n) for n in range(1, 200)}
-    lengths = {}
+    step, shares, lengths = {n: max(1.0, 0.06 * n) for n in range(1, 200)}, {}, {}
     for batch in (1, 8, 32):
-        policy = cost({1: 0.3, 32: 0.45}, step)
-        lengths[batch] = run(policy, 0.9, batch, 300, 8)
-    assert lengths[1][1] > lengths[8][1] + 1
-    assert lengths[32][0] < 0.1
+        driver = Driver(cost({1: 0.3, 32: 0.45}, step))
+        shares[batch] = share(driver.serve(300, 0.9, 8, 0.9, [Candidate(RECIPE, batch, batch)]))
+        lengths[batch] = np.mean(driver.lengths[len(driver.lengths) // 2 :])
+    assert lengths[1] > lengths[8] + 1 and shares[32] < 0.1
 
 
 def test_confidence_decides_between_requests() -> None:
     """Two kinds of requests; the tokens of one are sure. Only it is drafted far for."""
-    policy = cost({1: 0.3, 4: 0.4}, {1: 1.0, 40: 2.2})
-    rng = np.random.default_rng(0)
+    driver = Driver(cost({1: 0.3, 4: 0.4}, {1: 1.0, 40: 2.2}))
     chance = np.array([0.97, 0.97, 0.3, 0.3], np.float32)
-    ids = list("abcd")
-    driver = Driver(policy)
     for _ in range(400):
-        drafted = driver.draft(ids, 8, lambda position, rows: chance[rows])
-        accepted = np.minimum(np.cumprod(rng.random((4, 8)) < chance[:, None], 1).sum(1), drafted)
-        driver.judge(ids, drafted, accepted.astype(np.int32))
+        drafted = driver.draft(list("abcd"), 8, lambda position, rows: chance[rows])
+        driver.judge(drafted, driver.luck(drafted, chance, 8))
     assert drafted[:2].min() >= 4 and drafted[2:].max() <= 2
 
 
@@ -152,47 +116,32 @@ def several(draft: float, step: dict[int, float]) -> Cost:
     return Cost(KnownCosts({recipe: {1: draft} for recipe in SETS}, step), SETS)
 
 
-def accepted_at(policy: Cost, rates: Sequence[float]) -> None:
-    """So much is known of each recipe."""
-    for record, a in zip(policy.records.values(), rates, strict=True):
-        record.reached[:] = record.verified[:] = a ** np.arange(64)
-        record.accepted[:] = a ** np.arange(1, 65)
-
-
 @pytest.mark.parametrize(
-    ("votes", "rates", "best"),
+    ("votes", "rates", "draft", "best"),
     [
-        ((3, 1, 0, 0), (0.8, 0.8, 0.9, 0.9), 0),  # the majority's
-        ((2, 2, 0, 0), (0.7, 0.9, 0.8, 0.8), 1),
-        ((1, 2, 1, 0), (0.9, 0.2, 0.5, 0.8), 0),  # a smaller part with much better drafts
+        ((3, 1, 0, 0), (0.8, 0.8, 0.9, 0.9), 0.1, 0),  # the majority's
+        ((2, 2, 0, 0), (0.7, 0.9, 0.8, 0.8), 0.1, 1),
+        ((1, 2, 1, 0), (0.9, 0.2, 0.5, 0.8), 0.1, 0),  # a smaller part with much better drafts
+        ((1, 1, 1, 1), (0.9,) * 4, 0.5, 0),  # not worth its passes for one request, but for all four
     ],
 )
-def test_all_draft_with_the_set_that_is_worth_most_to_those_that_have_it(votes, rates, best) -> None:
-    policy = several(0.1, {1: 1.0, 20: 1.2})
+def test_all_draft_with_the_set_that_is_worth_most_to_those_that_have_it(votes, rates, draft, best) -> None:
+    policy = several(draft, {1: 1.0, 20: 1.2})
     accepted_at(policy, rates)
     candidates = [Candidate(recipe, n, 4) for recipe, n in zip(SETS, votes, strict=True) if n]
     assert policy.choose(candidates, 4, 300.0) == SETS[best] == policy.should_draft()
-
-
-def test_whether_a_set_pays_is_said_of_all_that_draft_with_it() -> None:
-    """Four requests with a set each: none of them is worth its passes for one request, one of them is for all four."""
-    policy = several(0.5, {1: 1.0, 20: 1.2})
-    accepted_at(policy, [0.9] * 4)
-    assert policy.rates(SETS[0], 1, 4)[1:].max() < 4 < policy.rates(SETS[0], 4, 4)[1:].max() / 1.05
-    policy.choose([Candidate(recipe, 1, 4) for recipe in SETS], 4, 300.0)
-    assert policy.should_draft() is not None and policy.on
 
 
 def test_expected_rates_are_those_of_the_enumeration() -> None:
     policy, a = several(0.1, {1: 1.0, 20: 1.2}), 0.7
     accepted_at(policy, [a] * 4)
     rates = policy.rates(SETS[0], 3, 4)
-    for m in (1, 2, 3):
-        gain = 3 * sum(a**d for d in range(1, m + 1))
-        tokens = 3 * sum(a**d for d in range(m))
+    assert rates[0] == pytest.approx(4 / policy.costs.step(4))
+    for m in range(1, 6):
+        # Each of three requests drafts up to its first wrong token, m at most; a pass runs while any of them drafts.
+        gain, tokens = 3 * sum(a**d for d in range(1, m + 1)), 3 * sum(a**d for d in range(m))
         passes = sum(0.1 * (1 - (1 - a**d) ** 3) for d in range(m))
-        step = float(policy.costs.step(4 + tokens))
-        assert rates[m] == pytest.approx((4 + gain) / (passes + step))
+        assert rates[m] == pytest.approx((4 + gain) / (passes + float(policy.costs.step(4 + tokens))))
 
 
 def test_the_longest_draft_makes_all_requests_as_wide() -> None:
@@ -208,15 +157,12 @@ def test_the_longest_draft_makes_all_requests_as_wide() -> None:
         for m in range(1, 6):
             # Tokens are drafted as long as those before were accepted with certainty enough: to length d.
             lengths = [(chance ** (d - 1) * (1 - chance * (d < m)), d) for d in range(1, m + 1)]
-            assert sum(p for p, _ in lengths) == pytest.approx(1.0)
             seconds = 0.0
             for p, d in lengths:
                 width = min(w for w in widths if w >= d + 1)
                 seconds += p * (c * d + float(policy.costs.step(8 * width)))
             gain = sum(chance**d for d in range(1, m + 1))
             assert rates[m] == pytest.approx((8 + gain) / seconds)
-        tried = [drafts_with(policy, 1, others=7) is not None for _ in range(20)]
-        assert tried == [True] * FIRST_TRIALS + [False] * (20 - FIRST_TRIALS)
 
 
 def test_room_that_a_width_leaves_is_free() -> None:
@@ -229,53 +175,38 @@ def test_room_that_a_width_leaves_is_free() -> None:
 
 
 def test_each_set_has_a_record_of_its_own() -> None:
-    policy, rng = several(0.05, {1: 1.0, 40: 1.4}), np.random.default_rng(0)
+    policy = several(0.05, {1: 1.0, 40: 1.4})
     driver, lengths = Driver(policy), {}
     for i in range(600):
         recipe, chance = (SETS[0], 0.95) if i % 2 else (SETS[1], 0.2)
-        drafted = driver.draft(["r"], 6, lambda position, rows: np.full(len(rows), 0.8, np.float32), recipe)
-        luck = np.cumprod(rng.random((1, 6)) < chance, 1).sum(1)
-        driver.judge(["r"], drafted, np.minimum(luck, drafted).astype(np.int32))
+        drafted = driver.draft(["r"], 6, 0.8, recipe)
+        driver.judge(drafted, driver.luck(drafted, chance, 6))
         lengths[recipe] = drafted[0]
     assert lengths[SETS[0]] > lengths[SETS[1]]
     first, second, third = (policy.records[recipe].accepted[0] for recipe in SETS[:3])
     assert first > 0.85 and second < 0.4 and third == 0.8
-    policy.use([SETS[3]])
-    assert policy.records.keys() == {SETS[3]} and policy.trials.wanted
 
 
-def test_old_trials_fade() -> None:
-    rate = BinnedRate(np.array([0.5, 0.5]), weight=2.0, memory=50)
-    assert rate.rates.tolist() == [0.5, 0.5]
-    rate.add(np.zeros(500, np.intp), np.ones(500, np.bool_))
-    for _ in range(40):
-        rate.add(np.zeros(10, np.intp), np.zeros(10, np.bool_))
-    assert rate.rates[0] < 0.05 and rate.rates[1] == 0.5
-
-
-def steps_until_on(policy: Cost, driver: Driver, rng: np.random.Generator, alpha: float, most: int) -> int:
-    """Steps until drafting is on for 10 steps in a row; tokens are accepted with chance alpha."""
+def steps_until_on(driver: Driver, alpha: float, most: int) -> int:
+    """Steps until drafting is on for 10 steps in a row."""
     in_a_row = 0
     for step in range(most):
-        drafting = drafts_with(policy, 1) is not None
-        in_a_row = in_a_row + 1 if policy.on else 0
+        in_a_row = in_a_row + 1 if driver.serve(1, alpha) != [None] and driver.policy.on else 0
         if in_a_row == 10:
             return step
-        if drafting:
-            drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
-            accepted = np.minimum(np.cumprod(rng.random(5) < alpha).sum(), drafted).astype(np.int32)
-            driver.judge(["r"], drafted, accepted)
     return most
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_acceptance_that_rises_is_noticed(seed: int) -> None:
-    """Off at .35 for a long time, then .97: within 300 steps."""
-    policy, rng = cost({1: 0.5}, {1: 1.0, 8: 1.1}), np.random.default_rng(seed)
-    driver = Driver(policy)
-    assert run(policy, 0.35, 1, 3000, 5, seed)[0] < 0.2
-    assert not policy.on
-    assert steps_until_on(policy, driver, rng, 0.97, 600) < 300
+    """Off at .35 for a long time, then .97: within 300 steps; and at once if the set is a new one."""
+    for new, most in ((False, 300), (True, 40)):
+        policy = cost({1: 0.5}, {1: 1.0, 8: 1.1})
+        driver = Driver(policy, seed)
+        assert share(driver.serve(3000, 0.35, confidence=0.35)) < 0.2 and not policy.on
+        if new:
+            policy.use([RECIPE])
+        assert steps_until_on(driver, 0.97, 600) < most
 
 
 def test_acceptance_that_rises_is_noticed_where_rounds_are_decided_by_others() -> None:
@@ -283,8 +214,8 @@ def test_acceptance_that_rises_is_noticed_where_rounds_are_decided_by_others() -
     first trial is bad luck."""
 
     def noticed(seed: int) -> bool:
-        policy, rng = cost({1: 0.5}, {1: 1.0, 8: 1.1}), np.random.default_rng(seed)
-        driver = Driver(policy)
+        policy = cost({1: 0.5}, {1: 1.0, 8: 1.1})
+        driver = Driver(policy, seed)
 
         def steps(alpha: float, count: int) -> list[bool]:
             """Whether passes seem to pay, by step."""
@@ -296,9 +227,8 @@ def test_acceptance_that_rises_is_noticed_where_rounds_are_decided_by_others() -
                 paying.append(pays)
                 if pays or policy.trials.wanted or step % 256 == 255:
                     assert policy.recipe_of_round(pays=pays) == RECIPE
-                    drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
-                    accepted = np.minimum(np.cumprod(rng.random(5) < alpha).sum(), drafted).astype(np.int32)
-                    driver.judge(["r"], drafted, accepted)
+                    drafted = driver.draft(["r"], 5, 0.7)
+                    driver.judge(drafted, driver.luck(drafted, alpha, 5))
             return paying
 
         assert np.mean(steps(0.35, 4000)[-2000:]) < 0.01
@@ -312,60 +242,38 @@ def test_what_steps_with_passes_take_besides_is_paid(overrun: float, on: bool) -
     """Half a step a pass, all tokens right: 1.2 times plain by the parts."""
     policy = cost({1: 0.5}, {1: 1.0, 8: 1.1}, longest=5)
     policy.costs.overrun = overrun
-    driver, used = Driver(policy), []
-    for _ in range(600):
-        used.append(drafts_with(policy, 1) is not None)
-        if used[-1]:
-            drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
-            driver.judge(["r"], drafted, drafted)
-    assert np.mean(used[-300:]) == pytest.approx(float(on), abs=0.05)
+    assert share(Driver(policy).serve(600, 1.0)[-300:]) == pytest.approx(float(on), abs=0.05)
 
 
 def test_passes_whose_drafts_are_cut_are_paid() -> None:
     """Every other draft is left out of verification, by a grammar or because it looks poor: 2.9 tokens in 3.1 steps."""
-    policy, rng = cost({1: 0.4}, {1: 1.0, 2: 1.3}, longest=1), np.random.default_rng(0)
+    policy = cost({1: 0.4}, {1: 1.0, 2: 1.3}, longest=1)
     driver, on = Driver(policy), []
     for _ in range(800):
-        on.append(drafts_with(policy, 1) is not None)
+        policy.choose([Candidate(RECIPE, 1, 1)], 1, 300.0)
+        on.append(policy.should_draft() is not None)
         if on[-1]:
-            good = rng.random() < 0.5
-            confidence = np.full(1, 0.9 if good else 0.1, np.float32)
-            drafted = driver.draft(["r"], 1, lambda position, rows, c=confidence: c)
-            accepted = np.array([good and rng.random() < 0.9], np.int32)
-            driver.judge(["r"], drafted if good else np.zeros(1, np.int32), accepted)
+            good = driver.rng.random() < 0.5
+            drafted = driver.draft(["r"], 1, 0.9 if good else 0.1) * np.int32(good)
+            driver.judge(drafted, driver.luck(drafted, 0.9, 1))
     assert np.mean(on[-400:]) < 0.03
 
 
 def test_a_surprise_is_of_no_use_where_passes_are_too_dear() -> None:
     """A pass takes two steps: nothing that is accepted could pay for it, and no trial follows a good one."""
-    policy = cost({1: 2.0}, {1: 1.0, 8: 1.1})
-    driver, trials = Driver(policy), []
-    for step in range(1000):
-        if drafts_with(policy, 1) is not None:
-            trials.append(step)
-            drafted = driver.draft(["r"], 5, lambda position, rows: np.full(len(rows), 0.7, np.float32))
-            # Refused at first, so that the rest surprises.
-            driver.judge(["r"], drafted, drafted if len(trials) > FIRST_TRIALS else np.zeros(1, np.int32))
-    assert trials[:FIRST_TRIALS] == list(range(FIRST_TRIALS)) and len(trials) < 12
-    assert min(b - a for a, b in zip(trials[FIRST_TRIALS:], trials[FIRST_TRIALS + 1 :], strict=False)) > 100
-
-
-def test_a_new_set_is_not_judged_by_the_old_ones_record() -> None:
-    policy, rng = cost({1: 0.5}, {1: 1.0, 8: 1.1}), np.random.default_rng(0)
-    driver = Driver(policy)
-    run(policy, 0.35, 1, 3000, 5)
-    assert not policy.on
-    policy.use([RECIPE])
-    assert steps_until_on(policy, driver, rng, 0.97, 600) < 40
+    driver = Driver(cost({1: 2.0}, {1: 1.0, 8: 1.1}))
+    first = driver.serve(FIRST_TRIALS, 0.0)  # refused at first, so that the rest surprises
+    assert None not in first
+    trials = [step for step, recipe in enumerate(driver.serve(1000, 1.0)) if recipe is not None]
+    assert len(trials) < 12 - FIRST_TRIALS and min(b - a for a, b in itertools.pairwise(trials)) > 100
 
 
 def test_what_looks_hardly_better_than_no_drafting_is_not_drafted() -> None:
     """Five tokens of which all are accepted, in passes at a price that leaves 1, 3 or 10 %."""
     for gain, switched_on, stays_on in ((1.01, False, False), (1.03, False, True), (1.10, True, True)):
-        policy = cost({1: (6 / gain - 1) / 5}, {1: 1.0}, longest=5)
-        for share in (policy.records[RECIPE].accepted, policy.records[RECIPE].reached, policy.records[RECIPE].verified):
-            share[:] = 1.0
         for on, expected in ((False, switched_on), (True, stays_on)):
-            policy.on, policy._steps_left = on, 0
+            policy = cost({1: (6 / gain - 1) / 5}, {1: 1.0}, longest=5)
+            accepted_at(policy, [1.0])
+            policy.on = on
             policy.choose([Candidate(RECIPE, 1, 1)], 1, 300.0)
             assert policy._decision.pays == expected, (gain, on)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lookahead_tools import Driver, KnownCosts, Line, drafts_with
+from lookahead_tools import Driver, KnownCosts, Line, share
 from test_layerskip_method import CONFIG, VOCAB, Model
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
@@ -15,6 +15,7 @@ from freedraft.config import ConfigError
 from freedraft.draft_pass import Window
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Cost
+from layerskip_plugin.lookahead.base import Candidate
 from layerskip_plugin.lookahead.trials import FIRST_TRIALS
 from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
@@ -70,58 +71,46 @@ SMALL, LARGE = (replace(WHOLE, window=Window(16, size - 16)) for size in (512, 2
 STEP = {1: 1.0, 40: 1.2}
 
 
-def policy(small: float, large: float) -> Cost:
-    """Two windows of no skip set: passes of these prices."""
-    return Cost(KnownCosts({SMALL: {1: small}, LARGE: {1: large}}, STEP), [SMALL, LARGE])
-
-
 def serve(
-    policy: Cost, alpha: dict[SkipSet, float], steps: int, context: int = 8000, seed: int = 0
-) -> list[SkipSet | None]:
-    """Recipes that drafted, by step; tokens of each are accepted with its chance."""
-    rng, driver, used = np.random.default_rng(seed), Driver(policy), []
+    small: float, large: float, *phases: tuple[int, float, float], context: int = 8000
+) -> tuple[list[SkipSet | None], ...]:
+    """Recipes that drafted for two requests, by step, where passes of the windows have these prices: of each phase of
+    (steps, chance that a token of the small and of the large window is accepted)."""
+    driver = Driver(Cost(KnownCosts({SMALL: {1: small}, LARGE: {1: large}}, STEP), [SMALL, LARGE]))
     recipes = Recipes([WHOLE], [SMALL.window, LARGE.window, None], 1)
-    for _ in range(steps):
-        policy.choose(recipes.candidates([WHOLE] * 2, np.full(2, context, np.int32)), 2, context)
-        used.append(policy.should_draft())
-        if used[-1] is None:
-            continue
-        chance = alpha[used[-1]]
-        drafted = driver.draft(["a", "b"], 6, lambda position, rows: np.full(len(rows), 0.8, np.float32), used[-1])
-        luck = np.cumprod(rng.random((2, 6)) < chance, 1).sum(1)
-        driver.judge(["a", "b"], drafted, np.minimum(luck, drafted).astype(np.int32))
-    return used
+    candidates = recipes.candidates([WHOLE] * 2, np.full(2, context, np.int32))
+    return tuple(
+        driver.serve(steps, {SMALL: one, LARGE: other}, 6, 0.8, candidates, context) for steps, one, other in phases
+    )
 
 
 @pytest.mark.parametrize(
-    ("prices", "alpha", "best"),
-    [
-        ((0.2, 0.3), (0.6, 0.97), LARGE),
-        ((0.2, 0.6), (0.9, 0.97), SMALL),
-    ],
+    ("prices", "alpha", "best"), [((0.2, 0.3), (0.6, 0.97), LARGE), ((0.2, 0.6), (0.9, 0.97), SMALL)]
 )
 def test_the_window_that_pays_best(prices: tuple[float, float], alpha: tuple[float, float], best: SkipSet) -> None:
-    used = serve(policy(*prices), {SMALL: alpha[0], LARGE: alpha[1]}, 600)[200:]
+    _, used = serve(*prices, (200, *alpha), (400, *alpha))
     assert used.count(best) > 0.9 * len(used)
 
 
 def test_another_window_is_tried_now_and_then() -> None:
     """The text changes: what was the worse window is found again."""
-    one = policy(0.2, 0.3)
-    assert serve(one, {SMALL: 0.97, LARGE: 0.5}, 600)[-50:].count(SMALL) > 40
-    assert serve(one, {SMALL: 0.5, LARGE: 0.97}, 1500, seed=1)[-50:].count(LARGE) > 40
+    first, second = serve(0.2, 0.3, (600, 0.97, 0.5), (1500, 0.5, 0.97))
+    assert first[-50:].count(SMALL) > 40 and second[-50:].count(LARGE) > 40
 
 
 @pytest.mark.parametrize("prices", [(0.2, 0.3), (0.95, 0.97)])
 def test_no_window_is_tried_that_holds_the_whole_request(prices: tuple[float, float]) -> None:
-    used = serve(policy(*prices), {SMALL: 0.9, LARGE: 0.9}, 3000, context=700)
+    (used,) = serve(*prices, (3000, 0.9, 0.9), context=700)
     assert set(used) <= {SMALL, None} and SMALL in used
+    assert serve(*prices, (300, 0.9, 0.9), context=400) == ([None] * 300,)
 
 
-def test_nothing_is_drafted_where_no_window_pays() -> None:
-    used = serve(policy(0.95, 0.97), {SMALL: 0.9, LARGE: 0.9}, 3000)[500:]
-    assert sum(recipe is not None for recipe in used) < 0.01 * len(used)
-    assert {SMALL, LARGE} <= set(used), "of the rare probes each window has its turn"
+@pytest.mark.parametrize(("context", "windows"), [(1000, 1), (6000, 2)])
+def test_nothing_is_drafted_where_no_window_pays(context: int, windows: int) -> None:
+    """But for first trials, and rare probes in which each window has its turn."""
+    first, later, last = serve(0.95, 0.97, (100, 0.1, 0.1), (400, 0.9, 0.9), (2500, 0.9, 0.9), context=context)
+    assert share(first) * 100 == FIRST_TRIALS * windows
+    assert share(last) < 0.01 and len({*first, *later, *last} - {None}) == windows
 
 
 def counted(recipes: Recipes, chosen: list[SkipSet], *contexts: int) -> list[tuple[SkipSet, int, int]]:
@@ -135,7 +124,6 @@ def test_a_request_that_is_shorter_than_every_window() -> None:
     assert one.all == [SMALL, LARGE], "the whole cache without anything skipped is the model itself"
     assert counted(one, [WHOLE] * 3, 100, 9000, 600) == [(SMALL, 2, 2), (LARGE, 1, 1)]
     assert one.applies(SMALL, np.array([100, 9000, 600])).tolist() == [False, True, True]
-    assert serve(policy(0.2, 0.3), {}, 300, context=400) == [None] * 300
     # With sublayers to skip, it is drafted for, too.
     some = SkipSet(4, frozenset({1}), frozenset())
     small, large, whole = (replace(some, window=window) for window in windows)
@@ -198,17 +186,24 @@ def test_the_method_drafts_through_its_window(lengths: tuple[int, ...] | None) -
 
 def test_a_window_that_surprises_is_tried_again() -> None:
     """Not the one that looked best before."""
-    one = policy(0.30, 0.35)
-    driver, used = Driver(one), []
-    for step in range(2500):
-        recipe = drafts_with(one, 1, recipes=[SMALL, LARGE], context=6000)
-        used.append(recipe)
-        if recipe is not None:
-            drafted = driver.draft(["r"], 4, lambda position, rows: np.full(len(rows), 0.8, np.float32), recipe)
-            good = recipe == LARGE and step > 1000
-            driver.judge(["r"], drafted, drafted if good else np.zeros(1, np.int32))
-    first = used.index(LARGE, 1001)
+    driver = Driver(Cost(KnownCosts({SMALL: {1: 0.30}, LARGE: {1: 0.35}}, STEP), [SMALL, LARGE]))
+    both = [Candidate(SMALL, 1, 1), Candidate(LARGE, 1, 1)]
+    driver.serve(1000, 0.0, 4, 0.8, both, 6000.0)
+    used = driver.serve(1500, {SMALL: 0.0, LARGE: 1.0}, 4, 0.8, both, 6000.0)
+    first = used.index(LARGE)
     assert used[first : first + 8] == [LARGE] * 8
+
+
+def test_windows_are_tried_at_once_at_a_context_that_is_new() -> None:
+    """The roofline promises nothing, the passes are fast: that is found out in a few steps, not by a rare probe."""
+    driver = Driver(Cost(KnownCosts({SMALL: {1: 0.9}, LARGE: {1: 0.95}}, STEP), [SMALL, LARGE]))
+
+    def timed(recipe: SkipSet, drafted: np.ndarray) -> np.ndarray:
+        driver.policy.costs.draft[recipe] = Line({1: 0.3})
+        return drafted
+
+    used = driver.serve(40, timed, 4, 0.8, [Candidate(SMALL, 1, 1), Candidate(LARGE, 1, 1)], 6000.0)
+    assert used[:4].count(None) <= 1 and None not in used[-20:]
 
 
 def test_pages_that_are_not_left_out_save_nothing() -> None:
@@ -216,23 +211,3 @@ def test_pages_that_are_not_left_out_save_nothing() -> None:
     recipes = Recipes([WHOLE], [SMALL.window], 128)
     assert recipes.applies(SMALL, np.array([600, 751, 752, 6000])).tolist() == [False, False, True, True]
     assert counted(recipes, [WHOLE], 751) == [] and counted(recipes, [WHOLE] * 2, 751, 752) == [(SMALL, 1, 1)]
-
-
-def test_windows_are_tried_at_once_at_a_context_that_is_new() -> None:
-    """The roofline promises nothing, the passes are fast: that is found out in a few steps, not by a rare probe."""
-    one = policy(0.9, 0.95)
-    driver, used = Driver(one), []
-    for _ in range(40):
-        recipe = drafts_with(one, 1, recipes=[SMALL, LARGE], context=6000)
-        used.append(recipe)
-        if recipe is not None:
-            one.costs.draft[recipe] = Line({1: 0.3})  # now it was timed
-            drafted = driver.draft(["r"], 4, lambda position, rows: np.full(len(rows), 0.8, np.float32), recipe)
-            driver.judge(["r"], drafted, drafted)
-    assert used[:4].count(None) <= 1 and None not in used[-20:]
-
-
-@pytest.mark.parametrize(("context", "windows"), [(1000, 1), (6000, 2)])
-def test_first_trials_are_of_windows_that_are_shorter_than_the_request(context: int, windows: int) -> None:
-    used = serve(policy(0.95, 0.97), {SMALL: 0.1, LARGE: 0.1}, 100, context=context)
-    assert sum(recipe is not None for recipe in used) == FIRST_TRIALS * windows

@@ -1,0 +1,343 @@
+"""SWIFT, KnapSpec and Self-SD on made-up traffic whose best set is known, and KnapSpec's search over sublayers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from freedraft.engines.many_sets import Sublayer, forward, run_sublayer
+from layerskip_plugin.calibrate import bayesian
+from layerskip_plugin.knapsack_search import search
+from layerskip_plugin.pass_times import PassTimes
+from layerskip_plugin.selection.bit_search import BitSearch
+from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch, Swift
+from layerskip_plugin.selection.serving import Selector
+from layerskip_plugin.skip_set import SkipSet
+
+LAYERS = 10
+
+
+def times(attention: float = 1.0, mlp: float = 1.0, verify: float = 0.3) -> PassTimes:
+    """A step takes what a draft pass of all sublayers takes, and `verify` more for each further query token."""
+    whole = LAYERS * (attention + mlp) + 0.5
+    return PassTimes(attention, mlp, 0.5, lambda n: whole + verify * (n - 1))
+
+
+class Traffic:
+    """Matchness falls with the importance of what is skipped; scores of a window are off by luck, by default that of 32
+    tokens. Time passes only while sets are scored or searched."""
+
+    def __init__(self, hardest: float = 0.3, seed: int = 0, luck: float | None = None, seconds: float = 0.001) -> None:
+        self.rng, self.luck = np.random.default_rng(seed), luck
+        self.importance = self.rng.permutation(np.geomspace(0.001, hardest, 2 * LAYERS))
+        self.times: PassTimes | None = times()
+        self.now, self.seconds = 0.0, seconds
+        self.spent: list[float] = []
+        self.calls: list[list[SkipSet]] = []
+        self.weights: list[tuple[int, int]] = []
+
+    def true(self, skip: SkipSet) -> float:
+        return float(np.prod(1 - self.importance[list(skip.sublayers)]))
+
+    def _take(self, sets: int) -> None:
+        self.spent.append(self.seconds * sets)
+        self.now += self.spent[-1]
+
+    def evaluate(self, sets: Sequence[SkipSet]) -> np.ndarray:
+        self._take(len(sets))
+        self.calls.append(list(sets))
+        true = np.array([self.true(s) for s in sets])
+        if self.luck is None:
+            return self.rng.binomial(32, true) / 32
+        return true + self.luck * self.rng.standard_normal(len(sets))
+
+    def propose(self, weights: tuple[int, int], most: int, base: SkipSet) -> list[SkipSet]:
+        """The best set of each weight by importances that are off."""
+        self._take(most)
+        self.weights.append(weights)
+        seen = self.importance * np.exp(0.5 * self.rng.standard_normal(2 * LAYERS))
+        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, base.sublayers)}
+        for i, lost in enumerate(seen):
+            if i in base.sublayers:
+                continue
+            for weight, (value, skipped) in sorted(best.items(), reverse=True):
+                heavier = weight + weights[i % 2]
+                if heavier <= most and value + lost < best.get(heavier, (np.inf,))[0]:
+                    best[heavier] = value + lost, (*skipped, i)
+        return [SkipSet.of_sublayers(skipped, LAYERS, "m") for _, skipped in best.values()]
+
+    def swift(self, **options: object) -> Swift:
+        settings = {"ratio": 0.3, "beta": 10, "patience": 60} | options
+        return Swift(LAYERS, self.evaluate, "m", clock=lambda: self.now, **settings)  # type: ignore[arg-type]
+
+    def knapspec(self) -> KnapSpec:
+        return KnapSpec(LAYERS, self.evaluate, self.propose, lambda: self.times, "m", lambda: self.now)
+
+    def rate(self, skip: SkipSet) -> float:
+        """Tokens per time, by the closed form."""
+        assert self.times is not None
+        if not skip:
+            return 1 / self.times.verify(1)
+        a = min(self.true(skip), 1 - 1e-9)
+        kept = sum(not bit for bit in skip.bits[::2]), sum(not bit for bit in skip.bits[1::2])
+        draft = kept[0] * self.times.attention + kept[1] * self.times.mlp + self.times.head
+        return max((1 - a ** (d + 1)) / (1 - a) / (d * draft + self.times.verify(d + 1)) for d in range(1, 11))
+
+    def best(self) -> float:
+        """Of the sets that skip the least important sublayers, half of them at most: none of the same size is better,
+        where all take the same time."""
+        order = np.argsort(self.importance)
+        return max(self.rate(SkipSet.of_sublayers(order[:n], LAYERS)) for n in range(LAYERS + 1))
+
+
+# -- proposals and Self-SD ---------------------------------------------------------------------------------------------
+
+
+def test_proposals_have_the_right_size_and_spare_protected_sublayers() -> None:
+    space, again = (BitSearch(LAYERS, "m", protected=[0, 1, 18], size=7) for _ in range(2))
+    uniform = space.uniform()
+    for propose in (space.uniform, space.random, space.bayesian, lambda: space.mutated(uniform)):
+        for value in range(5):
+            skip = propose()
+            assert len(skip) == 7 and not {0, 1, 18} & set(skip.sublayers) and skip.model == "m"
+            space.register([skip], [value])
+    assert len(set(space.mutated(uniform).sublayers) & set(uniform.sublayers)) == 6
+    again.restore(space.state())
+    assert again.values == space.values and again.best == space.best
+    with pytest.raises(ValueError, match="18 sublayers cannot be skipped: 17 of 20 may be"):
+        space.resize(18)
+
+
+def test_self_sd_finds_better_sets_than_random_search_and_goes_on_from_what_was_evaluated() -> None:
+    """It closes most of the gap that random search leaves to the best set."""
+    gains = []
+    for seed in range(3):
+        traffic = Traffic(seed=seed, luck=0.0)
+        best = traffic.true(SkipSet.of_sublayers(np.argsort(traffic.importance)[:6], LAYERS))
+        space, other = BitSearch(LAYERS, size=6, seed=seed), BitSearch(LAYERS, size=6, seed=seed + 100)
+        for iterations in (40, 40, 60):
+            found = bayesian.search(traffic.evaluate, space, iterations)
+            assert len(space.values) == sum(map(len, traffic.calls)) == iterations
+        by_chance = max(traffic.true(other.random()) for _ in range(60))
+        gains.append((traffic.true(found) - by_chance) / (best - by_chance))
+    assert np.mean(gains) > 0.5, gains
+
+
+def test_self_sd_minimises_time_per_token() -> None:
+    """Attention is dear here: the fastest set skips it rather than MLP."""
+    priced = PassTimes(attention=3.0, mlp=1.0, head=20.0, verify=lambda n: 60.0 + 0.1 * n)
+    traffic = Traffic(luck=0.0)
+    traffic.importance[:] = 0.04
+    found = bayesian.search(traffic.evaluate, BitSearch(LAYERS), 60, priced)
+    sets = [SkipSet(LAYERS, frozenset(range(a)), frozenset(range(m))) for a in range(11) for m in range(11)]
+    fastest = min(bayesian.seconds_per_token(s, traffic.true(s), priced) for s in sets)
+    assert len(found.attention) > len(found.mlp)
+    assert bayesian.seconds_per_token(found, traffic.true(found), priced) < 1.02 * fastest
+
+
+# -- SWIFT -------------------------------------------------------------------------------------------------------------
+
+
+def test_swift_scores_its_incumbent_again_in_every_batch_and_improves() -> None:
+    traffic = Traffic(luck=0.0)
+    policy = traffic.swift(patience=100)
+    start, incumbents = policy.incumbent, [policy.incumbent]
+    assert start == BitSearch(LAYERS, "m", size=6).uniform()
+    while policy.ratio == 0.3 and len(incumbents) < 300:
+        before = len(traffic.calls)
+        policy.step(1.0)
+        for batch in traffic.calls[before:]:
+            assert len(set(batch)) == len(batch) and batch[0] == incumbents[-1]
+        incumbents.append(policy.incumbent)
+    assert traffic.calls[0] == [start], "before anything else"
+    true = [traffic.true(s) for s in incumbents if len(s) == 6]
+    assert all(b >= a - 1e-12 for a, b in itertools.pairwise(true)), "no luck: it never gets worse"
+    assert true[-1] > true[0] + 0.1
+
+
+def test_swift_is_not_fooled_by_luck() -> None:
+    """With scores of a 32-token window, a set no better in truth seldom replaces the incumbent."""
+    traffic = Traffic(luck=0.08)
+    traffic.importance[:] = 0.05
+    policy = traffic.swift(patience=10**6)
+    assert sum(policy.step(9.0) for _ in range(100)) < 0.2 * len(traffic.calls)
+
+
+@pytest.mark.parametrize("budget", [3.0, 5.0, 20.0])
+def test_swift_keeps_to_its_time(budget: float) -> None:
+    traffic = Traffic(luck=0.0, seconds=1.0)
+    policy = traffic.swift(patience=10**6, beta=10**6)
+    policy.step(budget)
+    for _ in range(20):
+        before = traffic.now
+        policy.step(budget)
+        assert traffic.now - before <= budget + 1e-9
+    assert traffic.now > 15 * min(budget, 8.0)
+
+
+def test_swift_finds_the_best_of_few_sets() -> None:
+    """A model of four layers has six sets of the right size."""
+    importance = np.array([0.5, 0.5, 0.3, 0.2, 0.02, 0.1, 0.5, 0.5])
+
+    def evaluate(skips: Sequence[SkipSet]) -> np.ndarray:
+        return np.array([float(np.prod(1 - importance[list(s.sublayers)])) for s in skips])
+
+    policy = Swift(4, evaluate, ratio=0.25, protected=(0, 1, 6, 7), beta=3, patience=40, clock=lambda: 0.0)
+    seen = set()
+    for _ in range(200):
+        policy.step(1.0)
+        seen.add(policy.incumbent.sublayers)
+    assert (4, 5) in seen and not policy.searching
+
+
+def test_swift_rests_and_begins_again_when_acceptance_falls() -> None:
+    traffic = Traffic(luck=0.0)
+    policy = traffic.swift(patience=20)
+    while policy.searching:
+        policy.step(50.0)
+    calls, settled = len(traffic.calls), policy.incumbent
+    assert not policy.step(50.0) and len(traffic.calls) == calls
+    good, bad = np.array([8], np.int32), np.array([1], np.int32)
+    for _ in range(60):
+        policy.record_acceptance(["a"], good, good, settled)
+    assert not policy.searching
+    for _ in range(200):
+        policy.record_acceptance(["a"], good, bad, settled)
+    assert policy.searching
+    policy.step(2.0)
+    assert traffic.calls[calls][0] == settled
+
+
+@pytest.mark.parametrize("importance", [0.3, 1e-4])
+def test_swift_moves_its_ratio_and_keeps_its_set(importance: float) -> None:
+    """The set that was found grows or shrinks by a notch: its sublayers stay among those of the next one."""
+    traffic = Traffic(luck=0.0)
+    traffic.importance[:] = importance
+    policy = traffic.swift(patience=10)
+    before, sizes = policy.incumbent, [len(policy.incumbent)]
+    policy.trials = 200.0
+    for _ in range(40):
+        policy.step(1e9)
+        now = policy.incumbent
+        if len(now) != len(before):
+            smaller, larger = sorted((set(before.sublayers), set(now.sublayers)), key=len)
+            assert smaller < larger and len(larger) - len(smaller) == 1
+            assert policy.trials == 0, "live acceptance was another set's"
+            sizes.append(len(now))
+        before = now
+    assert len(sizes) > 2 and sizes == sorted(sizes, reverse=importance > 0.1)
+
+
+# -- KnapSpec ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.25])
+def test_knapspec_finds_a_set_of_about_the_most_tokens_per_time(seconds: float) -> None:
+    """Also where a search is too slow to skip more than a few sublayers at once."""
+    found = []
+    for seed in range(5):
+        traffic = Traffic(seed=seed, seconds=seconds)
+        policy = traffic.knapspec()
+        assert policy.max_lengths(np.array([7, 8], np.int32)).tolist() == [0, 0], "nothing is drafted at first"
+        for _ in range(600):
+            before = policy.incumbent
+            assert policy.step(1.0) == (policy.incumbent != before)
+        assert policy.sets() == {"knapspec": policy.incumbent} and policy.max_lengths(np.zeros(2, np.int32)) is None
+        plain = 1 / times().verify(1)
+        found.append((traffic.rate(policy.incumbent) - plain) / (traffic.best() - plain))
+    assert np.median(found) > 0.9 and min(found) > 0.8, found
+
+
+def test_knapspec_follows_what_sublayers_take() -> None:
+    """As context grows, attention costs more, and more of it is skipped; weights are the times' ratio."""
+    traffic = Traffic()
+    traffic.importance[:] = 0.03
+    policy = traffic.knapspec()
+    skipped = []
+    for attention, mlp, weights in ((0.25, 1.0, (1, 4)), (4.0, 1.0, (4, 1))):
+        traffic.times = times(attention, mlp)
+        for _ in range(400):
+            policy.step(1.0)
+        assert traffic.weights[-1] == weights
+        skipped.append((len(policy.incumbent.attention), len(policy.incumbent.mlp)))
+    assert skipped[0][0] < skipped[0][1] and skipped[1][0] > skipped[1][1]
+
+
+def test_knapspec_never_drafts_with_what_does_not_pay_and_searches_nothing_without_times() -> None:
+    traffic = Traffic()
+    traffic.importance[:] = 0.25
+    policy, traffic.times = traffic.knapspec(), None
+    assert not any(policy.step(1.0) for _ in range(10)) and not traffic.spent
+    traffic.times = times(verify=12.0)
+    assert traffic.best() < 1.02 / traffic.times.verify(1)
+    for _ in range(300):
+        policy.step(1.0)
+    assert not policy.incumbent and policy.candidates > 20
+
+
+def test_where_a_set_takes_a_second_to_score_one_is_scored_at_a_time() -> None:
+    policy = Traffic(seconds=1.0).knapspec()
+    for _ in range(200):
+        policy.step(1.0)
+    assert policy.candidates > 10 and policy.incumbent
+
+
+def test_sublayers_one_by_one_are_those_sets_in_one_pass() -> None:
+    """In parts of a pass's size, padded; attention mixes the rows of each stream. And sets in one pass are those sets
+    one by one."""
+    torch.manual_seed(0)
+    weights, width, size = [torch.randn(6, 6) / 3 for _ in range(2 * LAYERS)], 4, 6
+
+    def run(index: int, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            assert len(x) == rows, "attention runs over a whole pass"
+            return torch.tanh((x.view(-1, width, size) @ weights[index]).cumsum(1)).flatten(0, 1)
+
+        return (lambda x: torch.tanh(x @ weights[index])) if index % 2 else attend
+
+    def sublayers(sets: int) -> list[Sublayer]:
+        return [Sublayer(torch.nn.functional.normalize, run(i, sets * width), i % 2 == 0) for i in range(2 * LAYERS)]
+
+    embedded = torch.randn(width, size)
+    for base in ((), (0, 3, 4, 19)):
+        found = search(embedded, partial(run_sublayer, sublayers(3), 3), 2 * LAYERS, (2, 1), 7, base=base)
+        assert found.weight.tolist() == list(range(8))
+        assert found.skipped[:, list(base)].all() and found.skipped[0].sum() == len(base)
+        besides = found.skipped.copy()
+        besides[:, list(base)] = False
+        assert (besides @ np.array([2, 1] * LAYERS) == found.weight).all()
+        together = forward(embedded.expand(8, -1, -1), sublayers(8), found.skipped)
+        torch.testing.assert_close(found.states, together)
+    for one, skipped in zip(together, found.skipped, strict=True):
+        stream = embedded
+        for (norm, sublayer, _), skip in zip(sublayers(1), skipped, strict=True):
+            stream = stream if skip else stream + sublayer(norm(stream))
+        torch.testing.assert_close(one, stream)
+
+
+# -- their time --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["swift", "knapspec"])
+@pytest.mark.parametrize(("share", "seconds"), [(0.01, 0.002), (0.05, 0.02), (0.05, 0.2)])
+def test_a_search_takes_its_share_of_serving_time(name: str, share: float, seconds: float) -> None:
+    """In batches of less than a second, once it is known what a set takes; none without text."""
+    traffic = Traffic(seconds=seconds)
+    policy: OnlineSearch = traffic.knapspec() if name == "knapspec" else traffic.swift(patience=10**6, beta=10**6)
+    selector = Selector(policy, share)
+    selector.budget.clock, selector.budget.updated = (lambda: traffic.now), 0.0
+    traffic.now += 10.0
+    assert selector.search(lambda: False) is None and not traffic.spent and selector.compiled == 0
+    found = []
+    for _ in range(30000):
+        traffic.now += 0.03
+        new = selector.search(lambda: True)
+        found += [new] if new is not None else []
+    assert max(traffic.spent[2:]) <= 1.0 or name == "swift"
+    assert 0.5 * share * traffic.now < sum(traffic.spent) < 1.02 * share * traffic.now + 1.0
+    assert found and found[-1] == selector.sets[name] and policy.candidates > 30
