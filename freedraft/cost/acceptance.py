@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from freedraft.step import Step
 
 KINDS = 128
+# `DraftBatch.kinds` of nodes that draft passes made begin here, one for each recipe; n-gram drafters stay below
 PASS_KINDS = 112
-"""`DraftBatch.kinds` of nodes that draft passes made begin here, one for each recipe; n-gram drafters stay below."""
 _BINS = 12
 _DEPTHS = 8
 _RATE = 0.03

@@ -12,8 +12,8 @@ from freedraft.cost.policies import Knee
 from freedraft.cost.roofline import Roofline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Tokens per step by nodes: SSSD's trees on recorded answers of Llama-3.1-8B (bench/results/replay.json)
 TOKENS_PER_STEP = {1: 1.0, 4: 1.542, 8: 1.699, 16: 1.814, 32: 1.918, 64: 1.988}
-"""Tokens per step by nodes: SSSD's trees on recorded answers of Llama-3.1-8B (bench/results/replay.json)."""
 
 
 def parse_curve(text: str) -> dict[int, float]:

@@ -12,11 +12,10 @@ from freedraft.config import ConfigError, configs_dir, one_line, read_yaml, sugg
 
 logger = logging.getLogger(__name__)
 
-CPU = "cpu"
-"""What a device is called that is no GPU."""
+CPU = "cpu"  # What a device is called that is no GPU
 
+# Bytes per element of the number formats that a profile may give a rate for
 DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0}
-"""Bytes per element of the number formats that a profile may give a rate for."""
 
 
 class HardwareProfile(BaseModel):

@@ -13,10 +13,8 @@ from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Knee, Policy
 from freedraft.step import EngineContext
 
-CONTEXT = 1024
-"""Tokens of context per request that steps are priced at."""
-LARGEST = 1 << 13
-"""Batch size up to which lengths are told; larger ones have the last."""
+CONTEXT = 1024  # Tokens of context per request that steps are priced at
+LARGEST = 1 << 13  # Batch size up to which lengths are told; larger ones have the last
 
 
 class Schedule(NamedTuple):

@@ -28,8 +28,8 @@ def _centres() -> list[int]:
     return [*range(1, _EXACT), *edges]
 
 
+# Query tokens at which step times are kept; between two of them they are interpolated
 CENTRES: NDArray[np.float64] = np.array(_centres(), np.float64)
-"""Query tokens at which step times are kept; between two of them they are interpolated."""
 BUCKETS = len(CENTRES)
 BATCHES = 10  # 1, 2, 3-4, 5-8, ..., 129-256, more
 CONTEXTS = 10  # tokens per request: up to 512, 1 Ki, 2 Ki, ..., 128 Ki, more

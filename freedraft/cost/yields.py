@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from freedraft.compiled import compiled
 from freedraft.cost.explain import TOKENS_PER_STEP, expected_tokens
 
+# Tokens per step by nodes: SSSD's chains on recorded answers of Llama-3.1-8B (bench/replay.py)
 CHAIN_TOKENS_PER_STEP = {1: 1.0, 2: 1.307, 3: 1.425, 5: 1.491, 9: 1.52, 17: 1.527, 33: 1.529}
-"""Tokens per step by nodes: SSSD's chains on recorded answers of Llama-3.1-8B (bench/replay.py)."""
 _MEMORY_REQUESTS, _MEMORY_STEPS = 384.0, 64.0  # that chances of acceptance are an average of, the more of the two
 _PRIOR = 16.0  # requests that what is known beforehand counts as
 

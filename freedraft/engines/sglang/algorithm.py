@@ -23,8 +23,8 @@ class TreeAlgorithm(CustomSpecAlgo):
     """
 
     spec: MethodSpec | None = None
+    # Callback for each overlapped decode step, called while the previous step is still running; set by the worker
     prepare: Callable[[Any], None] | None = None
-    """Callback for each overlapped decode step, called while the previous step is still running; set by the worker."""
 
     def is_ngram(self) -> bool:
         return True

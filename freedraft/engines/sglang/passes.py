@@ -17,10 +17,9 @@ from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.graphs import Captured, swapped_in
 from freedraft.engines.sglang.layers import check_structure
 
+# (token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed
 HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
-"""(token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed."""
-Forward = Callable[..., Any]
-"""As that of SGLang's models."""
+Forward = Callable[..., Any]  # As that of SGLang's models
 
 
 class Tokens(NamedTuple):

@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 # SGLang keeps it for what padding writes; no request ever has it.
 SPARE_SLOT = 0
 
-MAX_PROBABILITIES = 1 << 26
-"""Probabilities, float32, that sampled trees are verified with at once."""
+MAX_PROBABILITIES = 1 << 26  # Probabilities, float32, that sampled trees are verified with at once
 
 
 class TreeVerifier:

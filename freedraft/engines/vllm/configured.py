@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-ATTRIBUTE = "_freedraft"
-"""Of a SpeculativeConfig, which holds it."""
+ATTRIBUTE = "_freedraft"  # Of a SpeculativeConfig, which holds it
 ADAPTIVE = "enable_adaptive_verification"
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 

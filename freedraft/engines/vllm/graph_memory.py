@@ -11,10 +11,9 @@ from freedraft.method import Method
 
 logger = logging.getLogger(__name__)
 
-MIN_GRAPH_BYTES = 1 << 20
-"""Of a graph, as vLLM counts its own."""
+MIN_GRAPH_BYTES = 1 << 20  # Of a graph, as vLLM counts its own
+# Of a logit: as the model gives it, in fp32, and what its sum of exponentials takes besides, in fp32 too
 LOGIT_BYTES = 12
-"""Of a logit: as the model gives it, in fp32, and what its sum of exponentials takes besides, in fp32 too."""
 
 
 def graph_bytes(own: int, captured: Sequence[int], max_requests: int, passes: int, vocab_size: int) -> int:

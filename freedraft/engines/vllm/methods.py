@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 PROPOSER = "freedraft.engines.vllm.v1.runner.MethodProposer"
 V2_METHOD = "ngram_gpu"  # one that model runner V2 and async scheduling know; its speculator becomes ours
+# What vLLM is told instead of a method of ours: on V1, and on V2
 ENGINE_METHOD: dict[bool, dict[str, Any]] = {
     False: {"method": "custom_class", "model": PROPOSER},
     True: {"method": V2_METHOD, "prompt_lookup_min": 1, "prompt_lookup_max": 1},
 }
-"""What vLLM is told instead of a method of ours: on V1, and on V2."""
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.

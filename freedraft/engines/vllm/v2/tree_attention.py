@@ -25,8 +25,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-ATTRIBUTE = "_freedraft_trees"
-"""Attribute of vLLM's VllmConfig: `TreeBuffers`, from where the backend gets them."""
+ATTRIBUTE = "_freedraft_trees"  # Attribute of vLLM's VllmConfig: `TreeBuffers`, from where the backend gets them
 
 
 class TreeBuffers:

@@ -32,6 +32,7 @@ from freedraft.engines.vllm.v2.tree_support import needs_chain, why_chains
 
 logger = logging.getLogger(__name__)
 
+# Arguments of RejectionSampler._verify that Sampler.apply_sampling_params takes, in its order
 _PROCESSED_BY = (
     "logits",
     "expanded_idx_mapping",
@@ -42,10 +43,9 @@ _PROCESSED_BY = (
     "expanded_local_pos",
     "seq_lens_upper_bound_np",
 )
-"""Arguments of RejectionSampler._verify that Sampler.apply_sampling_params takes, in its order."""
 
+# That sampled trees are verified with at once, float32: vLLM leaves no memory for more than it samples from itself
 _MOST_PROBABILITIES = 1 << 26
-"""That sampled trees are verified with at once, float32: vLLM leaves no memory for more than it samples from itself."""
 
 
 class Trees:
