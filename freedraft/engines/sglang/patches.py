@@ -11,7 +11,6 @@ import torch
 
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
-CORPUS_SPEC = "sglang.srt.managers.tokenizer_control_mixin.get_spec"
 
 
 def assign_slots(
