@@ -47,7 +47,6 @@ class BatchLengths(Fixed):
     """Drafts as many tokens as the engine asks for, and says what it should ask for.
 
     Args:
-        roofline: where step times start from.
         lengths: draft tokens per request to choose from.
         path: file to keep the step times in; clock: seconds.
 
@@ -79,11 +78,7 @@ class BatchLengths(Fixed):
     # -- what is learnt ------------------------------------------------------------------------------------------------
 
     def record_step(self, batch: int, query_tokens: int, context: float, seconds: float) -> None:
-        """A step that only decoded has taken so long, its drafts included.
-
-        Args:
-            context: tokens per request, on average.
-        """
+        """A step that only decoded has taken so long, its drafts included. context: tokens per request, on average."""
         if self.times.update(batch, query_tokens, context, seconds) and query_tokens % batch == 0:
             error = self._errors.setdefault(self._cell(batch, query_tokens // batch - 1, context), [0.0, 0.0])
             error[1] += 1.0

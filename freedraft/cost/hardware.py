@@ -91,11 +91,8 @@ class HardwareProfile(BaseModel):
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
-        """The profile in a YAML file, or the shipped one of that name (any case).
-
-        Raises:
-            ConfigError: there is no such profile, or it makes no sense.
-        """
+        """The profile in a YAML file, or the shipped one of that name (any case). Raises ConfigError: there is no such
+        profile, or it makes no sense."""
         text = str(name_or_path)
         path = Path(text).expanduser()
         if path.suffix not in (".yaml", ".yml") and path.name == text:
@@ -152,9 +149,6 @@ def device_name() -> str | None:
 
 
 def choose_profile(hardware: str, device: str | None = None) -> HardwareProfile:
-    """The profile that option `hardware` names; "auto" is that of the device, as for `HardwareProfile.detect`.
-
-    Raises:
-        ConfigError: there is no such profile, or it makes no sense.
-    """
+    """The profile that option `hardware` names; "auto" is that of the device, as for `HardwareProfile.detect`. Raises
+    ConfigError: there is no such profile, or it makes no sense."""
     return HardwareProfile.detect(device) if hardware == "auto" else HardwareProfile.load(hardware)

@@ -12,13 +12,8 @@ SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 @dataclass(frozen=True)
 class Configured:
-    """What a SpeculativeConfig carries of ours.
-
-    Attributes:
-        name: of the method; options: as the user gave them.
-        lengths: draft tokens per request that model runner V2 chooses from while serving; none where it does not.
-        graph_mode_given: whether the user has chosen a mode of CUDA graphs.
-    """
+    """What a SpeculativeConfig carries of ours. lengths: draft tokens per request that model runner V2 chooses from
+    while serving; none where it does not; graph_mode_given: whether the user has chosen a mode of CUDA graphs."""
 
     name: str = ""
     options: dict[str, Any] = field(default_factory=dict)

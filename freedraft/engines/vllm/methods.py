@@ -57,11 +57,8 @@ LOSSY = ("fly", "synthetic")  # of vLLM's verifications
 
 
 def register(spec: MethodSpec) -> bool:
-    """Make vLLM accept a method. Safe to call in every process and more than once; never raises.
-
-    Returns:
-        whether the method is registered; False, with a log line, when this vLLM lacks what that takes.
-    """
+    """Make vLLM accept a method. Safe to call in every process and more than once; never raises. Returns whether the
+    method is registered; False, with a log line, when this vLLM lacks what that takes."""
     share_logging()
     if missing := check(CONFIG_HOOKS):
         _warn(spec, missing, "not registered")
@@ -222,11 +219,7 @@ def _rewritten(engine_args: Any, config: dict[str, Any] | None) -> Iterator[None
 
 def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
     """Whether this method is served by model runner V2: where vLLM would serve plainly by it, and the method can be,
-    with these options.
-
-    Raises:
-        ConfigError: what the user asked for is what the method cannot have.
-    """
+    with these options. Raises ConfigError: what the user asked for is what the method cannot have."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 

@@ -54,11 +54,8 @@ class TreeBuffers:
 
 
 class TreeStep(NamedTuple):
-    """What attention needs in a step that verifies trees.
-
-    Attributes:
-        compiled_for: contexts that kernels are compiled for before they are needed; none in steps of requests.
-    """
+    """What attention needs in a step that verifies trees. compiled_for: contexts that kernels are compiled for before
+    they are needed; none in steps of requests."""
 
     queries: TreeQueries
     max_queries: int
@@ -222,11 +219,7 @@ class FlashTreeBackend(FlashAttentionBackend):
 
 
 def register(flash: bool) -> None:
-    """Register them in the stock ones' places, unless somebody else's stand there.
-
-    Args:
-        flash: FlashAttention's, too.
-    """
+    """Register them in the stock ones' places, unless somebody else's stand there."""
     places: dict[AttentionBackendEnum, type] = {AttentionBackendEnum.TRITON_ATTN: TritonTreeBackend}
     if flash:
         places[AttentionBackendEnum.FLASH_ATTN] = FlashTreeBackend
