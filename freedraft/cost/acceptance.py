@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from freedraft.step import Step
 
 KINDS = 128
+# `DraftBatch.kinds` of nodes that draft passes made begin here, one for each recipe; n-gram drafters stay below
 PASS_KINDS = 112
-"""`DraftBatch.kinds` of nodes that draft passes made begin here, one for each recipe; n-gram drafters stay below."""
 _BINS = 12
 _DEPTHS = 8
 _RATE = 0.03
@@ -174,11 +174,8 @@ class Acceptance:
         return out
 
     def observe(self, draft: DraftBatch, continuations: Sequence[NDArray[np.int32]]) -> int:
-        """Learn from the tokens that followed each root of `draft`.
-
-        Returns:
-            number of nodes of which the outcome is known by that.
-        """
+        """Learn from the tokens that followed each root of `draft`. Returns the number of nodes of which the outcome is
+        known by that."""
         ends = np.cumsum([len(tokens) for tokens in continuations]).astype(np.int64)
         starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
         source = np.concatenate([np.asarray(tokens, np.int32) for tokens in continuations] or [np.zeros(0, np.int32)])

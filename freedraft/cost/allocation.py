@@ -7,8 +7,7 @@ import numpy as np
 from freedraft.compiled import compiled
 from freedraft.cost.step_times import at
 
-FREE = -1
-"""No forced number of tokens."""
+FREE = -1  # No forced number of tokens
 _RANK_BINS = 256
 
 

@@ -21,16 +21,14 @@ from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, StepTimesFile, context_bucket, row_of
 from freedraft.cost.yields import ChainYields, Yields
 
-PROBE_EVERY = 100
-"""One step in so many of a batch size is given another length than the best known."""
+PROBE_EVERY = 100  # One step in so many of a batch size is given another length than the best known
 _PROBE_FIRST, _PROBE_GROWTH = 8, 1.125
 _PROBE_COST = 1.5  # steps without drafts, at most, as far as is known
 _ENOUGH, _RATE = 2, 0.02  # times of such steps that say more than the times of others; what a new one weighs at least
 _DECIDE_EVERY = 4  # steps of a range of batch sizes
 _MARGIN = 0.995  # of the best ratio, which a shorter length may have
 
-Rows = list[tuple[int, int, int]]
-"""(first batch size, last batch size, draft tokens per request)."""
+Rows = list[tuple[int, int, int]]  # (first batch size, last batch size, draft tokens per request)
 
 
 def candidate_lengths(max_draft_tokens: int) -> tuple[int, ...]:
@@ -49,7 +47,6 @@ class BatchLengths(Fixed):
     """Drafts as many tokens as the engine asks for, and says what it should ask for.
 
     Args:
-        roofline: where step times start from.
         lengths: draft tokens per request to choose from.
         path: file to keep the step times in; clock: seconds.
 
@@ -81,11 +78,7 @@ class BatchLengths(Fixed):
     # -- what is learnt ------------------------------------------------------------------------------------------------
 
     def record_step(self, batch: int, query_tokens: int, context: float, seconds: float) -> None:
-        """A step that only decoded has taken so long, its drafts included.
-
-        Args:
-            context: tokens per request, on average.
-        """
+        """A step that only decoded has taken so long, its drafts included. context: tokens per request, on average."""
         if self.times.update(batch, query_tokens, context, seconds) and query_tokens % batch == 0:
             error = self._errors.setdefault(self._cell(batch, query_tokens // batch - 1, context), [0.0, 0.0])
             error[1] += 1.0

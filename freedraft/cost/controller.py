@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBE_EVERY = 100
-"""One step in so many verifies another number of tokens than the best known, to keep step times fresh."""
+PROBE_EVERY = 100  # One step in so many verifies another number of tokens than the best known, to keep step times fresh
 _PROBE_FIRST, _PROBE_GROWTH = 8, 1.125  # at a batch size that is new, unless nothing seems to pay there
 _PROBE_COST = 1.5  # steps without drafts, at most, as far as is known
 _IDLE_SHARE = 0.005  # of time, for drafting while nothing is verified
@@ -48,13 +47,7 @@ _ENOUGH = 3  # times of steps without drafts, from which on drafting can be comp
 
 
 class Auto(Controller):
-    """Policy "auto".
-
-    Args:
-        roofline: where step times start from; the other arguments: see `Controller`.
-        path: file to keep the step times in.
-        clock: seconds.
-    """
+    """Policy "auto". roofline: where step times start from; the other arguments: see `Controller`; clock: seconds."""
 
     def __init__(
         self,
@@ -115,10 +108,7 @@ class Auto(Controller):
 
     def truncate(self, draft: DraftBatch, *unverified: DraftBatch) -> int:
         """See `Controller`. The arrays of `draft` and `unverified` must stay as they are until the next `update`.
-
-        Args:
-            unverified: drafts of the same requests that are not verified, and still say something of acceptance.
-        """
+        unverified: drafts of the same requests that are not verified, and still say something of acceptance."""
         batch = draft.batch_size
         if self._p.shape[0] < batch or self._p.shape[1] < draft.max_nodes:
             self._p = np.empty((max(batch, 2 * self._p.shape[0]), draft.max_nodes))
@@ -201,12 +191,8 @@ class Auto(Controller):
         self.times.update_pass(recipe, batch, self._context, seconds)
 
     def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """What `truncate` would make of a draft, which stays as it is.
-
-        Returns:
-            float64 [B, N], the estimated probability of each draft node, 0 for everything else; int32 [B], nodes that
-            would be kept, roots included.
-        """
+        """What `truncate` would make of a draft, which stays as it is. Returns float64 [B, N], the estimated
+        probability of each draft node, 0 for everything else; int32 [B], nodes that would be kept, roots included."""
         p = self.acceptance.probabilities(draft)
         counts = draft.counts.copy()
         table = self.table(draft.batch_size)
@@ -249,11 +235,7 @@ class Auto(Controller):
 
 
 def roofline_of(context: EngineContext, profile: HardwareProfile) -> Roofline:
-    """The roofline of an engine's model.
-
-    Raises:
-        ConfigError: its configuration cannot be read.
-    """
+    """The roofline of an engine's model. Raises ConfigError: its configuration cannot be read."""
     if context.hf_config is None:
         raise ConfigError("the model's configuration is not known")
     shape = ModelShape.from_config(context.hf_config.to_dict(), dtype=context.dtype, kv_dtype=context.kv_dtype)

@@ -12,16 +12,13 @@ from freedraft.cost.policies import Knee
 from freedraft.cost.roofline import Roofline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Tokens per step by nodes: SSSD's trees on recorded answers of Llama-3.1-8B (bench/results/replay.json)
 TOKENS_PER_STEP = {1: 1.0, 4: 1.542, 8: 1.699, 16: 1.814, 32: 1.918, 64: 1.988}
-"""Tokens per step by nodes: SSSD's trees on recorded answers of Llama-3.1-8B (bench/results/replay.json)."""
 
 
 def parse_curve(text: str) -> dict[int, float]:
-    """ "4:1.5,8:1.7" as {4: 1.5, 8: 1.7}, with one token at one node.
-
-    Raises:
-        ConfigError: not such pairs, or tokens that fall or exceed the nodes.
-    """
+    """ "4:1.5,8:1.7" as {4: 1.5, 8: 1.7}, with one token at one node. Raises ConfigError: no such pairs, or tokens
+    that fall or exceed the nodes."""
     try:
         pairs = {int(nodes): float(tokens) for nodes, tokens in (part.split(":") for part in text.split(","))}
     except ValueError:
@@ -55,12 +52,8 @@ class Row:
 def explain(
     roofline: Roofline, context: int, *, max_nodes: int = 64, curve: dict[int, float] | None = None
 ) -> list[Row]:
-    """Step time and speculation length by batch size.
-
-    Args:
-        context: tokens per request. max_nodes: longest length considered.
-        curve: tokens per step by nodes; between them it is taken as linear in the logarithm of the nodes.
-    """
+    """Step time and speculation length by batch size. context: tokens per request. max_nodes: longest length
+    considered; curve: tokens per step by nodes; between them it is taken as linear in the logarithm of the nodes."""
     rows = []
     lengths = np.arange(1, max_nodes + 1)
     tokens = expected_tokens(lengths, curve or TOKENS_PER_STEP)
@@ -83,10 +76,7 @@ def expected_tokens(lengths: np.ndarray, curve: dict[int, float]) -> np.ndarray:
 
 def plot(roofline: Roofline, context: int, rows: list[Row], path: Path, *, batch: int = 8, max_nodes: int = 64) -> None:
     """Draw step time by speculation length (figure 3 of arXiv 2411.05894 for this model) and the lengths by batch size.
-
-    Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
-    """
+    Raises ConfigError: matplotlib is missing, or the file cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

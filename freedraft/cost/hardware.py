@@ -12,11 +12,10 @@ from freedraft.config import ConfigError, configs_dir, one_line, read_yaml, sugg
 
 logger = logging.getLogger(__name__)
 
-CPU = "cpu"
-"""What a device is called that is no GPU."""
+CPU = "cpu"  # What a device is called that is no GPU
 
+# Bytes per element of the number formats that a profile may give a rate for
 DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0}
-"""Bytes per element of the number formats that a profile may give a rate for."""
 
 
 class HardwareProfile(BaseModel):
@@ -92,11 +91,8 @@ class HardwareProfile(BaseModel):
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
-        """The profile in a YAML file, or the shipped one of that name (any case).
-
-        Raises:
-            ConfigError: there is no such profile, or it makes no sense.
-        """
+        """The profile in a YAML file, or the shipped one of that name (any case). Raises ConfigError: there is no such
+        profile, or it makes no sense."""
         text = str(name_or_path)
         path = Path(text).expanduser()
         if path.suffix not in (".yaml", ".yml") and path.name == text:
@@ -153,9 +149,6 @@ def device_name() -> str | None:
 
 
 def choose_profile(hardware: str, device: str | None = None) -> HardwareProfile:
-    """The profile that option `hardware` names; "auto" is that of the device, as for `HardwareProfile.detect`.
-
-    Raises:
-        ConfigError: there is no such profile, or it makes no sense.
-    """
+    """The profile that option `hardware` names; "auto" is that of the device, as for `HardwareProfile.detect`. Raises
+    ConfigError: there is no such profile, or it makes no sense."""
     return HardwareProfile.detect(device) if hardware == "auto" else HardwareProfile.load(hardware)

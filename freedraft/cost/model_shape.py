@@ -111,11 +111,8 @@ class ModelShape:
 
     @classmethod
     def load(cls, model: Path | str, dtype: str | None = None) -> Self:
-        """The shape of the model in a folder (its config.json).
-
-        Raises:
-            ConfigError: there is no readable configuration, or it misses something.
-        """
+        """The shape of the model in a folder (its config.json). Raises ConfigError: there is no readable configuration,
+        or it misses something."""
         path = Path(model).expanduser()
         path = path / "config.json" if path.is_dir() else path
         try:

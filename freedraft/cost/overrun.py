@@ -6,14 +6,12 @@ import math
 
 import numpy as np
 
-RATE = 1 / 16
-"""Of the newest step against those before."""
+RATE = 1 / 16  # Of the newest step against those before
 FORGET = 1 / 512
 """Of what is known of steps with passes, in each step without: nothing else would ever doubt it where it keeps passes
 from running."""
 ENOUGH = 8
-CLIP, MOST = 0.8, 0.4
-"""ln: a step further off counts as this far off; no overrun is taken for larger."""
+CLIP, MOST = 0.8, 0.4  # ln: a step further off counts as this far off; no overrun is taken for larger
 
 
 class Overrun:

@@ -22,7 +22,6 @@ class Controller(ABC):
     """How much is drafted; zero is a normal answer. One step: `update`, `max_draft_len`, the draft, `truncate`, `end`.
 
     Args:
-        profile: of the hardware.
         max_draft_tokens: most draft tokens per request, roots not counted.
         widths: ascending numbers of nodes per request, root included, that the engine can verify, if they must be the
             same for all requests; None where every request may have its own.
@@ -61,11 +60,8 @@ class Controller(ABC):
 
     @abstractmethod
     def truncate(self, draft: DraftBatch) -> int:
-        """Shorten `draft` (its counts, in place) to what should be verified.
-
-        Returns:
-            draft tokens over the batch; with widths, the width.
-        """
+        """Shorten `draft` (its counts, in place) to what should be verified. Returns draft tokens over the batch; with
+        widths, the width."""
 
     def follow(self, *drafts: DraftBatch) -> None:
         """Learn from what becomes of these drafts, whether they are verified or not."""
@@ -132,11 +128,7 @@ class Fixed(Controller):
 
 class Knee(Fixed):
     """The query tokens of a step, over the whole batch, stay at the ridge of the roofline, where they cost about as
-    much as one: b * s_q = I_knee (paper, section 3.2), with caps for small batches.
-
-    Args:
-        knee: replaces the profile's ridge.
-    """
+    much as one: b * s_q = I_knee (paper, section 3.2), with caps for small batches."""
 
     def __init__(
         self,

@@ -6,13 +6,7 @@ from collections.abc import Hashable
 
 
 class ProbeSchedule:
-    """Intervals between probes that grow from the first to the longest, each kind of step by itself.
-
-    Args:
-        first: steps before the first probe.
-        longest: steps between probes at most.
-        growth: factor from one interval to the next.
-    """
+    """Intervals between probes that grow from the first to the longest, each kind of step by itself."""
 
     def __init__(self, first: int, longest: int, growth: float = 2.0) -> None:
         self.first, self.longest, self.growth = first, longest, growth
@@ -20,13 +14,9 @@ class ProbeSchedule:
         self._waited: dict[Hashable, int] = {}
 
     def due(self, key: Hashable = None, *, eager: bool = True, longest: float | None = None) -> bool:
-        """Whether the present step is to be a probe. To be asked once for each step that could be one.
-
-        Args:
-            key: the kind of step.
-            eager: whether early probes are worth their time; otherwise only the longest interval counts.
-            longest: steps between probes at most, at present; None: as always.
-        """
+        """Whether the present step is to be a probe. To be asked once for each step that could be one. eager: whether
+        early probes are worth their time; otherwise only the longest interval counts; longest: steps between probes at
+        most, at present; None: as always."""
         longest = self.longest if longest is None else longest
         waited = self._waited.get(key, 0) + 1
         interval = min(self._intervals.get(key, float(self.first)), longest)

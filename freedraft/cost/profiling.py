@@ -78,11 +78,8 @@ def measure(
 
 
 def write(profile: HardwareProfile, path: Path | None = None, *, force: bool = False) -> Path:
-    """Write a profile as YAML; without a path into the configs folder, where `hardware: NAME` finds it.
-
-    Raises:
-        ConfigError: there is a file already and `force` is not given, or the folder cannot be written.
-    """
+    """Write a profile as YAML; without a path into the configs folder, where `hardware: NAME` finds it. Raises
+    ConfigError: there is a file already and `force` is not given, or the folder cannot be written."""
     path = configs_dir() / "hardware" / f"{profile.name}.yaml" if path is None else path
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: give another --name or --out, or --force to replace it")

@@ -13,19 +13,13 @@ from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Knee, Policy
 from freedraft.step import EngineContext
 
-CONTEXT = 1024
-"""Tokens of context per request that steps are priced at."""
-LARGEST = 1 << 13
-"""Batch size up to which lengths are told; larger ones have the last."""
+CONTEXT = 1024  # Tokens of context per request that steps are priced at
+LARGEST = 1 << 13  # Batch size up to which lengths are told; larger ones have the last
 
 
 class Schedule(NamedTuple):
-    """Draft lengths by batch size.
-
-    Attributes:
-        rows: ascending and without gaps.
-        learnt: lengths that are chosen from while serving, ascending; none where `rows` stay as they are.
-    """
+    """Draft lengths by batch size. rows: ascending and without gaps; learnt: lengths that are chosen from while
+    serving, ascending; none where `rows` stay as they are."""
 
     rows: Rows
     learnt: tuple[int, ...] = ()
@@ -34,14 +28,9 @@ class Schedule(NamedTuple):
 def draft_lengths(
     context: EngineContext, policy: Policy, *, hardware: str = "auto", knee: int | None = None
 ) -> Schedule | None:
-    """Draft tokens per request by batch size; None where they are the same at every size, and stay so.
-
-    Args:
-        policy, hardware, knee: as in `freedraft.cost.controller.make_controller`.
-
-    Raises:
-        ConfigError: `hardware` names no usable profile.
-    """
+    """Draft tokens per request by batch size; None where they are the same at every size, and stay so. policy,
+    hardware, knee: as in `freedraft.cost.controller.make_controller`. Raises ConfigError: `hardware` names no usable
+    profile."""
     if policy == "fixed":
         return None
     profile, max_tokens = choose_profile(hardware, context.device), context.max_draft_tokens

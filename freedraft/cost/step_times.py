@@ -28,8 +28,8 @@ def _centres() -> list[int]:
     return [*range(1, _EXACT), *edges]
 
 
+# Query tokens at which step times are kept; between two of them they are interpolated
 CENTRES: NDArray[np.float64] = np.array(_centres(), np.float64)
-"""Query tokens at which step times are kept; between two of them they are interpolated."""
 BUCKETS = len(CENTRES)
 BATCHES = 10  # 1, 2, 3-4, 5-8, ..., 129-256, more
 CONTEXTS = 10  # tokens per request: up to 512, 1 Ki, 2 Ki, ..., 128 Ki, more
@@ -187,11 +187,7 @@ class StepTimes:
 
     The level follows the machine (its clock, its other load); the corrections, by buckets, say how this kind of step
     differs from what the roofline predicts. Only ratios decide how much to draft, and a change of the level leaves them
-    alone. Outliers are clipped, absurd times dropped.
-
-    Args:
-        roofline: the prediction to start from.
-    """
+    alone. Outliers are clipped, absurd times dropped."""
 
     def __init__(self, roofline: Roofline) -> None:
         self.roofline = roofline
@@ -213,11 +209,8 @@ class StepTimes:
         return float(self._steps.count[row_of(batch, context), BUCKET_OF[min(query_tokens, MAX_QUERY_TOKENS)]])
 
     def update(self, batch: int, query_tokens: int, context: float, seconds: float) -> bool:
-        """Learn from one step.
-
-        Returns:
-            False where the time cannot be one of a step (not positive, not finite, absurdly far off) and was dropped.
-        """
+        """Learn from one step. Returns False where the time cannot be one of a step (not positive, not finite, absurdly
+        far off) and was dropped."""
         if not 1 <= batch <= query_tokens <= MAX_QUERY_TOKENS:
             return False
         prior = float(np.interp(query_tokens, CENTRES, self._log_steps(batch, context)))
@@ -349,11 +342,8 @@ class StepTimes:
 
 
 class StepTimesFile:
-    """Keeps step times from one start of an engine to the next.
-
-    Args:
-        path: the file, which is read now; None keeps nothing. clock: seconds.
-    """
+    """Keeps step times from one start of an engine to the next. path: the file, which is read now; None keeps nothing.
+    clock: seconds."""
 
     def __init__(self, times: StepTimes, path: Path | None, clock: Callable[[], float]) -> None:
         self._times, self._path, self._clock, self._saved = times, path, clock, clock()

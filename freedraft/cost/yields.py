@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from freedraft.compiled import compiled
 from freedraft.cost.explain import TOKENS_PER_STEP, expected_tokens
 
+# Tokens per step by nodes: SSSD's chains on recorded answers of Llama-3.1-8B (bench/replay.py)
 CHAIN_TOKENS_PER_STEP = {1: 1.0, 2: 1.307, 3: 1.425, 5: 1.491, 9: 1.52, 17: 1.527, 33: 1.529}
-"""Tokens per step by nodes: SSSD's chains on recorded answers of Llama-3.1-8B (bench/replay.py)."""
 _MEMORY_REQUESTS, _MEMORY_STEPS = 384.0, 64.0  # that chances of acceptance are an average of, the more of the two
 _PRIOR = 16.0  # requests that what is known beforehand counts as
 
@@ -24,23 +24,15 @@ class Yields(Protocol):
     """What draft tokens bring."""
 
     def record(self, scheduled: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
-        """What became of the draft tokens of B requests.
-
-        Args:
-            scheduled: int32 [B], how many each was to verify, those included for which there was no draft.
-            accepted: int32 [B], how many were accepted.
-        """
+        """What became of the draft tokens of B requests. scheduled: int32 [B], how many each was to verify, those
+        included for which there was no draft; accepted: int32 [B], how many were accepted."""
 
     def tokens(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Tokens per step and request with so many draft tokens, at most as many as there may be."""
 
 
 class ChainYields:
-    """Those of chains, from the share of requests that accepted each depth.
-
-    Args:
-        max_draft_tokens: K.
-    """
+    """Those of chains, from the share of requests that accepted each depth. max_draft_tokens: K."""
 
     def __init__(self, max_draft_tokens: int) -> None:
         # By depth: requests whose draft tokens before it were accepted, and of these, those where it was, too.
@@ -59,11 +51,7 @@ class ChainYields:
 
 
 class TreeYields:
-    """Those of trees, from the tokens that trees of each size have brought.
-
-    Args:
-        max_draft_tokens: K.
-    """
+    """Those of trees, from the tokens that trees of each size have brought. max_draft_tokens: K."""
 
     def __init__(self, max_draft_tokens: int) -> None:
         self._prior = expected_tokens(np.arange(1, max_draft_tokens + 2), TOKENS_PER_STEP) - 1.0

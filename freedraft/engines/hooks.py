@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -44,6 +45,28 @@ class Hook:
             ("has no attribute", [name for name in self.assigned if not _is_assigned(found, name)]),
         )
         return next((f"{self.name} {lacks} {', '.join(absent)}" for lacks, absent in kinds if absent), None)
+
+
+_LINE = re.compile(r"([\w.]+)(?::(\w+))?(?:\((.*)\))?(?: fields (.*?))?(?: assigned (.*))?")
+
+
+def table(text: str) -> tuple[Hook, ...]:
+    """Hooks, one in a line, below the purpose that they share: `# purpose`, then `path:attribute`, perhaps with
+    `(parameter, ...)`, ` fields name, ...` and ` assigned name, ...`. An indented line goes on with the one before."""
+    purpose, found = "", []
+    for line in re.sub(r"\n\s+(?=\S)", " ", inspect.cleandoc(text)).splitlines():
+        if line.startswith("# "):
+            purpose = line[2:]
+            continue
+        match = _LINE.fullmatch(line)
+        assert match is not None, line
+        path, attribute, parameters, fields, assigned = match.groups("")
+        found.append(Hook(path, attribute, _names(parameters), _names(fields), _names(assigned), purpose))
+    return tuple(found)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(", ")) if text else ()
 
 
 def resolve(path: str) -> Any:

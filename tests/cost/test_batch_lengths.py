@@ -123,15 +123,6 @@ def test_large_batches_have_lengths_that_can_be_priced() -> None:
     assert lengths.decide(9000, 300.0)[-1][2] == 0
 
 
-def test_what_was_learnt_is_kept(tmp_path) -> None:
-    path = tmp_path / "times.json"
-    first = BatchLengths(Roofline(SHAPE, PROFILE), LENGTHS, path=path)
-    Engine(steep).run(first, [4] * 500, 0.1)
-    first.save()
-    again = BatchLengths(Roofline(SHAPE, PROFILE), LENGTHS, path=path)
-    assert again.times.count(4, 4, 300.0) > 20
-
-
 def test_the_controller_of_an_engine() -> None:
     from types import SimpleNamespace
 

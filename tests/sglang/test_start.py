@@ -217,14 +217,3 @@ def test_nothing_registers_when_a_hook_is_renamed(monkeypatch, caplog):
     assert get_spec("doubled") is None and "doubled" not in METHODS
     (line,) = [r.getMessage() for r in caplog.records if "doubled" in r.getMessage()]
     assert "build_grammar_vocab_mask is missing" in line and "not registered" in line
-
-
-def test_doctor_names_the_hook(monkeypatch):
-    from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-
-    from freedraft.doctor import examine
-
-    assert examine("sglang").problems == ()
-    monkeypatch.delattr(BaseSpecWorker, "note_request_finished")
-    (problem,) = examine("sglang").problems
-    assert "note_request_finished is missing" in problem

@@ -67,14 +67,3 @@ def test_what_it_raises_costs_drafts_and_it_gets_another_chance(
     assert method.calls >= 3 and failures(runner_of(llm).drafter) == method.calls // 2
     paused = [i for i, length in enumerate(lengths) if length == 0]
     assert len(paused) >= FIRST_PAUSE and any(lengths[i] for i in range(paused[FIRST_PAUSE - 1], len(lengths)))
-
-
-def test_unknown_options_stop_the_start(demo_model: Path) -> None:
-    from vllm import EngineArgs
-
-    from freedraft.config import ConfigError
-
-    register(SPEC)
-    config = {"method": "repeat", "num_speculative_tokens": 6, "fail_evry": 2}
-    with pytest.raises(ConfigError, match="did you mean 'fail_every'"):
-        EngineArgs(str(demo_model), speculative_config=config).create_engine_config()

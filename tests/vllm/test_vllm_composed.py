@@ -14,8 +14,6 @@ from vllm_cases import MIXED as PROMPTS
 from vllm_cases import metric, parameters, tokens_of
 from vllm_engines import engine, failures, runner_of, settle
 
-from freedraft.cost.probes import ProbeSchedule
-from freedraft.cost.step_times import CENTRES
 from freedraft.hybrid import method as hybrid
 from freedraft.hybrid.choice import Choice
 from layerskip_plugin.skip_set import SkipSet
@@ -114,46 +112,6 @@ def metrics_of(part: Any) -> tuple[float, float]:
     """(drafted, accepted) of one drafter."""
     metrics = part.metrics
     return metrics.drafted._value.get(), metrics.accepted._value.get()
-
-
-def pass_takes(monkeypatch: pytest.MonkeyPatch, llm: Any, seconds: float) -> None:
-    monkeypatch.setattr(method_of(llm).auto, "pass_seconds", lambda recipe, batch: np.full(np.shape(batch), seconds))
-
-
-def test_passes_that_are_free_are_for_those_without_n_grams(
-    llm: Any, plain: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Neither do tokens more take a step longer here, and nothing is known of these prompts from other tests.
-    pass_takes(monkeypatch, llm, 1e-6)
-    monkeypatch.setattr(method_of(llm).auto, "table", lambda batch: np.full(len(CENTRES), 0.1))
-    offered: list[tuple[np.ndarray, np.ndarray]] = []
-    choose = hybrid.choose
-
-    def noted(p: np.ndarray, kept: np.ndarray, order: np.ndarray, *args: Any) -> Choice:
-        choice = choose(p, kept, order, *args)
-        gains = np.where(np.arange(p.shape[1]) < kept[:, None], p, 0.0).sum(1)
-        offered.append((gains[choice.rows], gains[np.setdiff1d(order, choice.rows)]))
-        return choice
-
-    with chosen_by(monkeypatch, llm, noted):
-        assert generate(llm, PROMPTS[8:], "a tenant of its own") == plain[8:]
-    mixed = [(mine, others) for mine, others in offered if len(mine) and len(others)]
-    assert sum(len(mine) for mine, _ in offered) > 0.3 * sum(len(m) + len(o) for m, o in offered)
-    assert mixed and all(mine.max() <= others.min() + 1e-9 for mine, others in mixed)
-
-
-def test_passes_that_cost_more_than_steps_stay_rare(llm: Any, plain: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    method = method_of(llm)
-    pass_takes(monkeypatch, llm, 10.0)
-    method._may_pay.clear()
-    monkeypatch.setattr(method, "_probes", ProbeSchedule(16, hybrid.RAREST_PROBE))
-    rounds: list[int] = []
-    propose_for = method.model.propose_for
-    monkeypatch.setattr(method.model, "propose_for", lambda *args: rounds.append(1) or propose_for(*args))
-    for start in range(0, len(PROMPTS), 4):
-        assert generate(llm, PROMPTS[start : start + 4]) == plain[start : start + 4]
-    # Tried again, but ever more rarely: after 16 steps, then after 32 more.
-    assert 1 <= len(rounds) <= 3
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,7 @@ import torch
 from vllm_cases import MAX_MODEL_LEN, metric, parameters, tokens_of
 from vllm_engines import batch_rows, engine, failures, runner_of, settle, spied, verified
 
-from freedraft.cost.acceptance import Acceptance
 from freedraft.draft import DraftBatch
-from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.skip_set import SkipSet
 
 BLOCK = 32
@@ -105,16 +103,6 @@ def test_everything_is_accepted_when_nothing_is_skipped(layerskip: Any, prompts:
     with spied(runner_of(layerskip).drafter, lambda step, drafts: verdicts.append(verified(step))):
         generate(layerskip, prompts[:1], skipping("empty", 31))
     assert verdicts[1:] and all(drafted == accepted for drafted, accepted in verdicts[1:])
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_any_skip_set_leaves_the_output_alone(layerskip: Any, prompts: list, plain: dict, batch: int) -> None:
-    with counted(layerskip) as counts:
-        for start in range(0, 12, batch):
-            some = slice(start, start + batch)
-            assert generate(layerskip, prompts[some], skipping("some")) == plain["prompts"][some]
-    drafted, accepted = counts
-    assert 0.2 * drafted < accepted < drafted
 
 
 def test_a_common_skip_set_with_chunked_prefill_and_preemption(layerskip: Any, prompts: list, plain: dict) -> None:
@@ -293,56 +281,6 @@ def test_committed_pages_are_those_of_an_engine_that_does_not_draft(layerskip: A
         del proposer.guarded.draft
     assert first == second
     assert len(digests[0]) > 16 and digests[0] == digests[1]
-
-
-class Priced:
-    """Costs as they would be on another machine: a pass costs `share` of a step, a query token next to nothing."""
-
-    overrun = 1.0
-
-    def __init__(self, share: float, acceptance: Acceptance) -> None:
-        self.share, self.acceptance = share, acceptance
-
-    def step_seconds(self, batch: int, query_tokens: Any) -> np.ndarray:
-        return 1.0 + 0.05 * np.asarray(query_tokens) / 64
-
-    def pass_seconds(self, recipe: Any, batch: Any) -> np.ndarray:
-        return np.full(np.shape(batch), self.share)
-
-
-def test_the_controller_stops_where_a_draft_costs_too_much(layerskip: Any, prompts: list, plain: dict) -> None:
-    proposer = runner_of(layerskip).drafter
-    method = proposer.guarded.method
-    policy = method.lookahead
-    counts = {}
-    try:
-        for share in (0.1, 0.95):
-            method.lookahead = Cost(Priced(share, method.auto.acceptance), method.recipes.all)
-            lengths: list[int] = []
-            with spied(
-                proposer, lambda step, drafts, lengths=lengths: lengths.append(max(map(len, drafts), default=0))
-            ):
-                for index in range(3):
-                    assert generate(layerskip, [prompts[index]], skipping("some")) == [plain["prompts"][index]]
-            counts[share] = lengths
-    finally:
-        method.lookahead = policy
-    assert np.mean(counts[0.1]) > 1
-    # At most the first rounds, which show that it does not pay.
-    assert sum(length > 0 for length in counts[0.95]) <= 0.1 * len(counts[0.95])
-
-
-def test_lookahead_stops_each_request_by_itself(layerskip: Any, prompts: list, plain: dict) -> None:
-    """Rows that stop early leave the round; the others' drafts are not affected."""
-    policy = runner_of(layerskip).drafter.guarded.method.lookahead
-    lengths: list[list[int]] = []
-    policy.threshold, before = 0.7, policy.threshold
-    try:
-        with spied(runner_of(layerskip).drafter, lambda step, drafts: lengths.append([len(d) for d in drafts])):
-            assert generate(layerskip, prompts[:4], skipping("some")) == plain["prompts"][:4]
-    finally:
-        policy.threshold = before
-    assert any(len(set(row)) > 1 for row in lengths)
 
 
 def test_requests_that_are_aborted_are_forgotten(layerskip: Any, prompts: list, plain: dict) -> None:

@@ -21,7 +21,7 @@ from layerskip_plugin.knapsack_search import search
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Static
-from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
+from layerskip_plugin.selection.knapsack import Choice, Plan
 from layerskip_plugin.selection.knn import Domains, Knn
 from layerskip_plugin.selection.online_search import WINDOW, KnapSpec, Swift
 from layerskip_plugin.selection.serving import Selector
@@ -263,30 +263,6 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
     order = [routed[request] for request in sorted(routed, key=lambda name: int(name.split("-")[0]))]
     assert order == [sets[0]] * 5 + [sets[1]] * 3
     assert max(mixed) > 1, "two domains were never in one batch: the test does not test that"
-
-
-def test_knapsack_changes_set_and_length_as_context_grows(swift_engine: Any, prompts: list, plain: list) -> None:
-    lengths = [len(prompt["prompt_token_ids"]) for prompt in prompts]
-    middle = int(np.median(lengths)) + TOKENS // 2
-    small, large = (SkipSet.of_sublayers(s, LAYERS) for s in ((6, 9), (12, 15, 20)))
-    choices = (Choice(small, 2, 1.0), Choice(SkipSet.empty(LAYERS), 0, 1.0), Choice(large, 3, 1.0))
-    plan = Plan((middle - 10, middle, middle + 20), choices, "here")
-    drafted: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    of_request: dict[str, set[int]] = {}
-    with selecting(swift_engine, Knapsack(plan)) as method:
-        assert len(method.draft_passes) == 2
-
-        def record(step: Any, drafts: list[list[int]]) -> None:
-            entries = plan.at(step.contexts).tolist()
-            for draft, request, entry in zip(drafts, step.request_ids, entries, strict=True):
-                drafted[entry].append(len(draft))
-                of_request.setdefault(request, set()).add(entry)
-
-        with spied(runner_of(swift_engine).drafter, record):
-            assert generate(swift_engine, prompts) == plain
-    assert {0, 1, 2} in of_request.values(), "no request came through all contexts: the test does not test that"
-    assert set(drafted[1]) == {0}
-    assert max(drafted[0]) == 2 and max(drafted[2]) == 3
 
 
 def test_files_of_another_model_or_machine_stop_the_start(

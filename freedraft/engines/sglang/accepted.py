@@ -10,11 +10,8 @@ from numpy.typing import NDArray
 
 
 class Gained(NamedTuple):
-    """The tokens that the last step accepted: `tokens[starts[b]:ends[b]]` of request b, at least one.
-
-    Attributes:
-        tokens: int32 [T]; starts, ends: int64 [B].
-        seq_lens: int64 [B], tokens of each request in the KV cache, without the newest one.
+    """The tokens that the last step accepted: `tokens[starts[b]:ends[b]]` of request b, at least one. tokens: int32
+    [T]; starts, ends: int64 [B]; seq_lens: int64 [B], tokens of each request in the KV cache, without the newest one.
     """
 
     tokens: NDArray[np.int32]
@@ -40,24 +37,16 @@ class OneCopy(NamedTuple):
 
 class AcceptedTokens:
     """The newest tokens of all requests, by their rows in SGLang's pool of requests, as SGLang relays them itself. They
-    go to the host by one copy for each step, behind nothing but the step's verification.
-
-    Args:
-        rows: of the pool.
-        max_nodes: N, most tokens that a step accepts of a request.
-        device: where they are accepted.
-    """
+    go to the host by one copy for each step, behind nothing but the step's verification. max_nodes: N, most tokens that
+    a step accepts of a request."""
 
     def __init__(self, rows: int, max_nodes: int, device: Any) -> None:
         self._held = torch.zeros(rows, 2 + max_nodes, dtype=torch.int32, device=device)
         self.newest = OneCopy(self._held.cpu(), None)
 
     def put(self, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Take what a step has accepted of B requests, and start the copy.
-
-        Args:
-            rows: int64 [B]; tokens: int32 [B, N]; lengths: int32 [B], how many of these; seq_lens: int [B].
-        """
+        """Take what a step has accepted of B requests, and start the copy. rows: int64 [B]; tokens: int32 [B, N];
+        lengths: int32 [B], how many of these; seq_lens: int [B]."""
         self._held[rows] = torch.cat((lengths[:, None], seq_lens[:, None].to(torch.int32), tokens), 1)
         if self._held.device.type == "cpu":
             self.newest = OneCopy(self._held.clone(), None)

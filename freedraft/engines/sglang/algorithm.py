@@ -23,8 +23,8 @@ class TreeAlgorithm(CustomSpecAlgo):
     """
 
     spec: MethodSpec | None = None
+    # Callback for each overlapped decode step, called while the previous step is still running; set by the worker
     prepare: Callable[[Any], None] | None = None
-    """Callback for each overlapped decode step, called while the previous step is still running; set by the worker."""
 
     def is_ngram(self) -> bool:
         return True
@@ -58,11 +58,8 @@ class TreeAlgorithm(CustomSpecAlgo):
             self.prepare(batch)
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Set what the user left open, and refuse what cannot work.
-
-        Raises:
-            ValueError: an argument does not go with tree verification, or an option is wrong.
-        """
+        """Set what the user left open, and refuse what cannot work. Raises ValueError: an argument does not go with
+        tree verification, or an option is wrong."""
         args = server_args
         refuse_unsupported(args, self.name, cpu_platform=selected())
         if args.speculative_num_draft_tokens is None:

@@ -43,11 +43,6 @@ class PagedDraftModel(Passes, DraftModel):
 
     Kept attention reads the KV that the target wrote for the past, and writes where it is told.
 
-    Args:
-        runner: SGLang's ModelRunner of the target.
-        ranks: the tensor-parallel ones, which all run the passes.
-        window_rows: for recipes with windows.
-
     Raises:
         ConfigError: this model is not built of plain pre-norm layers.
     """
@@ -113,11 +108,8 @@ class PagedDraftModel(Passes, DraftModel):
         return PagedRound(self, step.engine, draft_pass, max_draft_len)
 
     def follow(self, batch: Any = None) -> None:
-        """In ranks other than the first: do what that one does, until it has ended.
-
-        Args:
-            batch: SGLang's ScheduleBatch of the step; None where nothing is run yet.
-        """
+        """In ranks other than the first: do what that one does, until it has ended. batch: SGLang's ScheduleBatch of
+        the step; None where nothing is run yet."""
         self.ranks.follow(self.build, partial(PagedRound, self, batch))
 
     def scorer(self, window: int) -> SetScores:

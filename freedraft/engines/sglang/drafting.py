@@ -49,10 +49,7 @@ class NextStep(NamedTuple):
 
     Attributes:
         batch: SGLang's ScheduleBatch; requests, ids: B; rows: int64 [B], of the requests' pool.
-        accepted: of the last step.
         known: int64 [B, 4], the numbers of each `Known`.
-        new: rows of the batch whose requests begin with this step.
-        logits: of the last step's nodes.
         states: prompt states that have not been told, by id; drafted, previous: see `Step`.
     """
 
@@ -76,10 +73,7 @@ class Drafting:
     thread then prepares a step while the last one is still being verified, and takes the drafts when it needs them.
 
     Args:
-        guarded: the method.
         widths: the numbers of nodes per request, root included, that are prepared to be verified; ascending.
-        max_batch: most requests in a batch.
-        accepted: what steps accept.
         chains: whether trees are cut to chains.
     """
 

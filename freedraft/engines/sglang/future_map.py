@@ -9,11 +9,7 @@ from sglang.srt.managers.overlap_utils import FutureMap
 
 
 class EarlyFutureMap(FutureMap):
-    """With overlap, SGLang decides on a step while the last one runs, and then waits here for the lengths of that.
-
-    Attributes:
-        prepare: called with the batch of each decoding step before that.
-    """
+    """With overlap, SGLang decides on a step while the last one runs, and then waits here for the lengths of that."""
 
     prepare: Callable[[Any], None]
 

@@ -16,7 +16,6 @@ class AttentionBackend(NamedTuple):
 
     Attributes:
         mla: what it verifies of models with multi-head latent attention; None where it would verify nothing right.
-        windows: the same of models with sliding windows.
         fixed_width: it is built for one number of nodes per request, so that each width needs one of its own.
         pages: whether accepted branches may end in the midst of a page of several tokens.
     """
@@ -50,15 +49,8 @@ def widths_for(backend: str, max_nodes: int) -> tuple[int, ...]:
 
 
 def shape_for(name: str, backend: str, config: Any, window: int | None) -> Shape:
-    """What the speculative algorithm `name` may draft for a model.
-
-    Args:
-        config: SGLang's ModelConfig.
-        window: `sliding_window_size` of SGLang's ModelRunner.
-
-    Raises:
-        ConfigError: this attention backend verifies no drafts of such a model.
-    """
+    """What the speculative algorithm `name` may draft for a model. Raises ConfigError: this attention backend verifies
+    no drafts of such a model."""
     from sglang.srt.configs.model_config import AttentionArch
 
     def shape_of(able: AttentionBackend) -> Shape | None:
@@ -83,15 +75,8 @@ def shape_for(name: str, backend: str, config: Any, window: int | None) -> Shape
 
 
 def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool) -> None:
-    """Check SGLang's arguments for the speculative algorithm `name`.
-
-    Args:
-        args: ServerArgs, or a view of it, once its own defaults are in.
-        cpu_platform: whether the freedraft CPU platform is active.
-
-    Raises:
-        ConfigError: an argument does not go with tree verification.
-    """
+    """Check SGLang's arguments for the speculative algorithm `name`. cpu_platform: whether the freedraft CPU platform
+    is active. Raises ConfigError: an argument does not go with tree verification."""
     flag = f"--speculative-algorithm {name.lower()}"
 
     def refuse(reason: str, remedy: str) -> None:

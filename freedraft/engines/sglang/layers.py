@@ -13,13 +13,9 @@ from freedraft.draft_pass import Recipe
 
 
 class Stage(NamedTuple):
-    """A sublayer that runs.
-
-    Attributes:
-        norm: before it; sublayer: attention or MLP; is_attention: which of the two.
-        reduce: whether what it returns is this tensor-parallel rank's part of a sum, which SGLang's layers leave to the
-            boundary behind it.
-    """
+    """A sublayer that runs. norm: before it; sublayer: attention or MLP; is_attention: which of the two; reduce:
+    whether what it returns is this tensor-parallel rank's part of a sum, which SGLang's layers leave to the boundary
+    behind it."""
 
     norm: Any
     sublayer: Any

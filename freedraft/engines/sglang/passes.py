@@ -17,10 +17,9 @@ from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.graphs import Captured, swapped_in
 from freedraft.engines.sglang.layers import check_structure
 
+# (token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed
 HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
-"""(token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed."""
-Forward = Callable[..., Any]
-"""As that of SGLang's models."""
+Forward = Callable[..., Any]  # As that of SGLang's models
 
 
 class Tokens(NamedTuple):
@@ -42,13 +41,9 @@ class Tokens(NamedTuple):
 
 
 class WindowedRead(NamedTuple):
-    """What passes over R of a step's requests read through a window.
-
-    Attributes:
-        key: which requests.
-        rows: int64 [R], rows of `req_to_token` with the part that is read.
-        tokens: int64 [R] on the CPU, tokens of each that are left out; tokens_there: the same on the device.
-    """
+    """What passes over R of a step's requests read through a window. rows: int64 [R], rows of `req_to_token` with the
+    part that is read; tokens: int64 [R] on the CPU, tokens of each that are left out; tokens_there: the same on the
+    device."""
 
     key: bytes
     rows: torch.Tensor
@@ -57,14 +52,8 @@ class WindowedRead(NamedTuple):
 
 
 class Passes:
-    """Everything around the model is SGLang's own.
-
-    Args:
-        runner: SGLang's ModelRunner of the target.
-
-    Raises:
-        ConfigError: this model is not built of plain pre-norm layers.
-    """
+    """Everything around the model is SGLang's own. Raises ConfigError: this model is not built of plain pre-norm
+    layers."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -113,14 +102,9 @@ class Passes:
     def one_token_each(
         self, whole: Any, tokens: Tokens, *, left_out: WindowedRead | None = None, as_nodes: bool = False
     ) -> ForwardBatch:
-        """A pass over one token for each of R rows.
-
-        Args:
-            whole: SGLang's ScheduleBatch; it is not changed.
-            left_out: what the tokens do not read of their past; None for nothing.
-            as_nodes: as the verification of one node, which graphs are captured of, and not as plain decoding, which
-                every attention backend runs eagerly.
-        """
+        """A pass over one token for each of R rows. left_out: what the tokens do not read of their past; None for
+        nothing; as_nodes: as the verification of one node, which graphs are captured of, and not as plain decoding,
+        which every attention backend runs eagerly."""
         part = copy.copy(whole)
         part.input_ids, part.out_cache_loc = tokens.ids, tokens.slots
         part.reqs = [whole.reqs[i] for i in tokens.rows.tolist()]

@@ -11,7 +11,6 @@ import torch
 
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
-CORPUS_SPEC = "sglang.srt.managers.tokenizer_control_mixin.get_spec"
 
 
 def assign_slots(
@@ -64,11 +63,7 @@ def let_corpora_through(names: Callable[[], set[str]]) -> None:
     """The corpus endpoints compare the algorithm with "NGRAM" by name, in the front-end process, and refuse ours
     although the scheduler's corpus manager serves it. This gives that one module a `get_spec` of its own.
 
-    Not by SGLang's hook registry: it would replace the function in every module.
-
-    Args:
-        names: gives the algorithms that take corpora, in capitals.
-    """
+    Not by SGLang's hook registry: it would replace the function in every module."""
     from sglang.srt.managers import tokenizer_control_mixin as module
 
     original = module.get_spec

@@ -11,12 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, get_
 def with_states(worker: Any, batch: Any, **arguments: Any) -> tuple[Any, torch.Tensor]:
     """A prefill, and float [B, H]: the normed last hidden state behind each request's last token of it.
 
-    What requests themselves want of hidden states stays as it is.
-
-    Args:
-        worker: SGLang's worker of the target.
-        batch: ScheduleBatch in extend mode.
-    """
+    What requests themselves want of hidden states stays as it is."""
     mode = max(CaptureHiddenMode.LAST, batch.return_hidden_states_mode, get_server_return_hidden_states_mode())
     result = worker.forward_batch_generation(batch, capture_hidden_mode=mode, **arguments)
     states = result.logits_output.hidden_states

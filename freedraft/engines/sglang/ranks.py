@@ -13,12 +13,7 @@ from freedraft.engines.draft_ranks import DraftRanks
 
 
 class Ranks(DraftRanks):
-    """The first rank decides.
-
-    Args:
-        group: SGLang's group of tensor-parallel ranks.
-        max_nodes: N, of a tree.
-    """
+    """The first rank decides. max_nodes: N, of a tree."""
 
     def __init__(self, group: Any, max_nodes: int) -> None:
         super().__init__(group)
@@ -28,12 +23,7 @@ class Ranks(DraftRanks):
         """The trees of the first rank on all ranks, without scores and kinds.
 
         One int32 array over the host's group: width n, then counts [B], then tokens, parents and depths [B, n]. It has
-        room for n = N, so that the others need not know n.
-
-        Args:
-            draft: on the first rank.
-            batch_size: B, which all ranks know.
-        """
+        room for n = N, so that the others need not know n."""
         if not self.several:
             assert draft is not None
             return draft

@@ -17,11 +17,8 @@ _patched = False
 
 
 def register(spec: MethodSpec) -> bool:
-    """Make SGLang accept `--speculative-algorithm <name>`. Called in every process of SGLang; never raises.
-
-    Returns:
-        whether the method is registered; False, with one log line, when this SGLang lacks what it takes.
-    """
+    """Make SGLang accept `--speculative-algorithm <name>`. Called in every process of SGLang; never raises. Returns
+    whether the method is registered; False, with one log line, when this SGLang lacks what it takes."""
     missing = check(HOOKS + (MODEL_HOOKS if spec.runs_model else ()) + (CPU_HOOKS if selected() else ()))
     if missing:
         logger.warning(

@@ -30,20 +30,11 @@ logger = logging.getLogger(__name__)
 # SGLang keeps it for what padding writes; no request ever has it.
 SPARE_SLOT = 0
 
-MAX_PROBABILITIES = 1 << 26
-"""Probabilities, float32, that sampled trees are verified with at once."""
+MAX_PROBABILITIES = 1 << 26  # Probabilities, float32, that sampled trees are verified with at once
 
 
 class TreeVerifier:
-    """Verifies trees of B requests, of n nodes each: at most N.
-
-    Args:
-        max_nodes: N.
-        ranks: the tensor-parallel ones.
-        device: of the logits.
-        allocator: of the KV pool that accepted paths are compacted in.
-        sampling_backend: SGLang's, whose distribution is reproduced.
-    """
+    """Verifies trees of B requests, of n nodes each: at most N. max_nodes: N."""
 
     def __init__(self, max_nodes: int, ranks: Ranks, device: Any, allocator: Any, sampling_backend: str) -> None:
         # With min-p, SGLang's sampler of FlashInfer applies one filter to what the one before leaves.
@@ -63,13 +54,8 @@ class TreeVerifier:
         warm_up(widths, max_batch, logits, top=TOP_TOKENS, pool=self._pool, slot=SPARE_SLOT)
 
     def verify(self, batch: Any, host_tree: DraftBatch, tree: TreeBatch, output: Any) -> Verification:
-        """The outcome of a verifying pass, the same on every tensor-parallel rank.
-
-        Args:
-            batch: SGLang's ScheduleBatch as it was verified.
-            host_tree, tree: the trees, on the host and on the device.
-            output: the pass's LogitsProcessorOutput, whose logits (float [B * n, V]) are processed in place.
-        """
+        """The outcome of a verifying pass, the same on every tensor-parallel rank. output: the pass's
+        LogitsProcessorOutput, whose logits (float [B * n, V]) are processed in place."""
         self._process_logits(batch, output.next_token_logits, host_tree)
         return self._ranks.share_outcome(self._verify(batch, tree, output.next_token_logits))
 

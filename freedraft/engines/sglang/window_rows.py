@@ -46,7 +46,6 @@ class WindowRows:
         Args:
             requests: int64 [B], rows of the requests, B <= R.
             roots: int64 [B], positions of their roots; max_draft_len: positions that are drafted from there on.
-            attended: see `Window.pages`.
 
         Returns:
             int64 [B], tokens of each that are left out.

@@ -5,21 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-ATTRIBUTE = "_freedraft"
-"""Of a SpeculativeConfig, which holds it."""
+ATTRIBUTE = "_freedraft"  # Of a SpeculativeConfig, which holds it
 ADAPTIVE = "enable_adaptive_verification"
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 
 @dataclass(frozen=True)
 class Configured:
-    """What a SpeculativeConfig carries of ours.
-
-    Attributes:
-        name: of the method; options: as the user gave them.
-        lengths: draft tokens per request that model runner V2 chooses from while serving; none where it does not.
-        graph_mode_given: whether the user has chosen a mode of CUDA graphs.
-    """
+    """What a SpeculativeConfig carries of ours. lengths: draft tokens per request that model runner V2 chooses from
+    while serving; none where it does not; graph_mode_given: whether the user has chosen a mode of CUDA graphs."""
 
     name: str = ""
     options: dict[str, Any] = field(default_factory=dict)

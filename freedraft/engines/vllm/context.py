@@ -15,11 +15,7 @@ from freedraft.step import EngineContext
 def context_of_arguments(
     engine_args: Any, model_config: Any, max_draft_tokens: int, lengths: tuple[int, ...] | None
 ) -> EngineContext:
-    """What is known before the engine starts.
-
-    Args:
-        lengths: in model runner V2, the draft lengths that may be scheduled.
-    """
+    """What is known before the engine starts. lengths: in model runner V2, the draft lengths that may be scheduled."""
     return _context(
         model_config,
         max_draft_tokens,
@@ -31,11 +27,8 @@ def context_of_arguments(
 
 
 def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = None) -> EngineContext:
-    """What the rank that drafts knows: the first tensor-parallel one of a replica.
-
-    Args:
-        v2_lengths: in model runner V2, the draft lengths that may be scheduled.
-    """
+    """What the rank that drafts knows: the first tensor-parallel one of a replica. v2_lengths: in model runner V2, the
+    draft lengths that may be scheduled."""
     parallel = vllm_config.parallel_config
     # vLLM sets `data_parallel_rank` to 0 in the replicas of dense models, which know nothing of each other.
     replica = getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank

@@ -27,23 +27,13 @@ _NO_SLOT = -1  # of padding, whose KV is written nowhere
 
 
 def graph_sizes(captured: Sequence[int] | None, max_requests: int) -> list[int]:
-    """Batches that draft passes are captured for: powers of two, up to vLLM's own largest graph.
-
-    Args:
-        captured: sizes of vLLM's own graphs; none where it captures none.
-        max_requests: of a batch.
-    """
+    """Batches that draft passes are captured for: powers of two, up to vLLM's own largest graph."""
     most = min(max(captured or (max_requests,)), max_requests)
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 class DraftGraphs:
-    """Of one model; empty until `capture`, where vLLM captures none, and in a process where a capture has failed.
-
-    Args:
-        model: whose passes these are.
-        table_width: P, most pages of a request in the runner's block table.
-    """
+    """Of one model; empty until `capture`, where vLLM captures none, and in a process where a capture has failed."""
 
     failed = False
 
@@ -60,11 +50,8 @@ class DraftGraphs:
         self._graphs: dict[KeptLayers, Any] = {}
 
     def capture(self, passes: Iterable[KeptLayers]) -> None:
-        """Capture these, if vLLM captures its own; passes that cannot be captured run eagerly.
-
-        Raises:
-            EngineMustEnd: capturing failed on one of several ranks, which do it together.
-        """
+        """Capture these, if vLLM captures its own; passes that cannot be captured run eagerly. Raises EngineMustEnd:
+        capturing failed on one of several ranks, which do it together."""
         from vllm.config import CUDAGraphMode
 
         config = self._model.vllm_config.compilation_config
@@ -137,11 +124,8 @@ class DraftGraphs:
         lengths: torch.Tensor,
     ) -> torch.Tensor | None:
         """What a pass gives n requests, [n, ...], which a later replay does not write over; None without a graph.
-
-        Args:
-            inputs: int64 [2, n], tokens and positions; slots: int64 [n], where their KV is written.
-            lengths: int32 [n], tokens that each request reads.
-        """
+        inputs: int64 [2, n], tokens and positions; slots: int64 [n], where their KV is written; lengths: int32 [n],
+        tokens that each request reads."""
         n = len(slots)
         if (graph := self._graphs.get(layers)) is None or n > self._sizes[-1]:
             return None

@@ -26,10 +26,6 @@ class PagedDraftModel(Forward, DraftModel):
     which lies past the computed tokens in a block of the same request; the target's next step writes all of these
     positions again before any pass reads them, and only computed tokens are ever prefix-cached.
 
-    Args:
-        runner: vLLM's GPUModelRunner, with its KV cache.
-        backbone: of its model.
-
     Raises:
         UnsupportedModel: the KV cache is of several kinds.
     """
@@ -55,11 +51,7 @@ class PagedDraftModel(Forward, DraftModel):
         return self.compiled[key]
 
     def capture(self, table_width: int) -> None:
-        """Capture CUDA graphs of what was built to be optimized, where vLLM captures its own.
-
-        Args:
-            table_width: most pages of a request in the runner's block table.
-        """
+        """Capture CUDA graphs of what was built to be optimized, where vLLM captures its own."""
         self.graphs = DraftGraphs(self, table_width)
         self.graphs.capture(self.compiled.values())
 
@@ -75,11 +67,8 @@ class PagedDraftModel(Forward, DraftModel):
         return PagedDraftRound(self, self.graphs, draft_pass, pages, first, max_draft_len)
 
     def follow(self, pages: Callable[[], Pages] | None = None) -> None:
-        """In ranks other than the first: do what that one does, until it has ended.
-
-        Args:
-            pages: of the step, whose rows the first rank names; None where nothing is run yet.
-        """
+        """In ranks other than the first: do what that one does, until it has ended. pages: of the step, whose rows the
+        first rank names; None where nothing is run yet."""
 
         def start(
             draft_pass: DraftPass, rows: NDArray[np.intp], first: NDArray[np.int64], max_draft_len: int

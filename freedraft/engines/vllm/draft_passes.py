@@ -26,12 +26,8 @@ class DraftPass(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """What a pass of R requests reads and writes.
-
-    Attributes:
-        inputs: int64 [2, R], tokens and positions; slots: int64 [R].
-        lengths: int32 [R], as attention reads them, on the host and on the device.
-    """
+    """What a pass of R requests reads and writes. inputs: int64 [2, R], tokens and positions; slots: int64 [R];
+    lengths: int32 [R], as attention reads them, on the host and on the device."""
 
     tables: BlockTables
     inputs: torch.Tensor

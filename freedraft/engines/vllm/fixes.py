@@ -14,14 +14,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """A mended mistake.
-
-    Attributes:
-        early: applied in every process when our methods are registered, not only where one of them drafts.
-        reason: what goes wrong without it.
-        apply: mends it; safe to call more than once.
-        wrong: whether this vLLM makes the mistake; None where mending what is right changes nothing.
-    """
+    """A mended mistake. early: applied in every process when our methods are registered, not only where one of them
+    drafts; wrong: whether this vLLM makes the mistake; None where mending what is right changes nothing."""
 
     early: bool
     reason: str

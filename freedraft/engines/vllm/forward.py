@@ -14,15 +14,8 @@ from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 
 
 class Forward:
-    """What draft passes, their CUDA graphs and scores of sets have in common.
-
-    Args:
-        runner: vLLM's GPUModelRunner, with its KV cache.
-        backbone: of its model.
-
-    Raises:
-        UnsupportedModel: the KV cache is of several kinds.
-    """
+    """What draft passes, their CUDA graphs and scores of sets have in common. Raises UnsupportedModel: the KV cache is
+    of several kinds."""
 
     def __init__(self, runner: Any, backbone: Backbone, vllm_config: Any) -> None:
         from vllm.distributed import get_tp_group
@@ -67,8 +60,6 @@ class Forward:
             lengths: int32 [n], tokens that each request's last query token reads, itself included.
             starts: int32 [n + 1], where each request's query tokens begin; on the device and on the host.
             pages: int32 [n, P], block tables.
-            draft_index: number of the pass within the step.
-            lengths_on_device: what is read there in place of `lengths`.
             graph_size: n, for `module` to capture a CUDA graph, or to replay it; None for neither.
         """
         from vllm.v1.attention.backend import CommonAttentionMetadata

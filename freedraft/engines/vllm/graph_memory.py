@@ -11,21 +11,15 @@ from freedraft.method import Method
 
 logger = logging.getLogger(__name__)
 
-MIN_GRAPH_BYTES = 1 << 20
-"""Of a graph, as vLLM counts its own."""
+MIN_GRAPH_BYTES = 1 << 20  # Of a graph, as vLLM counts its own
+# Of a logit: as the model gives it, in fp32, and what its sum of exponentials takes besides, in fp32 too
 LOGIT_BYTES = 12
-"""Of a logit: as the model gives it, in fp32, and what its sum of exponentials takes besides, in fp32 too."""
 
 
 def graph_bytes(own: int, captured: Sequence[int], max_requests: int, passes: int, vocab_size: int) -> int:
     """Device memory for the graphs of so many draft passes: each as large as one of vLLM's own for the whole model, on
     average, and once, since all replay in one pool, the logits of the largest, which vLLM's own leave to their caller.
-
-    Args:
-        own: vLLM's estimate for its own graphs, 0 where it captures none.
-        captured: sizes of those.
-        max_requests: of a batch.
-    """
+    own: vLLM's estimate for its own graphs, 0 where it captures none."""
     if own <= 0 or not captured or not passes:
         return 0
     sizes = graph_sizes(captured, max_requests)
@@ -34,12 +28,8 @@ def graph_bytes(own: int, captured: Sequence[int], max_requests: int, passes: in
 
 def with_draft_graphs(passes_of: Callable[[Any], int | None]) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """For `wrap_once` of a model runner's `profile_cudagraph_memory`, which says how much vLLM leaves out of its KV
-    cache: let it count the graphs of draft passes too.
-
-    Args:
-        passes_of: how many draft passes a runner will capture, asked on each rank and taken from the first one, which
-            alone knows; None where it has no drafter of ours.
-    """
+    cache: let it count the graphs of draft passes too. passes_of: how many draft passes a runner will capture, asked on
+    each rank and taken from the first one, which alone knows; None where it has no drafter of ours."""
 
     def make(original: Callable[..., int]) -> Callable[..., int]:
         def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> int:

@@ -6,11 +6,7 @@ from typing import Any
 
 
 def check_ranks(engine_args: Any) -> None:
-    """Refuse ranks that no method drafts on.
-
-    Raises:
-        ValueError: one clear line.
-    """
+    """Refuse ranks that no method drafts on. Raises ValueError of one line."""
     if (stages := getattr(engine_args, "pipeline_parallel_size", 1) or 1) > 1:
         # vLLM fetches drafts by a blocking call per batch, so that the stages of a pipeline would wait for one another.
         raise ValueError(
@@ -26,11 +22,8 @@ def check_ranks(engine_args: Any) -> None:
 
 
 def check_states(model_config: Any, *, v2: bool) -> None:
-    """Refuse recurrent layers on model runner V1, whose states requests without drafts do not always find there.
-
-    Raises:
-        ValueError: one clear line.
-    """
+    """Refuse recurrent layers on model runner V1, whose states requests without drafts do not always find there. Raises
+    ValueError of one line."""
     if not v2 and (model_config.is_hybrid or model_config.is_attention_free):
         raise ValueError(
             f"recurrent layers of {', '.join(model_config.architectures)} are served by model runner V2 of vLLM 0.32 "
@@ -39,11 +32,7 @@ def check_states(model_config: Any, *, v2: bool) -> None:
 
 
 def check_engine(engine_args: Any) -> None:
-    """Refuse engines that draft passes do not know.
-
-    Raises:
-        ValueError: one clear line.
-    """
+    """Refuse engines that draft passes do not know. Raises ValueError of one line."""
     if (ranks := getattr(engine_args, "decode_context_parallel_size", 1) or 1) > 1:
         raise ValueError(
             f"cannot draft with KV split over several ranks: set --decode-context-parallel-size 1, not {ranks}"
@@ -67,11 +56,8 @@ def check_engine(engine_args: Any) -> None:
 
 
 def check_model(model_config: Any) -> None:
-    """Refuse models whose layers are not known to be skippable, as far as their configuration says so.
-
-    Raises:
-        ValueError: one clear line.
-    """
+    """Refuse models whose layers are not known to be skippable, as far as their configuration says so. Raises
+    ValueError of one line."""
     from freedraft.engines.vllm.kept_layers import ARCHITECTURES
 
     names = list(getattr(model_config.hf_config, "architectures", None) or ())

@@ -32,13 +32,8 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Backbone:
-    """The parts of a target, found by their names and checked.
-
-    Attributes:
-        vocab_size: tokens of the head that are real, without padding.
-        scale: what the model multiplies its logits with.
-        gather: puts the logits of all tensor-parallel ranks together; None with one rank.
-    """
+    """The parts of a target, found by their names and checked. vocab_size: tokens of the head that are real, without
+    padding; gather: puts the logits of all tensor-parallel ranks together; None with one rank."""
 
     embedding: Any
     layers: tuple[Any, ...]
@@ -104,7 +99,6 @@ class KeptLayers(nn.Module):
     Must be called in vLLM's forward context, with attention metadata of one query token per request.
 
     Args:
-        skipped: see `Recipe.bits`.
         top_k: K, how many of the most likely tokens a pass returns.
         entropy: whether it returns the entropy of the distribution.
     """

@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 PROPOSER = "freedraft.engines.vllm.v1.runner.MethodProposer"
 V2_METHOD = "ngram_gpu"  # one that model runner V2 and async scheduling know; its speculator becomes ours
+# What vLLM is told instead of a method of ours: on V1, and on V2
 ENGINE_METHOD: dict[bool, dict[str, Any]] = {
     False: {"method": "custom_class", "model": PROPOSER},
     True: {"method": V2_METHOD, "prompt_lookup_min": 1, "prompt_lookup_max": 1},
 }
-"""What vLLM is told instead of a method of ours: on V1, and on V2."""
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
@@ -57,11 +57,8 @@ LOSSY = ("fly", "synthetic")  # of vLLM's verifications
 
 
 def register(spec: MethodSpec) -> bool:
-    """Make vLLM accept a method. Safe to call in every process and more than once; never raises.
-
-    Returns:
-        whether the method is registered; False, with a log line, when this vLLM lacks what that takes.
-    """
+    """Make vLLM accept a method. Safe to call in every process and more than once; never raises. Returns whether the
+    method is registered; False, with a log line, when this vLLM lacks what that takes."""
     share_logging()
     if missing := check(CONFIG_HOOKS):
         _warn(spec, missing, "not registered")
@@ -222,11 +219,7 @@ def _rewritten(engine_args: Any, config: dict[str, Any] | None) -> Iterator[None
 
 def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
     """Whether this method is served by model runner V2: where vLLM would serve plainly by it, and the method can be,
-    with these options.
-
-    Raises:
-        ConfigError: what the user asked for is what the method cannot have.
-    """
+    with these options. Raises ConfigError: what the user asked for is what the method cannot have."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 

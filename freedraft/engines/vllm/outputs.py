@@ -21,12 +21,8 @@ def longest_answer(parameters: Any) -> int:
 
 def output_of(parameters: Any, tokens: Sequence[int], tokenizer: Any = None) -> NDArray[np.int32]:
     """What a request wrote, without what its last step accepted beyond its end, which the scheduler drops later.
-
-    Args:
-        parameters: its SamplingParams, None for none.
-        tokenizer: the target's; None where it does not matter that a request goes on behind a stop string until the
-            front end, which alone decodes, has ended it.
-    """
+    parameters: its SamplingParams, None for none; tokenizer: the target's; None where it does not matter that a request
+    goes on behind a stop string until the front end, which alone decodes, has ended it."""
     tokens = tokens[: getattr(parameters, "max_tokens", None)]
     stops: frozenset[int] = getattr(parameters, "all_stop_token_ids", None) or frozenset()
     if not getattr(parameters, "ignore_eos", False) and not stops.isdisjoint(tokens):

@@ -25,13 +25,8 @@ class Pages(NamedTuple):
 
 
 class BlockTables(NamedTuple):
-    """What passes over some of a step's requests read and write.
-
-    Attributes:
-        key: which requests.
-        whole: int32 [R, P], blocks of their KV; read: int32 [R, P'], those that attention reads.
-        dropped: int64 [R], tokens of each that lie in between and are not read.
-    """
+    """What passes over some of a step's requests read and write. whole: int32 [R, P], blocks of their KV; read: int32
+    [R, P'], those that attention reads; dropped: int64 [R], tokens of each that lie in between and are not read."""
 
     key: bytes
     whole: torch.Tensor

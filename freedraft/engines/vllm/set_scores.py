@@ -17,8 +17,7 @@ from freedraft.engines.vllm.forward import Forward
 from freedraft.engines.vllm.pages import StepState
 from freedraft.step import Step
 
-NO_SLOT = -1
-"""What the KV kernels take for "write nothing"."""
+NO_SLOT = -1  # What the KV kernels take for "write nothing"
 
 
 class SetScores(MatchnessScorer):

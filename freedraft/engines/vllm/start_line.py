@@ -10,11 +10,7 @@ from freedraft.engines.vllm.hooks import TESTED_VERSIONS, vllm_version
 
 
 def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
-    """Say it of an engine whose model is loaded.
-
-    Args:
-        vllm_config: vLLM's VllmConfig; v2: whether model runner V2 serves it.
-    """
+    """Say it of an engine whose model is loaded. v2: whether model runner V2 serves it."""
     parallel, version = vllm_config.parallel_config, vllm_version()
     graphs = vllm_config.compilation_config.cudagraph_mode
     layers = vllm_config.compilation_config.static_forward_context.values()

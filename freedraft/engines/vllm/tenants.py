@@ -10,8 +10,7 @@ from freedraft.engines.vllm.hooks import TENANT_HOOKS
 from freedraft.engines.vllm.patching import wrap_once
 from freedraft.tenants import tenant_key
 
-SALT = "freedraft_salt"
-"""Attribute of vLLM's NewRequestData: the key of the request's tenant."""
+SALT = "freedraft_salt"  # Attribute of vLLM's NewRequestData: the key of the request's tenant
 
 
 def carry_salt() -> bool:

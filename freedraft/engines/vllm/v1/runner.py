@@ -39,13 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 class V1StepState(NamedTuple):
-    """See `StepState`.
-
-    Attributes:
-        runner: vLLM's GPUModelRunner.
-        arguments: what vLLM passed to `propose_draft_token_ids`, by name (common_attn_metadata, ...).
-        rows: intp [B], rows of vLLM's batch that the step's requests have.
-    """
+    """See `StepState`. arguments: what vLLM passed to `propose_draft_token_ids`, by name (common_attn_metadata, ...);
+    rows: intp [B], rows of vLLM's batch that the step's requests have."""
 
     runner: Any
     arguments: dict[str, Any]
@@ -63,11 +58,8 @@ class V1StepState(NamedTuple):
 
 class MethodProposer:
     """The proposer that vLLM creates for every method of ours. Of the drafts of tensor-parallel ranks it takes those of
-    the first, so the others make none, and only do its draft passes with it.
-
-    Raises:
-        ValueError: the method cannot work, which stops the start.
-    """
+    the first, so the others make none, and only do its draft passes with it. Raises ValueError: the method cannot work,
+    which stops the start."""
 
     def __init__(self, vllm_config: Any) -> None:
         from vllm.distributed import get_tp_group
@@ -198,10 +190,7 @@ def make_step(
     longest_answers: Mapping[str, int],
 ) -> Step:
     """The `Step` behind a call of `propose_draft_token_ids`, of the requests in `state.rows` of vLLM's InputBatch.
-
-    Args:
-        longest_answers: tokens that each may write.
-    """
+    longest_answers: tokens that each may write."""
     rows, sampled, output = state.rows, arguments["sampled_token_ids"], arguments["scheduler_output"]
     gained = np.fromiter((len(sampled[row]) for row in rows.tolist()), np.int64, len(rows))
     request_ids: list[str] = [batch.req_ids[row] for row in rows.tolist()]

@@ -16,14 +16,9 @@ from freedraft.guarded_method import GuardedMethod
 
 
 class RequestEvents:
-    """Those since the newest step, in their order.
-
-    Args:
-        guarded: the method, which is told of them; requests: what is known of requests; states: vLLM's RequestState.
-
-    Attributes:
-        in_prompt: ids of requests whose prompt is not over, where the method wants the hidden states behind prompts.
-    """
+    """Those since the newest step, in their order. guarded: the method, which is told of them; requests: what is known
+    of requests; states: vLLM's RequestState; in_prompt: ids of requests whose prompt is not over, where the method
+    wants the hidden states behind prompts."""
 
     def __init__(self, guarded: GuardedMethod, requests: Requests, states: Any) -> None:
         self._guarded, self._requests, self._states = guarded, requests, states

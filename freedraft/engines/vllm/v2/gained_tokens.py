@@ -14,13 +14,9 @@ from freedraft.engines.vllm.v2.requests import Requests
 
 
 class GainedTokens:
-    """What a step has accepted, on its way to the host. B requests, K = most draft tokens of a request.
-
-    Attributes:
-        request_ids: B ids; slots: int32 [B]; scheduled: int32 [B], draft tokens that each was to verify.
-        query_tokens: of the step; 0 if it did more than decode.
-        number: of the step, as the engine runs them.
-    """
+    """What a step has accepted, on its way to the host. B requests, K = most draft tokens of a request. request_ids: B
+    ids; slots: int32 [B]; scheduled: int32 [B], draft tokens that each was to verify; query_tokens: of the step; 0 if
+    it did more than decode."""
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
         self._device = torch.zeros(slots, length + 3, dtype=torch.int32, device=device)
@@ -35,12 +31,8 @@ class GainedTokens:
         self._arrived = False
 
     def copy(self, input_batch: Any, num_sampled: torch.Tensor, states: Any, number: int, drafts: torch.Tensor) -> None:
-        """Start the copy, behind the step's own work.
-
-        Args:
-            num_sampled: int32 [B], tokens that each request gained; states: vLLM's RequestState.
-            drafts: int64 [B, K], filled with each request's newest token.
-        """
+        """Start the copy, behind the step's own work. num_sampled: int32 [B], tokens that each request gained; states:
+        vLLM's RequestState; drafts: int64 [B, K], filled with each request's newest token."""
         batch = input_batch.num_reqs
         self.slots, self.number = input_batch.idx_mapping_np[:batch].copy(), number
         self.request_ids = list(input_batch.req_ids)

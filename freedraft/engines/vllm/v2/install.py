@@ -23,8 +23,7 @@ from freedraft.method import METHODS
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.trees import Trees
 
-SPECULATOR = "_freedraft_speculator"
-"""Attribute of vLLM's RejectionSampler."""
+SPECULATOR = "_freedraft_speculator"  # Attribute of vLLM's RejectionSampler
 
 
 def install() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 from freedraft.cost.batch_lengths import Rows
 from freedraft.engines.vllm.patching import wrap_once
 
-LENGTHS = "_freedraft_lengths"
-"""Attribute of vLLM's ModelRunnerOutput."""
+LENGTHS = "_freedraft_lengths"  # Attribute of vLLM's ModelRunnerOutput
 
 
 def send_lengths(output: Any, rows: Rows) -> None:

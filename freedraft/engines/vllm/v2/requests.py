@@ -45,13 +45,8 @@ class Requests:
 
     def add(self, request_id: str, slot: int, tokens: list[int], prompt: int, parameters: Any) -> NDArray[np.int32]:
         """A request has got a slot, with `tokens` known of it: its prompt, and what it wrote before a preemption.
-
-        Args:
-            prompt: length of its prompt; parameters: vLLM's SamplingParams, which say where its output ends.
-
-        Returns:
-            int32 [n], a view of these tokens.
-        """
+        prompt: length of its prompt; parameters: vLLM's SamplingParams, which say where its output ends. Returns int32
+        [n], a view of these tokens."""
         self._outputs.pop(request_id, None)
         self.slots[request_id] = slot
         self.tokens[slot, : len(tokens)] = tokens
@@ -63,15 +58,9 @@ class Requests:
     def append(
         self, slots: NDArray[np.int32], gained: NDArray[np.int32], lengths: NDArray[np.int32], newest: NDArray[np.int32]
     ) -> NDArray[np.intp]:
-        """Requests have gained tokens.
-
-        Args:
-            slots, gained, lengths: int32 [B], how many tokens each gained and has now; newest: int32 [B, K + 1], the
-                newest of these.
-
-        Returns:
-            intp [R], the rows of those that gained some; not those of whom others are missing.
-        """
+        """Requests have gained tokens. slots, gained, lengths: int32 [B], how many tokens each gained and has now;
+        newest: int32 [B, K + 1], the newest of these. Returns intp [R], the rows of those that gained some; not those
+        of whom others are missing."""
         rows = np.flatnonzero((gained > 0) & (self.lengths[slots] == lengths - gained))
         at = np.arange(newest.shape[1]) - newest.shape[1]
         new = at >= -gained[rows, None]
@@ -84,12 +73,9 @@ class Requests:
         self, slots: NDArray[np.int32], contexts: NDArray[np.int32], most: int, branching: NDArray[np.bool_] | None
     ) -> NDArray[np.int32]:
         """int32 [R], the draft tokens that each of R requests may have: its last token comes after all drafts, and a
-        tree, whose tokens are not one behind the other, may be as wide as ever before that.
-
-        Args:
-            slots, contexts: int32 [R], where they stand, and their tokens; most: for each of them; branching: bool [R],
-                which may have trees, None for none.
-        """
+        tree, whose tokens are not one behind the other, may be as wide as ever before that. slots, contexts: int32 [R],
+        where they stand, and their tokens; most: for each of them; branching: bool [R], which may have trees, None for
+        none."""
         room = np.minimum(most, self.most[slots] - 1 - contexts).clip(0)
         if branching is not None:
             wide = branching & (room > 0)

@@ -64,25 +64,16 @@ def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees |
 
 class GraphLengths(list[tuple[int, int, int]]):
     """A table of draft lengths by batch size, as vLLM's, that has each of these lengths once. Longest first: it says
-    what a batch size is, and not what vLLM reads in it.
-
-    Args:
-        lengths: ascending.
-    """
+    what a batch size is, and not what vLLM reads in it. lengths: ascending."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__((i, i, length) for i, length in enumerate(reversed(lengths), 1))
 
 
 class MethodSpeculator(BaseSpeculator):
-    """Drafts by a method on the host. B requests, K = most draft tokens of a request.
-
-    Args:
-        vllm_config: vLLM's VllmConfig; device: of the model; req_states: the runner's RequestState.
-
-    Raises:
-        ValueError: the method cannot work, which stops the start.
-    """
+    """Drafts by a method on the host. B requests, K = most draft tokens of a request. vllm_config: vLLM's VllmConfig;
+    device: of the model; req_states: the runner's RequestState. Raises ValueError: the method cannot work, which stops
+    the start."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -160,11 +151,8 @@ class MethodSpeculator(BaseSpeculator):
             self.draft_model.capture(self.runner.block_tables.block_tables[0].gpu.shape[1])
 
     def prepare(self, runner: Any) -> None:
-        """The KV cache of vLLM's GPUModelRunner is there; requests come next.
-
-        Raises:
-            UnsupportedModel: the model has no draft passes.
-        """
+        """The KV cache of vLLM's GPUModelRunner is there; requests come next. Raises UnsupportedModel: the model has no
+        draft passes."""
         name = configured(self._vllm_config).name
         setattr(self._vllm_config.speculative_config, SCHEDULE, self._schedule)
         if self.guarded is not None:
@@ -218,12 +206,9 @@ class MethodSpeculator(BaseSpeculator):
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """int64 [B, K] on the device: drafts; where there are none, the request's newest token.
-
-        Args:
-            input_batch: vLLM's InputBatch of the step that has just been verified.
-            num_sampled: int32 [B], tokens that each request gained; last_sampled: int64 [slots, 1].
-        """
+        """int64 [B, K] on the device: drafts; where there are none, the request's newest token. input_batch: vLLM's
+        InputBatch of the step that has just been verified; num_sampled: int32 [B], tokens that each request gained;
+        last_sampled: int64 [slots, 1]."""
         self._steps += 1
         batch = input_batch.num_reqs
         packed, confidences = self._of_batch(self._drafts, batch), self.confidences
@@ -307,13 +292,8 @@ class MethodSpeculator(BaseSpeculator):
         return True
 
     def _take(self, most: int) -> tuple[Step | None, NDArray[np.intp]]:
-        """Take the newest step's tokens, and learn from them how much to draft.
-
-        Args:
-            most: draft tokens that each request may have now.
-
-        Returns:
-            The step, of the requests that gained tokens, None where none did; intp [R], their rows.
+        """Take the newest step's tokens, and learn from them how much to draft. most: draft tokens that each request
+        may have now. Returns the step, of the requests that gained tokens, None where none did; intp [R], their rows.
         """
         gained, before = self._gained
         self._pending = False

@@ -11,11 +11,8 @@ from freedraft.engines.vllm.pages import Pages
 
 
 class V2StepState(NamedTuple):
-    """See `StepState`.
-
-    Attributes:
-        block_tables: vLLM's BlockTables; states: its RequestState; slots: intp [B], of the step's requests.
-    """
+    """See `StepState`. block_tables: vLLM's BlockTables; states: its RequestState; slots: intp [B], of the step's
+    requests."""
 
     block_tables: Any
     states: Any

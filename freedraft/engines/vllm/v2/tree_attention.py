@@ -25,8 +25,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-ATTRIBUTE = "_freedraft_trees"
-"""Attribute of vLLM's VllmConfig: `TreeBuffers`, from where the backend gets them."""
+ATTRIBUTE = "_freedraft_trees"  # Attribute of vLLM's VllmConfig: `TreeBuffers`, from where the backend gets them
 
 
 class TreeBuffers:
@@ -55,11 +54,8 @@ class TreeBuffers:
 
 
 class TreeStep(NamedTuple):
-    """What attention needs in a step that verifies trees.
-
-    Attributes:
-        compiled_for: contexts that kernels are compiled for before they are needed; none in steps of requests.
-    """
+    """What attention needs in a step that verifies trees. compiled_for: contexts that kernels are compiled for before
+    they are needed; none in steps of requests."""
 
     queries: TreeQueries
     max_queries: int
@@ -223,11 +219,7 @@ class FlashTreeBackend(FlashAttentionBackend):
 
 
 def register(flash: bool) -> None:
-    """Register them in the stock ones' places, unless somebody else's stand there.
-
-    Args:
-        flash: FlashAttention's, too.
-    """
+    """Register them in the stock ones' places, unless somebody else's stand there."""
     places: dict[AttentionBackendEnum, type] = {AttentionBackendEnum.TRITON_ATTN: TritonTreeBackend}
     if flash:
         places[AttentionBackendEnum.FLASH_ATTN] = FlashTreeBackend

@@ -15,11 +15,7 @@ _STOCK_PROCESSORS = 3  # of logits: biases, penalties, bad words
 
 
 def why_chains(runner: Any, vllm_config: Any) -> str | None:
-    """Why drafts of this engine must be chains, in words for the user; None where they may be trees.
-
-    Args:
-        runner: vLLM's GPUModelRunner, with its KV cache.
-    """
+    """Why drafts of this engine must be chains, in words for the user; None where they may be trees."""
     model, parallel, ours = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
     sampler = runner.sampler
     engine = {

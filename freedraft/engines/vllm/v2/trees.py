@@ -32,6 +32,7 @@ from freedraft.engines.vllm.v2.tree_support import needs_chain, why_chains
 
 logger = logging.getLogger(__name__)
 
+# Arguments of RejectionSampler._verify that Sampler.apply_sampling_params takes, in its order
 _PROCESSED_BY = (
     "logits",
     "expanded_idx_mapping",
@@ -42,10 +43,9 @@ _PROCESSED_BY = (
     "expanded_local_pos",
     "seq_lens_upper_bound_np",
 )
-"""Arguments of RejectionSampler._verify that Sampler.apply_sampling_params takes, in its order."""
 
+# That sampled trees are verified with at once, float32: vLLM leaves no memory for more than it samples from itself
 _MOST_PROBABILITIES = 1 << 26
-"""That sampled trees are verified with at once, float32: vLLM leaves no memory for more than it samples from itself."""
 
 
 class Trees:
@@ -116,11 +116,8 @@ class Trees:
         self._masks[slots] = masks
 
     def prepare_step(self, batch: Any, slot_mappings: torch.Tensor) -> None:
-        """KV slots are chosen; positions and attention metadata come next.
-
-        Args:
-            batch: vLLM's InputBatch; slot_mappings: int64 [1, T].
-        """
+        """KV slots are chosen; positions and attention metadata come next. batch: vLLM's InputBatch; slot_mappings:
+        int64 [1, T]."""
         self._batch, buffers = None, self._buffers
         buffers.verifying = False
         if not self.enabled or batch.num_draft_tokens == 0:
@@ -147,13 +144,8 @@ class Trees:
 
     def verify(self, sampler: Any, original: Callable[..., Any], given: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """What vLLM's RejectionSampler says of some requests of the step, one behind the other, with trees verified.
-
-        Args:
-            sampler: the RejectionSampler; original: its `_verify`; given: its arguments.
-
-        Returns:
-            Processed logits, float [R, V]; int64 [B, 1 + K], tokens; int32 [B], how many of them.
-        """
+        sampler: the RejectionSampler; original: its `_verify`; given: its arguments. Returns processed logits, float
+        [R, V]; int64 [B, 1 + K], tokens; int32 [B], how many of them."""
         batch, slots = self._batch, given["idx_mapping_np"]
         if batch is None:
             return original(sampler, **given)
@@ -185,12 +177,8 @@ class Trees:
         first: int,
         width: int,
     ) -> Verification:
-        """Verify the trees of some requests, and move the KV of what is accepted.
-
-        Args:
-            rows: int64 [R], the requests, counted from the step's `first`; slots: [R], theirs.
-            width: N, most nodes of them.
-        """
+        """Verify the trees of some requests, and move the KV of what is accepted. rows: int64 [R], the requests,
+        counted from the step's `first`; slots: [R], theirs; width: N, most nodes of them."""
         batch, offsets = self._batch, given["cu_num_logits"]
         ends, column = offsets[rows + 1].long()[:, None], self._columns[:width]
         starts = offsets[rows].long()[:, None]
