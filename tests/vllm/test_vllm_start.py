@@ -81,7 +81,7 @@ def test_doctor_knows_what_is_read_of_model_runner_v2(module: str, name: str, sa
     """In vLLM's own files, in which this attribute has another name."""
     from importlib.util import find_spec
 
-    from bench.lib.hooks_in_source import Source
+    from bench.versions import Source
 
     found = find_spec("vllm")
     assert found is not None and found.origin is not None
