@@ -103,12 +103,7 @@ def source_of(kind: int) -> str:
     return "request" if request > store else "datastore"
 
 
-def sssd(
-    snapshot: Snapshot, budget: int, shape: Any, scoring: Any, vocab_size: int, weights: Path | None
-) -> DraftFunction:
-    options: dict[str, Any] = {"scoring": scoring, "weights": weights, "snapshot": snapshot}
-    drafter = Drafter(vocab_size=vocab_size, max_nodes=budget, **options)
-    how: dict[str, Any] = {"max_nodes": budget, "shape": shape}
+def drafting(drafter: Drafter, budget: int, shape: Any = "tree") -> DraftFunction:
     current, known = "", 0
 
     def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
@@ -119,7 +114,7 @@ def sssd(
         else:
             drafter.update([request], tokens, np.array([known]), np.array([n]), np.array([n], np.int32))
         current, known = request, n
-        return drafter.draft([request], **how)
+        return drafter.draft([request], max_nodes=budget, shape=shape)
 
     return draft
 
@@ -241,7 +236,9 @@ def drafter(name: str, store: Trace, budget: int, shape: Any, scoring: str, weig
         return lookup(budget)
     if name == "suffix":
         return suffix(store_documents(store), budget, shape)
-    return sssd(build_store(store), budget, shape, "paper" if name == "paper" else scoring, store.vocab_size, weights)
+    options: dict[str, Any] = {"scoring": "paper" if name == "paper" else scoring, "weights": weights}
+    options |= {"snapshot": build_store(store), "vocab_size": store.vocab_size}
+    return drafting(Drafter(max_nodes=budget, **options), budget, shape)
 
 
 def untainted_weights(trace: Trace) -> Path:

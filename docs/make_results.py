@@ -223,7 +223,7 @@ def live(result: Any) -> str:
     for key, when in kinds.items():
         c = result[key]
         found = f"{sum(c.get(name, 0) for name in wrong)} restarts with wrong data or text that came back"
-        if "oldest_lost_ms" in c:
+        if c.get("oldest_lost_ms"):
             found += f", the oldest loss {c['oldest_lost_ms'] / 1e3:.2f} s old"
         rows.append([f"kill -9 {when}, {c['kills']} times", found])
     e = result["engine"]

@@ -1,4 +1,4 @@
-"""Processes with a live datastore, killed at random moments: what is in the store afterwards."""
+"""Processes that learn, forget or rewrite a live datastore, killed at random moments: what is in it afterwards."""
 
 from __future__ import annotations
 
@@ -6,225 +6,215 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.demo.measure import Answer, Client
 from bench.lib import servers
 from bench.lib.prompts import BY_KIND
 from freedraft.tenants import tenant_key
-from sssd_plugin.datastore.live.log import Log
-from sssd_plugin.datastore.live.maintenance import forget
-from sssd_plugin.datastore.live.opening import open_live
-
-LEARN_FOREVER = """
-import sys, time
-import numpy as np
+from sssd_plugin.datastore.live import exchange, maintenance
 from sssd_plugin.datastore.live import store as live_store
+from sssd_plugin.datastore.live.exchange import Exchange
+from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.opening import open_live
-live_store.MEMTABLE_TOKENS = 256
-store = open_live(sys.argv[1], 1000, max_tokens=1 << 18, isolation="shared")
-number = int(sys.argv[2])
-print("ready", flush=True)
-while True:
-    parts = [number // 1000000, number // 1000 % 1000, number % 1000]
-    while not store.insert(np.array([*parts, *([number % 7] * (number % 50))], np.int32)):
+from sssd_plugin.datastore.live.store import LiveStore
+from sssd_plugin.datastore.live.tenant import tenant_digest
+from sssd_plugin.datastore.records import Erasure, Record, now_ms
+
+VOCAB, MOST = 4000, 1 << 18
+"""Ids, and tokens that a store keeps: in a folder the oldest documents are dropped meanwhile."""
+TENANTS = str(tenant_key("even")), str(tenant_key("odd"))
+PERIOD = 0.1
+"""Seconds between looks at a URL while processes are killed, so that a second has many of them."""
+COPY = np.array([901] * 4, "<i4").tobytes()
+"""Of each document of the tenant that is forgotten."""
+
+
+def text_of(number: int) -> list[int]:
+    """Two ids that only this document has side by side, and then those of its tenant."""
+    return [number // 600, 300 + number % 600, *([900 + number % 2] * (4 + number % 50))]
+
+
+def open_store(place: str) -> LiveStore:
+    return open_live(place, VOCAB, max_tokens=MOST)
+
+
+def log_of(place: str) -> Log | Exchange:
+    return Exchange(place, VOCAB) if "://" in place else Log.open(Path(place), VOCAB, 1 << 24, None, "tenant")
+
+
+def documents_in(place: str) -> list[Record]:
+    """In a folder oldest first."""
+    log = log_of(place)
+    found = log.documents() if isinstance(log, Exchange) else log.load()
+    log.close()
+    return found
+
+
+def insert(store: LiveStore, number: int) -> None:
+    while not store.insert(np.array(text_of(number), np.int32), store.tenant(TENANTS[number % 2])):
         time.sleep(0.001)
-    number += 1
-    if number % 20 == 0:
-        print(number, time.time(), flush=True)
-        time.sleep(0.002)
-"""
 
 
-def forget_odd(folder: Path) -> None:
-    """Erase what a tenant wrote."""
-    forget(folder, [str(tenant_key("odd"))])
+def learn(place: str, progress: Path, first: int) -> None:
+    """Learn as a server does, and write down when each document was learnt."""
+    store, burst = open_store(place), 1 if "://" in place else 10
+    store.flush()
+    with progress.open("a", buffering=1) as out:
+        for number in range(first, 600 * VOCAB):
+            insert(store, number)
+            out.write(f"{number} {time.time()}\n")
+            if number % burst == 0:
+                time.sleep(0.002)
 
 
-def compact(folder: Path) -> None:
-    """Rewrite the file again and again."""
-    log = Log.open(folder, 1000, 1 << 24, None, "shared")
+def forget(place: str, progress: Path, first: int) -> None:
+    if "://" in place:
+        maintenance.forget_at(place, [TENANTS[1]])
+    else:
+        maintenance.forget(Path(place), [TENANTS[1]])
+    with progress.open("a") as out:
+        out.write("done\n")
+
+
+def compact(place: str, progress: Path, first: int) -> None:
+    log = log_of(place)
+    assert isinstance(log, Log)
     while True:
         log.compact()
 
 
-def _run(work: Callable[[Path], None], folder: Path, begun: Path, done: Path) -> None:
-    begun.touch()
-    work(folder)
-    done.touch()
+Work = Callable[[str, Path, int], None]
+WORKS: dict[str, Work] = {"learning": learn, "forgetting": forget, "exchanging": learn, "compacting": compact}
 
 
-def documents_in(folder: Path, vocab_size: int) -> list[list[int]]:
-    """The documents in a store, oldest first."""
-    log = Log.open(folder, vocab_size, 1 << 24, None, "shared")
-    texts = [record.tokens.tolist() for record in log.load()]
-    log.close()
-    return texts
+def _run(work: Work, place: str, progress: Path, first: int) -> None:
+    progress.write_text("begun\n")
+    work(place, progress, first)
 
 
-def kills_of(work: Callable[[Path], None], times: int) -> dict[str, Any]:
-    """Kill a process at random moments of its work: what it left is what there was, or that without one tenant's."""
-    rng = np.random.default_rng()
-    wrong = undone = ended = copies = 0
-    with tempfile.TemporaryDirectory() as name:
-        folder, begun, done = (Path(name) / part for part in ("store", "begun", "done"))
-        even: list[list[int]] = []
-        first = odd_left = 0
+def kills(name: str, times: int, *, url: bool = False) -> dict[str, Any]:
+    """Kill a process so often: what it left is what there was and what it learnt, or that without one tenant's.
+
+    Args:
+        name: of the work. "exchanging" learns at a URL, and finishes an erasure that was begun.
+        url: whether the place is a URL, at which another server looks meanwhile, or a folder.
+    """
+    exchange.POLL_SECONDS, exchange.FINISH_SECONDS = PERIOD, 2 * PERIOD
+    live_store.SYNC_SECONDS, live_store.MEMTABLE_TOKENS = PERIOD / 5, 256
+    work, rng, row = WORKS[name], np.random.default_rng(), Counter[str](ended_before_the_kill=0)
+    longest = 1.2 if work is learn else 0.5 if url else 0.06
+    kept, first, oldest = set[int](), 0, 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FREEDRAFT_CACHE"] = f"{folder}/cache"
+        place, progress = f"file://{folder}/bucket" if url else f"{folder}/store", Path(folder, "progress")
         for _ in range(times):
-            store = open_live(folder, 1000, isolation="shared")
-            for number in range(first, first + 200):
-                text = [number // 1000, number % 1000, *([900 + number % 2] * (number % 50))]
-                store.insert(np.array(text, np.int32), store.tenant(tenant_key("odd" if number % 2 else "even")))
-                even += [text] if number % 2 == 0 else []
-            first, odd_left = first + 200, odd_left + 100
-            store.close()
-            process = multiprocessing.get_context("fork").Process(target=_run, args=(work, folder, begun, done))
+            progress.write_text("")
+            server = open_store(place)
+            server.flush()
+            for number in range(first, first + 40):
+                insert(server, number)
+            kept |= set(range(first, first := first + 40))
+            server.flush()
+            odd = tenant_digest(server.key or b"", TENANTS[1])
+            if not url:
+                server.close()
+            elif name == "exchanging":
+                Exchange(place, VOCAB)._announce([Erasure(odd, now_ms() + 1)])
+                time.sleep(0.01)  # what is learnt now stays
+            process = multiprocessing.get_context("fork").Process(target=_run, args=(work, place, progress, first))
             process.start()
-            while not begun.exists():
+            while not progress.read_text():
                 time.sleep(0.0002)
-            time.sleep(float(rng.random()) * 0.06)
+            time.sleep(float(rng.random()) * longest)
+            killed = time.time()
             process.kill()
             process.join()
-            confirmed = done.exists()
-            begun.unlink()
-            done.unlink(missing_ok=True)
-            texts = documents_in(folder, 1000)
-            odd = [text for text in texts if text[1] % 2]
-            wrong += [text for text in texts if text[1] % 2 == 0] != even or len(odd) not in (0, odd_left)
-            undone += confirmed and len(odd) > 0
-            ended += confirmed
-            if not odd:
-                odd_left = 0
-                copies += np.array([901] * 4, "<i4").tobytes() in (folder / "live" / "learnt.sqlite").read_bytes()
-    return {
-        "kills": times,
-        "ended_before_the_kill": ended,
-        "restarts_with_wrong_data": wrong,
-        "erasures_that_came_back": undone,
-        "erasures_that_left_copies": copies,
-    }
-
-
-def kills(times: int) -> dict[str, Any]:
-    rng = np.random.default_rng()
-    number = wrong = lost = late = 0
-    opening: list[float] = []
-    longest = 0.0
-    with tempfile.TemporaryDirectory() as name:
-        folder, output = Path(name) / "store", Path(name) / "output"
-        for _ in range(times):
-            command = [sys.executable, "-c", LEARN_FOREVER, str(folder), str(number)]
-            with output.open("w") as out:
-                process = subprocess.Popen(command, stdout=out, start_new_session=True)
-            while not output.read_text().startswith("ready\n"):
-                if process.poll() is not None:
-                    raise RuntimeError("a restart did not open the store")
-                time.sleep(0.01)
-            time.sleep(float(rng.random()) * 1.8)
-            killed = time.time()
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            # When each document was in: (how many there were, time).
-            learnt = [(int(n), float(t)) for n, t in (line.split() for line in output.read_text().split("\n")[1:-1])]
-            started = time.perf_counter()
-            texts = documents_in(folder, 1000)
-            opening.append(time.perf_counter() - started)
-            numbers = [text[0] * 1_000_000 + text[1] * 1000 + text[2] for text in texts]
-            wrong += any(t[3:] != [n % 7] * (n % 50) for t, n in zip(texts, numbers, strict=True))
-            wrong += bool(numbers) and numbers != list(range(numbers[0], numbers[0] + len(numbers)))
-            kept = numbers[-1] + 1 if numbers else 0
-            missing = [t for n, t in learnt if n > kept]
-            if missing:
-                lost += 1
-                longest = max(longest, killed - missing[0])
-                late += killed - missing[0] > 1.0
-            late += kept < number
-            number = max(number, kept)
-    return {
-        "kills": times,
-        "restarts_that_opened": times,
-        "documents_learnt": number,
-        "restarts_with_wrong_data": wrong,
-        "restarts_that_lost_what_was_older_than_1_s": late,
-        "restarts_that_lost_something": lost,
-        "oldest_lost_ms": round(longest * 1e3, 1),
-        "open_ms_p50": round(float(np.median(opening)) * 1e3, 1),
-    }
+            lines = progress.read_text().split("\n")[1:-1]
+            if url:
+                time.sleep(8 * PERIOD)  # the server finishes what was begun
+                server.close()
+            found = documents_in(place)
+            texts = {600 * int(d.tokens[0]) + int(d.tokens[1]) - 300: d for d in found}
+            done = lines == ["done"]
+            learnt = {int(n): float(at) for n, at in (line.split() for line in lines if not done)}
+            if work is learn and not url:
+                kept = {n for n in kept if n >= min(texts, default=0)}  # the oldest are dropped
+            left = any(n % 2 for n in texts if n < first)
+            if name == "exchanging" or (work is forget and (done or not left)):
+                row["erasures_that_came_back"] += left
+                files = (path for path in Path(folder).rglob("*") if path.is_file() and work is forget)
+                row["erasures_that_left_copies"] += any(COPY in path.read_bytes() for path in files)
+                kept = {n for n in kept if n % 2 == 0}
+            new = [n for n in texts if n >= first]
+            kept |= set(new)
+            wrong = any(d.tokens.tolist() != text_of(n) or (d.tenant == odd) != n % 2 for n, d in texts.items())
+            wrong |= len(found) > len(texts) or (not url and new != list(range(first, first + len(new))))
+            missing = [at for n, at in learnt.items() if n not in texts and n > min(texts, default=0)]
+            oldest = max([oldest, *(killed - at for at in missing)])
+            first = max([first, *(n + 1 for n in (*texts, *learnt))])
+            row["ended_before_the_kill"] += done
+            row["restarts_with_wrong_data"] += wrong or set(texts) != kept
+    return {"kills": times, "documents": first, **row, "oldest_lost_ms": round(oldest * 1e3, 1)}
 
 
 def engine_kills(model: Path, times: int) -> dict[str, Any]:
     """vLLM's server, killed with all its processes while it answers."""
-    from openai import OpenAI
+    texts, rng = BY_KIND[::2], np.random.default_rng()
+    speculative: dict[str, object] = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed"}
 
-    tokens, texts = 32, BY_KIND[::2]
-    rng = np.random.default_rng()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        speculative: dict[str, object] = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed"}
-        speculative |= {"live": True, "isolation": "shared", "datastore": str(folder / "store")}
-
-        def start(speculative: dict[str, object] | None) -> servers.Server:
-            server = servers.build("s", "vllm", model, folder / "log", speculative=speculative)
+    @contextlib.contextmanager
+    def serving(speculative: dict[str, object] | None) -> Any:
+        server = servers.build("s", "vllm", model, folder / "log", speculative=speculative)
+        try:
             server.start()
             server.wait_until_ready()
-            return server
-
-        def ask(server: servers.Server, text: str) -> tuple[int, ...]:
-            client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
-            answer = client.chat.completions.create(
-                model=servers.MODEL_NAME,
-                messages=[{"role": "user", "content": text}],
-                max_tokens=tokens,
-                temperature=0.0,
-                extra_body={"return_token_ids": True},
-            )
-            return tuple(answer.choices[0].token_ids)  # type: ignore[attr-defined]
-
-        def ask_on(server: servers.Server) -> None:
-            for text in texts:
-                with contextlib.suppress(Exception):  # its server was killed
-                    ask(server, text)
-
-        plain_server = start(None)
-        try:
-            plain = [ask(plain_server, text) for text in texts]
+            yield server, Client("vllm", server, 32)
         finally:
-            plain_server.stop()
+            server.stop()
+
+    def ask_on(client: Client) -> list[Answer]:
+        with contextlib.suppress(Exception):  # its server was killed
+            return [client.ask(text) for text in texts]
+        return []
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        speculative |= {"live": True, "isolation": "shared", "datastore": str(folder / "store")}
+        with serving(None) as (_, client):
+            plain = [client.ask(text).tokens for text in texts]
         ended: list[float] = []  # when each answer was there
         differ = wrong = lost = 0
         for round_ in range(times + 1):
-            server = start(speculative)
-            try:
+            with serving(speculative) as (server, client):
                 for text, expected in zip(texts, plain, strict=True):
-                    differ += ask(server, text) != expected
+                    differ += client.ask(text).tokens != expected
                     ended.append(time.time())
                 if round_ == times:
                     break
-                asking = threading.Thread(target=ask_on, args=(server,), daemon=True)
+                asking = threading.Thread(target=ask_on, args=(client,), daemon=True)
                 asking.start()
                 time.sleep(float(rng.random()) * 3.0)
-                assert server.process is not None
                 killed = time.time()
                 os.killpg(server.process.pid, signal.SIGKILL)
-            finally:
-                server.stop()
             asking.join()
-            documents = [tuple(text) for text in documents_in(folder / "store", 1 << 30)]
+            log = Log.open(folder / "store", 1 << 30, 1 << 24, None, "shared")
+            documents = [tuple(record.tokens.tolist()) for record in log.load()]
+            log.close()
             wrong += sum(document not in plain for document in documents)
             lost += len(documents) < sum(moment < killed - 1.0 for moment in ended)
     return {
         "kills": times,
         "answers": len(ended),
         "answers_that_differ_from_plain": differ,
-        "documents_found": len(documents),
         "documents_with_wrong_data": wrong,
         "restarts_that_lost_what_was_older_than_1_s": lost,
     }

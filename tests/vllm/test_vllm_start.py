@@ -63,6 +63,37 @@ def test_the_source_tells_what_the_installed_engine_tells() -> None:
     assert "no_such" in (source.problem(lacks) or "")
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        ("block_table", "num_blocks", "BlockTables has no num_blocks"),
+        ("states", "total_len", "RequestState has no total_len"),
+        ("async_utils", "model_runner_output", "AsyncOutput has no model_runner_output"),
+        ("buffer_utils", "np", "UvaBackedTensor has no np"),
+        ("model_runner", "block_tables", "GPUModelRunner has no block_tables"),
+        ("model_runner", "fast_prefill", "GPUModelRunner has no fast_prefill"),
+        ("sample/sampler", "sampling_states", "Sampler has no sampling_states"),
+        ("sample/states", "seeds", "SamplingStates has no seeds"),
+    ],
+)
+def test_doctor_knows_what_is_read_of_model_runner_v2(module: str, name: str, said: str) -> None:
+    """In vLLM's own files, in which this attribute has another name."""
+    from importlib.util import find_spec
+
+    from bench.versions import Source
+
+    found = find_spec("vllm")
+    assert found is not None and found.origin is not None
+    root, changed = Path(found.origin).parents[1], f"vllm/v1/worker/gpu/{module}.py"
+
+    def read(path: str) -> str | None:
+        text = (root / path).read_text() if (root / path).is_file() else None
+        return re.sub(rf"\bself\.{name}\b", "self.renamed", text) if text is not None and path == changed else text
+
+    source = Source(read, ())
+    assert any(said in (source.problem(hook) or "") for hook in OPTIONAL_HOOKS)
+
+
 def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
