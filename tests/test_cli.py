@@ -80,28 +80,17 @@ def test_help_lists_own_and_plugin_commands_and_names_broken_ones(commands: type
 
 
 @pytest.mark.parametrize(
-    ("args", "line"),
-    [
-        (("store", "build"), "error: store.bin is truncated: build it again\n"),
-        (("calibrate", "knee"), "error: [Errno 2] No such file: 'trace.npz'\n"),
-    ],
-)
-def test_what_a_user_can_put_right_is_one_line(commands: types.ModuleType, args: tuple[str, ...], line: str) -> None:
-    result = run(*args)
-    assert (result.exit_code, result.stdout, result.stderr) == (2, "", line)
-
-
-@pytest.mark.parametrize(
     ("args", "words"),
     [
+        (("store", "build"), ["error: store.bin is truncated: build it again\n"]),
+        (("calibrate", "knee"), ["error: [Errno 2] No such file: 'trace.npz'\n"]),
         (("gone", "--option", "7"), ["'gone'", "a_module_that_is_not_there", "reinstall"]),
         (("calibrate", "lost"), ["'lost'", "toy_plugin:not_there", "not_there"]),
     ],
 )
-def test_a_broken_command_says_why(commands: types.ModuleType, args: tuple[str, ...], words: list[str]) -> None:
+def test_what_fails_says_why_in_one_line(commands: types.ModuleType, args: tuple[str, ...], words: list[str]) -> None:
     result = run(*args)
-    assert result.exit_code == 2
-    assert len(result.stderr.splitlines()) == 1
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert all(word in result.stderr for word in words)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,10 +10,11 @@ from freedraft.config import ConfigError, PluginOptions, configs_dir, read_yaml
 from sssd_plugin.options import SssdOptions
 
 
-def one_line(error: pytest.ExceptionInfo[BaseException]) -> str:
-    message = str(error.value)
-    assert "\n" not in message
-    return message
+def refusal(options: type[PluginOptions], flags: dict, environ: dict[str, str]) -> str:
+    with pytest.raises(ConfigError) as error:
+        options.read(flags, environ)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_flags_win_over_file_over_environment(tmp_path: Path) -> None:
@@ -48,11 +50,8 @@ def test_values_of_the_environment_are_converted() -> None:
     ],
 )
 def test_what_is_wrong_is_one_line_with_name_and_remedy(flags: dict, environ: dict, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        SssdOptions.read(flags, environ)
-    message = one_line(error)
-    for word in words:
-        assert word in message
+    message = refusal(SssdOptions, flags, environ)
+    assert all(word in message for word in words)
 
 
 def test_variables_of_others_with_the_prefix_are_no_mistake() -> None:
@@ -63,9 +62,7 @@ def test_variables_of_others_with_the_prefix_are_no_mistake() -> None:
 def test_a_wrong_file_is_named(tmp_path: Path, content: str) -> None:
     file = tmp_path / "options.yaml"
     file.write_text(content)
-    with pytest.raises(ConfigError) as error:
-        SssdOptions.read({}, {"FREEDRAFT_CONFIG": str(file)})
-    assert str(file) in one_line(error)
+    assert str(file) in refusal(SssdOptions, {}, {"FREEDRAFT_CONFIG": str(file)})
 
 
 def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
@@ -83,18 +80,14 @@ class OptionsWithRetired(PluginOptions):
 
 
 @pytest.mark.parametrize(
-    ("flags", "environ", "words"),
+    ("flags", "environ", "said"),
     [
-        ({"old": 3}, {}, ["'old' is no longer supported: use new"]),
-        ({"kind": "slow"}, {}, ["'kind=slow' is no longer supported: use kind=fast"]),
-        ({}, {"FREEDRAFT_OLD": "3"}, ["FREEDRAFT_OLD", "use new"]),
-        ({}, {"FREEDRAFT_KIND": "slow"}, ["FREEDRAFT_KIND", "use kind=fast"]),
+        ({"old": 3}, {}, "'old' is no longer supported: use new"),
+        ({"kind": "slow"}, {}, "'kind=slow' is no longer supported: use kind=fast"),
+        ({}, {"FREEDRAFT_OLD": "3"}, "FREEDRAFT_OLD.*use new"),
+        ({}, {"FREEDRAFT_KIND": "slow"}, "FREEDRAFT_KIND.*use kind=fast"),
     ],
 )
-def test_a_retired_option_is_refused_by_name_with_its_replacement(flags: dict, environ: dict, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        OptionsWithRetired.read(flags, environ)
-    message = one_line(error)
-    for word in words:
-        assert word in message
+def test_a_retired_option_is_refused_by_name_with_its_replacement(flags: dict, environ: dict, said: str) -> None:
+    assert re.search(said, refusal(OptionsWithRetired, flags, environ))
     assert OptionsWithRetired.read({"kind": "fast"}, {"FREEDRAFT_OLD": ""}) == OptionsWithRetired()

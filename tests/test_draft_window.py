@@ -50,14 +50,3 @@ def test_the_longest_request_of_which_nothing_is_left_out(sinks: int, newest: in
     longest = window.whole_up_to(page_size)
     _, left_out = window.pages(np.array([longest - 1, longest]), page_size)  # of roots at the end of the request
     assert left_out[0] == 0 and left_out[1] > 0
-
-
-def test_each_request_is_cut_by_its_own_length() -> None:
-    sinks, dropped = Window(16, 112).pages(np.array([5, 127, 300, 8000]), 16)
-    assert sinks.tolist() == [1, 1, 1, 1] and dropped.tolist() == [0, 0, 10, 492]
-
-
-def test_what_the_model_itself_no_longer_sees_is_no_sink() -> None:
-    """Pages before a model's own sliding window may have been given to another request."""
-    sinks, dropped = Window(16, 112).pages(np.array([200, 254, 260]), 16, attended=256, max_draft_len=2)
-    assert sinks.tolist() == [1, 1, 0] and dropped.tolist() == [4, 7, 9]

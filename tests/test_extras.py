@@ -9,11 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from freedraft.cli import app
-from freedraft.extras import require
-
-
-def test_what_is_there_is_imported() -> None:
-    require("this test", "calibrate", "json", "xml.dom")
 
 
 @pytest.mark.parametrize(

@@ -52,18 +52,21 @@ def start(code: str, path: Path) -> subprocess.Popen[str]:
     return process
 
 
+def assert_whole(path: Path) -> None:
+    content = path.read_bytes()
+    assert len(content) == 500_000 and len(set(content)) == 1
+
+
 def test_whoever_reads_sees_one_version_even_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "file"
     process = start(OVERWRITE, path)
     try:
         for _ in range(200):
-            content = path.read_bytes()
-            assert len(content) == 500_000 and len(set(content)) == 1
+            assert_whole(path)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    content = path.read_bytes()
-    assert len(content) == 500_000 and len(set(content)) == 1
+    assert_whole(path)
 
 
 def test_permissions_and_no_other_file(tmp_path: Path) -> None:
@@ -111,9 +114,8 @@ def test_several_write_the_same_file(tmp_path: Path) -> None:
 
     def write(letter: bytes) -> None:
         for _ in range(200):
-            write_atomically(path, letter * 100_000, durable=False)
-            content = path.read_bytes()
-            assert len(content) == 100_000 and len(set(content)) == 1
+            write_atomically(path, letter * 500_000, durable=False)
+            assert_whole(path)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, [b"a", b"b", b"c", b"d"]))

@@ -50,8 +50,12 @@ def guarded() -> GuardedMethod:
     return GuardedMethod(MethodSpec("fragile", f"{__name__}:Fragile", PluginOptions), PluginOptions(), EngineContext())
 
 
+def value(name: str) -> float:
+    return REGISTRY.get_sample_value(f"freedraft_{name}", {"method": "fragile"}) or 0.0
+
+
 def failures() -> float:
-    return REGISTRY.get_sample_value("freedraft_failures_total", {"method": "fragile"}) or 0.0
+    return value("failures_total")
 
 
 def step() -> Step:
@@ -109,22 +113,12 @@ def test_requests_begin_and_finish_during_a_pause(guarded: GuardedMethod) -> Non
     assert [guarded.method.calls.count(name) for name in ("begin", "finish")] == [2, 2]
 
 
-def test_what_was_verified_is_counted_once_per_step(guarded: GuardedMethod) -> None:
-    def count(name: str) -> float:
-        return REGISTRY.get_sample_value(f"freedraft_{name}_tokens_total", {"method": "fragile"}) or 0.0
-
-    before = count("draft"), count("accepted")
-    guarded.draft(make_step(["a", "b"], [[1, 2, 3], [4]], drafted=[2, 3]))
-    assert (count("draft") - before[0], count("accepted") - before[1]) == (5, 2)
-
-
-def test_the_budget_and_the_time_of_every_step_are_shown(guarded: GuardedMethod) -> None:
-    def value(name: str) -> float:
-        return REGISTRY.get_sample_value(f"freedraft_{name}", {"method": "fragile"}) or 0.0
-
-    steps = value("drafting_seconds_count")
-    guarded.draft(make_step(["a", "b"], [[1], [2]], capacities=3))
-    assert value("budget_tokens") == 6 and value("drafting_seconds_count") == steps + 1
+def test_what_a_step_verified_its_budget_and_its_time_are_counted(guarded: GuardedMethod) -> None:
+    counted = ("draft_tokens_total", "accepted_tokens_total", "drafting_seconds_count")
+    before = [value(name) for name in counted]
+    guarded.draft(make_step(["a", "b"], [[1, 2, 3], [4]], drafted=[2, 3], capacities=3))
+    assert [value(name) - was for name, was in zip(counted, before, strict=True)] == [5, 2, 1]
+    assert value("budget_tokens") == 6
     guarded.draft(make_step(["a", "b"], [[1], [2]], capacities=0))
     assert value("budget_tokens") == 0
 
