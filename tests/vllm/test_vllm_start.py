@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
