@@ -34,15 +34,11 @@ MADE_BY = {
 
 def _paths(value: object) -> object:
     """One path, several in a list, or several in one text with commas between them (flags, environment)."""
-    if value is None:
-        return ()
     if isinstance(value, str):
-        return tuple(Path(part.strip()).expanduser() for part in value.split(",") if part.strip())
-    if isinstance(value, Path):
-        return (value.expanduser(),)
-    if isinstance(value, (list, tuple)):
-        return tuple(Path(part).expanduser() if isinstance(part, str) else part for part in value)
-    return value
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    elif value is None or isinstance(value, Path):
+        value = [value] if value else []
+    return tuple(Path(part).expanduser() for part in value) if isinstance(value, (list, tuple)) else value
 
 
 def _tokens_or_auto(value: object) -> object:
@@ -128,14 +124,8 @@ class LayerSkipOptions(PluginOptions):
         return path
 
     def skip_sets(self, config: Any) -> dict[str, SkipSet]:
-        """The skip sets by name (the stem of their file), in order; one empty set, "", when none is given.
-
-        Args:
-            config: the model's Hugging Face config.
-
-        Raises:
-            ValueError: one line: a file is no skip set, or one of another model; two have the same name.
-        """
+        """The skip sets by name (the stem of their file), in order; one empty set, "", when none is given. Raises
+        ValueError if a file is no skip set or one of another model, or two have the same name."""
         layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
         sets: dict[str, SkipSet] = {}
         for path in self.skip_set:
@@ -147,11 +137,8 @@ class LayerSkipOptions(PluginOptions):
         return sets or {"": SkipSet.empty(layers, model)}
 
     def windows(self, context: EngineContext) -> tuple[Window | None, ...]:
-        """The windows that draft passes may have, ascending; None is the whole cache.
-
-        Raises:
-            ValueError: one line: a window that cannot be cut from the pages of this model's cache.
-        """
+        """The windows that draft passes may have, ascending; None is the whole cache. Raises ValueError for a window
+        that cannot be cut from the pages of this model's cache."""
         if self.window is None:
             return (None,)
         config, page_size = text_config(context.hf_config), context.page_size or 1
@@ -190,7 +177,7 @@ class LayerSkipOptions(PluginOptions):
     @property
     def needs_own_lengths(self) -> str:
         """Why these options do not go with draft lengths that the engine decides beforehand, and the remedy; "" if they
-        do. For engines that can also leave it to the method."""
+        do."""
         if self.window == "auto":
             return (
                 "option 'window' auto needs draft lengths chosen at each step, which vLLM's model runner V2 decides "
@@ -279,5 +266,4 @@ class LayerSkipOptions(PluginOptions):
     def make_recorder(
         self, context: EngineContext, prices: Callable[[], tuple[float, float] | None] = lambda: None
     ) -> Recorder | None:
-        """Where verifications are kept, if they are; `prices`: see `Recorder`."""
         return None if self.record is None else Recorder(self.record, model_fingerprint(context.hf_config), prices)

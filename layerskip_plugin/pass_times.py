@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from layerskip_plugin.skip_set import SkipSet
 
+MAX_LENGTH = 10  # tokens of a draft
+
 
 @dataclass(frozen=True)
 class PassTimes:
@@ -21,6 +23,12 @@ class PassTimes:
         """t_draft(S) = kept attention * t_attn + kept MLP * t_mlp + t_head."""
         kept = (skip.n_layers - len(skip.attention)) * self.attention + (skip.n_layers - len(skip.mlp)) * self.mlp
         return kept + self.head
+
+    def best(self, skip: SkipSet, acceptance: float, max_length: int = MAX_LENGTH) -> tuple[float, int]:
+        """The most tokens per time with drafts of a set, and their length."""
+        draft = self.draft(skip)
+        rates = [tokens_per_time(acceptance, draft, self.verify, length) for length in range(1, max_length + 1)]
+        return max(rates), 1 + rates.index(max(rates))
 
 
 def tokens_per_time(acceptance: float, draft: float, verify: Callable[[int], float], length: int) -> float:

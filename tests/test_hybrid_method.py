@@ -143,47 +143,32 @@ def test_passes_that_cannot_pay_are_tried_ever_more_rarely(registered: None) -> 
     drive(hybrid, ["copy-1", "new-1"], 4 * FIRST_PROBE)
     assert [len(asked) for asked in hybrid.model.asked] == [2, 2], "after 128 steps, and 256 more"
 
-
-def test_what_is_new_is_tried_at_once(registered: None) -> None:
-    hybrid = method()
-    hybrid.model.seconds = 5.0
-    drive(hybrid, ["new"], 40)
-    assert not hybrid.model.asked
     hybrid.model.wants = True
     drive(hybrid, ["new"], 3)
-    assert len(hybrid.model.asked) == hybrid.model.trials == 3
+    assert len(hybrid.model.asked) == hybrid.model.trials == 5, "what is new is tried at once"
 
 
-def test_a_draft_is_counted_for_the_part_that_made_it(registered: None) -> None:
+def test_a_draft_is_counted_for_the_part_that_made_it(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def count(name: str, part: str) -> float:
-        return REGISTRY.get_sample_value(f"freedraft_{name}_tokens_total", {"method": part}) or 0.0
+        return REGISTRY.get_sample_value(f"freedraft_{name}_total", {"method": part}) or 0.0
 
-    def of_all(name: str) -> float:
-        parts = ("host", "model", "hybrid")
-        return sum(REGISTRY.get_sample_value(f"freedraft_{name}_total", {"method": part}) or 0.0 for part in parts)
+    parts, names = ("host", "model"), ("request_steps", "tokens", "draft_tokens", "accepted_tokens")
+    before = {(name, part): count(name, part) for name in names for part in parts}
+    hybrid, gained = method(), list[int]()
+    draft = hybrid.draft
 
-    steps, tokens = of_all("request_steps"), of_all("tokens")
-    before = {part: (count("draft", part), count("accepted", part)) for part in ("host", "model")}
-    hybrid = method()
-    gained = drive_counted(hybrid, ["copy-1", "new-1"], 40)
-    assert of_all("request_steps") - steps == 2 * 40 and of_all("tokens") - tokens == gained
-    for part in ("host", "model"):
-        assert count("draft", part) > before[part][0]
-    assert count("accepted", "host") > before["host"][1] and count("accepted", "model") > before["model"][1]
-
-
-def drive_counted(hybrid: HybridMethod, names: list[str], steps: int) -> int:
-    """As `drive`; the tokens that requests gained."""
-    original, gained = hybrid.draft, list[int]()
-
-    def draft(step: Step) -> DraftBatch:
+    def counted(step: Step) -> DraftBatch:
         hybrid.record_acceptance(step)
         gained.append(int(step.gained.sum()))
-        return original(step)
+        return draft(step)
 
-    hybrid.draft = draft  # type: ignore[method-assign]
-    drive(hybrid, names, steps, accept="both")
-    return sum(gained)
+    monkeypatch.setattr(hybrid, "draft", counted)
+    drive(hybrid, ["copy-1", "new-1"], 40, accept="both")
+    more = {key: count(*key) - value for key, value in before.items()}
+    for name, total in (("request_steps", 2 * 40), ("tokens", sum(gained))):
+        assert sum(more[name, part] for part in parts) + count(name, "hybrid") == total
+    assert min(more["draft_tokens", part] for part in parts) > 0
+    assert min(more["accepted_tokens", part] for part in parts) > 0
 
 
 @pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])

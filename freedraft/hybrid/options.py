@@ -12,13 +12,12 @@ from freedraft.method import MethodSpec, spec_of_role
 from freedraft.step import EngineContext
 
 NAME = "freedraft"
-ROLES = ("host", "model")
-"""The first part drafts on the host, at no pass of the model; the second runs the model."""
+ROLES = ("host", "model")  # the first part drafts on the host; the second runs the model
 
 
 @functools.cache
 def option_type() -> type[PluginOptions]:
-    """The options of both parts. Raises ConfigError when one of them is not registered."""
+    """The options of both parts; raises ConfigError when one of them is not registered."""
     bases = tuple(spec_of_role(role).option_type for role in ROLES)
     merged: type[PluginOptions] = create_model("HybridOptions", __base__=bases)
     merged.source_name = NAME
@@ -26,16 +25,10 @@ def option_type() -> type[PluginOptions]:
 
 
 def part_options(options: PluginOptions, role: str) -> PluginOptions:
-    """What the user set of the options of one part. Metrics are served once for both."""
+    """What the user set of the options of one part. Metrics are served once for both, by the host's."""
     part = spec_of_role(role).option_type
-    values = options.model_dump(exclude_unset=True)
-    return part.parse(
-        {
-            name: value
-            for name, value in values.items()
-            if name in part.model_fields and (name not in ("metrics_port", "metrics_host") or role == ROLES[0])
-        }
-    )
+    own = part.model_fields.keys() - (set() if role == "host" else {"metrics_port", "metrics_host"})
+    return part.parse({name: value for name, value in options.model_dump(exclude_unset=True).items() if name in own})
 
 
 def check(options: Any, context: EngineContext) -> None:

@@ -8,19 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip_plugin.calibrate.run import Run
-from layerskip_plugin.pass_times import PassTimes, tokens_per_time
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Evaluate
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.skip_set import SkipSet
 
 RANDOM, BATCH = 10, 4  # random points before the Gaussian process is asked, and how many are evaluated at once
-MAX_LENGTH = 10  # tokens of a draft, at most
 
 
 def seconds_per_token(skip: SkipSet, acceptance: float, times: PassTimes) -> float:
     """Time per verified token at the best draft length: equation 1 of KNN-SSD with measured pass times."""
-    draft = times.draft(skip)
-    return 1 / max(tokens_per_time(acceptance, draft, times.verify, d) for d in range(1, MAX_LENGTH + 1))
+    return 1 / times.best(skip, acceptance)[0]
 
 
 def search(

@@ -13,7 +13,7 @@ import torch
 from layerskip_plugin import knapsack_search
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.sample import Sample
-from layerskip_plugin.pass_times import PassTimes, tokens_per_time
+from layerskip_plugin.pass_times import MAX_LENGTH, PassTimes
 from layerskip_plugin.selection.knapsack import Choice
 from layerskip_plugin.skip_set import SkipSet
 
@@ -65,7 +65,7 @@ def search(model: HostModel, sample: Sample, **options: Any) -> list[Candidate]:
 
 
 def best_choice(
-    candidates: Sequence[Candidate], times: PassTimes, max_length: int = 10, trials: int | None = None
+    candidates: Sequence[Candidate], times: PassTimes, max_length: int = MAX_LENGTH, trials: int | None = None
 ) -> Choice:
     """The set and draft length with the highest tokens per time; decoding without drafts competes.
 
@@ -79,15 +79,13 @@ def best_choice(
 
 
 def best_drafting(
-    candidates: Sequence[Candidate], times: PassTimes, max_length: int = 10, trials: int | None = None
+    candidates: Sequence[Candidate], times: PassTimes, max_length: int = MAX_LENGTH, trials: int | None = None
 ) -> Choice | None:
     """The same of the sets that skip something, whether or not they beat decoding without drafts; None without any."""
     choices = []
     for candidate in candidates:
-        acceptance = candidate.agreement
-        if trials:
-            acceptance = (acceptance * trials + 0.5) / (trials + 1)
-        for length in range(1, max_length + 1) if candidate.skip else ():
-            rate = tokens_per_time(acceptance, times.draft(candidate.skip), times.verify, length)
+        acceptance = (candidate.agreement * trials + 0.5) / (trials + 1) if trials else candidate.agreement
+        if candidate.skip:
+            rate, length = times.best(candidate.skip, acceptance, max_length)
             choices.append(Choice(candidate.skip, length, rate))
     return max(choices, key=lambda choice: choice.rate, default=None)

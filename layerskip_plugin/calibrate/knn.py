@@ -24,7 +24,7 @@ def calibrate(run: Run, size: int | None, count: int | None, answered: int, surv
     Args:
         size: of the sets; None for what brings most tokens per time.
         count: clusters to find in a log without labels; None where each file is a domain.
-        answered: prompts of each domain that the model answers for its set; survivors: of the search.
+        answered: prompts of each domain that the model answers for its set.
 
     Raises:
         ValueError: prompts that cannot be told apart, or too few.

@@ -107,33 +107,27 @@ class Rule(NamedTuple):
 
 
 class Rounds:
-    """Recorded verifications by round: R rounds of at most L judged tokens.
-
-    Attributes:
-        entries: intp [R, L], places in the records, -1 for none; lengths: int [R], judged tokens; accepted: int [R].
-        rejected: bool [R], whether the last one was rejected; request: int [R].
-    """
+    """Recorded verifications by round: R rounds of at most L judged tokens."""
 
     def __init__(self, records: Verifications) -> None:
         order = np.lexsort((records.position, records.round, records.request))
         keys = np.stack((records.request, records.round))[:, order]
         first = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(0)))
-        self.lengths = np.diff(np.append(first, len(order)))
+        self.lengths = np.diff(np.append(first, len(order)))  # int [R], judged tokens
         place = np.arange(self.lengths.max(initial=0))
         inside = place < self.lengths[:, None]
+        # intp [R, L], places in the records, -1 for none
         self.entries = np.where(inside, order[np.minimum(first[:, None] + place, len(order) - 1)], -1)
         good = inside & records.accepted[self.entries]
-        self.accepted, self.rejected = good.sum(1), (inside & ~good).any(1)
+        self.accepted, self.rejected = good.sum(1), (inside & ~good).any(1)  # [R]; whether the last one was rejected
         self.request = keys[0, first]
 
     def outcome(self, score: Floats, rule: Rule, prices: Prices) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """float64 [R] each: tokens that a round would have brought under a rule, and its time in plain steps.
+        """float64 [R] each: tokens that a round would have brought under a rule, by the score of each record (float32
+        [N]), and its time in plain steps.
 
         Behind a rejected token nothing was recorded: there the rule goes on as often as at rejected tokens. Behind the
         last one of a draft that was accepted as a whole it stops.
-
-        Args:
-            score: float32 [N], of each record.
         """
         inside = self.entries >= 0
         scores = np.where(inside, score[self.entries], -np.inf)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip_plugin.knapsack_search import integer_weights
-from layerskip_plugin.pass_times import PassTimes, tokens_per_time
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Counts, Evaluate, Selection
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.skip_set import SkipSet
@@ -31,8 +31,6 @@ LOW, HIGH, NOTCH = 0.6, 0.92, 0.05
 KEPT = 0.25
 # KnapSpec: seconds of a search or a scoring, and the largest weight or number of sets before their times are known.
 BATCH_SECONDS, FIRST = 0.8, 8
-# KnapSpec: longest draft considered.
-MAX_LENGTH = 10
 
 
 class OnlineSearch(Selection):
@@ -326,7 +324,8 @@ class KnapSpec(OnlineSearch):
         self._windows += 1
         acceptance = (self._hits + 0.5) / (self._windows * WINDOW + 1)
         pairs = zip([self.incumbent, *self._trial], acceptance, strict=True)
-        rates = np.array([rate(skip, a, times) for skip, a in pairs])
+        # The empty set stands for no drafting.
+        rates = np.array([times.best(skip, a)[0] if skip else 1.0 / times.verify(1) for skip, a in pairs])
         self.matchness = float(acceptance[0])
         leads = rates[1:] / rates[0] - 1.0
         if len(leads) > 1:
@@ -343,11 +342,3 @@ class KnapSpec(OnlineSearch):
     def _affordable(self, kind: str) -> int:
         """How many weights or sets fit into `BATCH_SECONDS`."""
         return int(BATCH_SECONDS / self.seconds[kind]) if self.seconds[kind] else FIRST
-
-
-def rate(skip: SkipSet, acceptance: float, times: PassTimes) -> float:
-    """Tokens per second of a request with drafts of the best length; of the empty set, without drafts."""
-    if not skip:
-        return 1.0 / times.verify(1)
-    draft = times.draft(skip)
-    return max(tokens_per_time(acceptance, draft, times.verify, length) for length in range(1, MAX_LENGTH + 1))

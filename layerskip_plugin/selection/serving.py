@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from layerskip_plugin.selection.base import Counts, Hidden, Requested, Selection, Static
 from layerskip_plugin.selection.online_search import OnlineSearch
@@ -69,9 +68,11 @@ class Selector:
             return None
         if self.budget.seconds < min(selection.batch_seconds, 0.9 * self.budget.max_saved) or not ready():
             return None
-        with self.budget.spending() as seconds:
-            if not selection.step(seconds):
-                return None
+        started = self.budget.clock()
+        changed = selection.step(self.budget.seconds)
+        self.budget.saved -= self.budget.clock() - started
+        if not changed:
+            return None
         skip = selection.incumbent
         logger.info(
             "freedraft: a better skip set after %d candidates: %d of %d sublayers, %.0f %% of tokens as the model's",
@@ -101,12 +102,3 @@ class TimeBudget:
         self.saved = min(self.max_saved, self.saved + self.share * (now - self.updated))
         self.updated = now
         return self.saved
-
-    @contextmanager
-    def spending(self) -> Iterator[float]:
-        """Yield the seconds that may be spent, and charge what the block really takes."""
-        available, start = self.seconds, self.clock()
-        try:
-            yield available
-        finally:
-            self.saved -= self.clock() - start

@@ -48,8 +48,8 @@ def data(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def run(model: Path) -> Callable[..., tuple[int, str]]:
-    def command(name: str, *arguments: object, calibrates: bool = True) -> tuple[int, str]:
-        extra = ["--model", str(model)] if calibrates else []
+    def command(name: str, *arguments: object) -> tuple[int, str]:
+        extra = ["--model", str(model)] if name not in ("disco", "inspect") else []
         done = CliRunner().invoke(app, ["calibrate", name, *map(str, arguments), *extra])
         assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
         return done.exit_code, done.output
@@ -140,8 +140,6 @@ def test_knapsack(run: Callable, data: Callable, model: Path, tmp_path: Path) ->
     assert code == 0, said
     plan = Plan.load(out, 3, fingerprint(model))
     assert plan.contexts == (16, 64) and plan.hardware
-    code, said = run("knapsack", data("one"), "--out", out, "--contexts", "64;16")
-    assert code == 2 and "no list of numbers" in said
 
 
 def test_knn(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
@@ -157,7 +155,7 @@ def test_knn(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None
     assert code == 0, said
     found = Domains.load(tmp_path / "c.json", 3, fingerprint(model))
     assert found.names[0] == "cluster 1" and 2 <= len(found.names) <= 3
-    code, said = run("inspect", out, calibrates=False)
+    code, said = run("inspect", out)
     assert code == 0 and said.count("sublayers skipped") == 3 and "all domains" in said
 
 
@@ -166,25 +164,23 @@ def test_disco_trains_or_refuses(run: Callable, tmp_path: Path) -> None:
         replace(verifications(kind), prices=(0.3, 0.02)).save(tmp_path / f"{name}.npz")
     verifications("entropy").save(tmp_path / "unpriced.npz")
     out = tmp_path / "d.json"
-    code, said = run("disco", tmp_path / "noise.npz", "--out", out, calibrates=False)
+    code, said = run("disco", tmp_path / "noise.npz", "--out", out)
     assert code == 2 and "a confidence threshold" in said and "nothing is written" in said and not out.exists()
-    code, said = run("disco", tmp_path / "unpriced.npz", "--out", out, calibrates=False)
+    code, said = run("disco", tmp_path / "unpriced.npz", "--out", out)
     assert code == 2 and "--draft-pass and --query-token" in said and not out.exists()
-    code, said = run(
-        "disco", tmp_path / "unpriced.npz", "--out", out, "--draft-pass", 3, "--query-token", 0, calibrates=False
-    )
+    code, said = run("disco", tmp_path / "unpriced.npz", "--out", out, "--draft-pass", 3, "--query-token", 0)
     assert code == 2 and "no drafting 1" in said
-    code, said = run("disco", tmp_path / "entropy.npz", "--out", out, calibrates=False)
+    code, said = run("disco", tmp_path / "entropy.npz", "--out", out)
     assert code == 0 and Classifier.load(out, "m").model == "m"
-    code, said = run("inspect", out, calibrates=False)
+    code, said = run("inspect", out)
     assert code == 2 and "no skip sets in it" in said
 
 
 def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
     SkipSet.of_sublayers([2, 5], 4).save(tmp_path / "s.json", {"data": "made up"})
-    code, said = run("inspect", tmp_path / "s.json", calibrates=False)
+    code, said = run("inspect", tmp_path / "s.json")
     assert code == 0 and "#.##" in said and "##.#" in said and "data: made up" in said
-    code, said = run("inspect", tmp_path / "s.json", "--plot", tmp_path / "s.png", calibrates=False)
+    code, said = run("inspect", tmp_path / "s.json", "--plot", tmp_path / "s.png")
     assert code == 2 and said.startswith("error: calibrate: '--plot' is no longer supported")
 
 
@@ -193,8 +189,7 @@ def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
     [
         ("skip-set", ["--tokens", 23], "23 calibration tokens are too few"),
         ("bayesian", ["--tokens", 8], "8 calibration tokens are too few"),
-        ("knapsack", ["--tokens", 23], "23 calibration tokens are too few"),
-        ("knn", ["--tokens", 23], "23 calibration tokens are too few"),
+        ("knapsack", ["--contexts", "64;16"], "no list of numbers"),
         ("skip-set", ["--share", 0.9], "choose between 1 and half"),
         ("skip-set", ["--tokens", 100000], "give more text"),
         ("skip-set", ["--device", "abacus"], "there is no abacus here"),

@@ -83,15 +83,20 @@ def test_drafted_states_are_those_of_the_engine_way(host: HostModel, texts: list
                 row += 1
 
 
-def test_scores_are_agreement_and_cosine(host: HostModel, texts: list[list[int]]) -> None:
+def test_scores_are_agreement_and_cosine(
+    host: HostModel, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in several passes."""
     sample = host.sample(texts, 20, seed=3)
     sets = [host.empty(), *random_sets(host, 5, 4)]
-    agreement, cosine = host.scores(sets, sample)
+    whole = agreement, cosine = host.scores(sets, sample)
     assert agreement[0] == 1 and cosine[0] == pytest.approx(1, abs=1e-5)
     best, final = sample.gather(lambda t: t.best), sample.gather(lambda t: t.final)
     for j, states in enumerate(host.final_states(sets, sample)):
         assert agreement[j] == float((host.head(states).argmax(-1) == best).double().mean())
         assert cosine[j] == pytest.approx(float(torch.cosine_similarity(states, final, dim=-1).mean()), abs=1e-5)
+    monkeypatch.setattr("layerskip_plugin.calibrate.host_model.ROWS", 40)
+    assert np.allclose(whole, host.scores(sets, sample), atol=1e-5)
 
 
 def test_chains_are_the_drafts_of_rounds_from_every_place(host: HostModel, texts: list[list[int]]) -> None:
@@ -105,15 +110,6 @@ def test_chains_are_the_drafts_of_rounds_from_every_place(host: HostModel, texts
         assert drafts[place - 4].tolist() == drafted(host.model, texts[2][: place + 1], 3, skip)[0]
     assert (np.diff(top, axis=-1) <= 0).all() and (top.sum(-1) <= 1 + 1e-5).all()
     assert (entropy >= 0).all() and (entropy <= np.log(VOCAB_SIZE) + 1e-4).all()
-
-
-def test_batching_changes_nothing(host: HostModel, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = host.sample(texts, 10, seed=1)
-    sets = random_sets(host, 7, 6)
-    whole = host.scores(sets, sample)
-    monkeypatch.setattr("layerskip_plugin.calibrate.host_model.ROWS", 20)
-    split = host.scores(sets, sample)
-    assert np.allclose(whole, split, atol=1e-5)
 
 
 def scores_of(host: HostModel, texts: list[list[int]]) -> np.ndarray:
@@ -168,28 +164,22 @@ def test_a_quantised_checkpoint_is_loaded(tmp_path: Path, texts: list[list[int]]
     assert scores_of(HostModel.load(tmp_path, "auto"), texts)[1] == pytest.approx(expected[1], abs=0.02)
 
 
-def test_what_transformers_does_not_load_is_one_line(tmp_path: Path) -> None:
-    rough_model().save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model: transformers does not load .*safetensors"):
-        HostModel.load(tmp_path)
-
-
-def test_other_architectures_are_refused() -> None:
+def test_other_architectures_are_refused(tmp_path: Path) -> None:
+    """Also layers with the names of Llama's, but with a scaled residual, and what transformers does not load."""
     with pytest.raises(ValueError, match="not a decoder built like Llama"):
         HostModel(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=32)))
     model = rough_model()
     model.model.layers[1].post_feedforward_layernorm = torch.nn.Identity()
     with pytest.raises(ValueError, match="post_feedforward_layernorm"):
         HostModel(model)
-
-
-def test_layers_that_compute_something_else_are_noticed() -> None:
-    """Built like Llama by name, but with a scaled residual: the numbers are compared, not only the names."""
     model = rough_model()
     model.model.layers[0].self_attn.register_forward_hook(lambda m, a, out: (out[0] * 0.5, *out[1:]))
     with pytest.raises(ValueError, match="compute something else"):
         HostModel(model)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model: transformers does not load .*safetensors"):
+        HostModel.load(tmp_path)
 
 
 def test_too_little_text_and_too_long_text() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +36,13 @@ def records(
     )
 
 
-def test_where_entropy_tells_more_the_classifier_wins() -> None:
+def test_the_classifier_wins_where_entropy_tells_more_and_drafting_pays() -> None:
+    """Where the probability tells all, or a pass takes two steps, it is refused."""
     classifier, comparison = train(records("entropy"), PRICES)
     assert comparison.better and comparison.classifier > comparison.confidence + 0.03
     assert 0 < comparison.error < 0.1 and classifier.model == "m"
-
-
-def test_where_the_probability_tells_all_the_classifier_is_refused() -> None:
     assert not train(records("probability"), PRICES)[1].better
+    assert not train(records("entropy"), Prices(2.0, 0.0))[1].better
 
 
 def test_where_nothing_tells_anything_a_fixed_length_is_as_good() -> None:
@@ -59,10 +57,6 @@ def test_where_nothing_tells_anything_a_fixed_length_is_as_good() -> None:
         assert comparison.fixed == pytest.approx(best, rel=0.05)
         lengths.append(Rounds(data).best_rule(np.ones(len(data), np.float32), Prices(price, 0.0)).max_length)
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
-
-
-def test_drafting_that_never_pays_is_refused() -> None:
-    assert not train(records("entropy"), Prices(2.0, 0.0))[1].better
 
 
 def test_outcomes_are_those_of_a_walk() -> None:
@@ -124,10 +118,6 @@ def test_the_policy_stops_below_the_threshold() -> None:
     top = np.full((3, 10), 0.1, np.float32)
     more = policy.should_continue(0, np.arange(3, dtype=np.int32), top, np.array([0.1, 2.9, 0.2], np.float32))
     assert more.tolist() == [True, False, True]
-    policy = Disco(replace(classifier, max_length=1))
-    policy.begin(["a", "b", "c"], SKIP, 4)
-    assert policy.expected_len() == 1
-    assert not policy.should_continue(0, np.arange(3, dtype=np.int32), top, np.full(3, 0.1, np.float32)).any()
 
 
 @pytest.mark.parametrize(
