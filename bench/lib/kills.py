@@ -146,8 +146,9 @@ def kills(name: str, times: int, *, url: bool = False) -> dict[str, Any]:
             texts = {600 * int(d.tokens[0]) + int(d.tokens[1]) - 300: d for d in found}
             done = lines == ["done"]
             learnt = {int(n): float(at) for n, at in (line.split() for line in lines if not done)}
-            if work is learn and not url:
-                kept = {n for n in kept if n >= min(texts, default=0)}  # the oldest are dropped
+            oldest_of = [min((n for n in texts if n % 2 == which), default=0) for which in (0, 1)]
+            if work is learn and not url:  # which drops the oldest of each tenant
+                kept = {n for n in kept if n >= oldest_of[n % 2]}
             left = any(n % 2 for n in texts if n < first)
             if name == "exchanging" or (work is forget and (done or not left)):
                 row["erasures_that_came_back"] += left
@@ -156,9 +157,10 @@ def kills(name: str, times: int, *, url: bool = False) -> dict[str, Any]:
                 kept = {n for n in kept if n % 2 == 0}
             new = [n for n in texts if n >= first]
             kept |= set(new)
+            expected = {n for n in range(first, max(new, default=0) + 1) if n >= oldest_of[n % 2]}
             wrong = any(d.tokens.tolist() != text_of(n) or (d.tenant == odd) != n % 2 for n, d in texts.items())
-            wrong |= len(found) > len(texts) or (not url and new != list(range(first, first + len(new))))
-            missing = [at for n, at in learnt.items() if n not in texts and n > min(texts, default=0)]
+            wrong |= len(found) > len(texts) or (not url and new != sorted(expected))
+            missing = [at for n, at in learnt.items() if n not in texts and n > oldest_of[n % 2]]
             oldest = max([oldest, *(killed - at for at in missing)])
             first = max([first, *(n + 1 for n in (*texts, *learnt))])
             row["ended_before_the_kill"] += done
