@@ -2,10 +2,9 @@
 
     python bench/datastore.py --json OUT --tokenizer DIR [--tokens 8000000]
 
-Builds from token ids, without tokenising, in a process of its own: microseconds per token, wall and CPU; peak memory
-per token beyond what the process held before; bytes per token on disk; seconds to open. The ids are drawn from a Zipf
-law with copied passages, for vocabularies whose ids take two and three bytes, and come from Python's standard library,
-whose tokenising is timed too.
+Builds from token ids in a process of its own: microseconds per token; peak memory per token beyond what the process
+held before; bytes per token on disk; seconds to open. The ids are drawn from a Zipf law with copied passages, for
+vocabularies whose ids take two and three bytes, and come from Python's standard library.
 
     python bench/datastore.py --json OUT --tokenizer DIR --large 64000000
 
@@ -19,13 +18,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +33,7 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.demo.store import documents
-from bench.lib.machine import cpu
+from bench.lib.machine import cpu, in_fresh_process
 from bench.lib.results import earlier_figures, write_json
 from sssd_plugin.datastore import tokenizer
 from sssd_plugin.datastore.build import sources
@@ -58,35 +55,31 @@ def zipf_tokens(n_tokens: int, vocab_size: int) -> NDArray[np.int32]:
     return tokens
 
 
-def real_tokens(loaded: Tokenizer, n_tokens: int) -> tuple[NDArray[np.int32], float]:
-    """At most `n_tokens` of Python's library, and the seconds that tokenising took."""
+def real_tokens(loaded: Tokenizer, n_tokens: int) -> NDArray[np.int32]:
+    """At most `n_tokens` of Python's library."""
     pieces = sources.read_pieces(sources.find_inputs([Path(os.__file__).parent], "**/*.py"))
     blocks: list[NDArray[np.int32]] = []
-    start = time.perf_counter()
     for block in sources.tokenize(pieces, loaded):
         blocks.append(block.tokens.astype(np.int32))
         if sum(map(len, blocks)) >= n_tokens:
             break
-    return np.concatenate(blocks)[:n_tokens], time.perf_counter() - start
+    return np.concatenate(blocks)[:n_tokens]
 
 
 def build(file: Path, target: Path, vocab_size: int) -> dict[str, float]:
     """Build from the .npy `file`; runs in a fresh process, so that the peak is the build's."""
     before = resident_bytes()
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     with StoreBuilder(target, vocab_size=vocab_size, memory=1 << 40) as builder:
         for piece in sources.read_pieces(sources.find_inputs([file])):
             builder.append(piece.content)  # type: ignore[arg-type]
         manifest = builder.finish()
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    n = manifest.n_tokens
+    seconds, n = time.perf_counter() - start, manifest.n_tokens
     return {
         "store_tokens": n,
         "build_us_per_token": seconds / n * 1e6,
-        "build_cpu_us_per_token": cpu_seconds / n * 1e6,
         "peak_bytes_per_token": (peak_resident_bytes() - before) / n,
         "disk_bytes_per_token": manifest.size / n,
-        "sub_indices": len(manifest.sub_indices),
     }
 
 
@@ -94,9 +87,7 @@ def measure(name: str, tokens: NDArray[np.int32], vocab_size: int) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         file, target = Path(folder) / "tokens.npy", Path(folder) / "store"
         np.save(file, tokens)
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            row: dict[str, Any] = {"name": name, "vocab_size": vocab_size}
-            row |= pool.submit(build, file, target, vocab_size).result()
+        row = {"name": name, "vocab_size": vocab_size} | in_fresh_process(build, file, target, vocab_size)
         start = time.perf_counter()
         Datastore.open(target, vocab_size=vocab_size).close()
         return row | {"open_seconds": time.perf_counter() - start}
@@ -131,7 +122,7 @@ def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
         command += ["--tokenizer", str(tokenizer_folder), *flags, "--quiet"]
         size = text.stat().st_size
         progress = target.parent / f".{target.name}.resume" / "progress.json"
-        peak, interrupted_at, log, started = 0, 0, "", time.perf_counter()
+        peak, log, started = 0, "", time.perf_counter()
         for attempt in range(2):
             process = subprocess.Popen(
                 command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -144,7 +135,6 @@ def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
                 done = json.loads(progress.read_text()) if attempt == 0 and progress.exists() else {"n_bytes": 0}
                 if done["n_bytes"] > size / 2:
                     process.kill()
-                    interrupted_at = done["size"] // 4
                 time.sleep(0.05)
             log += "".join(process.communicate())
         seconds = time.perf_counter() - started
@@ -155,16 +145,9 @@ def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
     return {
         "command": "freedraft datastore build STORE text.jsonl --tokenizer MODEL " + " ".join(flags),
         "store_tokens": manifest.n_tokens,
-        "input_bytes": size,
-        "killed_after_tokens": interrupted_at,
         "resumed": "going on after" in log,
         "seconds_of_both_runs": round(seconds, 1),
-        "us_per_token": round(seconds / manifest.n_tokens * 1e6, 3),
-        "peak_memory_bytes": peak,
         "peak_memory": format_size(peak),
-        "memory_allowed": memory,
-        "sub_indices": len(manifest.sub_indices),
-        "cores": workers,
     }
 
 
@@ -184,9 +167,7 @@ def main() -> None:
         measure("so that all is compiled", zipf_tokens(10_000, 1000), 1000)
         rows = [measure(f"zipf, {v} ids", zipf_tokens(options.tokens, v), v) for v in (49_152, 150_000)]
         loaded = tokenizer.load(options.tokenizer)
-        tokens, seconds = real_tokens(loaded, options.tokens)
-        row = measure("text", tokens, tokenizer.vocab_size(loaded))
-        rows.append(row | {"tokenize_us_per_token": seconds / len(tokens) * 1e6})
+        rows.append(measure("text", real_tokens(loaded, options.tokens), tokenizer.vocab_size(loaded)))
         figures = {"cpu": cpu(), "cores": os.cpu_count(), "rows": rows}
     write_json(options.json, before | figures, indent=2, earlier=bool(before))
     print(json.dumps(figures, indent=2))

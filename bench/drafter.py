@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
+import statistics
 import sys
 import sysconfig
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +25,14 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib.results import write_json
+from bench.lib.machine import in_fresh_process, timed
+from bench.lib.results import ROOT, write_json
+from bench.lib.trace import load_tokenizer
+from sssd_plugin.datastore.build.memory import peak_resident_bytes, resident_bytes
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter, Scoring
 from sssd_plugin.request_index import RequestIndex
 
-MODEL = Path(__file__).resolve().parent.parent / "build" / "model"
 PROMPT, STEPS, ADVANCE = 600, 120, 2  # tokens, steps per request, tokens per step
 BATCH, LARGE = 32, 256
 HELD_OUT = 64
@@ -38,23 +40,17 @@ HELD_OUT = 64
 
 def corpus(tokenizer: Path, want: int) -> tuple[list[NDArray[np.int32]], int]:
     """Python sources of this environment as token arrays, shuffled; at least `want` tokens and the held-out files."""
-    from tokenizers import Tokenizer
-
-    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    if not file.is_file():
-        raise ValueError(f"tokenizer: {file} does not exist; run 'make model' or give --tokenizer")
-    encoder = Tokenizer.from_file(str(file))
+    encoder = load_tokenizer(tokenizer)
     paths = sysconfig.get_paths()
     files = sorted({p for root in ("stdlib", "purelib") for p in Path(paths[root]).rglob("*.py")})
     files = [p for p in files if 4_000 < p.stat().st_size < 400_000]
     random.Random(1).shuffle(files)
-    documents: list[NDArray[np.int32]] = []
-    total = 0
-    for start in range(0, len(files), 256):
-        texts = [p.read_text(errors="replace") for p in files[start : start + 256]]
-        for encoded in encoder.encode_batch_fast(texts, add_special_tokens=False):
-            documents.append(np.array(encoded.ids, np.int32))
-        total = sum(len(d) for d in documents)
+    documents, total = list[NDArray[np.int32]](), 0
+    for path in files:
+        documents.append(
+            np.array(encoder.encode(path.read_text(errors="replace"), add_special_tokens=False).ids, np.int32)
+        )
+        total += len(documents[-1])
         if total > want * 1.15:
             return documents, encoder.get_vocab_size()
     raise ValueError(f"this environment holds only {total} tokens of Python sources, {want} are needed")
@@ -108,30 +104,12 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": round(float(median), 2), "p5": round(float(low), 2), "p95": round(float(high), 2)}
 
 
-BUILD = """
-import sys, time, numpy as np
-from pathlib import Path
-from sssd_plugin.datastore.index.sub_index import SubIndex
-def kib(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(key))
-SubIndex.build(np.array([1, 2, -1], np.int32), 8)
-tokens = np.load(sys.argv[1])
-Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark, which fork and exec inherit
-before, started = kib("VmRSS"), time.perf_counter()
-SubIndex.build(tokens, int(sys.argv[2]))
-print(time.perf_counter() - started, (kib("VmHWM") - before) * 1024)
-"""
-
-
 def build_cost(tokens: NDArray[np.int32], vocab: int) -> dict[str, float]:
-    """Time and peak memory of `SubIndex.build`, in a process of its own; the input array is not counted."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tokens.npy"
-        np.save(path, tokens)
-        command = [sys.executable, "-c", BUILD, str(path), str(vocab)]
-        seconds, peak = map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
-    n = len(tokens)
+    """Time and peak memory of `SubIndex.build`, in a fresh process; the input array is not counted."""
+    SubIndex.build(np.array([1, 2, SEPARATOR], np.int32), 8)
+    before = resident_bytes()
+    seconds = timed(lambda: SubIndex.build(tokens, vocab))[1]
+    peak, n = peak_resident_bytes() - before, len(tokens)
     return {"us_per_token": round(seconds / n * 1e6, 3), "peak_bytes_per_token": round(peak / n, 1)}
 
 
@@ -140,22 +118,20 @@ def context_cost(documents: list[NDArray[np.int32]]) -> dict[str, dict[str, floa
     text = np.concatenate(documents).astype(np.int32)
     result = {}
     for length in (1024, 8192, 32768, 131072):
-        nanoseconds, size = [], 0.0
-        for repeat in range(15):
-            prompt = text[repeat * 1000 :][:length]
-            index = RequestIndex()
-            started = time.perf_counter()
-            index.replace("r", prompt)
-            nanoseconds.append((time.perf_counter() - started) * 1e9 / length)
-            size = index.nbytes() / length
-        result[str(length)] = {"ns_per_token": spread(nanoseconds)["median"], "bytes_per_token": round(size, 2)}
+        indices = [RequestIndex() for _ in range(15)]
+        prompts = [text[repeat * 1000 :][:length] for repeat in range(15)]
+        each = [timed(partial(index.replace, "r", p))[1] for index, p in zip(indices, prompts, strict=True)]
+        row = {"ns_per_token": statistics.median(each) * 1e9 / length, "bytes_per_token": indices[0].nbytes() / length}
+        result[str(length)] = {name: round(value, 2) for name, value in row.items()}
     return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--tokenizer", type=Path, default=MODEL, help="model folder, or its tokenizer.json")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=ROOT / "build" / "model", help="model folder, or its tokenizer.json"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stores", type=int, nargs="+", default=[1_000_000, 8_000_000], help="sizes in tokens")
     arguments = parser.parse_args()
@@ -174,17 +150,14 @@ def main() -> int:
     arms = [Arm(f"input only, {s}, {n} nodes, batch 1", Snapshot.empty(), vocab, s, n, 1) for s, n in shapes]
     store_bytes = {}
     for size in arguments.stores:
-        sub = SubIndex.build(flatten(stored, size), vocab)
-        store_bytes[str(size)] = round(
-            (sub.tokens.nbytes + sub.suffix_array.nbytes + sub.bucket_starts.nbytes) / sub.n, 2
-        )
-        snapshot = Snapshot([sub])
-        label = f"{size / 1e6:g} M"
-        arms += [Arm(f"{label}, {s}, {n} nodes, batch 1", snapshot, vocab, s, n, 1) for s, n in shapes]
-        arms += [Arm(f"{label}, {s}, {n} nodes, batch {BATCH}", snapshot, vocab, s, n, BATCH) for s, n in shapes]
-        arms += [Arm(f"{label}, learned, 16 nodes, batch {LARGE}", snapshot, vocab, "learned", 16, LARGE)]
-        parts = Snapshot([SubIndex.build(part, vocab) for part in split(flatten(stored, size), 8)])
-        arms += [Arm(f"{label} in 8, {s}, {n} nodes, batch 1", parts, vocab, s, n, 1) for s, n in shapes]
+        text, label = flatten(stored, size), f"{size / 1e6:g} M"
+        sub = SubIndex.build(text, vocab)
+        nbytes = sub.tokens.nbytes + sub.suffix_array.nbytes + sub.bucket_starts.nbytes
+        store_bytes[str(size)] = round(nbytes / sub.n, 2)
+        whole, parts = (Snapshot([SubIndex.build(part, vocab) for part in split(text, n)]) for n in (1, 8))
+        for snapshot, name, batch in ((whole, label, 1), (whole, label, BATCH), (parts, f"{label} in 8", 1)):
+            arms += [Arm(f"{name}, {s}, {n} nodes, batch {batch}", snapshot, vocab, s, n, batch) for s, n in shapes]
+        arms += [Arm(f"{label}, learned, 16 nodes, batch {LARGE}", whole, vocab, "learned", 16, LARGE)]
     for round_ in range(arguments.rounds + 1):
         for arm in arms:
             for start in range(0, len(rows), BATCH):
@@ -199,7 +172,7 @@ def main() -> int:
         "append_us_per_token": {arm.name: spread(arm.append_us)["median"] for arm in arms if arm.batch == 1},
         "prompt": context_cost(documents),
         "store_bytes_per_token": store_bytes,
-        "store_build": build_cost(flatten(stored, max(arguments.stores)), vocab),
+        "store_build": in_fresh_process(build_cost, flatten(stored, max(arguments.stores)), vocab),
     }
     print(json.dumps(result, indent=1))
     write_json(arguments.json, result)

@@ -16,7 +16,6 @@ import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,9 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib.machine import machine, rounded, versions
+from bench.lib.machine import machine, rounded, timed, versions
 from bench.lib.results import ROOT, earlier_figures, write_json
-from bench.lib.servers import in_process_environment
 
 LOG = "HOST_TIME_LOG"
 PROMPT, WARM_STEPS = 400, 10
@@ -43,23 +41,19 @@ class TimedCalls:
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
 
-    def time(self, owner: Any, attribute: str, name: str | None = None) -> None:
-        """From now on, time the calls of a function of a class or of an object."""
-        original, seconds = getattr(owner, attribute), self.seconds[name or attribute]
+    def time(self, owner: Any, *attributes: str, name: str | None = None) -> None:
+        """From now on, time the calls of functions of a class or of an object."""
+        for attribute in attributes:
+            setattr(owner, attribute, self._timed(getattr(owner, attribute), name or attribute))
 
+    def _timed(self, original: Any, name: str) -> Any:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                seconds.append(time.perf_counter() - started)
+            result, seconds = timed(lambda: original(*args, **kwargs))
+            self.seconds[name].append(seconds)
+            return result
 
-        setattr(owner, attribute, call)
-
-    def clear(self) -> None:
-        for seconds in self.seconds.values():
-            seconds.clear()
+        return call
 
 
 def microseconds(seconds: Sequence[float]) -> dict[str, float]:
@@ -109,15 +103,14 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
         speculator = runner.speculator
         for gained in speculator._gained:
             gained._event = CountedEvent()
-        calls.time(speculator, "propose")
-        calls.time(speculator, "take_logits")
+        calls.time(speculator, "propose", "take_logits")
         calls.time(speculator.guarded, "draft")
         calls.time(speculator.lengths, "decide")
         decide = speculator.lengths.decide
         # The interpreter's times do not decide: all steps are drafted for.
         speculator.lengths.decide = lambda *args_: [(1, batch, args.length)] if decide(*args_) is not None else []
     else:
-        calls.time(runner, "propose_draft_token_ids", "propose")
+        calls.time(runner, "propose_draft_token_ids", name="propose")
         calls.time(runner.drafter.guarded, "draft")
     parameters = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True, detokenize=False)
     for i in range(batch):
@@ -133,7 +126,7 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
 
     while len(calls.seconds["propose"]) < WARM_STEPS or not steps[-1][1]:
         step()
-    calls.clear()
+    calls.seconds.clear()
     steps.clear()
     for _ in range(args.steps):
         step()
@@ -154,29 +147,27 @@ def register() -> None:
     from sssd_plugin.drafter import Drafter
 
     calls = TimedCalls()
-    calls.time(TpModelWorker, "forward_batch_generation", "forward")
-    for name in ("prepare", "draft", "take_logits"):
-        calls.time(Drafting, name)
-    calls.time(GuardedMethod, "draft", "method")
-    calls.time(Drafter, "draft", "lookup")
+    calls.time(TpModelWorker, "forward_batch_generation", name="forward")
+    calls.time(Drafting, "prepare", "draft", "take_logits")
+    calls.time(GuardedMethod, "draft", name="method")
+    calls.time(Drafter, "draft", name="lookup")
     calls.time(worker, "tree_inputs")
-    calls.time(worker, "assign_extend_cache_locs_func", "slots")
+    calls.time(worker, "assign_extend_cache_locs_func", name="slots")
     calls.time(TreeVerifier, "verify")
     run_batch = Scheduler.run_batch
 
-    def timed(self: Any, batch: Any, *arguments: Any) -> Any:
+    def logged(self: Any, batch: Any, *arguments: Any) -> Any:
         if not batch.forward_mode.is_decode():
             return run_batch(self, batch, *arguments)
-        calls.clear()
-        started = time.perf_counter()
-        result = run_batch(self, batch, *arguments)
-        step = {"batch": len(batch.reqs), "step": time.perf_counter() - started}
+        calls.seconds.clear()
+        result, seconds = timed(lambda: run_batch(self, batch, *arguments))
+        step = {"batch": len(batch.reqs), "step": seconds}
         step |= {name: sum(calls.seconds[name]) for name in PARTS}
         with Path(os.environ[LOG]).open("a") as file:
             file.write(json.dumps(step) + "\n")
         return result
 
-    Scheduler.run_batch = timed
+    Scheduler.run_batch = logged
 
 
 def sglang(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -217,6 +208,7 @@ def sglang(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows of the results; a process of its own for each batch size on vLLM."""
+    from bench.lib.engine import in_process
     from bench.trees import interpreted
     from tests.support.models import save, tiny_model
 
@@ -228,15 +220,10 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield from sglang(args)
             return
         model = save(tiny_model(seed=0, head_dim=32, max_position_embeddings=1024), Path(folder))
-        environment = interpreted() if args.engine == "vllm-v2" else in_process_environment()
+        environment = interpreted() if args.engine == "vllm-v2" else None
         for batch in args.batches:
-            command = [sys.executable, __file__, args.engine, "--model", model, "--batches", batch]
-            command += ["--length", args.length, "--steps", args.steps]
-            command = [str(part) for part in command]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(done.stderr[-4000:])
-            yield json.loads(done.stdout.splitlines()[-1])
+            sizes = ("--model", model, "--batches", batch, "--length", args.length, "--steps", args.steps)
+            yield in_process(__file__, args.engine, *sizes, env=environment)
 
 
 def main() -> None:

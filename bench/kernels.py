@@ -13,7 +13,6 @@ import argparse
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +39,9 @@ from freedraft_kernels.probs import keep_likeliest
 from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree_queries import NodeMasks, write_tree_queries
 
+from bench.lib.machine import timed
 from bench.lib.results import write_json
+from bench.lib.tables import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +53,6 @@ class Shape:
     layers: int
     heads: int  # KV heads
     dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table. Times are medians in microseconds; bytes are what the operation must at least move."""
-
-    kernel: str
-    shape: str
-    equal: bool | None
-    bytes: int
-    reference_us: float
-    triton_us: float | None
-    gb_per_s: float | None
-    share_of_copy: float | None
 
 
 GPU_SHAPES = [Shape(b, n, 4096, 152_064, 32, 8, 128) for b, n in ((1, 32), (8, 16), (64, 8), (64, 32))]
@@ -94,12 +81,7 @@ def median_us(run: Callable[[], object], device: torch.device, repeats: int, gra
     the host's time to launch is not counted."""
     run()
     if device.type != "cuda":
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - start) * 1e6)
-        return statistics.median(times)
+        return 1e6 * statistics.median(timed(run)[1] for _ in range(repeats))
     if graph:
         torch.cuda.synchronize()
         captured = torch.cuda.CUDAGraph()
@@ -229,7 +211,7 @@ def agree(name: str, ours: torch.Tensor, reference: torch.Tensor) -> bool:
     return torch.equal(ours, reference)
 
 
-def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) -> list[Row]:
+def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) -> list[dict[str, Any]]:
     batch, nodes, vocab = shape.batch, shape.nodes, shape.vocab
     tree = random_trees(shape, device)
     generator = torch.Generator(device).manual_seed(1)
@@ -293,23 +275,16 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
         if with_triton and device.type == "cuda":
             triton_us = median_us(lambda run=run: run("triton"), device, repeats, graph=True)  # type: ignore[misc]
             rate = size / (triton_us * 1e-6)
-        shape_text, of_copy = f"{batch}x{nodes}", rate and rate / bandwidth
-        rows.append(Row(name, shape_text, equal, size, reference_us, triton_us, rate and rate / 1e9, of_copy))
+        row = {"kernel": name, "shape": f"{batch}x{nodes}", "equal": equal, "bytes": size, "reference_us": reference_us}
+        row |= {"triton_us": triton_us, "share_of_copy": rate and rate / bandwidth}
+        rows.append(row | {"said": "NO" if equal is False else equal and "yes", "MB": size / 1e6})
     return rows
 
 
-def table(rows: list[Row]) -> str:
-    head = "kernel,batch x nodes,equal,MB moved,reference us,triton us,speed-up,GB/s,% of copy"
-    lines = [head.split(",")]
-    for r in rows:
-        line = [r.kernel, r.shape, {True: "yes", False: "NO", None: "-"}[r.equal]]
-        line += [f"{r.bytes / 1e6:.3f}", f"{r.reference_us:.1f}"]
-        if r.triton_us is not None and r.gb_per_s is not None and r.share_of_copy is not None:
-            line += [f"{r.triton_us:.1f}", f"{r.reference_us / r.triton_us:.1f}x"]
-            line += [f"{r.gb_per_s:.0f}", f"{100 * r.share_of_copy:.0f}"]
-        lines.append(line + ["-"] * (len(lines[0]) - len(line)))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+COLUMNS = (
+    "kernel={kernel} | batch x nodes={shape} | equal={said} | MB moved={MB:.3f} | reference us={reference_us:.1f} | "
+    "triton us={triton_us:.1f} | of a copy's bandwidth={share_of_copy:.0%}"
+)
 
 
 def main() -> int:
@@ -327,12 +302,15 @@ def main() -> int:
         print("no GPU and no TRITON_INTERPRET=1: references only")
     repeats = 5 if args.quick or device.type == "cpu" else 50
     rows = [row for s in (shapes[:1] if args.quick else shapes) for row in measure(s, device, bandwidth, repeats)]
-    print(table(rows))
+    print(table(rows, COLUMNS))
     if args.json:
         figures = {"device": name, "torch": torch.__version__, "triton": triton_version, "copy_bytes_per_s": bandwidth}
-        figures |= {"shapes": [asdict(s) for s in shapes], "rows": [asdict(r) for r in rows]}
+        figures |= {
+            "shapes": [asdict(s) for s in shapes],
+            "rows": [{name: r[name] for name in r if name not in ("said", "MB")} for r in rows],
+        }
         write_json(args.json, figures)
-    if any(row.equal is False for row in rows):
+    if any(row["equal"] is False for row in rows):
         print("a kernel differs from its reference", file=sys.stderr)
         return 1
     return 0

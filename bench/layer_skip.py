@@ -68,7 +68,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, engine: Any, sets: Sequence[str] = ()) -> None:
         self.tokens, self.rounds, self.engine = args.tokens, args.rounds, engine
         self.extras = [{"skip_set": name} for name in sets]
-        self.prompts: list[list[int]] = chats(args.model, BY_KIND)[: args.prompts]
+        self.prompts: list[list[int]] = chats(args.model, BY_KIND)
 
     def generate(self, prompts: list[list[int]], drafting: bool) -> Run:
         run: Run = self.engine.generate(prompts, self.tokens, drafting=drafting, extras=self.extras)
@@ -112,8 +112,6 @@ def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
         "ratio": median(pairs),
         "ratio_quarters": np.quantile(pairs, (0.25, 0.75)).tolist(),
         "ratio_spread": [min(pairs), max(pairs)],
-        "steps_with_drafts": sum(d > 0 for d, _ in judged) / steps,
-        "plain_step_ms": 1e3 * plain,
         "same": all(a.tokens == b.tokens for a, b in zip(baseline, drafting, strict=True)),
     }
     if drafted:
@@ -204,7 +202,6 @@ def main() -> None:
     parser.add_argument("--deep-model", type=Path, default=ROOT / "build" / "deep", help="built here when missing")
     parser.add_argument("--skip-set", type=Path, default=SKIP_SET_OF_DEMO, help="for the demo model")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--prompts", type=int, default=12, help="of the demo's twelve")
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per prompt")
     parser.add_argument("--rounds", type=int, default=3, help="times that each group of prompts is decoded both ways")
     parser.add_argument("--only", nargs="*", choices=tuple(WORK), help="parts; default: all but composed")
@@ -222,18 +219,7 @@ def main() -> None:
     def part(name: str, model: str, tokens: int = args.tokens, rounds: int = args.rounds, length: int = K) -> Any:
         folder, skip_set = models[model]
         options = ("--engine", args.engine, "--part", name, "--model", folder, "--skip-set", skip_set)
-        sizes = (
-            "--rounds",
-            rounds,
-            "--tokens",
-            tokens,
-            "--prompts",
-            args.prompts,
-            "--length",
-            length,
-            "--batches",
-            *args.batches,
-        )
+        sizes = ("--rounds", rounds, "--tokens", tokens, "--length", length, "--batches", *args.batches)
         return in_process(__file__, *options, *sizes)
 
     names = args.only or PARTS[args.engine]

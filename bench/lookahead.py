@@ -6,7 +6,7 @@ python bench/lookahead.py --model build/model --skip-set configs/skip_sets/smoll
 The model (float32) answers prompts greedily; drafts from every place of the answers are recorded. DISCO is trained on
 the drafts of one part of the answers; every policy then drafts its way through the others, verified greedily. Reported:
 F1 of "go on" against "the token was accepted", tokens per round, and tokens per time in units of plain decoding, for
-draft passes that cost a share c of a whole pass (a verify pass costs 1, a token in it `--per-token` more). The c of the
+draft passes that cost a share c of a whole pass (a verify pass costs 1, a token in it `PER_TOKEN` more). The c of the
 skip set itself (weights read, head included) is the first one; the others show what would pay elsewhere.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.answers import answers_of, weight_share
 from bench.lib.draft_chains import draft_chains
+from bench.lib.machine import rounded
 from bench.lib.results import write_json
 from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.draft import DraftBatch
@@ -35,9 +35,11 @@ from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, load_tokenizer
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead
 from layerskip_plugin.lookahead.base import Candidate, Ints
-from layerskip_plugin.lookahead.disco import Comparison, Prices, train
+from layerskip_plugin.lookahead.disco import Prices, train
 from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.skip_set import SkipSet
+
+PER_TOKEN = 0.02
 
 
 class Recorded:
@@ -113,8 +115,8 @@ def learn(acceptance: Acceptance, confidence: NDArray[np.float32], accepted: int
     acceptance.learn(draft, draft.counts, np.zeros(1, np.int32), gained, ends - len(gained), ends)
 
 
-def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded], longest: int) -> dict[str, Any]:
-    """Draft through all answers one after another; drafted and accepted tokens of every round, F1 of the decisions."""
+def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded], longest: int) -> tuple[float, Any, Any]:
+    """Draft through all answers one after another; F1 of the decisions, drafted and accepted tokens of every round."""
     drafted, accepted, hits, predicted, actual = [], [], 0, 0, 0
     row = np.zeros(1, np.int32)
     for number, one in enumerate(recorded):
@@ -148,7 +150,7 @@ def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded], longest: in
             accepted.append(right)
             place += right + 1
         policy.finish(name)
-    return {"f1": 2 * hits / max(1, predicted + actual), "drafted": np.array(drafted), "accepted": np.array(accepted)}
+    return 2 * hits / max(1, predicted + actual), np.array(drafted), np.array(accepted)
 
 
 def main() -> None:
@@ -160,64 +162,39 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12, help="prompts per file; half of them train DISCO")
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--longest", type=int, default=8)
-    parser.add_argument("--costs", type=float, nargs="*", default=[0.5, 0.3])
-    parser.add_argument("--per-token", type=float, default=0.02)
     parser.add_argument("--answers", type=Path, help="keep the model's answers in this file, and take them from there")
     options = parser.parse_args()
     host, tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
     skip = SkipSet.load(options.skip_set, host.n_layers, host.fingerprint)
     learn, held = [], []
-    start = time.perf_counter()
-    loaded = [Prompts.load(path) for path in options.data]
-    for prompts in loaded:
-        if len(prompts.texts) < options.prompts:
-            raise ValueError(f"{prompts.name} holds {len(prompts.texts)} prompts; {options.prompts} are needed")
-    texts = {prompts.name: prompts.texts[: options.prompts] for prompts in loaded}
+    texts = {prompts.name: prompts.texts[: options.prompts] for prompts in map(Prompts.load, options.data)}
     for answers in answers_of(host, tokenizer, texts, options.answer, options.answers, group=12).values():
         long = [one for one in answers if len(one.tokens) - one.prompt > options.longest]
         recorded = [Recorded(host, skip, one, options.longest) for one in long]
         learn += recorded[::2]
         held += recorded[1::2]
-    print(f"answers and drafts: {time.perf_counter() - start:.0f} s", flush=True)
     records = joined([one.verifications(i, host.fingerprint) for i, one in enumerate(learn)])
-    costs = [round(weight_share(host, skip), 3), *options.costs]
+    costs = [round(weight_share(host, skip), 3), 0.5, 0.3]
     rows = []
-    disco = {}
     for c in costs:
-        classifier, measured = train(records, Prices(c, options.per_token))
-        print(f"c {c}: DISCO on held-out requests of its training part: {measured}; better: {measured.better}")
-        disco[str(c)] = {name: getattr(measured, name) for name in (*Comparison.__dataclass_fields__, "better")}
+        classifier, _ = train(records, Prices(c, PER_TOKEN))
         policies: dict[str, Callable[[], Lookahead]] = {
             **{f"fixed {n}": lambda n=n: Fixed(n) for n in (1, 2, 3, 5, options.longest)},  # type: ignore[misc]
             "confidence 0.7": lambda: Confidence(0.7),
             "Draft & Verify": DraftVerify,
             "transformers, heuristic": Heuristic,
             "DISCO": lambda classifier=classifier: Disco(classifier),  # type: ignore[misc]
-            "cost": lambda c=c: Cost(Costs(c, options.per_token), [skip]),  # type: ignore[misc]
+            "cost": lambda c=c: Cost(Costs(c, PER_TOKEN), [skip]),  # type: ignore[misc]
         }
         for name, make in policies.items():
-            done = walk(make(), skip, held, options.longest)
-            drafted, accepted = done["drafted"], done["accepted"]
-            seconds = float((c * drafted + 1 + options.per_token * drafted).sum())
-            judged = np.minimum(drafted, accepted + 1).sum()
-            row = {
-                "c": c,
-                "policy": name,
-                "f1": round(float(done["f1"]), 3),
-                "tokens_per_round": round(1 + float(accepted.mean()), 3),
-                "acceptance": round(float(accepted.sum() / max(1, judged)), 3),
-                "rounds_with_drafts": round(float((drafted > 0).mean()), 3),
-                "tokens_per_time": round(float((1 + accepted).sum() / seconds), 4),
-            }
-            rows.append(row)
-            print(
-                f"c {c:.3f}  {name:<23} F1 {row['f1']:.3f}  tokens/round {row['tokens_per_round']:.2f}  "
-                f"tokens/time {row['tokens_per_time']:.3f}",
-                flush=True,
-            )
+            f1, drafted, accepted = walk(make(), skip, held, options.longest)
+            seconds = float((c * drafted + 1 + PER_TOKEN * drafted).sum())
+            row = {"c": c, "policy": name, "f1": f1, "tokens_per_round": 1 + float(accepted.mean())}
+            rows.append(rounded(row | {"tokens_per_time": float((1 + accepted).sum() / seconds)}))
+            print(rows[-1], flush=True)
     if options.json:
         about = {"hardware": hardware(), "model": options.model.name, "skip_set": options.skip_set.name}
-        result = about | {"trained_on": len(records), "disco": disco, "rows": rows}
+        result = about | {"trained_on": len(records), "rows": rows}
         write_json(options.json, result, data=options.data)
 
 

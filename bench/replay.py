@@ -88,11 +88,6 @@ def accepted_path(batch: DraftBatch, continuation: NDArray[np.int32]) -> list[in
     return path
 
 
-def accepted(batch: DraftBatch, continuation: NDArray[np.int32]) -> int:
-    """Length of the longest drafted path that equals the continuation."""
-    return len(accepted_path(batch, continuation))
-
-
 def source_of(kind: int) -> str:
     """Where the learned scorer found the longer context of a node: its kind is its weight set."""
     store, request = divmod(kind, BINS)

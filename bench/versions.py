@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from freedraft.engines.hooks import Hook, is_tested
 
@@ -28,9 +28,21 @@ VERSIONS = {
     "sglang": ("0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
     "vllm": ("cpu==0.29.0", "cpu==0.30.0", "cpu==0.31.0", "cpu==0.32.0", "0.33.0"),
 }
-ASSEMBLED = {"sglang.srt.server_args.ServerArgs": "sglang.srt.arg_groups.fields"}
-
-
+ASSEMBLED = {"sglang.srt.server_args.ServerArgs": "sglang/srt/arg_groups/fields"}
+"""Classes that are put together of the annotations of all classes in the files of a folder."""
+TABLES: dict[str, dict[str, tuple[str, ...]]] = {
+    "sglang": {
+        "`sssd`": ("HOOKS",), "`layerskip`": ("MODEL_HOOKS",), "CPU platform": ("CPU_HOOKS",),
+        "optional": ("OPTIONAL_HOOKS",),
+    },
+    "vllm": {
+        "V1": ("CONFIG_HOOKS", "RUNNER_HOOKS"), "V1, layer skipping": ("MODEL_HOOKS",),
+        "V1, full graphs": ("GRAPH_HOOKS",), "graphs of draft passes": ("DRAFT_GRAPH_HOOKS",),
+        "memory for those graphs": ("GRAPH_MEMORY_HOOKS",), "V2": ("V2_HOOKS",), "tenants": ("TENANT_HOOKS",),
+        "recycled logits": ("V2_LOGITS_HOOKS",), "trees": ("V2_TREE_HOOKS",),
+    },
+}  # fmt: skip
+"""The tables of hooks by what needs them."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -47,20 +59,10 @@ class Source:
     Args:
         read: gives the text of a file by its path ("sglang/srt/server_args.py"); None where there is none.
         files: all paths.
-        assembled: classes that are put together of the annotations of all classes in the modules of a package.
     """
 
-    def __init__(
-        self, read: Callable[[str], str | None], files: Sequence[str], assembled: Mapping[str, str] | None = None
-    ) -> None:
-        self._read, self._files, self._assembled = read, files, assembled or {}
-        self._module = cache(self._parse)
-
-    @classmethod
-    def of_wheel(cls, path: Path, assembled: Mapping[str, str] | None = None) -> Source:
-        wheel = zipfile.ZipFile(path)
-        names = wheel.namelist()
-        return cls(lambda name: wheel.read(name).decode() if name in set(names) else None, names, assembled)
+    def __init__(self, read: Callable[[str], str | None], files: Sequence[str]) -> None:
+        self._read, self._files, self._module = read, files, cache(self._parse)
 
     def problem(self, hook: Hook) -> str | None:
         """As `Hook.problem`."""
@@ -73,7 +75,7 @@ class Source:
         absent = sorted(set(hook.parameters) - self._parameters(found)) if hook.parameters else []
         if absent:
             return f"{hook.name} takes no parameter {', '.join(absent)}"
-        absent = sorted({*hook.fields, *hook.assigned} - self._names(found)) if hook.fields or hook.assigned else []
+        absent = sorted({*hook.fields, *hook.assigned} - self._names(found))
         return f"{hook.name} has no {', '.join(absent)}" if absent else None
 
     def resolve(self, path: str) -> Found | None:
@@ -106,12 +108,9 @@ class Source:
                         path = f"{self._imported(owner.module, node)}.{name if alias.name == '*' else alias.name}"
                         if path != f"{owner.module}.{name}" and (found := self.resolve(path)) is not None:
                             return found
-        if isinstance(owner.node, ast.ClassDef):
-            return next((found for base in self._bases(owner) if (found := self._member(base, name))), None)
-        return None
+        return next((found for base in self._bases(owner) if (found := self._member(base, name))), None)
 
     def _imported(self, importer: str, node: ast.ImportFrom) -> str:
-        """The module that an import statement in another one names."""
         if not node.level:
             return node.module or ""
         is_package = self._read(f"{importer.replace('.', '/')}/__init__.py") is not None
@@ -120,11 +119,9 @@ class Source:
         return ".".join([*above, node.module] if node.module else above)
 
     def _bases(self, owner: Found) -> Iterator[Found]:
-        assert isinstance(owner.node, ast.ClassDef)
         module = self._module(owner.module)
-        assert module is not None
-        for base in owner.node.bases:
-            found = self._member(Found(owner.module, module), ast.unparse(base).split(".")[0].split("[")[0])
+        for base in getattr(owner.node, "bases", ()):
+            found = module and self._member(Found(owner.module, module), ast.unparse(base).split(".")[0].split("[")[0])
             if found is not None and isinstance(found.node, ast.ClassDef):
                 yield found
 
@@ -141,20 +138,14 @@ class Source:
         """What a class has, and what its methods assign to their first argument."""
         if not isinstance(found.node, ast.ClassDef):
             return set()
-        names: set[str] = set()
-        for node in _definitions(found.node):
-            names |= _defined(node)
-        for node in ast.walk(found.node):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.attr)
-        for base in self._bases(found):
-            names |= self._names(base)
-        package = self._assembled.get(f"{found.module}.{found.node.name}", "").replace(".", "/")
-        for file in self._files if package else ():
-            if file.startswith(package) and file.endswith(".py"):
-                module = self._module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-                assert module is not None
-                names |= {n for node in ast.walk(module) if isinstance(node, ast.AnnAssign) for n in _defined(node)}
+        names = {name for node in _definitions(found.node) for name in _defined(node)}
+        names |= {n.attr for n in ast.walk(found.node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+        names |= {name for base in self._bases(found) for name in self._names(base)}
+        folder = ASSEMBLED.get(f"{found.module}.{found.node.name}")
+        for file in self._files if folder else ():
+            if file.startswith(f"{folder}/") and file.endswith(".py"):
+                nodes = ast.walk(ast.parse(self._read(file) or ""))
+                names |= {name for node in nodes if isinstance(node, ast.AnnAssign) for name in _defined(node)}
         return names
 
 
@@ -183,22 +174,8 @@ def _defined(node: ast.AST) -> set[str]:
 
 
 def parts(engine: str) -> dict[str, tuple[Hook, ...]]:
-    """The tables of hooks by what needs them."""
-    hooks: Any = importlib.import_module(f"freedraft.engines.{engine}.hooks")
-    if engine == "sglang":
-        return {"`sssd`": hooks.HOOKS, "`layerskip`": hooks.MODEL_HOOKS, "CPU platform": hooks.CPU_HOOKS,
-                "optional": hooks.OPTIONAL_HOOKS}  # fmt: skip
-    return {
-        "V1": hooks.CONFIG_HOOKS + hooks.RUNNER_HOOKS,
-        "V1, layer skipping": hooks.MODEL_HOOKS,
-        "V1, full graphs": hooks.GRAPH_HOOKS,
-        "graphs of draft passes": hooks.DRAFT_GRAPH_HOOKS,
-        "memory for those graphs": hooks.GRAPH_MEMORY_HOOKS,
-        "V2": hooks.V2_HOOKS,
-        "tenants": hooks.TENANT_HOOKS,
-        "recycled logits": hooks.V2_LOGITS_HOOKS,
-        "trees": hooks.V2_TREE_HOOKS,
-    }
+    hooks = importlib.import_module(f"freedraft.engines.{engine}.hooks")
+    return {title: sum((getattr(hooks, name) for name in names), ()) for title, names in TABLES[engine].items()}
 
 
 def wheel_of(engine: str, version: str, folder: Path) -> Path:
@@ -223,7 +200,9 @@ def main() -> int:
     print(f"| version | {' | '.join(tables)} | tests |\n|---|{'---|' * len(tables)}---|")
     failed = False
     for version in given.versions or VERSIONS[given.engine]:
-        source = Source.of_wheel(wheel_of(given.engine, version, given.folder), ASSEMBLED)
+        with zipfile.ZipFile(wheel_of(given.engine, version, given.folder)) as wheel:
+            texts = {name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".py")}
+        source = Source(texts.get, list(texts))
         problems = ["; ".join(filter(None, map(source.problem, hooks))) for hooks in tables.values()]
         cells = [found.replace("sglang.srt.", "").replace("vllm.v1.", "") or "all there" for found in problems]
         ran = is_tested(version.removeprefix("cpu=="), tested)

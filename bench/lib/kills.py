@@ -25,12 +25,12 @@ from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.opening import open_live
-from sssd_plugin.datastore.live.store import LiveStore
+from sssd_plugin.datastore.live.store import MAX_TOKENS, LiveStore
 from sssd_plugin.datastore.live.tenant import tenant_digest
 from sssd_plugin.datastore.records import Erasure, Record, now_ms
 
-VOCAB, MOST = 4000, 1 << 18
-"""Ids, and tokens that a store keeps: in a folder the oldest documents are dropped meanwhile."""
+VOCAB = 4000
+Work = Callable[[str, Path, int], None]
 TENANTS = str(tenant_key("even")), str(tenant_key("odd"))
 PERIOD = 0.1
 """Seconds between looks at a URL while processes are killed, so that a second has many of them."""
@@ -43,8 +43,9 @@ def text_of(number: int) -> list[int]:
     return [number // 600, 300 + number % 600, *([900 + number % 2] * (4 + number % 50))]
 
 
-def open_store(place: str) -> LiveStore:
-    return open_live(place, VOCAB, max_tokens=MOST)
+def open_store(place: str, work: Work) -> LiveStore:
+    """What learns in a folder drops the oldest documents meanwhile."""
+    return open_live(place, VOCAB, max_tokens=1 << 15 if work is learn and "://" not in place else MAX_TOKENS)
 
 
 def log_of(place: str) -> Log | Exchange:
@@ -66,7 +67,7 @@ def insert(store: LiveStore, number: int) -> None:
 
 def learn(place: str, progress: Path, first: int) -> None:
     """Learn as a server does, and write down when each document was learnt."""
-    store, burst = open_store(place), 1 if "://" in place else 10
+    store, burst = open_store(place, learn), 1 if "://" in place else 10
     store.flush()
     with progress.open("a", buffering=1) as out:
         for number in range(first, 600 * VOCAB):
@@ -92,7 +93,6 @@ def compact(place: str, progress: Path, first: int) -> None:
         log.compact()
 
 
-Work = Callable[[str, Path, int], None]
 WORKS: dict[str, Work] = {"learning": learn, "forgetting": forget, "exchanging": learn, "compacting": compact}
 
 
@@ -118,7 +118,7 @@ def kills(name: str, times: int, *, url: bool = False) -> dict[str, Any]:
         place, progress = f"file://{folder}/bucket" if url else f"{folder}/store", Path(folder, "progress")
         for _ in range(times):
             progress.write_text("")
-            server = open_store(place)
+            server = open_store(place, work)
             server.flush()
             for number in range(first, first + 40):
                 insert(server, number)
@@ -146,8 +146,9 @@ def kills(name: str, times: int, *, url: bool = False) -> dict[str, Any]:
             texts = {600 * int(d.tokens[0]) + int(d.tokens[1]) - 300: d for d in found}
             done = lines == ["done"]
             learnt = {int(n): float(at) for n, at in (line.split() for line in lines if not done)}
-            if work is learn and not url:
-                kept = {n for n in kept if n >= min(texts, default=0)}  # the oldest are dropped
+            oldest_of = [min((n for n in texts if n % 2 == which), default=0) for which in (0, 1)]
+            if work is learn and not url:  # which drops the oldest of each tenant
+                kept = {n for n in kept if n >= oldest_of[n % 2]}
             left = any(n % 2 for n in texts if n < first)
             if name == "exchanging" or (work is forget and (done or not left)):
                 row["erasures_that_came_back"] += left
@@ -156,9 +157,10 @@ def kills(name: str, times: int, *, url: bool = False) -> dict[str, Any]:
                 kept = {n for n in kept if n % 2 == 0}
             new = [n for n in texts if n >= first]
             kept |= set(new)
+            expected = {n for n in range(first, max(new, default=0) + 1) if n >= oldest_of[n % 2]}
             wrong = any(d.tokens.tolist() != text_of(n) or (d.tenant == odd) != n % 2 for n, d in texts.items())
-            wrong |= len(found) > len(texts) or (not url and new != list(range(first, first + len(new))))
-            missing = [at for n, at in learnt.items() if n not in texts and n > min(texts, default=0)]
+            wrong |= len(found) > len(texts) or (not url and new != sorted(expected))
+            missing = [at for n, at in learnt.items() if n not in texts and n > oldest_of[n % 2]]
             oldest = max([oldest, *(killed - at for at in missing)])
             first = max([first, *(n + 1 for n in (*texts, *learnt))])
             row["ended_before_the_kill"] += done

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -85,3 +87,9 @@ def timed(work: Callable[[], Any]) -> list[Any]:
     start = time.perf_counter()
     result = work()
     return [result, time.perf_counter() - start]
+
+
+def in_fresh_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a module returns in a process of its own, so that the peak of memory is its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()

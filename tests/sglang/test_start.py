@@ -174,7 +174,7 @@ def test_the_source_tells_what_the_installed_engine_tells():
     """As `bench.versions` reads wheels that are not installed."""
     from importlib.util import find_spec
 
-    from bench.versions import ASSEMBLED, Source, parts
+    from bench.versions import Source, parts
 
     root = Path(find_spec("sglang").origin).parents[1]
     files = [str(path.relative_to(root)) for path in (root / "sglang/srt/arg_groups/fields").glob("*.py")]
@@ -185,7 +185,7 @@ def test_the_source_tells_what_the_installed_engine_tells():
         return text if name not in changed else text.replace(*changed[name])
 
     def problems():
-        source = Source(read, files, ASSEMBLED)
+        source = Source(read, files)
         return [
             found for hooks in parts("sglang").values() for hook in hooks if (found := source.problem(hook)) is not None
         ]
