@@ -9,13 +9,12 @@ import pytest
 from drafting import replace
 from prometheus_client import REGISTRY
 
-from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.metrics import EVERY, SourceMetrics
 from sssd_plugin.scoring.attribution import ACCEPTED, CONTEXT, HIT, HITS, LOOKUPS, SIZE
 from tests.support.steps import make_step
-from tests.support.stores import int32
+from tests.support.stores import int32, snapshot_of
 
 VOCAB = 60
 
@@ -37,11 +36,7 @@ def test_the_longest_match_decides(isolation: Any) -> None:
         return (rng.zipf(1.3, n) % 12).tolist()
 
     static = [text(60) for _ in range(3)]
-    live = LiveStore(
-        VOCAB,
-        static=Snapshot([SubIndex.build(int32([*part, -1]), VOCAB) for part in static]),
-        isolation=isolation,
-    )
+    live = LiveStore(VOCAB, static=snapshot_of([[part] for part in static], VOCAB), isolation=isolation)
     seen: dict[str, list[list[int]]] = {"a": [], "b": []}
     for number in range(12):
         name = "ab"[number % 2]
@@ -80,15 +75,14 @@ def test_metrics_of_one_step_in_so_many() -> None:
     def value(name: str, source: str | None = None) -> float:
         return REGISTRY.get_sample_value(name, {"source": source} if source else {}) or 0.0
 
-    static = Snapshot([SubIndex.build(int32([5, 6, 7, 8, 9, -1]), VOCAB)])
+    static = snapshot_of([[[5, 6, 7, 8, 9]]], VOCAB)
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, snapshot=static)
     replace(drafter, {"x": [5, 6, 7, 8]})
     metrics = SourceMetrics(static)
-    before = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
-              value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
+    counters = [("freedraft_lookups_total", None), ("freedraft_hits_total", "static")]
+    counters.append(("freedraft_sourced_tokens_total", "static"))
+    before = [value(*counter) for counter in counters]
     for _ in range(EVERY):
         metrics.update(drafter, make_step(["x"], [[6, 7, 8]]))
-    after = [value("freedraft_lookups_total"), value("freedraft_hits_total", "static"),
-             value("freedraft_sourced_tokens_total", "static")]  # fmt: skip
-    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, 2]
+    assert [value(*counter) - was for counter, was in zip(counters, before, strict=True)] == [1, 1, 2]
     assert value("freedraft_static_tokens") == 6 and value("freedraft_static_sub_indices") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -153,18 +152,6 @@ def test_real_text(scoring: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_real_text_with_hashed_ids(scoring: str) -> None:
-    """The same, ids scattered over all 31 bits and a batch of requests that share the store."""
-    scatter = {t: zlib.crc32(t.to_bytes(4, "little")) & 0x7FFFFFFF for s in python_sources().values() for t in s}
-    sources = {name: [scatter[t] for t in text] for name, text in python_sources().items()}
-    names = list(sources)
-    pair = Pair([[sources[n][:1500]] for n in names[:3]], scoring=scoring, vocab_size=2**31, max_nodes=8)
-    for position in range(300, 320):
-        pair.extend({name: sources[name][:position] for name in names[4:]})
-        pair.compare()
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
 def test_long_repetition(scoring: str) -> None:
     """One token over and over, in store and request: counts and occurrences at their limits, paths at their longest."""
     pair = Pair([[[3] * 400]], scoring=scoring, vocab_size=8, max_nodes=64)
@@ -173,16 +160,6 @@ def test_long_repetition(scoring: str) -> None:
         batch = pair.compare(shape=shape)
         assert batch.depths.max() == (63 if scoring == "learned" else 10)
         pair.append({name: [3] for name in pair.requests})
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.parametrize("sub_indices", [[], [[]], [[[]]], [[], [[1, 2, 1, 2]], []]])
-def test_empty_store_and_sub_indices(scoring: str, sub_indices: list) -> None:
-    pair = Pair(sub_indices, scoring=scoring, vocab_size=4)
-    for request in ([], [1], [1, 2], [1, 1], [1, 2, 1]):
-        pair.extend({"r": request})
-        pair.compare()
-        pair.finish("r")
 
 
 @pytest.mark.parametrize("nodes", [48, 49, 50, 51])

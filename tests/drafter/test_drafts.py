@@ -94,14 +94,6 @@ def test_no_draft_crosses_a_document(
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
-def test_a_skipped_token_is_no_separator(scoring: str) -> None:
-    """After [1, 9], what followed "1, any token": not the start of the document after one that ends in 1."""
-    store = [[[6, 5, 1], [7, 8], [5, 1], [7]]]
-    drafter, names = drafter_over(store, [[6, 5, 1, 9]], scoring)
-    assert copied(drafter.draft(names, max_nodes=64)) == [[(9, -1, 1.0)]]
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
 def test_requests_do_not_see_each_other(scoring: str) -> None:
     """Requests over disjoint alphabets, no store: each drafts its own tokens, and the same as it would alone."""
     rng = np.random.default_rng(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
-from freedraft.engines.vllm.tenants import SALT, _from_request
-from freedraft.step import EngineContext, Step
+from freedraft.step import EngineContext
 from freedraft.tenants import parse_tenant, tenant_key
 from sssd_plugin.method import SssdMethod
 from sssd_plugin.options import SssdOptions
+from tests.support.steps import make_step
 
 VOCAB, NODES = 200, 8
 
@@ -28,19 +27,7 @@ def method(**options: Any) -> SssdMethod:
 
 def draft(method: SssdMethod, name: str, text: list[int], gained: list[int]) -> list[int]:
     """The tokens drafted for a request behind `text`, whose end it has just gained."""
-    step = Step(
-        request_ids=[name],
-        tokens=np.array(gained, np.int32),
-        starts=np.zeros(1, np.int64),
-        ends=np.array([len(gained)]),
-        contexts=np.array([len(text)], np.int32),
-        capacities=np.array([NODES - 1], np.int32),
-        drafted=np.zeros(1, np.int32),
-        widths=np.array([1, NODES], np.int32),
-        previous=None,
-        history=lambda b: np.array(text, np.int32),
-    )
-    tree = method.draft(step)
+    tree = method.draft(make_step([name], [gained], capacities=NODES - 1, widths=[1, NODES], texts=[text]))
     return tree.tokens[0, 1 : tree.counts[0]].tolist()
 
 
@@ -88,13 +75,6 @@ def test_a_retracted_request_is_learnt_from_once(tmp_path: Path) -> None:
     again.close()
 
 
-def test_vllm_carries_the_salt_of_new_requests() -> None:
-    wrapped = _from_request(lambda request, blocks: types.SimpleNamespace(req_id=request.request_id))
-    salted = wrapped(types.SimpleNamespace(request_id="a", cache_salt="s"), ([1],))
-    plain = wrapped(types.SimpleNamespace(request_id="b", cache_salt=None), ([1],))
-    assert getattr(salted, SALT) == tenant_key("s") and not hasattr(plain, SALT)
-
-
 def test_tenants_have_keys_of_their_own() -> None:
     keys = [tenant_key(*fields) for fields in (("a\nb", None), ("b", "a"), ("a", "b"), ("ab", ""), ("", "ab"), ("a",))]
     assert len(set(keys)) == 6 and tenant_key(None, None) is tenant_key("", "") is None
@@ -107,19 +87,6 @@ def test_the_default_says_what_it_does_to_clients_without_salts(caplog: pytest.L
         caplog.clear()
         method(isolation=isolation).close()
         assert [("neither teach nor are taught" in r.message) for r in caplog.records].count(True) == said
-
-
-def test_replicas_learn_from_each_other(tmp_path: Path) -> None:
-    one, other = (method(datastore=tmp_path, isolation="shared") for _ in range(2))
-    serve(one, "a", [1, 2], [10, 11, 12])
-    serve(other, "a", [1, 2], [20, 21, 22])
-    assert one.live is not None and other.live is not None
-    one.live.flush(), other.live.flush(), one.live.flush()
-    assert serve(other, "b", [3, 4], [10, 11])[:1] == [11] and serve(one, "b", [3, 4], [20, 21])[:1] == [21]
-    one.close(), other.close()
-    again = method(datastore=tmp_path, isolation="shared")
-    assert serve(again, "c", [5], [20, 21])[:1] == [21] and serve(again, "d", [5], [10, 11])[:1] == [11]
-    again.close()
 
 
 def test_a_replica_on_another_host_learns_in_memory(tmp_path: Path, monkeypatch, caplog) -> None:

@@ -15,7 +15,7 @@ from test_drafter_equals_oracle import EXAMPLES, worlds
 from freedraft.draft import DraftBatch
 from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.recycled_logits import ENTRY, entries, owner_of
+from sssd_plugin.recycled_logits import owner_of
 from sssd_plugin.scoring.weights import Weights
 from tests.support.stores import int32
 
@@ -132,9 +132,3 @@ def test_at_its_bound_the_table_evicts_and_never_grows() -> None:
         found.append(first_draft(drafter, "s") == 7)
     assert not any(found[: number // 2]), "the oldest go first"
     assert np.mean(found[-number // 64 :]) > 0.9
-
-
-@pytest.mark.parametrize("megabytes, expected", [(0, 0), (1e-6, 0), (1, 8192), (64, 524288)])
-def test_size(megabytes: float, expected: int) -> None:
-    table = entries(megabytes)
-    assert len(table) == expected and table.nbytes <= megabytes * 2**20 and ENTRY.itemsize <= 128

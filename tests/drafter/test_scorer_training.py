@@ -8,12 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import oracle
-import pytest
 from numpy.typing import NDArray
 
 from bench.scorer.__main__ import main
-from bench.scorer.recordings import load_recordings
-from bench.scorer.training import initial_weights, train, train_recycled
+from bench.scorer.training import initial_weights
 from freedraft.step import TOP_TOKENS
 from sssd_plugin.scoring.weights import Weights
 from tests.support.models import save_word_tokenizer
@@ -79,16 +77,3 @@ def test_training_lowers_the_loss_on_held_out_text(tmp_path: Path) -> None:
     shipped = Weights.load()
     assert after < log_loss(shipped.values, held_out, store)
     assert not np.allclose(trained.recycled, shipped.recycled)
-
-
-def test_what_cannot_be_trained_on(tmp_path: Path) -> None:
-    rows = [(np.array(p, np.int32), np.array(o, np.int32)) for p, o in source(0, 7)]
-    with pytest.raises(ValueError, match="training needs at least 8 rows"):
-        train(rows, VOCAB)
-    with pytest.raises(ValueError, match="no recording"):
-        train_recycled(initial_weights(), [], VOCAB)
-    good = recording(source(0, 1)[0])
-    for bad in ({"output": [3, 4]}, {"top_log_probs": [[-1.0]]}, {"prompt": "text"}, {"prompt": [2**40]}):
-        (tmp_path / "r.jsonl").write_text(json.dumps(good) + "\n\n" + json.dumps(good | bad))
-        with pytest.raises(ValueError, match=r"r\.jsonl line 3"):
-            load_recordings(tmp_path / "r.jsonl")

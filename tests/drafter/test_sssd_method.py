@@ -62,11 +62,12 @@ def test_chains_where_lengths_may_differ_and_trees_where_they_may_not(
     assert branches == (shape == "tree")
 
 
+POLICIES = [({"policy": "auto"}, Auto), ({"policy": "knee"}, Knee), ({"policy": "fixed"}, Fixed)]
+
+
 @pytest.mark.parametrize(
-    ("options", "kind"),
-    [({"policy": "auto"}, Auto), ({"policy": "knee"}, Knee), ({"policy": "fixed"}, Fixed), ({"policy": None}, Auto),
-     ({"policy": None, "knee": 7}, Knee)],
-)  # fmt: skip
+    ("options", "kind"), [*POLICIES, ({"policy": None}, Auto), ({"policy": None, "knee": 7}, Knee)]
+)
 def test_policies(options: dict[str, Any], kind: type) -> None:
     sssd = method(**options)
     assert type(sssd.controller) is kind

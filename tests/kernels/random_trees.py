@@ -50,10 +50,10 @@ def random_batch(
 def batches(
     draw: st.DrawFn, max_batch: int = 5, max_nodes: int = 12, max_vocab: int = 9
 ) -> tuple[DraftBatch, int, int]:
-    """(trees, vocabulary size, seed for whatever else the test makes up)."""
+    """(trees, of no request even; vocabulary size; seed for whatever else the test makes up)."""
     seed = draw(st.integers(0, 2**32 - 1))
     vocab = draw(st.integers(2, max_vocab))
-    shape = draw(st.integers(1, max_batch)), draw(st.integers(1, max_nodes))
+    shape = draw(st.integers(0, max_batch)), draw(st.integers(1, max_nodes))
     return random_batch(np.random.default_rng(seed), *shape, vocab), vocab, seed
 
 

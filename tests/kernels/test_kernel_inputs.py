@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from freedraft_kernels import TreeBatch, tree_inputs
+from freedraft_kernels import tree_inputs
 from hypothesis import given, settings
 from random_trees import batches, on, path_to, random_batch
 
@@ -31,13 +32,8 @@ def test_reference(case: tuple[DraftBatch, int, int]) -> None:
     lengths = [(seed >> b) % 23 for b in range(drafts.batch_size)]
     seq_lens = torch.tensor(lengths, dtype=torch.int32 if seed % 2 else torch.int64)
     for full in (False, True):
-        inputs = tree_inputs(
-            tree,
-            seq_lens,
-            layout="full" if full else "query",
-            seq_lens_sum=sum(lengths) if full else None,
-            backend="reference",
-        )
+        layout = {"layout": "full", "seq_lens_sum": sum(lengths)} if full else {"layout": "query"}
+        inputs = tree_inputs(tree, seq_lens, **layout, backend="reference")
         ids, positions, cells = expected(drafts, lengths, full)
         assert inputs.input_ids.dtype == inputs.positions.dtype == torch.int64 and inputs.mask.dtype == torch.bool
         assert inputs.input_ids.tolist() == ids
@@ -47,8 +43,6 @@ def test_reference(case: tuple[DraftBatch, int, int]) -> None:
 
 
 def test_full_mask_of_a_larger_and_a_smaller_bound() -> None:
-    import numpy as np
-
     drafts = random_batch(np.random.default_rng(3), 3, 6, 9)
     tree, lengths = on("cpu", drafts), [4, 0, 7]
     cells = expected(drafts, lengths, True)[2]
@@ -58,19 +52,7 @@ def test_full_mask_of_a_larger_and_a_smaller_bound() -> None:
         assert inputs.mask.shape == (size,) and inputs.mask[: len(cells)].tolist() == cells[:size]
 
 
-def test_no_requests() -> None:
-    empty = torch.empty(0, 4, dtype=torch.int32)
-    tree = TreeBatch(empty, empty, empty, torch.empty(0, dtype=torch.int32))
-    for layout in ("full", "query"):
-        inputs = tree_inputs(
-            tree, torch.empty(0, dtype=torch.int64), layout=layout, seq_lens_sum=0 if layout == "full" else None
-        )
-        assert inputs.mask.numel() == inputs.input_ids.numel() == 0
-
-
 def test_bad_input() -> None:
-    import numpy as np
-
     tree = on("cpu", random_batch(np.random.default_rng(0), 2, 4, 9))
     lengths = torch.tensor([1, 2])
     with pytest.raises(ValueError, match=r"seq_lens has shape \[3\], expected \[2\]"):

@@ -67,22 +67,6 @@ def test_reference(seed: int, batch: int, nodes: int, page_size: int) -> None:
         assert torch.equal(buffer.float(), want.float())
 
 
-def test_pages_as_a_dimension() -> None:
-    pool = torch.arange(4 * 16 * 2 * 3).view(4, 16, 2, 3).float()
-    before = pool.clone()
-    paths = Verification(
-        torch.tensor([[0, 2, 3, -1]], dtype=torch.int32),
-        torch.tensor([3], dtype=torch.int32),
-        torch.empty(0),
-        torch.empty(0),
-    )
-    KVPool([pool.flatten(0, 1)]).compact(torch.tensor([[15, 48, 49, 50]]), paths, backend="reference")
-    assert torch.equal(pool[3, 0], before[3, 1]) and torch.equal(pool[3, 1], before[3, 2])
-    untouched = torch.ones(4, 16, dtype=torch.bool)
-    untouched[3, :2] = False
-    assert torch.equal(pool[untouched], before[untouched])
-
-
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="at least one buffer"):
         KVPool([])

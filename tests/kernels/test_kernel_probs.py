@@ -90,10 +90,3 @@ def test_padding_is_not_filtered() -> None:
     logits, options = torch.randn(2, 3, 50), {"top_ks": torch.tensor([2, 2])}
     got = target_probs(logits, torch.ones(2), counts=torch.tensor([1, 3], dtype=torch.int32), **options)
     assert (got > 0).sum(-1).tolist() == [[2, 50, 50], [2, 2, 2]]
-
-
-def test_bad_input() -> None:
-    with pytest.raises(ValueError, match=r"expected \[batch, nodes, vocabulary\]"):
-        target_probs(torch.zeros(2, 3), torch.ones(2))
-    with pytest.raises(ValueError, match=r"top_ps has shape \[3\], expected \[2\]"):
-        target_probs(torch.zeros(2, 1, 3), torch.ones(2), top_ps=torch.ones(3))

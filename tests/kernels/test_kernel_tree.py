@@ -23,15 +23,6 @@ def test_copy_is_independent_of_the_host_arrays() -> None:
         assert np.array_equal(tensor.numpy(), array)
 
 
-def test_views_of_a_larger_batch() -> None:
-    drafts = random_batch(np.random.default_rng(2), 4, 8, 9)
-    tree = TreeBatch.from_numpy(
-        drafts.tokens[:3, :5], drafts.parents[:3, :5], drafts.depths[:3, :5], np.minimum(drafts.counts[:3], 5)
-    )
-    assert tree.batch_size == 3 and tree.max_nodes == 5
-    assert np.array_equal(tree.parents.numpy(), drafts.parents[:3, :5])
-
-
 def test_bad_input() -> None:
     ints = torch.zeros(2, 3, dtype=torch.int32)
     counts = torch.zeros(2, dtype=torch.int32)
@@ -71,8 +62,3 @@ else:
 """
     source = Path(sys.modules["freedraft_kernels"].__file__ or "").parent.parent
     subprocess.run([sys.executable, "-c", program], check=True, cwd=source)
-
-
-def test_no_package_named_kernels() -> None:
-    """A package of that name would shadow the one SGLang depends on."""
-    assert not (Path(__file__).parents[2] / "kernels" / "__init__.py").exists()

@@ -13,7 +13,7 @@ import torch
 from freedraft_kernels import NodeMasks, TreeQueries, tree_attention, write_tree_queries
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import random_batch
+from random_trees import path_to, random_batch
 
 from freedraft.draft import DraftBatch
 
@@ -67,11 +67,9 @@ def random_case(seed: int, width: int = 64, requests: int = 5) -> Case:
             if is_tree and node > 0:
                 seen[context + 1 :] = False
                 if node < count:
-                    path = [node]
-                    while path[-1] > 0:
-                        path.append(int(draft.parents[0, path[-1]]))
+                    path = path_to(draft, 0, node)
                     seen[[context + j for j in path]] = True
-                    depth, parent = int(draft.depths[0, node]), path[1]
+                    depth, parent = int(draft.depths[0, node]), path[-2]
                 else:
                     seen[context + i], depth, parent = True, 0, 0
             sees.append(seen)
@@ -82,16 +80,9 @@ def random_case(seed: int, width: int = 64, requests: int = 5) -> Case:
         lengths.append(length)
         counts.append(count if is_tree else verified)
         trees.append(int(is_tree))
-    return Case(
-        NodeMasks(torch.from_numpy(masks), torch.from_numpy(prompts)),
-        torch.from_numpy(slots.astype(np.int64)),
-        *(torch.tensor(values, dtype=torch.int32) for values in (nodes, starts, lengths)),
-        counts,
-        trees,
-        sees,
-        stands,
-        follows,
-    )
+    known = NodeMasks(torch.from_numpy(masks), torch.from_numpy(prompts)), torch.from_numpy(slots.astype(np.int64))
+    given = (torch.tensor(values, dtype=torch.int32) for values in (nodes, starts, lengths))
+    return Case(*known, *given, counts, trees, sees, stands, follows)
 
 
 def node_masks(draft: DraftBatch) -> np.ndarray:
@@ -106,18 +97,13 @@ def queries_of(case: Case, device: str = "cpu", backend: str = "auto") -> tuple[
     """What `write_tree_queries` makes of it; positions, parents and counts."""
     tokens, requests = len(case.sees), len(case.slots)
     at = [int(case.seq_lens[b]) - int(case.starts[b + 1]) + t for b in range(requests) for t in tokens_of(case, b)]
-    queries = TreeQueries(
-        case.starts.to(device),
-        case.seq_lens.to(device),
-        torch.full((tokens + 3,), 7, dtype=torch.int32, device=device),
-        torch.full((tokens + 3,), 7, dtype=torch.int64, device=device),
-        torch.full((requests,), 7, dtype=torch.int32, device=device),
-    )
-    rest = [
-        torch.tensor(at, dtype=torch.int64, device=device),
-        torch.full((tokens,), 7, dtype=torch.int32, device=device),
-        torch.full((requests,), 7, dtype=torch.int32, device=device),
-    ]
+
+    def empty(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.full((size,), 7, dtype=dtype, device=device)
+
+    made = empty(tokens + 3), empty(tokens + 3, torch.int64), empty(requests)
+    queries = TreeQueries(case.starts.to(device), case.seq_lens.to(device), *made)
+    rest = [torch.tensor(at, dtype=torch.int64, device=device), empty(tokens), empty(requests)]
     trees = NodeMasks(case.masks.masks.to(device), case.masks.prompts.to(device))
     write_tree_queries(trees, case.slots.to(device), case.nodes.to(device), queries, *rest, backend=backend)
     return queries, rest
@@ -187,18 +173,10 @@ def attended(case: Case, cache: Cache, max_queries: int, trees_only: bool = Fals
 def check(case: Case, cache: Cache, trees_only: bool = False, device: str = "cpu", backend: str = "auto") -> None:
     queries, _ = queries_of(case, device)
     out = torch.full_like(cache.query, 7).to(device)
-    longest, width = int(case.seq_lens.max()), case.masks.masks.shape[1] + 1
-    tree_attention(
-        *(t.to(device) for t in cache[:3]),
-        queries,
-        cache.pages.to(device),
-        out,
-        scale=0.2,
-        max_queries=width,
-        max_seq_len=longest,
-        trees_only=trees_only,
-        backend=backend,
-    )
+    width = case.masks.masks.shape[1] + 1
+    query, keys, values, pages = (t.to(device) for t in cache[:4])
+    how = {"scale": 0.2, "max_queries": width, "max_seq_len": int(case.seq_lens.max()), "trees_only": trees_only}
+    tree_attention(query, keys, values, queries, pages, out, **how, backend=backend)
     expected = attended(case, cache, width, trees_only)
     tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype]
     for token in range(len(out)):

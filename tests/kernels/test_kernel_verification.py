@@ -52,19 +52,6 @@ def test_greedy(case: tuple[DraftBatch, int, int]) -> None:
     assert {t.dtype for t in (got.accepted, got.lengths, got.tokens, got.bonus)} == {torch.int32}
 
 
-def test_greedy_accepts_a_branch() -> None:
-    tree = TreeBatch(
-        torch.tensor([[9, 1, 2, 3, 4]], dtype=torch.int32),
-        torch.tensor([[-1, 0, 0, 1, 2]], dtype=torch.int32),
-        torch.tensor([[0, 1, 1, 2, 2]], dtype=torch.int32),
-        torch.tensor([5], dtype=torch.int32),
-    )
-    got = verify_greedy(tree, torch.tensor([[2, 0, 4, 0, 7]]))
-    assert got.accepted.tolist() == [[0, 2, 4, -1, -1]]
-    assert got.tokens.tolist() == [[2, 4, 7, -1, -1]]
-    assert got.lengths.tolist() == [3] and got.bonus.tolist() == [7]
-
-
 def law(drafts: DraftBatch, probs: torch.Tensor) -> dict[tuple[int, ...], float]:
     """Probability of every output of `verify_with_draws` for row 0, by integrating it over its draws.
 
@@ -246,21 +233,10 @@ def test_rows_that_are_no_distribution_give_a_token_of_the_vocabulary() -> None:
     assert got.bonus[4] == 2
 
 
-def test_no_requests() -> None:
-    empty = torch.empty(0, 4, dtype=torch.int32)
-    tree = TreeBatch(empty, empty, empty, torch.empty(0, dtype=torch.int32))
-    none = torch.empty(0, dtype=torch.int64)
-    assert verify_greedy(tree, torch.empty(0, 4, dtype=torch.int64)).tokens.shape == (0, 4)
-    assert verify_sampled(tree, torch.empty(0, 4, 9), none, none).tokens.shape == (0, 4)
-
-
 def test_bad_input() -> None:
     tree = on("cpu", random_batch(np.random.default_rng(0), 2, 4, 9))
-    targets, seeds, probs = (
-        torch.zeros(2, 4, dtype=torch.int64),
-        torch.zeros(2, dtype=torch.int64),
-        torch.ones(2, 4, 9) / 9,
-    )
+    targets, seeds = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    probs = torch.ones(2, 4, 9) / 9
     with pytest.raises(ValueError, match=r"targets has shape \[2, 3\], expected \[2, 4\]"):
         verify_greedy(tree, targets[:, :3])
     with pytest.raises(ValueError, match="targets is torch"):

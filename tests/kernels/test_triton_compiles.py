@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -10,81 +12,51 @@ from freedraft_kernels.dispatch import interpreting  # noqa: E402
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="interpreted kernels are not compiled")
 
-TREE = {"tokens": "*i32", "parents": "*i32", "counts": "*i32"}
-OUT = {"accepted": "*i32", "lengths": "*i32", "new_tokens": "*i32"}
-RANDOM = {"probs": "*fp32", "seeds": "*i64", "positions": "*i64"}
+# Of arguments by name, unless a case says otherwise; all others are int32 numbers.
+TYPES = {"size": "i64", "stride": "i64", "scale": "fp32", "mask": "*u8"}
+TYPES |= dict.fromkeys(("probs", "shares", "parts", "bounds"), "*fp32")
+TYPES |= dict.fromkeys(("seeds", "positions", "input_ids", "targets", "table", "drafts", "node_masks", "masks"), "*i64")
+TYPES |= dict.fromkeys(("sums", "keys", "ranks", "masses", "slots"), "*i64")
+TYPES |= dict.fromkeys(("tokens", "parents", "depths", "counts", "accepted", "lengths", "new_tokens", "bonus"), "*i32")
+TYPES |= dict.fromkeys(("stops", "gained", "starts", "trees", "pages", "seq_lens", "prefixes", "prompts"), "*i32")
+Case = tuple[Any, dict[str, int], int, dict[str, str]]
 
 
-def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
-    """Kernel, argument types, compile-time arguments, warps: as launched at 32 nodes, and at the largest sizes."""
-    from freedraft_kernels.device import (
-        filters,
-        inputs,
-        kv_pool,
-        newest_tokens,
-        top_tokens,
-        tree_attention,
-        tree_queries,
-        verification,
+def cases() -> dict[str, Case]:
+    """Kernel, compile-time arguments, warps, types: as launched at 32 nodes, and at the largest sizes."""
+    from freedraft_kernels.device.filters import keep_likeliest_kernel
+    from freedraft_kernels.device.inputs import tree_inputs_kernel
+    from freedraft_kernels.device.kv_pool import compact_kernel
+    from freedraft_kernels.device.newest_tokens import newest_tokens_kernel
+    from freedraft_kernels.device.top_tokens import top_keys_kernel
+    from freedraft_kernels.device.tree_attention import sum_parts_kernel, tree_attention_kernel
+    from freedraft_kernels.device.tree_queries import tree_queries_kernel
+    from freedraft_kernels.device.verification import (
+        bonus_kernel,
+        chunk_sums_kernel,
+        verify_greedy_kernel,
+        verify_sampled_kernel,
     )
 
-    rows = {
-        **TREE,
-        "depths": "*i32",
-        "seq_lens": "*i64",
-        "input_ids": "*i64",
-        "positions": "*i64",
-        "mask": "*u8",
-        "nodes": "i32",
-        "size": "i64",
-    }
     query = {"FULL": False, "BATCH_BLOCK": 64, "NODE_BLOCK": 32, "COLUMN_BLOCK": 1024}
-    greedy = {**TREE, "targets": "*i64", **OUT, "bonus": "*i32", "nodes": "i32"}
-    ints = {"nodes": "i32", "vocab": "i32"}
-    walk = {**TREE, **RANDOM, **OUT, "stops": "*i32", **ints}
-    sums = {"probs": "*fp32", "stops": "*i32", "sums": "*i64", "nodes": "i32", "vocab": "i32"}
-    bonus = {
-        **TREE,
-        **RANDOM,
-        "stops": "*i32",
-        "sums": "*i64",
-        "lengths": "*i32",
-        "new_tokens": "*i32",
-        "bonus": "*i32",
-    }
-    compact = {"table": "*i64", "slots": "*i64", "accepted": "*i32", "lengths": "*i32", "nodes": "i32", "width": "i32"}
+    full, long = query | {"FULL": True}, {"seq_lens": "*i64"}
     block = {"CHUNK": 4096, "VOCAB_BLOCK": 1024}
-    top = {"logits": "*fp32", "keys": "*i64", "sums": "*fp32", "vocab": "i32", "stride": "i64"}
+    bonus = block | {"NODE_BLOCK": 32, "CHUNK_BLOCK": 64}
     eight = {"COUNT": 8, "COUNT_BLOCK": 8, "BLOCK": 4096}
-    likeliest = {
-        "probs": "*fp32",
-        "counts": "*i32",
-        "ranks": "*i64",
-        "masses": "*i64",
-        "shares": "*fp32",
-        "sums": "*i64",
-    }
-    newest = {"tokens": "*i32", "lengths": "*i32", "slots": "*i32", "gained": "*i32", "out": "*i32", "drafts": "*i64"}
-    newest |= {"stride": "i64", "length": "i32"}
-    strides = {f"{name}_stride": "i32" for name in ("query", "query_head", "out", "out_head", "page", "token", "head")}
-    strides |= {f"{name}_stride": "i32" for name in ("values_page", "values_token", "values_head", "pages")}
-    heads = {"starts": "*i32", "trees": "*i32", "max_queries": "i32"}
-    parts = {"parts": "*fp32", "bounds": "*fp32"}
-    reads = {"pages": "*i32", "seq_lens": "*i32", "prefixes": "*i32", "masks": "*i64", "scale": "fp32"}
-    attention = {**heads, **parts, **reads, **strides}
+    roots = {"NODE_BLOCK": 1, "nodes": 1}  # the launcher turns an argument of 1 into a constant
     sizes = {"SIZE": 128, "SIZE_BLOCK": 128, "SEGMENTS": 4, "TREES_ONLY": False}
-    attended = {**sizes, "HEADS": 32, "GROUP": 4, "PAGE": 16, "ROWS": 128, "TILE": 64}
+    attended = sizes | {"HEADS": 32, "GROUP": 4, "PAGE": 16, "ROWS": 128, "TILE": 64}
     less = {"ROWS": 64, "TILE": 32}  # at once, of more bytes
 
-    def attends(dtype: str, **constants: int) -> tuple[object, dict[str, str], dict[str, int], int]:
-        typed = dict.fromkeys(("query", "keys", "values", "out"), f"*{dtype}")
-        return tree_attention.tree_attention_kernel, {**attention, **typed}, {**attended, **constants}, 4
+    def attends(dtype: str, **constants: int) -> Case:
+        types = dict.fromkeys(("query", "keys", "values", "out"), f"*{dtype}")
+        return tree_attention_kernel, attended | constants, 4, types
 
-    queries = {"node_masks": "*i64", "prompts": "*i32", "slots": "*i64", "nodes": "*i32", "starts": "*i32"}
-    queries |= {"seq_lens": "*i32", "prefixes": "*i32", "masks": "*i64", "trees": "*i32", "positions": "*i64"}
-    queries |= {"parents": "*i32", "counts": "*i32", "width": "i32"}
+    def top(dtype: str) -> Case:
+        return top_keys_kernel, eight, 4, {"logits": f"*{dtype}", "sums": "*fp32"}
+
     return {
-        "newest tokens": (newest_tokens.newest_tokens_kernel, newest, {"BLOCK": 16}, 1),
+        "newest tokens": (newest_tokens_kernel, {"BLOCK": 16}, 1, {"slots": "*i32", "out": "*i32"}),
         "attention": attends("bf16"),
         "attention, all keys at once": attends("fp16", SEGMENTS=1, TREES_ONLY=True),
         "attention, float32": attends("fp32", SEGMENTS=16, **less),
@@ -92,74 +64,28 @@ def cases() -> dict[str, tuple[object, dict[str, str], dict[str, int], int]]:
         "attention, heads of 64": attends("fp32", SIZE=64, SIZE_BLOCK=64, GROUP=1, **less | {"ROWS": 16, "TILE": 64}),
         "attention, heads of 256": attends("bf16", SIZE=256, SIZE_BLOCK=256, **less),
         "attention, heads of 256, float32": attends("fp32", SIZE=256, SIZE_BLOCK=256, **less | {"ROWS": 16}),
-        "sum of parts": (
-            tree_attention.sum_parts_kernel,
-            {**heads, **parts, "out": "*bf16", "out_stride": "i32", "out_head_stride": "i32"},
-            sizes,
-            1,
-        ),
-        "sum of many parts": (
-            tree_attention.sum_parts_kernel,
-            {**heads, **parts, "out": "*bf16", "out_stride": "i32", "out_head_stride": "i32"},
-            {**sizes, "SEGMENTS": 64},
-            4,
-        ),
-        "queries of trees": (tree_queries.tree_queries_kernel, queries, {"NODE_BLOCK": 128, "BLOCK": 256}, 4),
-        "filters": (filters.keep_likeliest_kernel, {**likeliest, **ints}, {"BLOCK": 4096}, 8),
-        "top tokens": (top_tokens.top_keys_kernel, top, eight, 4),
-        "top tokens, bfloat16": (top_tokens.top_keys_kernel, {**top, "logits": "*bf16"}, eight, 4),
-        "query mask": (inputs.tree_inputs_kernel, rows, query, 1),
-        "full mask": (inputs.tree_inputs_kernel, rows, {**query, "FULL": True}, 4),
-        "full mask of int32 lengths": (
-            inputs.tree_inputs_kernel,
-            {**rows, "seq_lens": "*i32"},
-            {**query, "FULL": True},
-            4,
-        ),
-        "greedy": (verification.verify_greedy_kernel, greedy, {"NODE_BLOCK": 32}, 1),
-        "greedy, int32": (verification.verify_greedy_kernel, {**greedy, "targets": "*i32"}, {"NODE_BLOCK": 128}, 1),
-        "walk": (verification.verify_sampled_kernel, walk, {"NODE_BLOCK": 32}, 1),
-        "walk, int32": (verification.verify_sampled_kernel, {**walk, "positions": "*i32"}, {"NODE_BLOCK": 32}, 1),
-        "chunk sums": (verification.chunk_sums_kernel, sums, block, 4),
-        "bonus": (
-            verification.bonus_kernel,
-            {**bonus, **ints, "chunks": "i32"},
-            {**block, "NODE_BLOCK": 32, "CHUNK_BLOCK": 64},
-            4,
-        ),
-        "bonus, widest": (
-            verification.bonus_kernel,
-            {**bonus, **ints, "chunks": "i32", "positions": "*i32"},
-            {**block, "NODE_BLOCK": 256, "CHUNK_BLOCK": 64},
-            4,
-        ),
-        # The launcher turns an argument of 1 into a constant: one node per request, one chunk.
-        "full mask of roots": (
-            inputs.tree_inputs_kernel,
-            {k: v for k, v in rows.items() if k != "nodes"} | {"size": "i32"},
-            {**query, "FULL": True, "BATCH_BLOCK": 1, "NODE_BLOCK": 1, "nodes": 1},
-            4,
-        ),
-        "greedy of roots": (
-            verification.verify_greedy_kernel,
-            {k: v for k, v in greedy.items() if k != "nodes"},
-            {"NODE_BLOCK": 1, "nodes": 1},
-            1,
-        ),
-        "walk of roots": (
-            verification.verify_sampled_kernel,
-            {k: v for k, v in walk.items() if k != "nodes"},
-            {"NODE_BLOCK": 1, "nodes": 1},
-            1,
-        ),
-        "bonus of roots": (
-            verification.bonus_kernel,
-            {**bonus, "vocab": "i32", "chunks": "i32"},
-            {**block, "NODE_BLOCK": 1, "CHUNK_BLOCK": 1, "nodes": 1},
-            4,
-        ),
-        "compact": (kv_pool.compact_kernel, compact, {"BLOCK": 256}, 4),
-        "compact, short rows": (kv_pool.compact_kernel, {**compact, "slots": "*i32"}, {"BLOCK": 1}, 1),
+        "sum of parts": (sum_parts_kernel, sizes, 1, {"out": "*bf16"}),
+        "sum of many parts": (sum_parts_kernel, sizes | {"SEGMENTS": 64}, 4, {"out": "*bf16"}),
+        "queries of trees": (tree_queries_kernel, {"NODE_BLOCK": 128, "BLOCK": 256}, 4, {"nodes": "*i32"}),
+        "filters": (keep_likeliest_kernel, {"BLOCK": 4096}, 8, {}),
+        "top tokens": top("fp32"),
+        "top tokens, bfloat16": top("bf16"),
+        "query mask": (tree_inputs_kernel, query, 1, long),
+        "full mask": (tree_inputs_kernel, full, 4, long),
+        "full mask of int32 lengths": (tree_inputs_kernel, full, 4, {}),
+        "full mask of roots": (tree_inputs_kernel, full | roots | {"BATCH_BLOCK": 1}, 4, long | {"size": "i32"}),
+        "greedy": (verify_greedy_kernel, {"NODE_BLOCK": 32}, 1, {}),
+        "greedy, int32": (verify_greedy_kernel, {"NODE_BLOCK": 128}, 1, {"targets": "*i32"}),
+        "greedy of roots": (verify_greedy_kernel, roots, 1, {}),
+        "walk": (verify_sampled_kernel, {"NODE_BLOCK": 32}, 1, {}),
+        "walk, int32": (verify_sampled_kernel, {"NODE_BLOCK": 32}, 1, {"positions": "*i32"}),
+        "walk of roots": (verify_sampled_kernel, roots, 1, {}),
+        "chunk sums": (chunk_sums_kernel, block, 4, {}),
+        "bonus": (bonus_kernel, bonus, 4, {}),
+        "bonus, widest": (bonus_kernel, bonus | {"NODE_BLOCK": 256}, 4, {"positions": "*i32"}),
+        "bonus of roots": (bonus_kernel, bonus | roots | {"CHUNK_BLOCK": 1}, 4, {}),
+        "compact": (compact_kernel, {"BLOCK": 256}, 4, {}),
+        "compact, short rows": (compact_kernel, {"BLOCK": 1}, 1, {"slots": "*i32"}),
     }
 
 
@@ -168,14 +94,14 @@ def test_kernels_compile(capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    for name, (kernel, signature, constants, warps) in cases().items():
-        assert set(signature) | set(constants) == set(kernel.arg_names), name  # type: ignore[attr-defined]
-        full = {**signature, **dict.fromkeys(constants, "constexpr")}
-        ordered = {arg: full[arg] for arg in kernel.arg_names}  # type: ignore[attr-defined]
-        positions = {(kernel.arg_names.index(arg),): value for arg, value in constants.items()}  # type: ignore[attr-defined]
-        source = ASTSource(kernel, ordered, constexprs=positions)
+    for name, (kernel, constants, warps, types) in cases().items():
+        names = kernel.arg_names
+        assert {*constants, *types} <= set(names), name
+        given = TYPES | types | dict.fromkeys(constants, "constexpr")
+        places = {(names.index(arg),): value for arg, value in constants.items()}
+        source = ASTSource(kernel, {arg: given.get(arg, "i32") for arg in names}, constexprs=places)
         attends = name.startswith("attention")
-        options = {"num_warps": warps} | ({"num_stages": 2 if "bf16" in signature["query"] else 1} if attends else {})
+        options = {"num_warps": warps} | ({"num_stages": 2 if "bf16" in given["query"] else 1} if attends else {})
         built = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         assert built.asm["cubin"], name
         # What every GPU gives a program without asking for more; Triton asks for attention, as engines' kernels do.

@@ -246,18 +246,6 @@ def test_compaction(seed: int, batch: int, nodes: int, page_size: int) -> None:
 
 
 @runs_triton
-def test_no_requests() -> None:
-    empty = torch.empty(0, 4, dtype=torch.int32, device=DEVICE)
-    tree = TreeBatch(empty, empty, empty, empty[:, 0])
-    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    assert tree_inputs(tree, none, layout="query", backend="triton").mask.shape == (0, 4, 4)
-    assert verify_greedy(tree, torch.empty(0, 4, dtype=torch.int64, device=DEVICE), backend="triton").bonus.shape == (
-        0,
-    )
-    assert verify_sampled(tree, torch.empty(0, 4, 9, device=DEVICE), none, none, backend="triton").bonus.shape == (0,)
-
-
-@runs_triton
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
 def test_no_operation_synchronises() -> None:
     rng = np.random.default_rng(0)

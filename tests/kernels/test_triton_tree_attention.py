@@ -81,9 +81,3 @@ def test_scratch_is_enough_for_all_smaller_steps(
     parts = split_keys(n, *heads, q, k)
     rows = n * q * heads[0] * parts  # each of what a head reads, its maximum and its sum
     assert parts == 1 or rows * (128 + 2) <= size
-
-
-def test_scratch_of_a_quarter_of_the_draft_tokens() -> None:
-    size = scratch_size(256, 28, 4, 128, 33, 32768)
-    for n in (8, 15, 16, 30, 32, 59, 65):
-        assert n * 9 * 28 * split_keys(n, 28, 4, 9, 32768) * (128 + 2) <= size
