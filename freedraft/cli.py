@@ -77,6 +77,7 @@ class PluginGroup(TyperGroup):
 RETIRED = {
     "explain --windows": "windowed drafts are judged by measured times while serving: option 'window' of layerskip",
     "explain --memory": "it was for --windows",
+    "datastore compact": "servers at one URL read what the others publish, and `live_max_age` removes what is old",
     "calibrate scorer": "weights ship with freedraft; python -m bench.scorer, in a clone of it, trains others",
     "calibrate --engine": "transformers runs the model, in the checkpoint's dtype; see --device",
     "calibrate --engine-args": "transformers runs the model, in the checkpoint's dtype; see --device",

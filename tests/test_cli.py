@@ -115,3 +115,11 @@ def test_a_bug_is_not_dressed_up_as_a_user_error(commands: types.ModuleType) -> 
 def test_the_installed_commands_all_load() -> None:
     for name, point in cli.installed_commands().items():
         assert point.load() is not None, name
+
+
+@pytest.mark.parametrize("retired", cli.RETIRED)
+def test_commands_and_options_of_earlier_versions_are_refused_in_one_line(retired: str) -> None:
+    command, word = retired.split()
+    result = run(command, word)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert f"'{word}' is no longer supported: {cli.RETIRED[retired]}" in result.stderr

@@ -265,16 +265,6 @@ def forget(
     typer.echo(f"{store}: {gone.documents:,} documents, {gone.tokens:,} tokens forgotten{servers}")
 
 
-@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def compact() -> None:
-    """Of earlier versions."""
-    with _one_line():
-        raise DatastoreError(
-            "'compact' is no longer needed: servers with one URL read what the others publish, and `live_max_age` "
-            "removes what is old; stop calling it"
-        )
-
-
 @app.command()
 def export(
     store: PlaceArgument,

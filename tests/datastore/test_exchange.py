@@ -471,6 +471,4 @@ def test_commands_at_a_url(folder_url: str, tmp_path: Path) -> None:
     assert texts_at(folder_url) == [[4, 5]]
     missing = run(app, ["forget", f"file://{tmp_path}/nothing", "--before", "2020-01-01"])
     assert missing.exit_code == 1 and "no server learns at" in missing.stderr and missing.stderr.count("\n") == 1
-    retired = run(app, ["compact", folder_url, "--every", "5", "--max-age", "168"])
-    assert retired.exit_code == 1 and "no longer needed" in retired.stderr and retired.stderr.count("\n") == 1
     assert [path.name for path in (tmp_path / "bucket").iterdir()] == ["learnt"]
