@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from bench import serve
-from bench.lib import questions
 
 SCRIPT = Path(serve.__file__).with_name("gpu.sh")
 CALLED = '#!/bin/bash\nprintf "%s\\0" "$@" >> calls; printf "\\n" >> calls\n'
@@ -83,20 +82,6 @@ def test_arms_and_questions_are_such_as_the_benchmark_takes(checkout: Path) -> N
     assert json.dumps([args.questions for args in serving]) == json.dumps([["spec-bench", "agent"]] * 2)
 
 
-def test_groups_up_to_32_at_a_time_and_two_rounds_at_256(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(checkout, LIMIT="20").returncode == 0
-    monkeypatch.chdir(checkout)
-    for call in served(checkout):
-        args, problems = serve.parse(call), list[str]()
-        asked = serve.load_questions(args, problems)
-        assert not problems
-        for concurrency in args.concurrency:
-            blocks = questions.blocks(asked, concurrency, args.block, args.limit, args.least_rounds)
-            names = {block[0].group for block in blocks}
-            assert len(names) == (8 if concurrency <= 32 else 1)
-            assert sum(map(len, blocks)) >= 2 * concurrency
-
-
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
@@ -116,21 +101,6 @@ def test_what_is_missing_is_said_before_anything_is_begun(checkout: Path, variab
     done = run(checkout, **variables)
     assert done.returncode == 2 and says in done.stderr and "nothing was begun" in done.stderr
     assert not (checkout / "calls").exists() and not (checkout / "build" / "gpu").exists()
-
-
-def test_no_compiler_headers_or_questions(checkout: Path) -> None:
-    """Without nvcc on PATH, if this machine has none elsewhere."""
-    (checkout / "headers" / "Python.h").unlink()
-    (checkout / "build" / "questions" / "spec_bench.jsonl").unlink()
-    for name in ("bash", "awk", "df", "dirname"):
-        (checkout / "driver" / name).symlink_to(str(shutil.which(name)))
-    nowhere = {"CUDA_HOME": "/nowhere", "https_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
-    (checkout / "driver" / "nvcc").unlink()
-    done = run(checkout, PATH=str(checkout / "driver"), **nowhere)
-    lines = done.stderr.splitlines()
-    said = ("a C++20 compiler", "nvcc (on PATH or in CUDA_HOME/bin)", "Python.h in headers", "questions spec-bench: ")
-    assert [line.startswith(f"missing: {what}") for line, what in zip(lines, said, strict=False)] == [True] * 4
-    assert lines[4:] == ["error: nothing was begun"] and done.returncode == 2
 
 
 @pytest.mark.parametrize(("code", "ends"), [(130, True), (1, False)])
