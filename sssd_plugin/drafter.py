@@ -253,7 +253,6 @@ class Drafter:
         return out
 
     def _draft_part(self, thread: int, arrays: tuple[NDArray[Any], ...], how: tuple[Any, ...]) -> None:
-        """Draft for some rows of a batch, with the scratch space of one thread."""
         view = self._view
         of_view = view.table, view.bounds, view.sizes
         _draft_batch(self._index.slots, arrays, of_view, how, self._weights, *self._scratch[thread])
@@ -343,7 +342,6 @@ class Drafter:
         return np.zeros(len(request_ids), np.int64) if groups is None else groups
 
     def _warm_up(self) -> None:
-        """Compile, or load from the cache, everything that a step calls."""
         name, one = "\0warm-up", np.ones(1, np.int64)
         self.replace(name, np.zeros(200, np.int32))
         self.update([name], np.zeros(1, np.int32), 0 * one, one, np.array([201], np.int32))

@@ -123,7 +123,6 @@ class SssdMethod(Method):
         logger.info("freedraft: sssd drafts up to %d tokens per request; %s; %s", context.max_draft_tokens, *notes)
 
     def _open_live(self) -> LiveStore:
-        """Open the store that grows, over the static one."""
         from sssd_plugin.datastore.errors import DatastoreError
         from sssd_plugin.datastore.live.opening import open_live
 

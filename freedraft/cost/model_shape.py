@@ -238,7 +238,6 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 
 def _window_layers(config: Mapping[str, Any], layers: int) -> float:
-    """Share of the layers that have the sliding window."""
     if kinds := config.get("layer_types"):
         return sum("sliding" in str(kind) for kind in kinds) / len(kinds)
     if config.get("use_sliding_window") and config.get("max_window_layers") is not None:  # Qwen2: those above it

@@ -79,7 +79,6 @@ class Controller(ABC):
         """Keep what was learnt, where a file is named for it."""
 
     def _fitting(self, draft_len: int) -> int:
-        """The longest draft that fits a width and is not longer than `draft_len`."""
         if self.widths is None:
             return max(0, draft_len)
         fitting = int(np.searchsorted(self.widths, draft_len + 1, side="right"))
@@ -122,7 +121,6 @@ class Fixed(Controller):
         return self.max_draft_tokens
 
     def _free_tokens(self, batch_size: int) -> int:
-        """Draft tokens over the batch, as many as there may be."""
         return batch_size * self.max_draft_tokens
 
 

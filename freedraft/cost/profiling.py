@@ -94,7 +94,6 @@ def write(profile: HardwareProfile, path: Path | None = None, *, force: bool = F
 
 
 def _median(work: Callable[[], Any], synchronise: Callable[[], Any], budget: float = _SECONDS) -> float:
-    """Median seconds of `work`, warmed up, over about `budget` seconds and at least three runs."""
     work()
     synchronise()
     times: list[float] = []

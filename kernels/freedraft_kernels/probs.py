@@ -116,5 +116,4 @@ def _keep_in_row(row: NDArray[np.float32], rank: int, mass: int, share: np.float
 
 
 def _weights(probs: NDArray[np.float32]) -> NDArray[np.int64]:
-    """As `weight_of`."""
     return (np.minimum(probs, np.float32(1)) * np.float32(WEIGHT_ONE)).astype(np.int64)

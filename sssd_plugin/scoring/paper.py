@@ -143,7 +143,6 @@ def _push(heap, size, order, score, node, match, parent):
 
 @compiled(nogil=True)
 def _pop(heap, size):
-    """Drop the top of a heap that then has `size` entries."""
     score, order = heap[size].score, heap[size].order
     i = 0
     while True:

@@ -36,7 +36,6 @@ def register(spec: MethodSpec) -> bool:
 
 
 def _add_algorithm(spec: MethodSpec) -> None:
-    """Register `--speculative-algorithm <name>`, whose draft trees come from the method that `spec` names."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
@@ -54,7 +53,6 @@ def _add_algorithm(spec: MethodSpec) -> None:
 
 
 def _algorithms() -> set[str]:
-    """Ours, as `--speculative-algorithm` has them."""
     return {name.upper() for name in METHODS}
 
 

@@ -122,7 +122,6 @@ class TreeVerifier:
         return parts[0] if len(parts) == 1 else Verification(*map(torch.cat, of_all))
 
     def _compact(self, batch: Any, verified: Verification, width: int) -> None:
-        """Bring the KV of the accepted path to the front of the verify window."""
         if self._pool is not None:
             self._pool.compact(batch.out_cache_loc.view(-1, width), verified)
         else:

@@ -187,14 +187,12 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         new_seq_lens: torch.Tensor,
         on_publish: Callable[[torch.Tensor], None] | None,
     ) -> None:
-        """Let the host begin with the next step."""
         if self._drafting is not None and len(batch.reqs):
             self._accepted.put(batch.req_pool_indices, tokens, lengths, new_seq_lens)
         if on_publish is not None:
             on_publish(new_seq_lens)
 
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
-        """A pass of prompts, or one without requests."""
         drafting, extends = self._drafting, batch.forward_mode.is_extend()
         if drafting is not None:
             drafting.interrupt()

@@ -81,7 +81,6 @@ class PagedDraftRound(DraftRound):
         )
 
     def _ready(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> _Ready:
-        """What a pass reads and writes."""
         positions, tables = self.first[rows] + position, self._tables(rows)
         lengths = (positions + 1 - tables.dropped).astype(np.int32)
         inputs = self.model.tensor(np.stack((tokens, positions)))
@@ -122,7 +121,6 @@ class PagedDraftRound(DraftRound):
         return eager
 
     def _tables(self, rows: NDArray[np.intp]) -> BlockTables:
-        """Of these requests, made again only when they change."""
         key, window = rows.tobytes(), self.draft_pass.window
         if self.tables is None or self.tables.key != key:
             batch_rows, table = self.pages.rows[rows], self.pages.table

@@ -261,7 +261,6 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
 
 
 def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[dict[str, Any], PluginOptions]:
-    """vLLM's part of the user's dictionary, without the method, and ours."""
     from vllm.config import SpeculativeConfig
 
     source = _source(spec)

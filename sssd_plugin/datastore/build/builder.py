@@ -153,7 +153,6 @@ class StoreBuilder:
         self._on_phase("reading")
 
     def _await_sorting(self, max_sorting: int) -> None:
-        """Wait until at most `max_sorting` sub-indices are being sorted; raises what went wrong with one."""
         while len(pending := [entry for entry in self._closed if not entry.done()]) > max_sorting:
             self._on_phase(f"sorting {len(pending)} of {len(self._closed)} sub-indices")
             wait(pending, return_when=FIRST_COMPLETED)

@@ -295,7 +295,6 @@ class Exchange:
         return listing
 
     def _push(self) -> None:
-        """Publish documents that could not be published before, and then new ones."""
         self._send()
         self._unsent = list(enumerate(self.pending.take(), self._number))
         self._number += len(self._unsent)
@@ -318,7 +317,6 @@ class Exchange:
                 self._remove(before)
 
     def _fitting(self) -> int:
-        """Return how many of the unsent documents still fit into the open batch."""
         size = sum(record.size for _, record in self._open)
         first = (self._open or self._unsent)[0][1].milliseconds
         for n, (_, record) in enumerate(self._unsent):
@@ -361,7 +359,6 @@ class Exchange:
                 self._remove(name)
 
     def _sweep(self, listing: Listing) -> None:
-        """Remove what is erased from all batches."""
         for batch in listing.batches:
             covering = [e for e in listing.erasures if e.until > batch.oldest]
             if any(e.tenant is None and e.until > batch.newest for e in covering):
@@ -380,7 +377,6 @@ class Exchange:
             self._remove(batch.name)
 
     def _covered(self, record: Record) -> bool:
-        """Return whether a document is erased or too old."""
         return record.milliseconds < max(self._oldest, self._until.get(None, 0), self._until.get(record.tenant, 0))
 
     def _read(self, batch: Batch) -> list[Document] | None:
@@ -414,7 +410,6 @@ class Exchange:
     # Of the file system.
 
     def _names(self, folder: str) -> dict[str, int]:
-        """Return the names and sizes of the files in a folder."""
         with reaching(self.url):
             self._files.invalidate_cache()
             try:
@@ -464,6 +459,5 @@ class Exchange:
             self._remove(part)
 
     def _remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
         with reaching(self.url), contextlib.suppress(FileNotFoundError):
             self._files.rm_file(f"{self._root}/{name}")

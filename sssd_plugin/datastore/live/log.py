@@ -275,7 +275,6 @@ class Log:
         return int(self._db.execute(f"SELECT total({size}) FROM documents").fetchone()[0])
 
     def _newest(self, table: str) -> int:
-        """Return the largest id that was ever given in a table."""
         row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
         return int(row[0]) if row else 0
 
@@ -326,7 +325,6 @@ class Log:
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Turn what sqlite3 raises into one line."""
         try:
             yield
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a message quotes a damaged schema

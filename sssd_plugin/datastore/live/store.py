@@ -336,7 +336,6 @@ class LiveStore:
         return self._latest
 
     def _number(self, digest: bytes) -> int:
-        """Return the number of a tenant."""
         number = self._numbers.get(digest)
         if number is None:
             self._prune()
@@ -356,7 +355,6 @@ class LiveStore:
                 del self.tenants[number], self._numbers[tenant.digest]
 
     def _owner(self, record: Record) -> Tenant:
-        """Return the tenant that sees a document."""
         return self.tenants[self._number(record.tenant) if self.isolated else 0]
 
     def _reason_against(self, tokens: NDArray[np.int32], tenant: int) -> str:
@@ -375,7 +373,6 @@ class LiveStore:
         return "room" if waiting or self._held + len(tokens) + 1 > self.max_tokens else ""
 
     def _take(self, *records: Record) -> None:
-        """Take documents of one tenant."""
         size = sum(record.size for record in records)
         self._held += size
         self._stats.inserted += size - len(records)
@@ -419,14 +416,12 @@ class LiveStore:
         self._held += tenant.n - before
 
     def _plan(self, tenant: Tenant) -> None:
-        """Queue the merges and erasures that the tenant's runs want, if any."""
         if not tenant.tidying and tenant.runs_to_replace(self._max_runs, self.max_tokens // 2):
             tenant.tidying = True
             self._submit(partial(self._tidy, tenant))
 
     @property
     def _max_runs(self) -> int:
-        """Runs that a tenant may have."""
         return max(MIN_RUNS, SEARCHED - len(self._static.table))
 
     def _set_static(self) -> None:

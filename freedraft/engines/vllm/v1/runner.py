@@ -110,7 +110,6 @@ class MethodProposer:
             self.guarded.prepare(model)
 
     def _make_draft_model(self, runner: Any) -> PagedDraftModel | None:
-        """None for a method that does not run the model."""
         if self.drafts:
             logger.info(start_line(self.vllm_config, self.spec.name, v2=False))
         return None if self.backbone is None else PagedDraftModel(runner, self.backbone, self.vllm_config)

@@ -361,7 +361,6 @@ class MethodSpeculator(BaseSpeculator):
                 self.guarded.set_prompt_state(request_id, state.float().cpu().numpy())
 
     def _decide(self, batch: int) -> Rows:
-        """Draft lengths that the scheduler is to use from now on."""
         assert self.lengths is not None
         slots = self._gained[0].slots
         context = float(self.requests.lengths[slots].mean()) if len(slots) else 1.0
