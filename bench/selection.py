@@ -35,7 +35,6 @@ from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knn import fit
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode, load_tokenizer
-from layerskip_plugin.calibrate.run import Checkpoint
 from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.pass_times import tokens_per_time
 from layerskip_plugin.selection.knn import Domains
