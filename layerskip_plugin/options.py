@@ -204,18 +204,8 @@ class LayerSkipOptions(PluginOptions):
         propose: Propose = lambda weights, most, base: (),
         pass_times: Callable[[], PassTimes | None] = lambda: None,
     ) -> Selector:
-        """The selection that these options describe, for an engine to ask.
-
-        Args:
-            config: the model's Hugging Face config.
-            evaluate: scores sets on the engine's traffic, for a search.
-            hardware: in words; a plan with times of other hardware is refused.
-            propose, pass_times: for the search of "knapsack", see `KnapSpec`.
-
-        Raises:
-            ValueError: one line: a file is missing, damaged, or of another model or hardware, or options that do not go
-                together.
-        """
+        """The selection that these options describe; `evaluate`, `propose` and `pass_times`: see `KnapSpec`. Raises
+        ValueError, one line, if a file is missing, damaged, or of another model or hardware, or options conflict."""
         name, file = self.selection, self.selection_file
         layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
         if name in ("static", "swift") and file:
@@ -241,15 +231,8 @@ class LayerSkipOptions(PluginOptions):
         return Selector(selection, self.search_share)
 
     def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
-        """The lookahead policy that these options describe.
-
-        Args:
-            recipes: skip sets with windows.
-            costs: what "cost" goes by; None where the engine decides by costs how much a step drafts.
-
-        Raises:
-            ValueError: one line: the classifier is missing, damaged or of another model.
-        """
+        """The lookahead policy that these options describe; `costs` is None where the engine decides by costs how much
+        a step drafts. Raises ValueError, one line, if the classifier is missing, damaged or of another model."""
         if self.lookahead == "cost" and context.lengths is not None:
             return Fixed(context.max_draft_tokens)
         if self.lookahead == "cost":

@@ -21,13 +21,9 @@ SHAPE_FIELDS = (
 
 
 def model_fingerprint(config: Mapping[str, Any] | object) -> str:
-    """16 hex digits over the fields of a Hugging Face config that give the model its shape.
+    """16 hex digits over the fields of a Hugging Face config that give a model its shape; ValueError if one is missing.
 
-    The fingerprint of a model does not depend on its name, folder, dtype or serving engine. Fine-tunes of one model
-    share it: a skip set of one is valid for the other, if not the best.
-
-    Raises:
-        ValueError: the config lacks one of the fields that every decoder has.
+    It does not depend on name, folder, dtype or engine. Fine-tunes share it: a skip set of one is valid for the other.
     """
     config = text_config(config)
     get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)

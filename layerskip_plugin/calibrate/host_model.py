@@ -32,10 +32,7 @@ VERIFIED = (1, 2, 4, 8, 12)  # query tokens per request of the verifications tha
 
 class HostModel:
     """A decoder of transformers (Llama, Qwen2, Qwen3, Mistral or built alike), on any device, or spread over several.
-
-    Raises:
-        ValueError: it is built differently.
-    """
+    Raises ValueError if it is built differently."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -63,15 +60,8 @@ class HostModel:
 
     @classmethod
     def load(cls, folder: Path, device: str = "cpu", dtype: str = "auto") -> HostModel:
-        """Load the model in a Hugging Face folder: sharded and quantised ones, too, if transformers can.
-
-        Args:
-            device: "auto" takes the GPUs where there are some.
-            dtype: of the weights; "auto" is the checkpoint's.
-
-        Raises:
-            ValueError: no such model or device, or a model that is built differently.
-        """
+        """Load the model in a Hugging Face folder, in the checkpoint's dtype by default; device "auto" takes the GPUs
+        where there are some. Raises ValueError for no such model or device, or a model that is built differently."""
         from transformers import AutoModelForCausalLM
 
         if not (folder / "config.json").is_file():
@@ -121,11 +111,8 @@ class HostModel:
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int], keep: Tensor | None = None) -> Text:
-        """Read a text with the whole model; `keep`: ascending positions whose hidden states a `Sample` needs.
-
-        Raises:
-            ValueError: an empty text, or one that is too long.
-        """
+        """Read a text with the whole model; `keep`: ascending positions whose hidden states a `Sample` needs. Raises
+        ValueError for an empty text, or one that is too long."""
         window = getattr(self.config, "sliding_window", None)
         if not len(tokens) or (window and len(tokens) > window and getattr(self.config, "use_sliding_window", True)):
             raise ValueError(f"a text must have between 1 and {window or 'any number of'} tokens, not {len(tokens)}")
@@ -152,11 +139,8 @@ class HostModel:
     def sample(
         self, texts: Sequence[Sequence[int]], tokens: int, first: Sequence[int] | None = None, seed: int = 0
     ) -> Sample:
-        """Draw `tokens` positions from all texts, from `first` of each on (0 by default), and read their texts.
-
-        Raises:
-            ValueError: the texts are shorter than that.
-        """
+        """Draw `tokens` positions from all texts, from `first` of each on (0 by default), and read their texts. Raises
+        ValueError if they are shorter than that."""
         starts = list(first) if first is not None else [0] * len(texts)
         places = [(i, p) for i, text in enumerate(texts) for p in range(min(starts[i], len(text) - 1), len(text))]
         if len(places) < tokens:

@@ -25,11 +25,8 @@ class Prompts:
 
     @classmethod
     def load(cls, path: Path) -> Prompts:
-        """Read JSONL with "prompt", "question", "turns" (the first one counts) or "text" in each line.
-
-        Raises:
-            ValueError: a missing or malformed file, named with its line.
-        """
+        """Read JSONL with "prompt", "question", "turns" (the first one counts) or "text" in each line; ValueError, with
+        the line, for a missing or malformed file."""
         if not path.is_file():
             raise ValueError(f"data: {path} does not exist")
         raw = path.read_bytes()

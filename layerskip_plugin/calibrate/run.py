@@ -30,14 +30,8 @@ TIMED_CONTEXT = 512
 
 
 class Checkpoint:
-    """Results of finished steps, in a file beside `out`: the same command goes on where it was interrupted.
-
-    Args:
-        settings: everything that the steps depend on; results under other settings are thrown away.
-
-    Raises:
-        ValueError: `out`'s folder does not exist.
-    """
+    """Results of finished steps, in a file beside `out`: the same command goes on where it was interrupted. Results
+    under other settings are thrown away. Raises ValueError if the folder of `out` does not exist."""
 
     def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
         if not out.parent.is_dir():
@@ -67,14 +61,10 @@ class Checkpoint:
 
 class Run:
     """One search at work. As a context it removes the checkpoint when all has ended well, and turns an interruption
-    into exit code 130.
+    into exit code 130. Raises ValueError for too few tokens, and for data or a folder that there is not.
 
     Args:
-        name: of the command.
-        common, own: its options. With the data, they decide whether a checkpoint is of the same calibration.
-
-    Raises:
-        ValueError: too few tokens, or data or a folder that there is not.
+        common, own: options of the command. With the data, they decide whether a checkpoint is of the same calibration.
     """
 
     def __init__(self, name: str, common: Common, own: Mapping[str, Any]) -> None:
@@ -147,9 +137,8 @@ class Run:
 
     def protected(self, sample: Sample) -> list[int]:
         """The sublayers that no set may skip."""
-        under_bar = partial(self.progress, "protecting", 1, lambda _: sorted(protected_sublayers(self.model, sample)))
-        protected: list[int] = self.checkpoint.step("protected", under_bar)
-        return protected
+        found: list[int] = self.checkpoint.step("protected", lambda: sorted(protected_sublayers(self.model, sample)))
+        return found
 
     def search(self, label: str, sample: Sample, **options: Any) -> list[Candidate]:
         """The knapsack search under a progress bar; see `knapsack.search`."""

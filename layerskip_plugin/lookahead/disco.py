@@ -172,11 +172,7 @@ class Comparison:
 
 def train(records: Verifications, prices: Prices, seed: int = 0) -> tuple[Classifier, Comparison]:
     """Fit a classifier on a half of the requests, choose threshold and length on a quarter by tokens per time, as the
-    paper does by latency, and compare on the last quarter.
-
-    Raises:
-        ValueError: too few records, or of one kind or few requests only.
-    """
+    paper does by latency, and compare on the last quarter. Raises ValueError for too few records, requests or kinds."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPClassifier
 

@@ -28,34 +28,21 @@ SAVE_SECONDS = 10.0  # between two files, while requests run
 
 @dataclass(frozen=True)
 class Verifications:
-    """One entry per drafted token that has a verdict: the accepted ones, and the first rejected one of each round.
+    """One entry per drafted token that has a verdict: the accepted ones, and the first rejected one of each round."""
 
-    Attributes:
-        top: float32[N, 10], largest probabilities of its distribution, descending.
-        entropy: float32[N], nats.
-        position: int32[N], place in the draft, from 0.
-        accepted: bool[N].
-        request: int32[N].
-        round: int32[N], within the request; a token's round starts where its position is 0.
-        model: fingerprint of the model; "" when it is not known.
-        prices: (a draft pass, a further query token of a request) in plain steps, as the engine measured them; None
-            where it did not.
-    """
-
-    top: NDArray[np.float32]
-    entropy: NDArray[np.float32]
-    position: NDArray[np.int32]
-    accepted: NDArray[np.bool_]
-    request: NDArray[np.int32]
-    round: NDArray[np.int32]
-    model: str = ""
-    prices: tuple[float, float] | None = None
+    top: NDArray[np.float32]  # [N, 10], largest probabilities of its distribution, descending
+    entropy: NDArray[np.float32]  # [N], nats
+    position: NDArray[np.int32]  # [N], place in the draft, from 0
+    accepted: NDArray[np.bool_]  # [N]
+    request: NDArray[np.int32]  # [N]
+    round: NDArray[np.int32]  # [N], within the request
+    model: str = ""  # fingerprint of the model; "" when it is not known
+    prices: tuple[float, float] | None = None  # of a draft pass and a query token of a request, in plain steps
 
     def __len__(self) -> int:
         return len(self.accepted)
 
     def where(self, chosen: NDArray[Any]) -> Verifications:
-        """The entries that a mask or an index chooses."""
         return replace(self, **{name: getattr(self, name)[chosen] for name in ARRAYS})
 
     def save(self, path: Path) -> None:
@@ -68,11 +55,7 @@ class Verifications:
 
     @classmethod
     def load(cls, path: Path) -> Verifications:
-        """Read what `save` wrote.
-
-        Raises:
-            ValueError: one line that names the file.
-        """
+        """Read what `save` wrote; raises ValueError, one line that names the file, if it is damaged."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 about = json.loads(str(file["about"]))
@@ -95,12 +78,7 @@ class Verifications:
 
 class Recorder:
     """Keeps verifications of one recipe's drafts for `freedraft calibrate disco`, and writes them when no request is
-    left, and while some run, now and then.
-
-    Args:
-        model: its fingerprint.
-        prices: called before a file is written, see `Verifications.prices`.
-        max_tokens: tokens kept; later ones are not recorded.
+    left, and while some run, now and then; with `prices`, see `Verifications`. Tokens after `max_tokens` are not kept.
     """
 
     def __init__(

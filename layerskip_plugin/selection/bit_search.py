@@ -17,14 +17,7 @@ SAMPLES, PARENTS = 200, 8
 
 class BitSearch:
     """Proposes sets that skip `size` sublayers, or any number of them, and learns from their values.
-
-    Args:
-        protected: sublayers that are never skipped.
-        size: how many sublayers a set skips; None leaves it open.
-
-    Raises:
-        ValueError: `size` is larger than the number of sublayers that may be skipped.
-    """
+    Protected sublayers are never skipped. Raises ValueError if `size` exceeds the number of all others."""
 
     def __init__(
         self, n_layers: int, model: str = "", protected: Iterable[int] = (), size: int | None = None, seed: int = 0

@@ -95,14 +95,8 @@ class Swift(OnlineSearch):
     """SWIFT: sets of one size, drawn at random and now and then by Bayesian optimisation.
 
     The search ends after `patience` candidates without a better one; then the ratio moves a notch if matchness asks for
-    it, and the set with it. It begins again when live acceptance falls.
-
-    Args:
-        ratio: share of the sublayers skipped at first.
-        protected: sublayers that are never skipped.
-        beta, patience: see above.
-        seed: of all randomness.
-    """
+    it, and the set with it. It begins again when live acceptance falls. `ratio`: share of the sublayers skipped at
+    first; `protected`: those that never are."""
 
     name, confirm, min_lead = "swift", 3, 0.01
 

@@ -82,12 +82,7 @@ class Selector:
 
 
 class TimeBudget:
-    """Accrues a share of elapsed time, at most `max_saved` seconds: after a long pause no long search follows at once.
-
-    Args:
-        share: of the elapsed time that may be spent; 0.01 is 1 %.
-        clock: gives seconds.
-    """
+    """Accrues a share of elapsed time (0.01 is 1 %), at most `max_saved` seconds: no long search follows a pause."""
 
     def __init__(
         self, share: float = 0.01, max_saved: float = 1.0, clock: Callable[[], float] = time.perf_counter
