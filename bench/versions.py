@@ -121,7 +121,7 @@ class Source:
     def _bases(self, owner: Found) -> Iterator[Found]:
         module = self._module(owner.module)
         for base in getattr(owner.node, "bases", ()):
-            found = module and self._member(Found(owner.module, module), ast.unparse(base).split(".")[0].split("[")[0])
+            found = None if module is None else self._member(Found(owner.module, module), ast.unparse(base).split(".")[0].split("[")[0])
             if found is not None and isinstance(found.node, ast.ClassDef):
                 yield found
 

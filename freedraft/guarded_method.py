@@ -70,13 +70,11 @@ class GuardedMethod:
         self, request_id: str, tokens: NDArray[np.int32], tenant: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """See `Method.begin`."""
         self.running.add(request_id)
         self.metrics.requests.set(len(self.running))
         self.call(self.method.begin, request_id, tokens, tenant, extra or {})
 
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
-        """See `Method.set_prompt_state`."""
         self.call(self.method.set_prompt_state, request_id, state)
 
     @property
@@ -85,11 +83,9 @@ class GuardedMethod:
         return self._paused == 0 and self.method.needs_logits
 
     def recycle(self, logits: NodeLogits) -> None:
-        """See `Method.recycle`."""
         self.call(self.method.recycle, logits)
 
     def prepare(self, model: DraftModel) -> None:
-        """See `Method.prepare`."""
         self.call(self.method.prepare, model)
 
     def draft(self, step: Step) -> DraftBatch | None:
@@ -120,13 +116,11 @@ class GuardedMethod:
         return result
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None = None, aborted: bool = False) -> None:
-        """See `Method.finish`."""
         self.running.discard(request_id)
         self.metrics.requests.set(len(self.running))
         self.call(self.method.finish, request_id, output, aborted)
 
     def close(self) -> None:
-        """See `Method.close`."""
         atexit.unregister(self.close)
         self.call(self.method.close)
 
