@@ -90,11 +90,8 @@ class PluginOptions(BaseModel):
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str | None = None) -> Self:
-        """Validate `values`; `source` says in messages where they stand.
-
-        Raises:
-            ConfigError: an option is unknown or retired, or its value is wrong.
-        """
+        """Validate `values`; `source` says in messages where they stand. Raises ConfigError: an option is unknown or
+        retired, or its value is wrong."""
         source = source or cls.source_name
         for option, value in values.items():
             for name in (option, f"{option}={value}"):

@@ -6,11 +6,8 @@ import importlib
 
 
 def require(what: str, extra: str, *modules: str) -> None:
-    """Import modules of an extra of freedraft, which `what` (as the user calls it) needs.
-
-    Raises:
-        ValueError: one is not installed; one line with the remedy.
-    """
+    """Import modules of an extra of freedraft, which `what` (as the user calls it) needs. Raises ValueError: one is not
+    installed; one line with the remedy."""
     for module in modules:
         try:
             importlib.import_module(module)

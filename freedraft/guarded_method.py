@@ -126,10 +126,7 @@ class GuardedMethod:
 
     def call(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """What `work` returns; None where it raises. Also for what an adapter itself does for the sake of drafts.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
+        Raises RuntimeError: the device has failed."""
         try:
             return work(*arguments)
         except Exception as error:

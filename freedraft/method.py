@@ -128,11 +128,8 @@ class Method:
     # Corpora come over the engine's HTTP calls, in a thread of their own, where an engine has such calls.
 
     def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
-        """Index tokenised documents; `commit_corpus` makes them used. Returns their number of tokens.
-
-        Raises:
-            ValueError: this method takes no corpora, or not this one; the message goes to the HTTP client.
-        """
+        """Index tokenised documents; `commit_corpus` makes them used. Returns their number of tokens. Raises
+        ValueError: this method takes no corpora, or not this one; the message goes to the HTTP client."""
         raise ValueError("this speculative method drafts without corpora")
 
     def commit_corpus(self, corpus_id: str) -> None:

@@ -46,9 +46,7 @@ class Metrics(NamedTuple):
 @functools.cache
 def _families() -> Metrics:
     """Registered by the first drafter of a process: what serves the engine's own metrics page has none, and shows none.
-
-    With several API servers vLLM sets Prometheus's multi-process mode: gauges then need to know how to add up.
-    """
+    With several API servers vLLM sets Prometheus's multi-process mode: gauges then need to know how to add up."""
     from prometheus_client import Counter, Gauge, Summary
 
     label = ["method"]

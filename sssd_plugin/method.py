@@ -34,11 +34,8 @@ NAME = "sssd"
 
 
 def check(options: SssdOptions, context: EngineContext) -> None:
-    """Refuse, before the engine starts, what would stop it later: profile, port, weights or store.
-
-    Raises:
-        ValueError: one clear line that names the option or file and the remedy.
-    """
+    """Refuse, before the engine starts, what would stop it later: profile, port, weights or store. Raises ValueError:
+    one clear line that names the option or file and the remedy."""
     choose_profile(options.hardware, context.device)
     check_address(options.metrics_port, options.metrics_host)
     if options.scoring == "learned" or options.weights is not None:
@@ -68,11 +65,8 @@ SPEC = MethodSpec(
 
 
 def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:
-    """Open the datastore that was built, if it fits the model's vocabulary and tokenizer.
-
-    Raises:
-        DatastoreError: the store is missing, damaged, of another tokenizer or of a newer format.
-    """
+    """Open the datastore that was built, if it fits the model's vocabulary and tokenizer. Raises DatastoreError: the
+    store is missing, damaged, of another tokenizer or of a newer format."""
     from sssd_plugin.datastore.disk.store import Datastore
 
     assert options.static_store is not None

@@ -95,11 +95,7 @@ class SssdOptions(PluginOptions):
     @cached_property
     def static_store(self) -> Path | None:
         """The folder of a store that was built, for a URL that of a local copy; None if there is none, or nothing but
-        what is learnt.
-
-        Raises:
-            DatastoreError: the URL cannot be reached, or holds no store.
-        """
+        what is learnt. Raises DatastoreError: the URL cannot be reached, or holds no store."""
         if isinstance(self.datastore, str):
             from sssd_plugin.datastore.disk.remote import local_copy
 

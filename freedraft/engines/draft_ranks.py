@@ -92,11 +92,8 @@ class DraftRanks:
                 logger.exception("freedraft: this rank cannot do a draft pass that the first one wants")
 
     def ready(self, prepare: Callable[[], T]) -> T:
-        """What `prepare` returns, once it has returned on all ranks.
-
-        Raises:
-            RuntimeError: it failed on another rank; where it failed on this one, its own error.
-        """
+        """What `prepare` returns, once it has returned on all ranks. Raises RuntimeError: it failed on another rank;
+        where it failed on this one, its own error."""
         able = False
         try:
             prepared = prepare()

@@ -23,11 +23,8 @@ def interpreting() -> bool:
 
 
 def use_triton(device: torch.device, backend: Backend = "auto") -> bool:
-    """Triton on CUDA, or anywhere if it interprets; the reference otherwise.
-
-    Raises:
-        ValueError: `backend` is not a known name, or Triton was asked for where it cannot run.
-    """
+    """Triton on CUDA, or anywhere if it interprets; the reference otherwise. Raises ValueError: `backend` is not a
+    known name, or Triton was asked for where it cannot run."""
     possible = has_triton() and (device.type == "cuda" or interpreting())
     if backend in ("auto", "reference"):
         return possible and backend == "auto"

@@ -49,10 +49,8 @@ def _keys(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def _top_keys(logits: Tensor, count: int) -> Tensor:
-    """int64 [R, K], keys among which are the largest `count` of each row.
-
-    They lie in the `count` blocks with the largest maxima, so that one pass over the logits is enough.
-    """
+    """int64 [R, K], keys among which are the largest `count` of each row. They lie in the `count` blocks with the
+    largest maxima, so that one pass over the logits is enough."""
     vocab = logits.shape[1]
     whole = vocab // _BLOCK
     tokens = torch.arange(whole * _BLOCK, vocab, device=logits.device)

@@ -299,10 +299,7 @@ def isolation(
 
 def _tenants(source: str | None) -> list[str]:
     """Read keys of tenants. A salt is a secret, so it is never an argument, which every user of the machine can see.
-
-    Raises:
-        DatastoreError: the file cannot be read, or names nobody.
-    """
+    Raises DatastoreError: the file cannot be read, or names nobody."""
     if source is None:
         return []
     with reporting("read", Path(source)):

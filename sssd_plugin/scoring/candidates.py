@@ -115,10 +115,8 @@ def scratch(max_nodes: int, max_sub_indices: int) -> Scratch:
 
 @compiled(nogil=True)
 def _row(token, may_add, stamp, entries, candidates, counts, n):
-    """Return the row of `token` among the n candidates, -1 if it has none and gets none, and their number then.
-
-    What is no token (`OUTSIDE`) gets none.
-    """
+    """Return the row of `token` among the n candidates, -1 if it has none and gets none, and their number then. What is
+    no token (`OUTSIDE`) gets none."""
     if token < 0:
         return np.int64(-1), n
     h = np.int64(((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - _HASH_BITS))

@@ -66,9 +66,7 @@ def _walk(request, end, back, best, length):
 @compiled(nogil=True)
 def _longest(request, end):
     """Return position and length of the newest of the longest matches of the tokens up to `end`; -1 and 0 for none.
-
-    Where the last four tokens are too common to look at all their places, four of the tokens before them may not be.
-    """
+    Where the last four tokens are too common to look at all their places, four of the tokens before them may not be."""
     best, length, complete = _walk(request, end, 0, np.int64(-1), 0)
     back = 2
     while not complete and back < MAX_MATCH and end - back >= GRAM - 1:

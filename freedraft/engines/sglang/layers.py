@@ -67,13 +67,8 @@ def run_stages(
 
 
 def check_structure(model: Any) -> None:
-    """Refuse a model that is not a stack of plain pre-norm layers.
-
-    Told by the code that runs, not by the model's name: a family counts as Llama when it runs Llama's code.
-
-    Raises:
-        ConfigError: one line with what is in the way.
-    """
+    """Refuse a model that is not a stack of plain pre-norm layers. Told by the code that runs, not by the model's name:
+    a family counts as Llama when it runs Llama's code. Raises ConfigError: one line with what is in the way."""
     name = type(model).__name__
 
     def refuse(why: str) -> None:

@@ -34,9 +34,7 @@ def output_of(parameters: Any, tokens: Sequence[int], tokenizer: Any = None) -> 
 
 def _through_stop_string(parameters: Any, tokens: Sequence[int], tokenizer: Any) -> int:
     """The number of tokens through the one that completes a stop string, behind the first `min_tokens`; all without.
-
-    Clients choose stop strings, so those that the whole text does not hold, which may be long, are left out first.
-    """
+    Clients choose stop strings, so those that the whole text does not hold, which may be long, are left out first."""
 
     def text(begin: int, end: int) -> str:
         return str(tokenizer.decode(tokens[begin:end], skip_special_tokens=parameters.skip_special_tokens))

@@ -64,11 +64,8 @@ class SubIndex:
 
     @classmethod
     def build(cls, tokens: NDArray[np.int32], vocab_size: int) -> SubIndex:
-        """Sort the suffixes of `tokens` (int32 [n], documents with a `SEPARATOR` after each).
-
-        Raises:
-            ValueError: more than 2^31 - 33 tokens, or an id below -1.
-        """
+        """Sort the suffixes of `tokens` (int32 [n], documents with a `SEPARATOR` after each). Raises ValueError: more
+        than 2^31 - 33 tokens, or an id below -1."""
         if len(tokens) > MAX_TOKENS:
             raise ValueError(f"a sub-index holds at most {MAX_TOKENS} tokens, not {len(tokens)}")
         if len(tokens) and int(tokens.min()) < SEPARATOR:

@@ -85,11 +85,8 @@ def seal(server: str, documents: list[Document]) -> tuple[str, bytes]:
 
 
 def unseal(batch: Batch, data: bytes, vocab_size: int) -> list[Document]:
-    """Return what `seal` was given.
-
-    Raises:
-        DatastoreError: the contents are damaged, not as the name describes them, or hold ids beyond the vocabulary.
-    """
+    """Return what `seal` was given. Raises DatastoreError: the contents are damaged, not as the name describes them, or
+    hold ids beyond the vocabulary."""
     with contextlib.suppress(ValueError, OverflowError, OSError):  # sizes and times that cannot be
         table = np.frombuffer(data, _DOCUMENT, max(1, int(np.frombuffer(data, "<i8", 1)[0])), 8)
         tokens = np.frombuffer(data, "<i4", offset=8 + table.nbytes).astype(np.int32)
@@ -198,11 +195,8 @@ class Exchange:
             logger.warning("freedraft: %s; the server starts, and tries again", reason)
 
     def connect(self) -> list[Snapshot]:
-        """Read the manifest, or write the first one; return the built store at the URL, if there is one.
-
-        Raises:
-            DatastoreError: the model, the server or this version does not fit what is there.
-        """
+        """Read the manifest, or write the first one; return the built store at the URL, if there is one. Raises
+        DatastoreError: the model, the server or this version does not fit what is there."""
         manifest = self.manifest()
         if manifest is None:
             if self._list().batches:
@@ -232,11 +226,8 @@ class Exchange:
         return built
 
     def manifest(self) -> LiveManifest | None:
-        """Return the manifest; None if no server has learnt at the URL.
-
-        Raises:
-            DatastoreError: it cannot be read, or servers of an earlier version learnt there.
-        """
+        """Return the manifest; None if no server has learnt at the URL. Raises DatastoreError: it cannot be read, or
+        servers of an earlier version learnt there."""
         if any(re.fullmatch(r"manifest-\d+\.json", name) for name in self._names(self._above)):
             raise DatastoreError(
                 f"{self.url} holds what servers of an earlier version learnt, which this version does not read: choose "

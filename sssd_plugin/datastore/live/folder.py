@@ -52,11 +52,8 @@ class LiveManifest(ChecksummedManifest, frozen=True):
 
     @classmethod
     def of(cls, folder: Path) -> LiveManifest | None:
-        """Return the manifest of a live folder; None if nothing was learnt there.
-
-        Raises:
-            DatastoreError: see `ChecksummedManifest.read`; it is missing though there are documents.
-        """
+        """Return the manifest of a live folder; None if nothing was learnt there. Raises DatastoreError: see
+        `ChecksummedManifest.read`; it is missing though there are documents."""
         path = folder / MANIFEST
         with reporting("read", path):
             if path.exists():

@@ -34,11 +34,8 @@ class Forgotten:
 
 
 def end_of(before: str | None) -> int | None:
-    """Return an ISO date or time, UTC unless it says otherwise, in ms since 1970; None for None.
-
-    Raises:
-        DatastoreError: not a time.
-    """
+    """Return an ISO date or time, UTC unless it says otherwise, in ms since 1970; None for None. Raises DatastoreError:
+    not a time."""
     if before is None:
         return None
     try:
@@ -80,11 +77,7 @@ def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = No
 
 def forget_at(url: str, tenants: Sequence[str] = (), before: int | None = None) -> None:
     """Erase as `forget` does what servers learnt at a URL; before: None is until this returns. Servers follow when they
-    look next.
-
-    Raises:
-        DatastoreError: nothing was ever learnt there, or it is out of reach.
-    """
+    look next. Raises DatastoreError: nothing was ever learnt there, or it is out of reach."""
     exchange, manifest = _exchange(url)
     # Until all have looked they learn and publish as before; their clocks may be ahead by as much.
     until = now_ms() + int(2000 * exchanges.POLL_SECONDS) if before is None else before
@@ -158,11 +151,8 @@ def export(place: str, out: Path, tenants: Sequence[str], *, accept: bool = Fals
 
 
 def accept_isolation(directory: Path, isolation: Isolation) -> Isolation:
-    """Let what was learnt be seen as this isolation has it; return what it was before.
-
-    Raises:
-        DatastoreError: nothing was ever learnt there, a process learns there, or the disk refuses.
-    """
+    """Let what was learnt be seen as this isolation has it; return what it was before. Raises DatastoreError: nothing
+    was ever learnt there, a process learns there, or the disk refuses."""
     folder, manifest = _learnt(directory)
     with FolderLock(folder) as lock:
         if not lock.alone:

@@ -54,11 +54,8 @@ def open_live(
 
 
 def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | None, isolation: Isolation) -> None:
-    """Refuse, before an engine starts, what `open_live` would refuse. Changes no folder.
-
-    Raises:
-        DatastoreError: see `open_live`.
-    """
+    """Refuse, before an engine starts, what `open_live` would refuse. Changes no folder. Raises DatastoreError: see
+    `open_live`."""
     vocab_size = vocab_size or MAX_VOCAB_SIZE
     if "://" in str(place):
         Exchange(str(place), vocab_size, fingerprint, isolation).check()

@@ -54,11 +54,8 @@ class Weights:
 
     @classmethod
     def load(cls, path: Path | None = None) -> Weights:
-        """Read a weights file; without a path, the one that ships with the package.
-
-        Raises:
-            ValueError: the file is missing or no weights file of this version.
-        """
+        """Read a weights file; without a path, the one that ships with the package. Raises ValueError: the file is
+        missing or no weights file of this version."""
         source = files(__name__) / "default.json" if path is None else Path(path)
         try:
             data = json.loads(source.read_text())
