@@ -6,24 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-WORDS = [
-    "def",
-    "return",
-    "self",
-    "import",
-    "the",
-    "a",
-    "value",
-    "index",
-    "draft",
-    "token",
-    "(",
-    ")",
-    ":",
-    "=",
-    "+",
-    "\n",
-]
+WORDS = ["def", "return", "self", "import", "the", "a", "value", "index", "draft", "token", *"():=+\n"]
 
 
 @pytest.fixture(scope="session")

@@ -49,10 +49,3 @@ def test_numbers_that_compiled_code_could_not_read_are_refused(tmp_path: Path, m
         entry = write_array(path, array)
         with pytest.raises(DatastoreError, match=r"holds numbers .* in the block at byte .* whom you trust"):
             check([(path, entry, Bounds(0, 10, rising=True))])
-
-
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("mine")
-    with pytest.raises(DatastoreError, match=r"cannot write .*File exists"):
-        NewFile(tmp_path / "a")
-    assert (tmp_path / "a").read_text() == "mine"

@@ -1,22 +1,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
-from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.tokenizer import fingerprint, load
-from tests.support.stores import edit_manifest, leftovers
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+from tests.support.stores import edit_manifest, leftovers, run
 
 
 def error(*args: object) -> str:
@@ -46,6 +38,7 @@ def test_build_info_verify(tmp_path: Path, source: Path, tokenizer_folder: Path)
     result = run("build", out, source, "--tokenizer", tokenizer_folder, "--sub-index-tokens", 5_000)
     assert result.exit_code == 0, result.output
     assert "tokens in" in result.stdout and "us/token" in result.stdout
+    assert "100%" in result.stderr and "/s" in result.stderr, "progress and rate"
     with Datastore.open(out, fingerprint=fingerprint(load(tokenizer_folder))) as opened:
         manifest = opened.manifest
     assert manifest.n_documents >= 50 and len(manifest.sub_indices) > 1
@@ -61,11 +54,6 @@ def test_build_info_verify(tmp_path: Path, source: Path, tokenizer_folder: Path)
     for options in [(), ("--full",), ("--tokenizer", tokenizer_folder), ("--vocab-size", manifest.vocab_size)]:
         result = run("verify", out, *options)
         assert result.exit_code == 0 and "good" in result.stdout, result.output
-
-
-def test_progress_shows_rate_and_time_left(tmp_path: Path, source: Path, tokenizer_folder: Path) -> None:
-    result = run("build", tmp_path / "store", source, "--tokenizer", tokenizer_folder)
-    assert "100%" in result.stderr and "M/s" in result.stderr and "left" in result.stderr
 
 
 def test_a_warning_when_sub_indices_are_too_many(tmp_path: Path, source: Path, tokenizer_folder: Path) -> None:
@@ -112,17 +100,6 @@ def test_bad_values(
     assert not (tmp_path / "out").exists() and leftovers(tmp_path) == []
 
 
-def test_unknown_options_and_missing_arguments(store: Path) -> None:
-    result = run("build", store, "--fast")
-    assert result.exit_code == 2 and "No such option: --fast" in result.output
-    assert run("build", store).exit_code == 2
-    assert run("check").exit_code == 2
-
-
-def test_text_without_a_tokenizer(tmp_path: Path, source: Path) -> None:
-    assert "give --tokenizer" in error("build", tmp_path / "out", source)
-
-
 def test_verify_and_info_of_bad_stores(tmp_path: Path, store: Path, tokenizer_folder: Path) -> None:
     for command in ("info", "verify"):
         assert "no datastore at" in error(command, tmp_path / "nowhere")
@@ -141,13 +118,3 @@ def test_verify_and_info_of_bad_stores(tmp_path: Path, store: Path, tokenizer_fo
     assert f"{file} is corrupted" in error("verify", store)
     edit_manifest(store, lambda manifest: manifest.update(format_version=2))
     assert "upgrade freedraft" in error("info", store)
-
-
-def test_as_a_process(store: Path) -> None:
-    code = "from sssd_plugin.datastore.cli import app; app()"
-    good = subprocess.run([sys.executable, "-c", code, "verify", store], capture_output=True, text=True)
-    assert good.returncode == 0 and "good" in good.stdout, good.stderr
-    next(store.rglob("tokens.i32")).unlink()
-    bad = subprocess.run([sys.executable, "-c", code, "verify", store], capture_output=True, text=True)
-    assert bad.returncode == 1 and bad.stdout == ""
-    assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1 and "tokens.i32 is missing" in bad.stderr

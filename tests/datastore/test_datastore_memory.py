@@ -4,10 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.build.memory import format_size, parse_size, resident_bytes, sub_index_memory
 from sssd_plugin.datastore.errors import DatastoreError
 
@@ -39,14 +37,6 @@ def test_a_build_stays_within_its_memory(tmp_path: Path, vocab_size: int, n_toke
     assert 2 <= sub_indices <= 8, "the memory is used"
 
 
-def test_a_process_that_holds_more_than_the_default_builds_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("memory", "builder"):
-        monkeypatch.setattr(f"sssd_plugin.datastore.build.{module}.resident_bytes", lambda: 5 << 30)
-    with StoreBuilder(tmp_path / "store", vocab_size=24) as builder:
-        builder.append(np.arange(24))
-        builder.finish()
-
-
 def test_sorting_gets_what_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sssd_plugin.datastore.build.memory.resident_bytes", lambda: 100 << 20)
     assert 1_600_000_000 < sub_index_memory(2 << 30) < 2 << 30
@@ -56,12 +46,6 @@ def test_sorting_gets_what_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> N
         sub_index_memory(50 << 20)
     with pytest.raises(DatastoreError, match="too little: give at least"):
         sub_index_memory(300 << 20, sorts=32)
-
-
-@pytest.mark.parametrize("wrong", [0, 63, 1 << 30])
-def test_sub_indices_of_a_strange_size_are_refused(tmp_path: Path, wrong: int) -> None:
-    with pytest.raises(DatastoreError, match="--sub-index-tokens must be from 64 to 536870912"):
-        StoreBuilder(tmp_path / "store", vocab_size=10, sub_index_tokens=wrong)
 
 
 def test_sizes() -> None:

@@ -14,8 +14,8 @@ from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.disk.format import digest
 from sssd_plugin.datastore.disk.store import Datastore, audit
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SubIndex
-from tests.support.stores import brute_force, build_store, documents_of, keys_of, leftovers, look_up
+from sssd_plugin.datastore.index.sub_index import SEPARATOR
+from tests.support.stores import brute_force, build_store, documents_at, documents_of, leftovers, look_up
 
 HUGE = 2**31 - 1
 
@@ -59,22 +59,6 @@ def test_look_ups_equal_brute_force(corpus: tuple[list[list[int]], int, int | No
                     assert look_up(sub, query) == brute_force(sub, query)
 
 
-def test_files_hold_the_arrays_of_the_sub_index(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    documents = [rng.integers(0, 50, rng.integers(1, 400)).tolist() for _ in range(40)]
-    build_store(tmp_path / "store", documents, 64, sub_index_tokens=3_000)
-    with Datastore.open(tmp_path / "store") as store:
-        assert len(store.snapshot.sub_indices) == -(-(sum(map(len, documents)) + len(documents)) // 3_000) > 2
-        for sub in store.snapshot.sub_indices:
-            built = SubIndex.build(np.array(sub.tokens[: sub.n]), 64)
-            for name in ("tokens", "bucket_starts", "sparse_index"):
-                assert np.array_equal(getattr(sub, name), getattr(built, name)), name
-            assert np.array_equal(keys_of(sub), keys_of(built)), "in any order where they are equal"
-            assert sub.n <= 3_000
-            assert sub.tokens.ctypes.data % 4096 == 0, "mapped from the start of a page"
-            assert not sub.tokens.flags.writeable
-
-
 FIRST = """{
  "format": "freedraft-datastore", "format_version": 1, "requires": [], "vocab_size": 4, "tokenizer": null,
  "separator": -1, "padding": 32, "block_bytes": 67108864, "created_at": "2026-11-26T01:44:27Z",
@@ -111,35 +95,9 @@ def test_stores_of_the_first_version_open(tmp_path: Path) -> None:
     assert {path.stem for path in (tmp_path / "again").rglob("*.i32")} == set(arrays)
 
 
-def test_ids_up_to_the_largest_do_not_wrap(tmp_path: Path) -> None:
-    ids = [0, 32_767, 32_768, 65_535, 65_536, 2**20 - 1, 2**20, 2**24, 2**30, HUGE - 1, HUGE]
-    documents = [[i, 5, i] for i in ids] + [ids]
-    manifest = build_store(tmp_path / "store", documents, 2**31)
-    assert (manifest.max_token, manifest.vocab_size) == (HUGE, 2**31)
-    with Datastore.open(tmp_path / "store", vocab_size=2**31) as store:
-        audit(store, full=True)
-        (sub,) = store.snapshot.sub_indices
-        assert documents_of(sub) == documents
-        assert len(sub.bucket_starts) == 2**20 + 1
-        for query in [[i, 5] for i in ids] + [[i] for i in ids]:
-            found = look_up(sub, query)
-            assert found == brute_force(sub, query) and len(found) >= 1
-
-
-@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
-def test_ids_that_an_int32_cannot_hold_are_refused(tmp_path: Path, dtype: type) -> None:
-    for wrong in (2**31, 2**32 - 1):
-        with (
-            StoreBuilder(tmp_path / "store", vocab_size=2**31) as builder,
-            pytest.raises(DatastoreError, match=f"token id {wrong} is outside the vocabulary"),
-        ):
-            builder.append(np.array([1, wrong], dtype))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     with StoreBuilder(tmp_path / "store", vocab_size=10) as builder:
-        for wrong in (10, -2):
+        for wrong in (10, -2, 2**31, 2**32 - 1):
             with pytest.raises(DatastoreError, match=f"token id {wrong} .* vocabulary of 10.*--vocab-size"):
                 builder.append(np.array([1, wrong]))
         with pytest.raises(DatastoreError, match="one-dimensional integer array"):
@@ -154,27 +112,13 @@ def test_tokens_may_come_in_any_pieces(tmp_path: Path) -> None:
                 builder.append(stream[a : a + size])
             manifest = builder.finish()
         assert (manifest.n_tokens, manifest.n_documents) == (6, 3)
-        with Datastore.open(tmp_path / str(size)) as store:
-            assert documents_of(store.snapshot.sub_indices[0]) == [[1, 2], [3, 4, 5], [6]]
-
-
-def test_a_long_document_is_cut_at_full_sub_indices_only(tmp_path: Path) -> None:
-    manifest = build_store(tmp_path / "store", [list(range(1_000))], 1_000, sub_index_tokens=128)
-    assert [sub.n_tokens for sub in manifest.sub_indices] == [127] * 7 + [111]
+        assert documents_at(tmp_path / str(size)) == [[1, 2], [3, 4, 5], [6]]
 
 
 def test_permissions(tmp_path: Path) -> None:
     build_store(tmp_path / "store", [[1, 2, 3]], 10)
     for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-
-
-def test_bytes_per_token(tmp_path: Path) -> None:
-    manifest = build_store(tmp_path / "store", [np.arange(200_000) % 999], 1_000)
-    on_disk = sum(path.stat().st_size for path in (tmp_path / "store").rglob("*.i32"))
-    assert manifest.size == on_disk
-    assert on_disk / manifest.n_tokens < 8.4
-    assert on_disk == 4 * (200_001 + PAD) + 4 * 200_000 + 4 * 1_001 + 200_000 // 4
 
 
 def test_close_lets_go_but_a_snapshot_stays_valid(tmp_path: Path) -> None:
@@ -193,8 +137,7 @@ def test_replacing_keeps_open_stores_valid(tmp_path: Path) -> None:
     with Datastore.open(tmp_path / "store") as old:
         build_store(tmp_path / "store", [[4, 5]], 10, replace=True)
         assert documents_of(old.snapshot.sub_indices[0]) == [[1, 2, 3]]
-    with Datastore.open(tmp_path / "store") as new:
-        assert documents_of(new.snapshot.sub_indices[0]) == [[4, 5]]
+    assert documents_at(tmp_path / "store") == [[4, 5]]
     assert leftovers(tmp_path) == []
 
 

@@ -78,15 +78,15 @@ def test_text_files_and_folders(tmp_path: Path) -> None:
 
 
 def test_inputs_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DatastoreError, match="nowhere does not exist: correct the path"):
-        sources.find_inputs([tmp_path / "nowhere"])
-    with pytest.raises(DatastoreError, match=r"matches '\*.rs': correct --glob"):
-        sources.find_inputs([tmp_path], "*.rs")
-    with pytest.raises(DatastoreError, match=r"--glob '/etc/\*' is not a pattern"):
-        sources.find_inputs([tmp_path], "/etc/*")
     (tmp_path / "binary").write_bytes(b"\0\0")
-    with pytest.raises(DatastoreError, match="is binary: inputs are"):
-        sources.find_inputs([tmp_path / "binary"])
+    for words, given in {
+        "nowhere does not exist: correct the path": (tmp_path / "nowhere",),
+        r"matches '\*.rs': correct --glob": (tmp_path, "*.rs"),
+        r"--glob '/etc/\*' is not a pattern": (tmp_path, "/etc/*"),
+        "is binary: inputs are": (tmp_path / "binary",),
+    }.items():
+        with pytest.raises(DatastoreError, match=words):
+            sources.find_inputs([given[0]], *given[1:])
 
 
 def test_long_documents_in_pieces_are_tokenised_alike(
@@ -96,18 +96,14 @@ def test_long_documents_in_pieces_are_tokenised_alike(
     monkeypatch.setattr(sources, "BATCH_CHARS", 3_000)
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}))
-    pieces = list(sources.read_pieces(sources.find_inputs([tmp_path / "a.txt"])))
-    assert max(len(piece.content) for piece in pieces) <= 1_400 and len(pieces) > 30
-    assert sum(piece.n_bytes for piece in pieces) == (tmp_path / "a.txt").stat().st_size
     assert token_stream([tmp_path], tokenizer_folder) == encode(tokenizer_folder, text, text)
-
-
-def test_one_endless_word_is_cut_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "PIECE_CHARS", 100)
-    (tmp_path / "a.txt").write_text("x" * 1_050)
-    pieces = list(sources.read_pieces(sources.find_inputs([tmp_path / "a.txt"])))
-    assert max(len(piece.content) for piece in pieces) <= 200
-    assert "".join(str(piece.content) for piece in pieces) == "x" * 1_050
+    endless = "x" * 60_000
+    for content in (text, endless):
+        (tmp_path / "a.txt").write_text(content)
+        pieces = list(sources.read_pieces(sources.find_inputs([tmp_path / "a.txt"])))
+        assert max(len(piece.content) for piece in pieces) <= 1_400 and len(pieces) > 30
+        assert "".join(str(piece.content) for piece in pieces) == content
+        assert sum(piece.n_bytes for piece in pieces) == len(content.encode())
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint32, np.int64, ">i4"])

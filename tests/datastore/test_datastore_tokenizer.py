@@ -10,6 +10,8 @@ import pytest
 from sssd_plugin.datastore import tokenizer
 from sssd_plugin.datastore.errors import DatastoreError
 
+EOS = {"content": "<eos>", "special": True}
+
 
 def configured(source: Path, target: Path, **config: Any) -> Path:
     shutil.copytree(source, target)
@@ -35,30 +37,13 @@ def test_fingerprint_tells_tokenizers_apart(tokenizer_folder: Path) -> None:
     assert tokenizer.vocab_size(loaded) == max(loaded.get_vocab().values()) + 1
 
 
-def test_fingerprint_depends_on_ids_not_on_order() -> None:
-    class Fixed:
-        def __init__(self, vocabulary: dict[str, int]) -> None:
-            self.get_vocab = lambda: vocabulary
-
-    one = tokenizer.fingerprint(Fixed({"a": 0, "b": 1}))
-    assert one == tokenizer.fingerprint(Fixed({"b": 1, "a": 0}))
-    assert one != tokenizer.fingerprint(Fixed({"a": 1, "b": 0}))
-    assert one != tokenizer.fingerprint(Fixed({"a:0;1:b": 1}))
-
-
 @pytest.mark.parametrize(
     "config",
     [
         {},
         {"pad_token": "<pad>", "bos_token": "<s>"},
         {"extra_special_tokens": ["<x1>", "<x2>"], "pad_token": "<pad>"},
-        {
-            "added_tokens_decoder": {
-                "0": {"content": "<eos>", "special": True},
-                "400": {"content": "<tool>", "special": False},
-            },
-            "unk_token": "<unk>",
-        },
+        {"added_tokens_decoder": {"0": EOS, "400": {"content": "<tool>", "special": False}}, "unk_token": "<unk>"},
     ],
 )
 def test_fingerprint_equals_that_of_transformers(
@@ -75,16 +60,15 @@ def test_fingerprint_equals_that_of_transformers(
 
 
 def test_tokenizers_that_cannot_be_loaded(tokenizer_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatastoreError, match=r"no tokenizer at .*nowhere: give the folder of the model"):
-        tokenizer.load(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(DatastoreError, match=r"holds no tokenizer that transformers can load") as error:
-        tokenizer.load(tmp_path)
-    assert "\n" not in str(error.value)
-    folder = configured(tokenizer_folder, tmp_path / "model")
-    (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DatastoreError, match=r"holds no tokenizer that transformers can load"):
-        tokenizer.load(folder)
+    (configured(tokenizer_folder, tmp_path / "model") / "tokenizer_config.json").write_text("{")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DatastoreError, match=r"give the folder of the model, with its tokenizer.json"):
-        tokenizer.load(tmp_path / "empty")
+    for folder, words in {
+        "nowhere": "no tokenizer at .*nowhere: give the folder of the model",
+        ".": "holds no tokenizer that transformers can load",
+        "model": "holds no tokenizer that transformers can load",
+        "empty": "give the folder of the model, with its tokenizer.json",
+    }.items():
+        with pytest.raises(DatastoreError, match=words) as error:
+            tokenizer.load(tmp_path / folder)
+        assert "\n" not in str(error.value)

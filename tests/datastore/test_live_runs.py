@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from sssd_plugin.datastore.build.memory import resident_bytes
 from sssd_plugin.datastore.index.runs import Run, merged, release, sorted_run, with_document, without
 from sssd_plugin.datastore.index.sub_index import SPARSE_STEP
-from sssd_plugin.datastore.index.suffix_sort import DEPTH
-from tests.support.stores import brute_force, documents_of, look_up
+from tests.support.stores import brute_force, documents_of, keys_of, look_up
 
 Documents = list[list[int]]
 documents = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=6)
@@ -27,18 +26,12 @@ def about(first: int, number: int) -> np.ndarray:
     return np.stack([1000 + numbers, 5 * numbers, numbers], axis=1)
 
 
-def key(run: Run, place: int) -> list[int]:
-    """What of a suffix its order depends on."""
-    tokens = run.sub.tokens[place : place + DEPTH].tolist()
-    return tokens[: tokens.index(-1) + 1] if -1 in tokens else tokens
-
-
 def check(run: Run, texts: Documents) -> None:
     """Documents, order, buckets and fences of a run."""
     assert documents_of(run.sub) == texts
     order = run.sub.suffix_array
     assert sorted(order.tolist()) == np.flatnonzero(run.sub.tokens >= 0).tolist()
-    keys = [key(run, int(place)) for place in order]
+    keys = keys_of(run.sub).tolist()
     assert keys == sorted(keys)
     assert run.sub.sparse_index.tolist() == run.sub.tokens[order[::SPARSE_STEP] + 1].tolist()
     for query in ([0], [1, 2], [2, 2, 2], [3, 0, 1, 3]):
@@ -91,18 +84,8 @@ def test_text_that_repeats_for_ever_costs_no_more(pattern: list[int]) -> None:
     assert len(run.sub.suffix_array) == 400_000
     joined = merged(run, run, 10)
     assert joined.n == 2 * run.n
-    sample = [key(joined, int(place)) for place in joined.sub.suffix_array[::5000]]
+    sample = keys_of(joined.sub)[::5000].tolist()
     assert sample == sorted(sample)
-
-
-def test_a_sorting_by_bytes_is_in_this_order_too() -> None:
-    from sssd_plugin.datastore.index.sub_index import SubIndex
-
-    rng = np.random.default_rng(2)
-    texts = [(rng.zipf(1.3, 400) % 50).tolist() for _ in range(20)]
-    run = sorted_run(arrays(texts), 50, about(0, 20))
-    full = SubIndex.build(run.sub.tokens[: run.n], 50)
-    assert [key(run, int(p)) for p in full.suffix_array] == [key(run, int(p)) for p in run.sub.suffix_array]
 
 
 def test_runs_that_nobody_holds_are_given_back() -> None:

@@ -9,15 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.disk.format import ROLES
 from sssd_plugin.datastore.disk.remote import local_copy
-from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.options import SssdOptions
-from tests.support.stores import build_store, documents_of
+from tests.support.stores import build_store, documents_at, run
 
 fsspec = pytest.importorskip("fsspec")
 TEXTS = [[1, 2, 3], [4, 5]]
@@ -33,11 +30,6 @@ def url(tmp_path: Path) -> str:
         if path.is_file():
             memory.pipe_file(f"/bucket/{tmp_path.name}/{path.relative_to(tmp_path / 'made')}", path.read_bytes())
     return f"memory://bucket/{tmp_path.name}"
-
-
-def contents(copy: Path) -> list[list[int]]:
-    with Datastore.open(copy) as store:
-        return documents_of(store.snapshot.sub_indices[0])
 
 
 @pytest.fixture
@@ -59,7 +51,7 @@ def test_a_store_is_copied_once_whoever_asks(tmp_path: Path, url: str, fetched: 
     with ThreadPoolExecutor(4) as pool:
         copies = set(pool.map(lambda _: local_copy(url, tmp_path / "cache"), range(8)))
     (copy,) = copies
-    assert contents(copy) == TEXTS and sorted(fetched) == ALL
+    assert documents_at(copy) == TEXTS and sorted(fetched) == ALL
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -72,7 +64,7 @@ def test_what_is_damaged_or_missing_is_fetched_again(tmp_path: Path, url: str, f
         file.unlink() if damaged is None else file.write_bytes(damaged)
         (copy / "manifest.json").unlink()  # as a killed process leaves a copy that it was fetching
         assert local_copy(url, tmp_path / "cache") == copy
-        assert fetched == [name] and contents(copy) == TEXTS
+        assert fetched == [name] and documents_at(copy) == TEXTS
 
 
 def test_copies_of_the_previous_layout_are_replaced(tmp_path: Path, url: str, fetched: list[str]) -> None:
@@ -82,9 +74,9 @@ def test_copies_of_the_previous_layout_are_replaced(tmp_path: Path, url: str, fe
     sub.rename(copy.parent / "address")
     sub.symlink_to(Path("..") / "address")
     fetched.clear()
-    assert contents(local_copy(url, tmp_path / "cache")) == TEXTS and fetched == []
+    assert documents_at(local_copy(url, tmp_path / "cache")) == TEXTS and fetched == []
     shutil.rmtree(copy.parent / "address")
-    assert contents(local_copy(url, tmp_path / "cache")) == TEXTS and sorted(fetched) == ALL
+    assert documents_at(local_copy(url, tmp_path / "cache")) == TEXTS and sorted(fetched) == ALL
 
 
 def test_copies_that_nobody_used_for_a_day_go(tmp_path: Path, url: str) -> None:
@@ -159,11 +151,9 @@ def test_the_last_copy_that_is_whole(tmp_path: Path, url: str, monkeypatch: pyte
 
 def test_commands_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
-    run = CliRunner().invoke
-    assert "5 tokens in 2 documents" in run(app, ["info", url]).output
-    assert run(app, ["verify", url]).exit_code == 0
-    assert run(app, ["merge", str(tmp_path / "all"), url, str(tmp_path / "made")]).exit_code == 0
-    with Datastore.open(tmp_path / "all") as store:
-        assert store.manifest.n_tokens == 10
-    missing = run(app, ["info", "memory://nowhere"])
+    assert "5 tokens in 2 documents" in run("info", url).output
+    assert run("verify", url).exit_code == 0
+    assert run("merge", tmp_path / "all", url, tmp_path / "made").exit_code == 0
+    assert documents_at(tmp_path / "all") == [*TEXTS, *TEXTS]
+    missing = run("info", "memory://nowhere")
     assert missing.exit_code == 2 and "no datastore at memory://nowhere" in " ".join(missing.stderr.split())

@@ -12,14 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
 from sssd_plugin.datastore.build.checkpoint import BuildCheckpoint
 from sssd_plugin.datastore.build.sources import Piece, find_inputs
-from sssd_plugin.datastore.cli import app
-from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.tokenizer import load
-from tests.support.stores import documents_of, leftovers
+from tests.support.stores import documents_at, leftovers, run
 
 STOPPING = """
 import sys, time
@@ -36,10 +33,6 @@ app(sys.argv[2:])
 """
 
 
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
 @pytest.fixture
 def inputs(tmp_path: Path, text: str) -> Path:
     folder = tmp_path / "inputs"
@@ -50,11 +43,6 @@ def inputs(tmp_path: Path, text: str) -> Path:
         (folder / f"{number}.txt").write_text(text[number : number + 5_000])
     np.save(folder / "ids.npy", np.tile(np.array([1, 2, 3, 4, -1]), 500))
     return folder
-
-
-def contents(store: Path) -> list[list[int]]:
-    with Datastore.open(store) as opened:
-        return [document for sub in opened.snapshot.sub_indices for document in documents_of(sub)]
 
 
 def test_a_killed_build_goes_on(tmp_path: Path, inputs: Path, tokenizer_folder: Path) -> None:
@@ -80,7 +68,7 @@ def test_a_killed_build_goes_on(tmp_path: Path, inputs: Path, tokenizer_folder: 
     assert kept[0] < kept[1] < kept[2] and not target.exists()
     result = run("build", target, *common, "--resume")
     assert result.exit_code == 0 and "going on after" in result.stderr, result.output
-    assert contents(target) == contents(tmp_path / "plain")
+    assert documents_at(target) == documents_at(tmp_path / "plain")
     assert not (tmp_path / ".store.resume").exists() and leftovers(tmp_path) == []
     assert run("verify", target, "--full").exit_code == 0
 
@@ -145,5 +133,5 @@ def test_one_build_at_a_time_and_ids_are_checked(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "another build uses" in result.stderr
     held.close()
     assert run(*arguments, 100).exit_code == 0
-    assert contents(tmp_path / "store") == [[1, 5, 99]]
+    assert documents_at(tmp_path / "store") == [[1, 5, 99]]
     assert not (tmp_path / ".store.resume").exists()

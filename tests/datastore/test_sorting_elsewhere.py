@@ -12,19 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
 
 from sssd_plugin.datastore.build.memory import parse_size
-from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.disk.store import Datastore
-from tests.support.stores import leftovers
+from tests.support.stores import leftovers, run
 
 VOCAB = 5000
 CLI = [sys.executable, "-c", "from sssd_plugin.datastore.cli import app; app()"]
-
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def arrays(path: Path) -> list[tuple[bytes, bytes, bytes]]:

@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typer.testing import CliRunner, Result
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
+from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.disk.checksum import write_array
 from sssd_plugin.datastore.disk.format import Manifest, checksum, file_name, read_manifest
+from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.index.suffix_sort import DEPTH
 
@@ -52,6 +55,17 @@ def documents_of(sub: SubIndex) -> list[list[int]]:
             documents[-1].append(token)
     assert documents[-1] == [], "the last document is closed"
     return documents[:-1]
+
+
+def documents_at(store: Path) -> list[list[int]]:
+    """The documents of all sub-indices of a folder."""
+    with Datastore.open(store) as opened:
+        return [document for sub in opened.snapshot.sub_indices for document in documents_of(sub)]
+
+
+def run(*args: object, input: str | None = None) -> Result:
+    """A command of `freedraft datastore`."""
+    return CliRunner().invoke(app, [str(arg) for arg in args], input=input)
 
 
 def keys_of(sub: SubIndex) -> NDArray[np.int32]:
