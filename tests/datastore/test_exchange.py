@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import socket
@@ -441,3 +442,20 @@ def test_commands_at_a_url(folder_url: str, tmp_path: Path) -> None:
     missing = run("forget", f"file://{tmp_path}/nothing", "--before", "2020-01-01")
     assert missing.exit_code == 1 and "no server learns at" in missing.stderr and missing.stderr.count("\n") == 1
     assert [path.name for path in (tmp_path / "bucket").iterdir()] == ["learnt"]
+
+
+def test_a_full_disk_keeps_what_is_learnt(
+    folder_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = started(folder_url)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(exchange, "write_atomically", full)
+        learn(server, A, [1, 2, 3])
+        wait_until(lambda: f"no space left for {folder_url}" in caplog.text)
+        assert count(server, A, [1, 2, 3]) == 1
+    wait_until(lambda: holds(folder_url, [1, 2, 3]))
+    server.close()
