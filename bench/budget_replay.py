@@ -13,6 +13,7 @@ an H200 of which computing reaches 60 % of its peak, so that the controller's ow
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,7 @@ class Replay:
     def run(self, arm: str, machine: str, drafter: Drafter, seed: int) -> float:
         """Tokens per second."""
         seconds_of, shape, profile_name, drafting = MACHINES[machine]
+        seconds_of = functools.cache(seconds_of)
         profile = HardwareProfile.load(profile_name)
         policy, max_draft_tokens = ARMS[arm]
         now = 0.0
@@ -96,7 +98,6 @@ class Replay:
         places: list[int] = []
         gained, drafted = np.zeros(0, np.int64), np.zeros(0, np.int32)
         produced, query_tokens, changed = 0, 0, True
-        cache: dict[tuple[int, int], float] = {}
         while True:
             while waiting and len(names) < self.batch:
                 i = waiting.pop()
@@ -135,20 +136,13 @@ class Replay:
             controller.end(step)
             drafted = np.maximum(counts, 1) - 1
             query_tokens = int(np.maximum(counts, 1).sum())
-            key = n, query_tokens
-            if key not in cache:
-                cache[key] = seconds_of(n, query_tokens)
-            now += cache[key] * rng.lognormal(0.0, NOISE)
+            now += seconds_of(n, query_tokens) * rng.lognormal(0.0, NOISE)
             changed = False
             for b in range(n):
-                answer, at, new = truth[b], done[b], 1
-                if drafts is not None:
-                    for k in range(1, int(counts[b])):
-                        if at + k - 1 < len(answer) and drafts.tokens[b, k] == answer[at + k - 1]:
-                            new += 1
-                        else:
-                            break
-                new = min(new, len(answer) - at)
+                answer, at = truth[b], done[b]
+                drafted_tokens = drafts.tokens[b, 1 : counts[b]] if drafts is not None else answer[:0]
+                known = answer[at : at + len(drafted_tokens)]
+                new = min(1 + int((drafted_tokens[: len(known)] == known).cumprod().sum()), len(answer) - at)
                 table[places[b], prompts[b] + at : prompts[b] + at + new] = answer[at : at + new]
                 gained[b], done[b] = new, at + new
                 produced += new

@@ -44,12 +44,8 @@ class Decoder:
     def __init__(self, shape: ModelShape, device: str) -> None:
         self.shape, self.device, self.dtype = shape, device, getattr(torch, shape.dtype)
         h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        sizes = {
-            "qkv": (q + 2 * kv, h),
-            "out": (h, q),
-            "up": (2 * shape.intermediate, h),
-            "down": (h, shape.intermediate),
-        }
+        sizes = {"qkv": (q + 2 * kv, h), "out": (h, q)}
+        sizes |= {"up": (2 * shape.intermediate, h), "down": (h, shape.intermediate)}
         self.layers = [{name: self._random(*size) for name, size in sizes.items()} for _ in range(shape.layers)]
         self.head = self._random(shape.vocab, h)
         self.norm = torch.ones(h, device=device, dtype=self.dtype)
@@ -100,11 +96,9 @@ def measure(decoder: Decoder, roofline: Roofline, args: argparse.Namespace) -> I
                 predicted = float(roofline.seconds(batch, query_tokens, context))
                 del caches
                 plain = plain or (seconds, predicted)
-                yield cell | {
-                    "ms": 1e3 * seconds, "predicted_ms": 1e3 * predicted,
-                    "measured_over_predicted": seconds / predicted,
-                    "growth": seconds / plain[0], "predicted_growth": predicted / plain[1],
-                }  # fmt: skip
+                cell |= {"ms": 1e3 * seconds, "predicted_ms": 1e3 * predicted}
+                cell |= {"measured_over_predicted": seconds / predicted}
+                yield cell | {"growth": seconds / plain[0], "predicted_growth": predicted / plain[1]}
 
 
 def free_bytes(device: str) -> float:
@@ -118,9 +112,8 @@ def free_bytes(device: str) -> float:
 def timed(work: Callable[[], object], device: str, seconds: float) -> float:
     """Median seconds of a call; on a GPU of a CUDA graph of it."""
     work()
-    if device == "cpu":
-        run = work
-    else:
+    run, wait = work, torch.cuda.synchronize if device != "cpu" else lambda: None
+    if device != "cpu":
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             work()
@@ -132,12 +125,10 @@ def timed(work: Callable[[], object], device: str, seconds: float) -> float:
     run()
     times: list[float] = []
     while sum(times) < seconds or len(times) < 3:
-        if device != "cpu":
-            torch.cuda.synchronize()
+        wait()
         began = time.perf_counter()
         run()
-        if device != "cpu":
-            torch.cuda.synchronize()
+        wait()
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
@@ -159,9 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 16384])
-    parser.add_argument(
-        "--query-tokens", type=int, nargs="+", default=[2**i for i in range(10)], help="of all requests"
-    )
+    powers = [2**i for i in range(10)]
+    parser.add_argument("--query-tokens", type=int, nargs="+", default=powers, help="of all requests")
     parser.add_argument("--hardware", default="auto", help="name or file of a profile")
     parser.add_argument("--seconds", type=float, default=0.3, help="of each cell")
     parser.add_argument("--json", type=Path)

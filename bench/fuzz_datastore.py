@@ -8,6 +8,7 @@ Bytes, sizes, numbers and manifests are changed at random, mostly with checksums
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import shutil
@@ -27,7 +28,7 @@ from sssd_plugin.datastore.disk.checksum import write_array
 from sssd_plugin.datastore.disk.format import MANIFEST, ROLES, Role, checksum, file_name
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.drafter import Drafter
+from sssd_plugin.drafter import Drafter, Shape
 from sssd_plugin.options import Scoring
 
 VOCAB = 200
@@ -99,18 +100,14 @@ def attempt(store: Path, rng: np.random.Generator, drafters: list[Drafter]) -> s
         return "refused" if "\n" not in str(error) else f"more than a line: {error}"
     for drafter in drafters:
         drafter.use(opened.snapshot)
-    for number in range(6):
-        prompt = (rng.zipf(1.4, 30) % VOCAB).astype(np.int32)
-        for drafter in drafters:
-            drafter.replace(str(number), prompt)
-            for shape in ("tree", "chain"):
-                draft = drafter.draft([str(number)], max_nodes=24, shape=shape)
-                n = int(draft.counts[0])
-                tokens, parents = draft.tokens[0, :n], draft.parents[0, 1:n]
-                if not ((tokens >= 0) & (tokens < VOCAB)).all() or not (parents < np.arange(1, n)).all():
-                    return f"a draft of {tokens.tolist()} under {parents.tolist()}"
-    for drafter in drafters:
-        drafter.finish(map(str, range(6)))
+    for prompt in (rng.zipf(1.4, (6, 30)) % VOCAB).astype(np.int32):
+        for drafter, shape in itertools.product(drafters, get_args(Shape)):
+            drafter.replace("r", prompt)
+            draft = drafter.draft(["r"], max_nodes=24, shape=shape)
+            n = int(draft.counts[0])
+            tokens, parents = draft.tokens[0, :n], draft.parents[0, 1:n]
+            if not ((tokens >= 0) & (tokens < VOCAB)).all() or not (parents < np.arange(1, n)).all():
+                return f"a draft of {tokens.tolist()} under {parents.tolist()}"
     return "harmless"
 
 

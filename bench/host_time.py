@@ -176,7 +176,7 @@ def sglang(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from tokenizers import Tokenizer
 
     from bench.demo.store import ensure_store
-    from bench.lib.sglang_plugin import engine_with
+    from bench.lib.sglang_engine import engine_with
 
     tokenizer, store = ROOT / "build" / "model", ROOT / "build" / "store"
     ensure_store(store, tokenizer, Console(highlight=False))

@@ -271,18 +271,19 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
             pairs = zip(tensors(run("triton")), tensors(run("reference")), strict=True)
             equal = all(agree(name, ours, reference) for ours, reference in pairs)
         reference_us = median_us(lambda run=run: run("reference"), device, repeats)  # type: ignore[misc]
-        triton_us = rate = None
+        triton_us = None
         if with_triton and device.type == "cuda":
             triton_us = median_us(lambda run=run: run("triton"), device, repeats, graph=True)  # type: ignore[misc]
-            rate = size / (triton_us * 1e-6)
-        row = {"kernel": name, "shape": f"{batch}x{nodes}", "equal": equal, "bytes": size, "reference_us": reference_us}
-        row |= {"triton_us": triton_us, "share_of_copy": rate and rate / bandwidth}
-        rows.append(row | {"said": "NO" if equal is False else equal and "yes", "MB": size / 1e6})
+        share = None if triton_us is None else size / (triton_us * 1e-6) / bandwidth
+        cells = (name, f"{batch}x{nodes}", equal, size, reference_us, triton_us, share)
+        rows.append(dict(zip(FIELDS, cells, strict=True)))
     return rows
 
 
+FIELDS = ("kernel", "shape", "equal", "bytes", "reference_us", "triton_us", "share_of_copy")
+"""Times are medians in microseconds; bytes are what the operation must at least move."""
 COLUMNS = (
-    "kernel={kernel} | batch x nodes={shape} | equal={said} | MB moved={MB:.3f} | reference us={reference_us:.1f} | "
+    "kernel={kernel} | batch x nodes={shape} | equal={equal!y} | bytes={bytes:,} | reference us={reference_us:.1f} | "
     "triton us={triton_us:.1f} | of a copy's bandwidth={share_of_copy:.0%}"
 )
 
@@ -305,10 +306,7 @@ def main() -> int:
     print(table(rows, COLUMNS))
     if args.json:
         figures = {"device": name, "torch": torch.__version__, "triton": triton_version, "copy_bytes_per_s": bandwidth}
-        figures |= {
-            "shapes": [asdict(s) for s in shapes],
-            "rows": [{name: r[name] for name in r if name not in ("said", "MB")} for r in rows],
-        }
+        figures |= {"shapes": [asdict(s) for s in shapes], "rows": rows}
         write_json(args.json, figures)
     if any(row["equal"] is False for row in rows):
         print("a kernel differs from its reference", file=sys.stderr)

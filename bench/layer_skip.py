@@ -4,22 +4,16 @@
     python bench/layer_skip.py --engine sglang --json build/layer-skip-sglang.json      # in SGLang's environment
     python bench/layer_skip.py --only composed --json build/composed.json
 
-Parts, each in an engine of its own:
-- deep: the deep synthetic model of bench/lib/deep_model.py, whose set skips a half of the sublayers; bf16, on vLLM
-  compiled. Baseline and speculative decoding take turns inside one engine, group by group, because two runs differ by
-  more than the effect. Reported by batch size: the ratio to plain decoding, the median over groups and its quarters; M,
-  tokens per step and request; alpha, accepted by drafted tokens; c, the median time of a draft pass by that of a plain
-  step; and the share that was reached of M alpha / ((M - 1) c + alpha), what it would be if verification cost a plain
-  step and nothing else cost anything.
-- mixed: four requests in a batch that ask for four skip sets of the deep model, and draft with one of them.
-- demo (vLLM): the demo model itself with a set of 12 of its 60 sublayers. It is too small for layer skipping to pay, so
-  the controller has to end up off, and throughput to stay that of plain decoding.
-- exact (vLLM): both models in fp32, eager: the share of drafts accepted, and whether every token is that of plain
-  decoding.
-- composed (vLLM, when asked for): method "freedraft" on both models, one request at a time, by kind of prompt. No
-  drafts, n-grams only, layer skip only and both take turns prompt by prompt.
-
-Prompts are read before the clock starts; only decoding counts.
+Parts, each in an engine of its own; prompts are read before the clock starts:
+- deep: the synthetic model of bench/lib/deep_model.py, whose set skips a half of the sublayers; bf16, on vLLM compiled.
+  Plain and speculative decoding take turns inside one engine, group by group. Reported by batch size: the ratio, median
+  over groups and its quarters; M, tokens per step and request; alpha, accepted by drafted tokens; c, time of a draft
+  pass by that of a plain step; and the share that was reached of M alpha / ((M - 1) c + alpha).
+- mixed: four requests in a batch that ask for four skip sets of the deep model.
+- demo (vLLM): the demo model, too small for layer skipping to pay: the controller has to end up off.
+- exact (vLLM): both models in fp32, eager: the share accepted, and whether every token is that of plain decoding.
+- composed (vLLM, when asked for): method "freedraft" on both models, by kind of prompt: no drafts, n-grams only, layer
+  skip only and both take turns prompt by prompt.
 """
 
 from __future__ import annotations
@@ -153,9 +147,8 @@ def exact(args: argparse.Namespace) -> dict[str, Any]:
 
 def composed(args: argparse.Namespace) -> dict[str, Any]:
     """By kind of prompt: ratios to plain decoding, medians over prompts and rounds, with the quarters."""
-    engine = Engine(
-        args.model, {"method": "freedraft", "num_speculative_tokens": COMPOSED_K, "skip_set": str(args.skip_set)}
-    )
+    speculative = {"method": "freedraft", "num_speculative_tokens": COMPOSED_K, "skip_set": str(args.skip_set)}
+    engine = Engine(args.model, speculative)
     method: HybridMethod = engine.method
     off = {
         "sssd": (method.host, "propose", lambda step, max_draft_len: DraftBatch.roots(step.roots)),
@@ -176,19 +169,14 @@ def composed(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for kind, of_kind in prompts.items():
         ratios: dict[str, list[float]] = {arm: [] for arm in ARMS if arm != "plain"}
-        same: list[bool] = []
         for turn in range(args.rounds):
             for prompt in of_kind:
                 runs = {arm: answer(prompt, arm) for arm in list(ARMS)[:: 1 if turn % 2 == 0 else -1]}
                 for arm, of_arm in ratios.items():
                     of_arm.append(runs[arm].speed / runs["plain"].speed)
-                    same.append(runs[arm].tokens == runs["plain"].tokens)
         result[kind] = {
             arm: {"ratio": median(r), "quarters": np.quantile(r, (0.25, 0.75)).tolist()} for arm, r in ratios.items()
         }
-        parts = np.maximum(ratios["sssd"], ratios["layerskip"])
-        result[kind]["both by the better of the two, prompt by prompt"] = median(np.array(ratios["both"]) / parts)
-        result[kind]["outputs like plain, bf16"] = f"{sum(same)} of {len(same)}"
     return result
 
 

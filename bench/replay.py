@@ -20,6 +20,7 @@ datastore, as chains and as trees.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -252,18 +253,13 @@ def long_contexts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """
     encoder = load_tokenizer(arguments.tokenizer)
     text = long_texts.python_sources(encoder, 2 * max(arguments.lengths))
-    store = Trace([], "", encoder.get_vocab_size())
-    budget = arguments.budget[0]
-    results = []
-    for name in arguments.drafter:
-        for shape in [SHAPES[name]] if name in SHAPES else arguments.shapes:
-            for kind in long_texts.KINDS:
-                for length in arguments.lengths:
-                    draft = drafter(name, store, budget, shape, arguments.scoring, arguments.weights)
-                    found = replay(long_texts.rows(text, length, kind, arguments.rows), draft)
-                    results.append(
-                        {"drafter": name, "shape": shape, "kind": kind, "context": length, "budget": budget} | found
-                    )
+    store, budget, results = Trace([], "", encoder.get_vocab_size()), arguments.budget[0], []
+    shapes = [(name, shape) for name in arguments.drafter for shape in ("chain", "tree")]
+    shapes = [(name, shape) for name, shape in shapes if shape == SHAPES.get(name, shape)]
+    for (name, shape), kind, length in itertools.product(shapes, long_texts.KINDS, arguments.lengths):
+        draft = drafter(name, store, budget, shape, arguments.scoring, arguments.weights)
+        found = replay(long_texts.rows(text, length, kind, arguments.rows), draft)
+        results.append({"drafter": name, "shape": shape, "kind": kind, "context": length, "budget": budget} | found)
     return results
 
 
@@ -304,7 +300,6 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, help='JSONL with "prompt" and "output"')
     parser.add_argument("--long", action="store_true", help="copies and edits of long prompts, in place of a trace")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 8_000, 32_000, 128_000], help="of --long")
-    parser.add_argument("--shapes", choices=("tree", "chain"), nargs="+", default=["chain", "tree"], help="of --long")
     parser.add_argument("--rows", type=int, default=4, help="of --long, per kind and length")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--budget", type=int, nargs="+", default=[16], help="nodes per step, root included")

@@ -98,12 +98,10 @@ def markdown(result: dict[str, Any]) -> str:
 def rivals(result: dict[str, Any]) -> str:
     """Our arms over each other one on the same questions; empty where there is nothing to compare."""
     settings, rows = result["settings"]["arms"], result["rows"]
-    ours = [
-        a for a in names(rows, "arm") if ((settings.get(a) or {}).get("speculative") or {}).get("method") in METHODS
-    ]
-    pairs = [
-        (a, b) for a in ours for b in names(rows, "arm") if any(r["arm"] == a and b in r.get("over", {}) for r in rows)
-    ]
+    arms = names(rows, "arm")
+    ours = {a for a in arms if ((settings.get(a) or {}).get("speculative") or {}).get("method") in METHODS}
+    compared = {(r["arm"], other) for r in rows for other in r.get("over", {})}
+    pairs = [(a, b) for a in arms for b in arms if a in ours and (a, b) in compared]
     body = []
     for concurrency, group, here in cells_of(rows):
         found = [here.get(a, {}).get("over", {}).get(b) for a, b in pairs]

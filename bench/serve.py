@@ -3,18 +3,11 @@
     python bench/serve.py --questions question.jsonl --arms plain sssd ngram suffix --concurrency 1 4
 
 An arm is the name of a preset, NAME=JSON (a speculative configuration of vLLM, or of SGLang with "engine": "sglang"),
-or NAME=URL (a server that is already up). Questions are put in blocks of one group each; every block goes to all arms
-in turns, in an order that changes from block to block, while the other servers idle. Every answer has the same length.
-A block has `--block` questions for every request at a time: when few are left, the batch is no longer full, and arms
-whose answers end at different times wait longer for the last one than an arm that decodes in lockstep.
-Groups that have too few to keep that many requests running for two rounds are put together; with `--least-rounds 2`,
-`--limit` leaves every group as many as it takes, if it has them.
-`--questions spec-bench` downloads them. `long` (about modules of 16,000 to 100,000 characters) and `agent` (a coding
-agent's turn that writes a file again) are made of Python's library.
-Arms that learn from traffic (a live datastore, suffix decoding) start empty at each concurrency and repeat, because
-they would have seen all the answers otherwise. Stopped or out of `--minutes`, the same command goes on where it was.
-
-Whatever fails is named in the report, and the rest goes on: exit code 1 then, or when answers differ in fp32 eager.
+or NAME=URL (a server that is already up). Blocks of questions of one group each go to all arms in turns, in an order
+that changes from block to block, while the other servers idle; see docs/benchmarks.md. `--questions long` (about
+modules of 16,000 to 100,000 characters) and `agent` (a coding agent's turn that writes a file again) are made of
+Python's library. Stopped or out of `--minutes`, the same command goes on where it was. Whatever fails is named in the
+report, and the rest goes on: exit code 1 then, or when answers differ in fp32 eager.
 """
 
 from __future__ import annotations
@@ -307,21 +300,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--questions",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="Spec-Bench format; spec-bench, long, agent",
-    )
-    add(
-        "--arms",
-        nargs="+",
-        type=parse_arm,
-        default=[PRESETS[n] for n in ("plain", "sssd", "ngram")],
-        metavar="ARM",
-        help=f"servers to compare: {', '.join(PRESETS)}, NAME=JSON (a speculative configuration) or NAME=URL",
-    )
+    add("--questions", nargs="+", required=True, metavar="FILE", help="Spec-Bench format; spec-bench, long, agent")
+    kinds = f"{', '.join(PRESETS)}, NAME=JSON (a speculative configuration) or NAME=URL"
+    presets = [PRESETS[name] for name in ("plain", "sssd", "ngram")]
+    add("--arms", nargs="+", type=parse_arm, default=presets, metavar="ARM", help=f"servers to compare: {kinds}")
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
     add("--groups", nargs="+", metavar="NAME", help="only these groups of questions")
     add("--limit", type=int, metavar="N", help="questions of each group at most")
@@ -364,21 +346,13 @@ def main() -> int:
         raise ValueError("; ".join(problems) or "no questions")
     most = None if args.least_rounds else args.limit
     counted = [q for members in questions.groups(asked).values() for q in members[:most]]
-    settings = {
-        "model": args.name or args.model.name,
-        "device": args.device,
-        "dtype": args.dtype,
+    names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "warm_up", "block")
+    files = [Path(name).name for name in args.questions]
+    settings = {"model": args.name or args.model.name} | {name: getattr(args, name) for name in (*names, "in_turns")}
+    settings |= {
         "eager": not args.compiled,
-        "flags": args.flags,
-        "chat_template_kwargs": args.chat_template_kwargs,
-        "max_tokens": args.max_tokens,
-        "max_model_len": args.max_model_len,
-        "warm_up": args.warm_up,
-        "block": args.block,
-        "questions": {"files": [Path(f).name for f in args.questions], "count": len(counted)}
-        | {"sha256": questions.digest(counted)},
+        "questions": {"files": files, "count": len(counted), "sha256": questions.digest(counted)},
         "limits": [args.limit, args.least_rounds] if args.least_rounds else None,
-        "in_turns": args.in_turns,
         "arms": described(args),
     }
     report = Report.open(args.json, settings, args.fresh)

@@ -6,16 +6,10 @@
 
 Prompts are documents and modules of Python's own library, cut to the context, with a question behind them.
 
-- acceptance: without an engine, fp32. The share of tokens of the model's own answers that a pass over 16 sinks and the
-  newest tokens says too, and of places from which it says the next 2, 4 and 6 (with the whole model's KV in between,
-  where a real draft finds its own).
-- sglang (freedraft's CPU platform), vllm (its CPU build): drafting is off and on in turns of 4 steps within the same
-  requests. By cell of batch and context: ms of a plain step; a draft pass (c) and a verification in plain steps of the
-  same answers; M of the turns that draft, alpha of a token behind accepted ones; the ratio of speeds of each turn to
-  those beside it, their median and quartiles; whether all tokens are those of plain decoding; and what the measured
-  times allow: the best (1 + a + ... + a^d) / (d c + v(d)) over windows and lengths d, v(d) being the time of
-  verification with d draft tokens per request (the mean of the batch), measured, or between measured ones, of all
-  drafts of the cell, those included that were made to learn what passes and windows bring; 1 where nothing beats plain.
+- acceptance, without an engine: how often a pass over 16 sinks and the newest tokens says what the whole model says.
+- sglang, vllm (CPU): drafting is off and on in turns of 4 steps within the same requests. The ratio of speeds of each
+  turn to those beside it, and what the measured times allow: the best (1 + a + ... + a^d) / (d c + v(d)) over windows
+  and lengths d; 1 where nothing beats plain.
 """
 
 from __future__ import annotations
@@ -59,13 +53,13 @@ TURN = 4
 """Steps of a turn."""
 
 
-def long_prompts(model: Path, context: int, count: int, documents: int) -> list[list[int]]:
-    """Token ids of `count` prompts of `context` tokens: one of so many texts, and a question behind it."""
+def long_prompts(model: Path, context: int, count: int) -> list[list[int]]:
+    """Token ids of `count` prompts of `context` tokens: a text, and a question behind it."""
     from transformers import AutoTokenizer
 
     tokenizer, prompts = AutoTokenizer.from_pretrained(model), []
     for i in range(count):
-        name, question = SOURCES[i % documents][0], SOURCES[i % len(SOURCES)][1]
+        name, question = SOURCES[i % len(SOURCES)]
         text = (Path(sysconfig.get_paths()["stdlib"]) / name).read_text(encoding="utf-8", errors="replace")
         chat = [{"role": "user", "content": f"TEXT\n\n{question}"}]
         templated = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
@@ -73,9 +67,6 @@ def long_prompts(model: Path, context: int, count: int, documents: int) -> list[
         ids = tokenizer(text[: 12 * context], add_special_tokens=False)["input_ids"]
         prompts.append([*ends[0], *ids[: context - len(ends[0]) - len(ends[1])], *ends[1]])
     return prompts
-
-
-# -- acceptance ------------------------------------------------------------------------------------------------------
 
 
 def acceptance(args: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +77,7 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for context in args.contexts:
         right: dict[int, list[list[bool]]] = {window: [] for window in WINDOWS}
-        for prompt in long_prompts(args.model, context, args.documents, args.documents):
+        for prompt in long_prompts(args.model, context, len(SOURCES)):
             with torch.inference_mode():
                 out = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
                 whole, answer = out.past_key_values, [int(out.logits[0, -1].argmax())]
@@ -117,9 +108,6 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
     return {"tokens": args.tokens, "rows": rows}
 
 
-# -- engines ---------------------------------------------------------------------------------------------------------
-
-
 def engine_of(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> AbstractContextManager[Any]:
     """An engine in whose prefix cache prompts stay, so that only the first of each is read."""
     longest, most = max(context for _, context in cells), max(batch for batch, _ in cells)
@@ -131,10 +119,8 @@ def engine_of(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> Abs
 
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
         os.environ.update(in_process_environment())
-        engine = Engine(
-            args.model, speculative, max_num_seqs=most, exact=exact, max_model_len=longest + 512, prefix_caching=True
-        )
-        return nullcontext(engine)
+        room = {"max_num_seqs": most, "max_model_len": longest + 512}
+        return nullcontext(Engine(args.model, speculative, exact=exact, enable_prefix_caching=True, **room))
     from bench.lib.sglang_engine import sglang_engine
 
     total = sum(batch * (context + 512) for batch, context in set(cells)) + 4 * longest
@@ -145,7 +131,7 @@ def engine_of(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> Abs
 def in_turns(args: argparse.Namespace, cells: Iterable[tuple[int, int]], engine: Any) -> Iterator[dict[str, Any]]:
     """A row for each cell."""
     for batch, context in cells:
-        prompts = long_prompts(args.model, context, batch, args.documents)
+        prompts = long_prompts(args.model, context, batch)
         runs: list[tuple[bool, Run]] = []  # whether each was in turns
 
         def generate(drafting: Drafting, prompts: Any = prompts, runs: Any = runs) -> None:
@@ -180,15 +166,10 @@ def figures(answers: Sequence[tuple[bool, Steps]], longest: int) -> dict[str, An
             if turn[0][0].on and beside and len(turn) >= TURN:
                 ratios.append(speeds[i] / statistics.mean(beside))
     low, ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
-    plain = statistics.median(b.began - a.began for a, b in measured if not a.on)
-    drafting = [(a, b) for a, b in measured if a.on]
-    request_steps = sum(a.batch for a, _ in drafting)
+    drafting = [a for a, _ in measured if a.on]
     return {
-        "steps": len(drafting),
-        "M": sum(sum(b.gained) for _, b in drafting) / request_steps,
-        "drafted_per_step": sum(sum(a.drafted) for a, _ in drafting) / request_steps,
-        "drafting_share": sum(any(a.drafted) for a, _ in drafting) / len(drafting),
-        "plain_ms": 1e3 * plain,
+        "drafting_share": sum(any(a.drafted) for a in drafting) / len(drafting),
+        "plain_ms": 1e3 * statistics.median(b.began - a.began for a, b in measured if not a.on),
         "turns": len(ratios),
         "ratio": ratio,
         "ratio_quartiles": [low, high],
@@ -196,19 +177,14 @@ def figures(answers: Sequence[tuple[bool, Steps]], longest: int) -> dict[str, An
 
 
 def allowed(answers: Sequence[Steps], longest: int) -> dict[str, Any]:
-    """What the times of all rounds of drafts allow, in plain steps of the same answers; see above.
-
-    Args:
-        longest: most draft tokens.
-    """
+    """What the times of all rounds allow, in plain steps of the same answers, for at most `longest` tokens."""
     rounds = []
     for of_answer in answers:
         plain = [b.began - a.began for a, b in of_answer if not any(a.drafted)]
         if plain:
             rounds += [(a, b, statistics.median(plain)) for a, b in of_answer if any(a.drafted)]
     verify = verification(rounds)
-    best: dict[str, Any] = {"rounds": len(rounds), "verify": verify[1:], "c": 0.0, "alpha": 0.0, "allowed": 1.0}
-    best["windows"] = []
+    best: dict[str, Any] = {"c": 0.0, "alpha": 0.0, "allowed": 1.0}
     for kind in sorted({k for a, _, _ in rounds for k in a.kinds if k}):
         mine = [(a, b, plain) for a, b, plain in rounds if set(a.kinds) <= {0, kind}]
         drafts = [(d, g) for a, b, _ in mine for d, g in zip(a.drafted, b.gained, strict=True) if d]
@@ -218,10 +194,9 @@ def allowed(answers: Sequence[Steps], longest: int) -> dict[str, Any]:
         # Tokens behind a rejected one have no verdict of their own.
         alpha = sum(g - 1 for _, g in drafts) / sum(min(d, g) for d, g in drafts)
         rates = [sum(alpha**i for i in range(d + 1)) / (d * c + v) for d, v in enumerate(verify[: longest + 1])]
-        best["windows"].append({"rounds": len(mine), "c": c, "alpha": alpha, "allowed": max(rates)})
         if max(rates) > best["allowed"] or not best["alpha"]:
-            best |= {"c": c, "alpha": alpha, "allowed": max(rates)}
-    return best
+            best = {"c": c, "alpha": alpha, "allowed": max(rates)}
+    return best | {"rounds": len(rounds), "verify": verify[1:]}
 
 
 def verification(rounds: Sequence[tuple[Call, Call, float]]) -> list[float]:
@@ -240,7 +215,6 @@ def main() -> None:
     parser.add_argument("part", choices=("acceptance", "sglang", "vllm"))
     parser.add_argument("--model", type=Path, default=Path("build/model"))
     parser.add_argument("--contexts", type=int, nargs="+", default=[3500], help="of part acceptance")
-    parser.add_argument("--documents", type=int, default=len(SOURCES), help="different texts")
     parser.add_argument("--cells", nargs="+", default=["1:3000", "4:3000"], help="batch:context, of an engine")
     parser.add_argument("--window", default="auto")
     parser.add_argument("--dtype", default="float32")
@@ -256,7 +230,7 @@ def main() -> None:
         write_json(args.json, rounded(about | acceptance(args)))
     else:
         cells = [(int(batch), int(context)) for batch, context in (cell.split(":") for cell in args.cells)]
-        names = ("window", "dtype", "length", "tokens", "rounds", "seconds", "documents")
+        names = ("window", "dtype", "length", "tokens", "rounds", "seconds")
         settings = {name: getattr(args, name) for name in names}
         result: dict[str, Any] = about | versions(args.part) | settings | {"rows": []}
         with engine_of(args, cells) as engine:

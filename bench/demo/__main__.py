@@ -39,22 +39,14 @@ console = Console(highlight=False)
 
 
 def table(rows: Sequence[dict[str, Any]], title: str, method: str) -> Table:
+    sides: dict[str, Any] = {"prompts": "left", "identical": "center"}
     view = Table(title=title, title_justify="left")
-    view.add_column("prompts")
-    for name in ("plain tok/s", f"{method} tok/s", "ratio", "repeats", "tok/step"):
-        view.add_column(name, justify="right")
-    view.add_column("identical", justify="center")
+    for name in ("prompts", "plain tok/s", f"{method} tok/s", "ratio", "repeats", "tok/step", "identical"):
+        view.add_column(name, justify=sides.get(name, "right"))
     for r in rows:
+        figures = "{kind} {plain_tps:.1f} {sssd_tps:.1f} [bold]{ratio:.2f}[/] {ratio_min:.2f}-{ratio_max:.2f}"
         per_step = f"{r['tokens_per_step']:.2f}" if r["tokens_per_step"] else "?"
-        view.add_row(
-            r["kind"],
-            f"{r['plain_tps']:.1f}",
-            f"{r['sssd_tps']:.1f}",
-            f"[bold]{r['ratio']:.2f}[/]",
-            f"{r['ratio_min']:.2f}-{r['ratio_max']:.2f}",
-            per_step,
-            "yes" if r["identical"] else "[red]NO[/]",
-        )
+        view.add_row(*figures.format(**r).split(), per_step, "yes" if r["identical"] else "[red]NO[/]")
     return view
 
 

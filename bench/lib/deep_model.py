@@ -8,13 +8,9 @@ nearly always the same token, as large models do without such help (notes of the
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
@@ -68,17 +64,3 @@ def mixed_sets(folder: Path, count: int = 4) -> list[Path]:
             part = SkipSet(whole.n_layers, skipped, skipped, whole.model)
             part.save(path, {"made by": "bench/lib/deep_model.py", "keeps": 2 * i + 1})
     return paths
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", type=Path, help="folder to write")
-    parser.add_argument("--model", type=Path, default=Path("build/model"), help="the demo model")
-    parser.add_argument("--scale", type=float, default=SCALE, help="what is left of the added layers' output")
-    args = parser.parse_args()
-    skip_set = build(args.model, args.target, args.scale)
-    print(f"{args.target}: {skip_set.n_layers} layers; {args.target / SKIP_SET} skips {len(skip_set)} sublayers")
-
-
-if __name__ == "__main__":
-    main()

@@ -44,39 +44,18 @@ class Run:
 class Engine:
     """A compiled bf16 engine, or an eager fp32 one where token identity is at stake."""
 
-    def __init__(
-        self,
-        model: Path,
-        speculative: dict[str, Any],
-        *,
-        max_num_seqs: int = 1,
-        exact: bool = False,
-        max_model_len: int = 1024,
-        prefix_caching: bool = False,
-    ) -> None:
+    def __init__(self, model: Path, speculative: dict[str, Any], *, exact: bool = False, **options: Any) -> None:
         from vllm import LLM
 
-        self.llm = LLM(
-            str(model),
-            dtype="float32" if exact else "bfloat16",
-            enforce_eager=exact,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            enable_prefix_caching=prefix_caching,
-            gpu_memory_utilization=0.5,
-            seed=0,
-            speculative_config=speculative,
-        )
+        defaults: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 1024, "enable_prefix_caching": False}
+        defaults |= {"dtype": "float32" if exact else "bfloat16", "enforce_eager": exact, "seed": 0}
+        options = defaults | {"gpu_memory_utilization": 0.5} | options
+        self.llm = LLM(str(model), speculative_config=speculative, **options)
         self.method = method_of(self.llm.llm_engine)
         self.switch = Switch(self.method)
 
     def generate(
-        self,
-        prompts: Sequence[list[int]],
-        tokens: int,
-        *,
-        drafting: Drafting,
-        extras: Sequence[dict[str, Any]] = (),
+        self, prompts: Sequence[list[int]], tokens: int, *, drafting: Drafting, extras: Sequence[dict[str, Any]] = ()
     ) -> Run:
         """Greedy answers of exactly `tokens` tokens; `extras` are what each request sends for the drafter."""
         from vllm import SamplingParams
@@ -85,12 +64,8 @@ class Engine:
         switch = self.switch
         switch.wants = drafting if callable(drafting) else lambda step: drafting
         switch.calls.clear()
-        parameters = [
-            SamplingParams(
-                temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra or None
-            )
-            for extra in extras or [{}] * len(prompts)
-        ]
+        how: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+        parameters = [SamplingParams(**how, extra_args=extra or None) for extra in extras or [{}] * len(prompts)]
         requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         outputs = self.llm.generate(requests, parameters, use_tqdm=False)
         ended = time.perf_counter()

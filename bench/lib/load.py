@@ -76,6 +76,8 @@ def ask(
     lengths = result["output_lens"]
     # A stream that breaks off in the middle is no error to vLLM's client.
     failed = [bool(error) or n < max_tokens for error, n in zip(result["errors"], lengths, strict=True)]
+    short = f"an answer of less than {max_tokens} tokens"
+    pairs = list(zip(result["errors"], failed, strict=True))
     nan, accepted = float("nan"), result.get("spec_decode_accepted_tokens")
     if verifications is not None:  # each, and each prompt, brought a token of the model's own
         passes = (sglang_verifications(url) or 0) - verifications + len(failed) - sum(failed)
@@ -91,13 +93,7 @@ def ask(
         ],
         drafted=result.get("spec_decode_draft_tokens"),
         accepted=accepted,
-        errors=sorted(
-            {
-                (error.strip() or f"an answer of less than {max_tokens} tokens").splitlines()[-1]
-                for error, bad in zip(result["errors"], failed, strict=True)
-                if bad
-            }
-        ),
+        errors=sorted({(e.strip() or short).splitlines()[-1] for e, bad in pairs if bad}),
     )
 
 

@@ -66,17 +66,14 @@ def agent_turns() -> list[Question]:
     for name, text in modules():
         if 2_000 <= len(text) <= 10_000 and (function := renamed(text)) is not None:
             calls = [{"tool": "list_files", "path": "lib"}, {"tool": "read_file", "path": f"lib/{name}.py"}]
-            made.append(
-                Question(
-                    f"agent:{name}",
-                    "agent",
-                    "You are a coding agent. Answer with one tool call as JSON and nothing else. Tools: "
-                    "list_files(path), read_file(path), write_file(path, content), done().\n\n"
-                    f"Task: in lib/{name}.py rename the function {function} to {function}_checked, everywhere.\n"
-                    f"Call: {json.dumps(calls[0])}\nResult: lib/{name}.py\n"
-                    f"Call: {json.dumps(calls[1])}\nResult:\n{text}\nCall:",
-                )
+            ask = (
+                "You are a coding agent. Answer with one tool call as JSON and nothing else. Tools: "
+                "list_files(path), read_file(path), write_file(path, content), done().\n\n"
+                f"Task: in lib/{name}.py rename the function {function} to {function}_checked, everywhere.\n"
+                f"Call: {json.dumps(calls[0])}\nResult: lib/{name}.py\n"
+                f"Call: {json.dumps(calls[1])}\nResult:\n{text}\nCall:"
             )
+            made.append(Question(f"agent:{name}", "agent", ask))
         if len(made) == AGENT_TURNS:
             break
     return made

@@ -17,26 +17,11 @@ from bench.lib.summary import ALL
 Rows = Sequence[dict[str, Any]]
 
 # Okabe and Ito's colours, which the colour-blind tell apart; ours first.
-COLOURS = {
-    "sssd": "#0072B2",
-    "plain": "#555555",
-    "ngram": "#E69F00",
-    "suffix": "#D55E00",
-    "layerskip": "#009E73",
-    "sglang": "#999999",
-    "sglang-sssd": "#56B4E9",
-    "sglang-ngram": "#CC79A7",
-}
+COLOURS = {"sssd": "#0072B2", "plain": "#555555", "ngram": "#E69F00", "suffix": "#D55E00", "layerskip": "#009E73"}
+COLOURS |= {"sglang": "#999999", "sglang-sssd": "#56B4E9", "sglang-ngram": "#CC79A7"}
 SPARE = ("#CC79A7", "#F0E442", "#56B4E9", "#000000")
 MARKS = {"plain": "s", "sssd": "o", "ngram": "^", "suffix": "D", "layerskip": "v"}
-GROUPS = {
-    "mt_bench": "MT-Bench",
-    "qa": "QA",
-    "rag": "RAG",
-    "math_reasoning": "math",
-    "summarization": "summaries",
-    ALL: "all",
-}
+GROUPS = {"mt_bench": "MT-Bench", "qa": "QA", "rag": "RAG", "math_reasoning": "math", "summarization": "summaries"}
 plt.rcParams.update({"figure.dpi": 100, "savefig.dpi": 160, "font.size": 11, "legend.frameon": False})
 plt.rcParams.update({"axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
@@ -67,9 +52,6 @@ def names(rows: Rows, field: str) -> list[Any]:
 def overall(rows: Rows) -> Rows:
     """The rows over all questions: of the only group, where there is one."""
     return [r for r in rows if r["group"] == ALL] or rows
-
-
-# --- serving ---------------------------------------------------------------------------------------------------------
 
 
 def latency_throughput(name: str, rows: Rows) -> Plot:

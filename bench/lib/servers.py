@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 HOST = "127.0.0.1"
 MODEL_NAME = "demo"
@@ -36,15 +37,8 @@ def free_port() -> int:
 
 def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
     """The environment of a CPU server: one thread per core, the venv's OpenMP runtime, no network."""
-    cores = len(os.sched_getaffinity(0))
-    env = dict(os.environ)
-    env |= {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": str(cores),
-        "PYTHONUNBUFFERED": "1",
-    }
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "PYTHONUNBUFFERED": "1"}
     # A third faster than the OpenMP runtime that comes with torch. It is installed along with vLLM's CPU build.
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     if openmp.is_file():
@@ -54,11 +48,9 @@ def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
         ]
         env["LD_PRELOAD"] = ":".join([str(openmp), *preloaded])
     if engine == "vllm":
-        env |= {
-            "VLLM_CPU_KVCACHE_SPACE": env.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_USE_AOT_COMPILE": "0",  # reloading such a cache fails on CPU in 0.32
-        }
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        # Reloading a cache of ahead-of-time compilation fails on CPU in 0.32.
+        env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_AOT_COMPILE": "0"}
     else:
         env["SGLANG_PLATFORM"] = "freedraft_cpu"
         # Waiting threads of torch's OpenMP runtime spin otherwise: when anything else runs, steps take seconds.
@@ -78,51 +70,6 @@ def programs_first(env: Mapping[str, str], python: str = sys.executable) -> dict
     there, whether its environment is active or not."""
     beside = Path(shutil.which(python) or python).absolute().parent
     return {**env, "PATH": os.pathsep.join(filter(None, (str(beside), env.get("PATH"))))}
-
-
-def vllm_command(
-    model: Path,
-    port: int,
-    dtype: str,
-    eager: bool,
-    speculative: dict[str, object] | None,
-    requests: int,
-    python: str,
-    max_model_len: int,
-) -> list[str]:
-    """`vllm serve` by another name: the command itself does not find its version in the CPU wheel."""
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype]
-    command += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(requests), "--no-enable-prefix-caching"]
-    if eager:
-        command += ["--enforce-eager"]
-    if speculative is not None:
-        command += ["--speculative-config", json.dumps(speculative)]
-    return command
-
-
-def sglang_command(
-    model: Path,
-    port: int,
-    dtype: str,
-    speculative: dict[str, object] | None,
-    device: str,
-    requests: int,
-    python: str,
-    max_model_len: int,
-) -> list[str]:
-    command = [python, "-m", "sglang.launch_server", "--model-path", str(model)]
-    command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype]
-    command += ["--disable-radix-cache", "--context-length", str(max_model_len)]
-    command += ["--max-running-requests", str(requests), "--skip-server-warmup", "--enable-metrics"]
-    command += ["--sleep-on-idle"]  # its scheduler takes a whole core otherwise, also from the other server
-    if device == "cpu":
-        command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-        command += ["--disable-cuda-graph", "--max-total-tokens", str(max_model_len * max(4, requests))]
-    if speculative is not None:
-        command += ["--speculative-algorithm", str(speculative["method"])]
-        command += ["--speculative-num-draft-tokens", str(speculative["num_speculative_tokens"])]
-    return command
 
 
 @dataclass
@@ -151,14 +98,10 @@ class Server:
         """Start it in a process group of its own, so that all of it can be ended by one signal."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            before = end_with_parent if self.tied else None
             self.process = subprocess.Popen(
-                self.command,
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-                preexec_fn=end_with_parent if self.tied else None,
+                self.command, env=self.env, start_new_session=True, preexec_fn=before, **streams
             )
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
@@ -256,12 +199,25 @@ def build(
     """
     port = port or free_port()
     env = environment(engine, python) if device == "cpu" else {**os.environ, "PYTHONUNBUFFERED": "1"}
-    env = programs_first(env, python)
-    if engine == "vllm":
-        command = vllm_command(model, port, dtype, eager, speculative, requests or 8, python, max_model_len)
-        return Server(name, [*command, *flags], env, port, log)
-    for key, value in (speculative or {}).items():
-        if key not in ("method", "num_speculative_tokens"):
-            env[f"FREEDRAFT_{key.upper()}"] = str(value)
-    command = sglang_command(model, port, dtype, speculative, device, requests or 4, python, max_model_len)
-    return Server(name, [*command, *flags], env, port, log)
+    env, own = programs_first(env, python), speculative or {}
+    length, at_most = str(max_model_len), requests or (8 if engine == "vllm" else 4)
+    if engine == "vllm":  # as `vllm serve`, which does not find its own version in the CPU wheel
+        command = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--no-enable-prefix-caching"]
+        command += ["--max-model-len", length, "--max-num-seqs", str(at_most)]
+        command += ["--enforce-eager"] if eager else []
+        command += ["--speculative-config", json.dumps(speculative)] if speculative is not None else []
+    else:
+        command = ["sglang.launch_server", "--model-path", str(model), "--disable-radix-cache"]
+        command += ["--context-length", length, "--max-running-requests", str(at_most)]
+        # An idle scheduler takes a whole core otherwise, also from the other server.
+        command += ["--skip-server-warmup", "--enable-metrics", "--sleep-on-idle"]
+        if device == "cpu":
+            command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+            command += ["--disable-cuda-graph", "--max-total-tokens", str(max_model_len * max(4, at_most))]
+        if speculative is not None:
+            command += ["--speculative-algorithm", str(own["method"])]
+            command += ["--speculative-num-draft-tokens", str(own["num_speculative_tokens"])]
+        keys = own.keys() - {"method", "num_speculative_tokens"}
+        env |= {f"FREEDRAFT_{key.upper()}": str(own[key]) for key in sorted(keys)}
+    command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype, *flags]
+    return Server(name, [python, "-m", *command], env, port, log)

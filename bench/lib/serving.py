@@ -116,18 +116,14 @@ class Report:
             manifest = results.checked(path)
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} holds no results of this benchmark: another --json, or --fresh") from None
+        again = "another --json, or --fresh to begin again"
         for name, value in results.origin().items():
             if manifest[name] != value:
-                raise ValueError(
-                    f"{path} was measured with another {name}, {manifest[name]}: another --json, or --fresh to begin "
-                    "again"
-                )
+                raise ValueError(f"{path} was measured with another {name}, {manifest[name]}: {again}")
         for name in sorted({*before, *settings} - {"arms"}):
-            if before.get(name) != settings.get(name):
-                raise ValueError(
-                    f"{path} was measured with {name} {before.get(name)!r}, not {settings.get(name)!r}: "
-                    "another --json, or --fresh to begin again"
-                )
+            was, now = before.get(name), settings.get(name)
+            if was != now:
+                raise ValueError(f"{path} was measured with {name} {was!r}, not {now!r}: {again}")
         for name, arm in before["arms"].items():
             if name in settings["arms"] and settings["arms"][name] != arm:
                 raise ValueError(f"{path} was measured with another arm '{name}': another name for it, or --fresh")

@@ -1,18 +1,18 @@
-"""SGLang's CPU platform under a benchmark, with layer skip that is switched on and off by request."""
+"""SGLang's CPU platform under a benchmark: layer skip switched by request, functions called in its processes."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.lib.engine import Drafting, Run
-from bench.lib.sglang_plugin import engine_with
+from bench.lib.engine import ROOT, Drafting, Run
 from bench.lib.switch import Switch, Turns, calls_in
 from freedraft.step import Step
 
@@ -82,3 +82,27 @@ def sglang_engine(
         log = Path(name) / "calls.jsonl"
         with engine_with(f"{__name__}:register", model, {LOG: str(log)} | settings, **options) as engine:
             yield SglangEngine(engine, log)
+
+
+@contextmanager
+def engine_with(entry: str, model: Path, env: Mapping[str, str], **options: Any) -> Iterator[Any]:
+    """A `sglang.Engine`.
+
+    Args:
+        entry: "module:function", called where SGLang loads its plugins.
+        env: of its processes; options: of the engine.
+    """
+    from tests.sglang.conftest import sglang_engine
+
+    with tempfile.TemporaryDirectory() as folder:
+        info = Path(folder) / "freedraft_bench-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: freedraft-bench\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nbench = {entry}\n")
+        sys.path.insert(0, folder)
+        path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
+        try:
+            with sglang_engine(model, env={**env, "PYTHONPATH": path}, **options) as engine:
+                yield engine
+        finally:
+            sys.path.remove(folder)

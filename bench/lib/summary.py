@@ -34,11 +34,8 @@ def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[di
         groups = list(dict.fromkeys(b["group"] for b in blocks if b["concurrency"] == concurrency))
         for group in [*(groups if len(groups) > 1 else ()), ALL] if several else groups:
             for arm in arms:
-                here = [
-                    b
-                    for b in blocks
-                    if b["concurrency"] == concurrency and (group == ALL or b["group"] == group) and not b["errors"]
-                ]
+                these = [b for b in blocks if b["concurrency"] == concurrency and not b["errors"]]
+                here = [b for b in these if group in (ALL, b["group"])]
                 mine = {key(b): b for b in here if b["arm"] == arm}
                 if not mine:
                     continue
@@ -106,18 +103,13 @@ def over(mine: dict[Key, Block], blocks: Sequence[Block], other: str) -> list[fl
 def measures(blocks: Sequence[Block]) -> dict[str, Any]:
     """Throughput over the time of all blocks; latencies over all requests."""
     tokens = sum(sum(b["tokens"]) for b in blocks)
-    latency = [1e3 * s / n for b in blocks for s, n in zip(b["latency_s"], b["tokens"], strict=True)]
-    decode = [
-        1e3 * (s - first) / (n - 1)
-        for b in blocks
-        for s, first, n in zip(b["latency_s"], b["ttft_s"], b["tokens"], strict=True)
-        if n > 1
-    ]
+    requests = [each for b in blocks for each in zip(b["latency_s"], b["ttft_s"], b["tokens"], strict=True)]
+    decode = [1e3 * (s - first) / (n - 1) for s, first, n in requests if n > 1]
     row: dict[str, Any] = {
         "requests": sum(len(b["tokens"]) for b in blocks),
         "tokens": tokens,
         "tokens_per_second": tokens / sum(b["seconds"] for b in blocks),
-        "ms_per_token": statistics.median(latency),
+        "ms_per_token": statistics.median(1e3 * s / n for s, _, n in requests),
         "decode_ms_per_token": statistics.median(decode) if decode else None,
         "decode_ms_per_token_p99": quantiles(decode, 0.99)[0] if decode else None,
         "ttft_ms": 1e3 * statistics.median(x for b in blocks for x in b["ttft_s"]),

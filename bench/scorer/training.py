@@ -216,17 +216,7 @@ def train(
     *,
     progress: Callable[[float], None] = lambda done: None,
 ) -> NDArray[np.float64]:
-    """Train on (prompt, output) rows, and on `lessons` made from them.
-
-    Args:
-        progress: called with the share that is done.
-
-    Returns:
-        float64 [SETS, FEATURES].
-
-    Raises:
-        ValueError: there are too few rows to split.
-    """
+    """Train float64 [SETS, FEATURES] on `lessons` made of (prompt, output) rows; `progress` gets the share done."""
     taught = lessons(rows, vocab_size)
     model = Model.of(initial_weights(), initial_recycled_weights())
     for turn, (max_nodes, rate) in enumerate(SCHEDULE):
@@ -243,15 +233,8 @@ def train_recycled(
     *,
     progress: Callable[[float], None] = lambda done: None,
 ) -> NDArray[np.float64]:
-    """Train the weights of recycled logits, over n-gram weights that stay as they are.
-
-    The answers are replayed in their order, with the logits, and a store, of those before.
-
-    Args:
-        weights: float64 [SETS, FEATURES].
-
-    Returns:
-        float64 [RECYCLED_SETS, RECYCLED_FEATURES].
+    """Train float64 [RECYCLED_SETS, RECYCLED_FEATURES], over n-gram weights that stay as they are: the answers are
+    replayed in their order, with the logits, and a store, of those before.
 
     Raises:
         ValueError: there are no recordings.
