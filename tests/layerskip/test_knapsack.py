@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,18 +106,6 @@ def test_the_choice_is_that_of_most_tokens_per_time() -> None:
         assert best.rate == pytest.approx(max(rate, plain))
         careful = knapsack.best_choice(candidates, times, 6, trials=10)
         assert not pays or careful.rate < best.rate, "few trials are not taken at their word"
-
-
-def test_cosine_and_agreement_name_the_same_worst_set_on_the_demo_model() -> None:
-    folder = os.environ.get("FREEDRAFT_TEST_MODEL")
-    if not folder:
-        pytest.skip("FREEDRAFT_TEST_MODEL names no model")
-    host = HostModel.load(Path(folder), dtype="float32")
-    rng = np.random.default_rng(0)
-    tokens = host.model.generate(torch.tensor([[1, 504, 2365]]), max_new_tokens=40, do_sample=False)[0].tolist()
-    sets = [host.empty(), host.skip([8]), host.skip([7, 8, 12]), host.skip(rng.integers(4, 40, 12).tolist())]
-    agreement, cosine = host.scores(sets, host.newest(tokens, 32))
-    assert agreement[0] == 1 and np.argmin(cosine) == np.argmin(agreement) == 3
 
 
 def plan() -> Plan:

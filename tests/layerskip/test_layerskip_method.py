@@ -369,24 +369,29 @@ def test_the_parts_of_a_batch():
     assert draft.depths[2, : draft.counts[2]].max() <= 2
 
 
-def test_verifications_of_the_first_set_are_recorded(tmp_path, monkeypatch):
-    """Priced, and written in a thread that does not hold up the drafts of the next request."""
+def test_recorded_verifications_have_prices(tmp_path):
     engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]}, record=tmp_path / "seen.npz")
+    engine.serve(20, a=1)
+    engine.method.close()
+    seen = Verifications.load(tmp_path / "seen.npz")
+    assert len(seen) > 0
+    assert seen.prices == pytest.approx((0.2, 0.1 / 23)), "a draft pass and a query token, in steps without drafts"
+
+
+def test_records_are_written_when_there_are_new_ones(tmp_path, monkeypatch):
+    """And do not hold up the drafts of the next request."""
+    engine = Engine(Fixed(3), sets={"empty": SETS["empty"]}, record=tmp_path / "seen.npz")
     recorder, writers = engine.method.recorder, []
     save = recorder.save
     monkeypatch.setattr(recorder, "save", lambda prices: (writers.append(threading.current_thread()), save(prices)))
-    for name, steps in (("a", 20), ("b", 1), ("c", 3)):  # nothing of b's only draft is verified
-        engine.add(name, 1)
-        for _ in range(steps):
-            engine.step([name])
+    for name, steps in (("a", 3), ("b", 1), ("c", 3)):  # nothing of b's only draft is verified
+        engine.serve(steps, **{name: 1})
         engine.method.finish(name, None, False)
         if recorder._thread is not None:
             recorder._thread.join()
     engine.method.close()
     assert len(writers) == 2 and threading.main_thread() not in writers
-    seen = Verifications.load(tmp_path / "seen.npz")
-    assert len(seen) == recorder.kept > 0
-    assert seen.prices == pytest.approx((0.2, 0.1 / 23)), "a draft pass and a query token, in steps without drafts"
+    assert len(Verifications.load(tmp_path / "seen.npz")) == recorder.kept
 
 
 def test_drafts_of_other_sets_are_not_recorded(tmp_path):

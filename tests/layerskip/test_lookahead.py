@@ -7,7 +7,6 @@ import pytest
 from lookahead_tools import RECIPE, Driver, cost
 
 from layerskip_plugin.lookahead import Confidence, Disco, DraftVerify, Fixed, Lookahead
-from layerskip_plugin.lookahead.base import RoundLog
 from layerskip_plugin.lookahead.disco import Classifier
 
 
@@ -90,27 +89,3 @@ def test_draft_and_verify_follows_its_formula_per_request() -> None:
     assert policy.first_threshold == pytest.approx(
         0.6 + 0.6 * (np.mean([threshold for threshold, _ in state.values()]) - 0.6)
     )
-
-
-def test_judged_tokens_are_those_up_to_the_first_rejection() -> None:
-    rng = np.random.default_rng(4)
-    log = RoundLog(2)
-    for _ in range(30):
-        ids = [f"r{i}" for i in range(5)]
-        log.begin(ids, 4)
-        length = rng.integers(0, 5, 5)
-        for position in range(4):
-            rows = np.flatnonzero(length > position).astype(np.int32)
-            log.put(position, rows, np.stack([rows, np.full(len(rows), position)], 1).astype(np.float32))
-        asked = [*rng.permutation(ids)[:4], "unknown"]
-        drafted = np.array([length[ids.index(x)] if x in ids else 3 for x in asked])
-        accepted = np.array([rng.integers(0, n + 1) for n in drafted])
-        expected = [
-            (ids.index(name), position, position < a, place)
-            for place, (name, d, a) in enumerate(zip(asked, drafted, accepted, strict=True))
-            for position in range(d)
-            if name in ids and position <= a
-        ]
-        features, position, good, place = log.verified(asked, drafted, accepted)
-        found = [(int(f[0]), int(f[1]), bool(g), int(w)) for f, g, w in zip(features, good, place, strict=True)]
-        assert found == expected and position.tolist() == [e[1] for e in expected]
