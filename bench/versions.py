@@ -122,11 +122,7 @@ class Source:
         module = self._module(owner.module)
         assert module is not None
         for base in getattr(owner.node, "bases", ()):
-<<<<<<< HEAD
-            found = None if module is None else self._member(Found(owner.module, module), ast.unparse(base).split(".")[0].split("[")[0])
-=======
             found = self._member(Found(owner.module, module), ast.unparse(base).split(".")[0].split("[")[0])
->>>>>>> benchdiet
             if found is not None and isinstance(found.node, ast.ClassDef):
                 yield found
 

@@ -161,7 +161,7 @@ def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prom
     with spied(proposer, look):
         assert generate(swift_engine, prompts[:4]) == plain[:4]
     assert len(found) == 4
-    host = Reading.load(Path(swift_engine.llm_engine.model_config.model))
+    host = Reading.load(Path(swift_engine.llm_engine.model_config.model), dtype="float32")
     sets = [SkipSet.of_bits(row.tolist(), host.fingerprint) for row in bits]
     for text, measured in zip(texts, found, strict=True):
         sample = host.newest(text[:-1], 32)
@@ -207,7 +207,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
                 break
         assert policy.incumbent, "no set was found: the test does not test that"
         assert method.recipes.all == [policy.incumbent] and kept_sublayers(method) == 60 - len(policy.incumbent)
-    host = Reading.load(Path(swift_engine.llm_engine.model_config.model))
+    host = Reading.load(Path(swift_engine.llm_engine.model_config.model), dtype="float32")
     for text, sets in found[:3]:
         most = max(len(skip) for skip in sets)
         sample = host.newest(text[:-1], WINDOW)
