@@ -27,6 +27,7 @@ FORGIVEN = 1024  # steps without a failure after which the next pause is a first
 # Torch's errors of a device, its driver and NCCL; and what Triton, whose errors have no class, says of a fault that
 # every later call to the device meets again.
 _FAULTS = {"AcceleratorError", "CudaError", "DistBackendError"}
+_PASSING = ("out of memory", "captur")  # words of those after which the device goes on
 _LASTING = (
     "illegal memory access", "illegal instruction", "misaligned address", "device-side assert", "launch failure"
 )  # fmt: skip
@@ -35,6 +36,7 @@ _LASTING = (
 def is_device_fault(error: Exception) -> bool:
     """Whether a device has failed: no later step can succeed, and the engine has its own ways of ending."""
     named = not _FAULTS.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+    named = named and not any(words in str(error) for words in _PASSING)
     return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in _LASTING))
 
 

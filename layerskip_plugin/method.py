@@ -215,6 +215,8 @@ class LayerSkipMethod(ModelMethod):
             chosen, contexts = [chosen[i] for i in rows], contexts[rows]
         candidates = self.recipes.candidates(chosen, contexts)
         mean = float(step.contexts.mean()) if step.batch_size else 1.0
+        if self._cost is not None and self.auto is not None:
+            self._cost.widths = self.auto.widths  # without those whose graphs could not be captured
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
 
     def _search(self, step: Step) -> None:
@@ -222,9 +224,9 @@ class LayerSkipMethod(ModelMethod):
         if scorer is None or (found := self.selector.search(lambda: scorer.observe(step))) is None:
             return
         self.recipes.use([found])
+        self.lookahead.use(self.recipes.all)
         self.draft_passes.clear()
         self.build(found, optimize=False)  # it may soon be replaced
-        self.lookahead.use(self.recipes.all)
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         if self.recipe is None:
@@ -288,6 +290,8 @@ class LayerSkipMethod(ModelMethod):
         lookahead.begin(request_ids, recipe, depth, rest)
         if self.recorder is not None:
             self.recorder.begin(request_ids if recipe == self.recipes.all[0] else (), depth)
+        if recipe not in self.draft_passes:  # a search has found it, and building it failed
+            self.build(self.recipes.skip_set_of(recipe), optimize=False)
         draft_round = model.start(step, self.draft_passes[recipe], rows, depth)
         active, read = rows[limits > 0], 0
         for position in range(depth):

@@ -353,7 +353,6 @@ class Drafter:
 
 
 def _executors() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-    """For prompts, and for parts of batches; no thread starts before there is work for it."""
     return ThreadPoolExecutor(1, "freedraft-index"), ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
 
 

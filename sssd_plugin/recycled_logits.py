@@ -67,10 +67,7 @@ def _keys(owner, context, filled, keys):
 @compiled(nogil=True)
 def find(recycled, context, filled, keys):
     """Return the number of last tokens, most first, that there is an entry for, and this entry; 0 tokens for none.
-
-    Args:
-        context: int32 [C], newest token first, `filled` of them; keys: uint64 [ORDERS], scratch space.
-    """
+    context: int32 [C], newest token first, `filled` of them; keys: uint64 [ORDERS], scratch space."""
     table = recycled.entries
     if len(table) > 0:
         sets = np.uint64(len(table) // WAYS - 1)

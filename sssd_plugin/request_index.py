@@ -178,11 +178,9 @@ def ingest(slots, s, new, shift, target):
 
 @compiled(nogil=True)
 def _update(slots, slot_ids, tokens, starts, ends, contexts, stale, resumed):
-    """Append as `RequestIndex.update` does, from row `resumed` on, whose slot has grown; -1 in the first call.
-
-    Writes into `stale` (int64 [> B]) the number of rows left untouched, then these rows. Returns the row whose slot
-    must grow before the call is repeated. At the end: -1, or -2 if rows were left untouched.
-    """
+    """Append as `RequestIndex.update` does, from row `resumed` on, whose slot has grown; -1 in the first call. Writes
+    into `stale` (int64 [> B]) the number of rows left untouched, then these rows. Returns the row whose slot must grow
+    before the call is repeated. At the end: -1, or -2 if rows were left untouched."""
     if resumed < 0:
         stale[0] = 0
     for b in range(max(resumed, 0), len(slot_ids)):

@@ -139,6 +139,18 @@ def device_faults() -> list[Exception]:
     ]
 
 
+def passing() -> list[Exception]:
+    """What leaves the device as it was."""
+    import torch
+
+    return [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("Triton Error [CUDA]: invalid argument"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture"),
+    ]
+
+
 @pytest.mark.parametrize("number", range(5))
 def test_faults_of_a_device_are_the_engines(
     guarded: GuardedMethod, number: int, caplog: pytest.LogCaptureFixture
@@ -166,14 +178,13 @@ def test_a_rank_whose_device_fails_in_a_draft_pass_raises_that(caplog: pytest.Lo
     with pytest.raises(type(fault)), caplog.at_level(logging.DEBUG), ranks.together():
         raise fault
     assert not caplog.records
-    with pytest.raises(EngineMustEnd), ranks.together():
-        raise ValueError("a mistake")
+    for error in (ValueError("a mistake"), *passing()):
+        with pytest.raises(EngineMustEnd), ranks.together():
+            raise error
 
 
 def test_what_leaves_the_device_alone_is_survived(guarded: GuardedMethod) -> None:
-    import torch
-
-    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: invalid argument")):
+    for error in passing():
 
         def fail(error: Exception = error) -> None:
             raise error

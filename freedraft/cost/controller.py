@@ -162,7 +162,8 @@ class Auto(Controller):
 
     def baseline_known(self, batch: int) -> bool:
         """Whether steps without drafts were timed often enough to compare anything with them."""
-        return self.times.count(batch, batch, self._context) >= _ENOUGH
+        tokens = batch if self.widths is None else batch * int(self.widths[0])
+        return self.times.count(batch, tokens, self._context) >= _ENOUGH
 
     def table(self, batch: int) -> NDArray[np.float64]:
         """float64 [BUCKETS]: seconds of a step of `batch` requests at each number of query tokens in `CENTRES`."""

@@ -106,12 +106,9 @@ class DraftRanks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do within, they do at the same time: they have agreed to, and wait for one another.
-
-        Raises:
-            EngineMustEnd: it failed on this one of several ranks, whose next message would be taken for one of what
-                the others are still doing. With one rank, and where the device has failed, its own error.
-        """
+        """What all ranks do within, they do at the same time: they have agreed to, and wait for one another. Raises
+        EngineMustEnd: it failed on this one of several ranks, whose next message would be taken for one of what the
+        others are still doing. With one rank, and where the device has failed, its own error."""
         try:
             yield
         except Exception as error:

@@ -124,7 +124,6 @@ class HybridMethod(Method):
         return sum(tokens / seconds for tokens, seconds in sums)
 
     def _passes_may_pay(self, batch: int, max_len: int) -> bool:
-        """Whether passes would pay if n-grams offered nothing."""
         known, left = self._may_pay.get(batch, (False, 0))
         if left == 0:
             nothing, roots, order = np.zeros((batch, 1)), np.ones(batch, np.int32), np.arange(batch)

@@ -58,11 +58,8 @@ def search(
 
 
 def calibrate(run: Run, size: int | None, iterations: int) -> tuple[SkipSet, float]:
-    """The best set after `iterations` evaluations, those of its checkpoint included, and its agreement.
-
-    Args:
-        size: of the set of most agreement; None for the set of any size that takes least time per token.
-    """
+    """The best set after `iterations` evaluations, those of its checkpoint included, and its agreement. size: of the
+    set of most agreement; None for the set of any size that takes least time per token."""
     sample, times = run.sample(), run.times() if size is None else None
     space = BitSearch(run.model.n_layers, run.model.fingerprint, size=size, seed=run.common.seed)
     space.restore(run.checkpoint.steps.get("evaluated", []))

@@ -67,11 +67,8 @@ def search(model: HostModel, sample: Sample, **options: Any) -> list[Candidate]:
 def best_choice(
     candidates: Sequence[Candidate], times: PassTimes, max_length: int = MAX_LENGTH, trials: int | None = None
 ) -> Choice:
-    """The set and draft length with the highest tokens per time; decoding without drafts competes.
-
-    Args:
-        trials: tokens that agreement was measured on; with it, acceptance is taken as (hits + 1/2) / (trials + 1).
-    """
+    """The set and draft length with the highest tokens per time; decoding without drafts competes. trials: tokens that
+    agreement was measured on; with it, acceptance is taken as (hits + 1/2) / (trials + 1)."""
     drafting, plain = best_drafting(candidates, times, max_length, trials), 1 / times.verify(1)
     if drafting is None:
         return Choice(SkipSet.empty(candidates[0].skip.n_layers, candidates[0].skip.model), 0, plain)

@@ -130,7 +130,8 @@ class Cost(Lookahead):
         return np.concatenate([[self._baseline(batch)], (batch + expected.gain[0]) / (self.costs.overrun * seconds)])
 
     def _baseline(self, batch: int) -> float:
-        return batch / float(self.costs.step_seconds(batch, batch))
+        width = 1 if self.widths is None else int(self.widths[0])
+        return batch / float(self.costs.step_seconds(batch, batch * width))
 
     def _verification(
         self, recipe: SkipSet, requests: int, batch: int, tokens: NDArray[np.float64]
@@ -144,7 +145,6 @@ class Cost(Lookahead):
         return seconds[0] + np.concatenate([[0.0], np.cumsum((1 - nobody[1:]) * np.diff(seconds))])
 
     def _could_pay(self) -> bool:
-        """Whether the last round's requests would gain if all that is drafted for them were accepted."""
         assert self._round is not None
         recipe, n, batch = self._round
         lengths, one_pass = np.arange(1, self.longest + 1), float(self.costs.pass_seconds(recipe, n))

@@ -171,7 +171,6 @@ class Swift(OnlineSearch):
         self.acceptance, self.trials = 0.0, 0.0  # live acceptance was another set's
 
     def _batch_size(self, seconds: float) -> int:
-        """How many candidates, beside the incumbent, are expected to be scored within `seconds`."""
         if not self.seconds["score"]:
             return int(not self.warm or seconds > 0)
         in_time = int((seconds - self.seconds["search"]) / self.seconds["score"]) - 1
@@ -301,7 +300,6 @@ class KnapSpec(OnlineSearch):
         self._start([found[i] for i in np.linspace(0, len(found) - 1, scored).round().astype(int)])
 
     def _base(self) -> SkipSet:
-        """The set that a search extends, where it cannot reach everything."""
         if self.incumbent and self._searches % 2 == 0:
             count = self._random.integers(1, len(self.incumbent) + 1)
             kept = self._random.choice(self.incumbent.sublayers, count, False)
@@ -334,5 +332,4 @@ class KnapSpec(OnlineSearch):
             self._trial = []
 
     def _affordable(self, kind: str) -> int:
-        """How many weights or sets fit into `BATCH_SECONDS`."""
         return int(BATCH_SECONDS / self.seconds[kind]) if self.seconds[kind] else FIRST

@@ -58,11 +58,8 @@ class Selector:
         return len(self._begun)
 
     def search(self, ready: Callable[[], bool]) -> SkipSet | None:
-        """Continue the search if there is time and text for it; return the new set when it has changed.
-
-        Args:
-            ready: prepares what the selection's `evaluate` looks at; False when there is nothing to look at.
-        """
+        """Continue the search if there is time and text for it; return the new set when it has changed. ready: prepares
+        what the selection's `evaluate` looks at; False when there is nothing to look at."""
         selection = self.selection
         if not isinstance(selection, OnlineSearch) or not selection.searching:
             return None

@@ -338,8 +338,6 @@ def _progress(quiet: bool) -> Progress:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM clean up as Ctrl-C does."""
-
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 

@@ -49,11 +49,8 @@ def find_many(table, ranges, many, node, tokens):
 
 @compiled(nogil=True)
 def advance(table, ranges, many, samples, source, target, token):
-    """Write the ranges of node `target`: the context of node `source`, empty if that is -1, followed by `token`.
-
-    Args:
-        table: int64 [J, 7], `Snapshot.table`; ranges, many, samples: as in `Scratch`.
-    """
+    """Write the ranges of node `target`: the context of node `source`, empty if that is -1, followed by `token`. table:
+    int64 [J, 7], `Snapshot.table`; ranges, many, samples: as in `Scratch`."""
     many[target] = 0
     ranges[target, : len(table), MANY] = 0
     if source >= 0 and many[source] > 0:
@@ -99,11 +96,9 @@ def advance(table, ranges, many, samples, source, target, token):
 
 @compiled(nogil=True)
 def _sample(table, ranges, node, k, offset, size, max_samples, out):
-    """Take the tokens at `offset` of evenly spaced members of the node's range k, all sub-indices end to end.
-
-    There is nothing but loads, so that they overlap: what they hit is cold. `out` gets the number of samples, then
-    their tokens.
-    """
+    """Take the tokens at `offset` of evenly spaced members of the node's range k, all sub-indices end to end. There is
+    nothing but loads, so that they overlap: what they hit is cold. `out` gets the number of samples, then their
+    tokens."""
     take = min(size, max_samples)
     out[0] = take
     if take == 0:

@@ -45,10 +45,7 @@ def add_node(tree, i, token, parent, score, kind):
 @compiled(nogil=True, inline="always")
 def write_context(request_tokens, tokens, parents, node, context):
     """Write the last tokens at a node of a tree, newest first, as many as `context` holds, and return their number.
-
-    Args:
-        request_tokens: int32 [n], the newest of which is the root; tokens, parents: int32 [N], of the tree.
-    """
+    request_tokens: int32 [n], the newest of which is the root; tokens, parents: int32 [N], of the tree."""
     filled, i = 0, len(request_tokens) - 1
     while node > 0 and filled < len(context):
         context[filled] = tokens[node]

@@ -297,3 +297,11 @@ def test_its_own_cost() -> None:
         best = min(best, time.perf_counter() - started)
         draft.counts[:] = counts
     assert best < 300e-6
+
+
+def test_steps_without_drafts_are_known_though_the_width_of_one_node_is_left_out() -> None:
+    auto = controller(15, widths=np.array([4, 16], np.int32))
+    assert not auto.baseline_known(2)
+    for _ in range(20):
+        auto.times.update(2, 8, 1.0, 1e-2)
+    assert auto.baseline_known(2)

@@ -331,6 +331,7 @@ def test_a_host_whose_clock_is_ahead_erases_nothing_that_comes(folder_url: str) 
     ahead.expire(now + 10**12)
     sync(ahead)
     publish(one, [4, 5, 6], at=now + 1)
+    sync(ahead)
     assert texts_at(folder_url) == [[4, 5, 6]]
     assert [name for name in contents(folder_url) if name.startswith("erased")] == [f"erased.{now + 1}.all.done"]
 
@@ -363,6 +364,40 @@ def test_what_was_erased_while_a_server_was_away_is_never_published(folder_url: 
     one.forget([Erasure(None, 10)])
     publish(away, [1, 2, 3])
     assert texts_at(folder_url) == [[1, 2, 3]] and not holds(folder_url, SECRET)
+
+
+def test_an_erased_batch_is_written_anew_though_that_failed_once(
+    folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = member(folder_url)
+    one.forget([Erasure(None, 10)])
+    name, data = seal("a" * 16, [(0, Record(b"", 5, np.array(SECRET, np.int32)))])  # of a server that was away
+    Path(folder_url.removeprefix("file://"), "learnt", name).write_bytes(data)
+    with monkeypatch.context() as once:
+        once.setattr(Exchange, "_remove", lambda *_: (_ for _ in ()).throw(UnreachableError("503")))
+        with pytest.raises(UnreachableError):
+            sync(one)
+    assert holds(folder_url, SECRET) and sync(one).records == []
+    assert not holds(folder_url, SECRET)
+
+
+def test_a_server_without_readable_batches_holds_up_no_other(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = [member(folder_url) for _ in range(5)]
+    for number, server in enumerate(servers):
+        publish(server, [number, number])
+    reader, get = Exchange(folder_url, VOCAB, isolation="shared"), Exchange._get
+    lost = servers[0]._server  # batches that are always written anew before they are read
+    monkeypatch.setattr(Exchange, "_get", lambda self, name: None if f".{lost}." in name else get(self, name))
+    assert sorted(texts_of(reader)) == [[n, n] for n in range(1, 5)]
+    monkeypatch.undo()
+    assert texts_of(reader) == [[0, 0]]
+
+
+def test_forgetting_reaches_what_a_clock_that_was_ahead_has_dated(folder_url: str) -> None:
+    one = member(folder_url)
+    publish(one, SECRET, at=now_ms() + 3_600_000)
+    maintenance.forget_at(folder_url)
+    assert not holds(folder_url, SECRET)
 
 
 def test_damaged_and_hostile_files_are_left_out_in_one_line(folder_url: str, caplog: pytest.LogCaptureFixture) -> None:

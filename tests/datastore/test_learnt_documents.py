@@ -16,9 +16,10 @@ import pytest
 
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import folder as folder_module
+from sssd_plugin.datastore.live import log as log_module
 from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.opening import check_live, open_live
-from sssd_plugin.datastore.records import Changes, Record
+from sssd_plugin.datastore.records import Changes, Erasure, Record
 from tests.support.disks import full_disk
 from tests.support.stores import read_only_folder
 from tests.support.waiting import wait_until
@@ -236,6 +237,14 @@ def test_a_wider_isolation_is_refused(tmp_path: Path) -> None:
     log_of(tmp_path).close()
 
 
+def test_a_narrower_isolation_waits_until_a_wider_server_has_ended(tmp_path: Path) -> None:
+    """Which would follow what is learnt of one tenant, and draft from it for everybody."""
+    wide = log_of(tmp_path, isolation="shared")
+    refused(tmp_path, "a server with isolation 'shared' learns in .*: stop it first", isolation="tenant")
+    wide.close()
+    log_of(tmp_path, isolation="tenant").close()
+
+
 def test_two_servers_learn_in_one_folder_and_from_each_other(tmp_path: Path) -> None:
     first = open_live(tmp_path, VOCAB, isolation="shared")
     second = open_live(tmp_path, VOCAB, isolation="shared")
@@ -308,6 +317,35 @@ def test_a_full_disk_stops_nothing_and_writing_is_tried_again(tmp_path: Path, ca
     assert any("works again" in record.message for record in caplog.records)
     store.close()
     assert read(tmp_path, isolation="shared") == [[1, 2], *([n] * 2000 for n in (3, 4, 5))]
+
+
+def test_an_erasure_is_followed_though_nothing_can_be_written(tmp_path: Path) -> None:
+    log, other, erasure = log_of(tmp_path), log_of(tmp_path), Erasure(b"t" * 16)
+    sync(log), sync(other)
+    pages = log._db.execute("PRAGMA page_count").fetchone()[0]
+    log._db.execute(f"PRAGMA max_page_count = {pages}")
+    log.pending.append(record([1] * 9000))
+    other.erase(erasure)
+    changes = Changes()
+    with pytest.raises(DatastoreError, match="full"):
+        log.sync(changes)
+    assert changes.erasures == [erasure] and log.pending
+    log.close(), other.close()
+
+
+def test_an_expiry_that_ended_long_ago_erases_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_of(tmp_path)
+    log.pending.append(record([1, 2], milliseconds=1))
+    sync(log)
+    log.expire(10)
+    sync(log)
+    monkeypatch.setattr(log_module, "ANNOUNCED_SECONDS", -1.0)
+    log._end_at = 0.0  # more than a minute later, in which nothing was learnt
+    sync(log)
+    log.pending.append(record([3, 4], milliseconds=20))
+    assert sync(log).erasures == []
+    log.close()
+    assert read(tmp_path) == [[3, 4]]
 
 
 def test_what_the_disk_refuses_for_long_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

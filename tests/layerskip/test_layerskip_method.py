@@ -445,3 +445,19 @@ def test_sublayers_are_priced_by_what_steps_and_passes_take():
 def test_searches_are_refused_where_they_cannot_work(changes, selection, says):
     with pytest.raises(ValueError, match=says):
         SPEC.check(LayerSkipOptions(selection=selection), EngineContext(hf_config=CONFIG, **changes))
+
+
+def test_a_set_that_a_search_found_is_built_later_where_building_it_failed(monkeypatch):
+    engine = Engine(Fixed(3))
+    method, found = engine.method, SkipSet.empty(LAYERS)
+    assert engine.serve(2, a=1)[-1] > 1
+    search = iter([found])
+    method._scorer = object()
+    monkeypatch.setattr(method.selector, "search", lambda ready: next(search, None))
+    monkeypatch.setattr(method.selector, "choose", lambda request_ids, contexts: [found] * len(request_ids))
+    with monkeypatch.context() as short_of_memory:
+        short_of_memory.setattr(Model, "build", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
+        with pytest.raises(RuntimeError, match="no memory"):
+            engine.step(["a"])
+    assert engine.serve(2, a=1)[-1] > 1, "drafted with the new set"
+    assert list(method.draft_passes) == [found]

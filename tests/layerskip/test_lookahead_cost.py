@@ -165,6 +165,12 @@ def test_the_longest_draft_makes_all_requests_as_wide() -> None:
             assert rates[m] == pytest.approx((8 + gain) / seconds)
 
 
+def test_a_step_without_drafts_is_as_wide_as_the_smallest_width() -> None:
+    """Whose CUDA graphs may be those of four nodes, where those of one could not be captured."""
+    policy = cost({1: 0.01}, {8: 1.0, 32: 2.0}, widths=(4, 8), longest=5)
+    assert policy.rates(RECIPE, 1, 8)[0] == pytest.approx(8 / 2.0)
+
+
 def test_room_that_a_width_leaves_is_free() -> None:
     """Four nodes are verified whether a draft has three or four; the fifth costs four more."""
     policy = cost({1: 0.001}, {1: 1.0, 8: 8.0}, widths=(1, 2, 4, 8))

@@ -22,6 +22,7 @@ from freedraft.engines.sglang.layers import Stages, run_stages, stages_of
 from freedraft.engines.sglang.passes import HiddenOf, Passes, Tokens, WindowedRead
 from freedraft.engines.sglang.set_scores import SetScores
 from freedraft.engines.sglang.window_rows import WindowRows
+from freedraft.guarded_method import is_device_fault
 from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class PagedDraftModel(Passes, DraftModel):
                 with self._in_place(self._with_head(self._runs(stages))), self.ranks.together():
                     self._graphs[stages] = capture(self.runner, 1)
         except Exception as error:
+            if is_device_fault(error):
+                raise
             logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
             self._graphs.clear()
         if free is not None and self._graphs:
@@ -175,7 +178,6 @@ class PagedRound(DraftRound):
     def _ready(
         self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int
     ) -> tuple[Tokens, WindowedRead | None, ForwardBatch]:
-        """The tokens of a pass, what they read, and the pass."""
         past = self._batch.seq_lens_cpu.numpy()[rows].astype(np.int64) + position
         rows_there, ids, positions = on_device(np.stack((rows, tokens, past)), self.slots.device)
         here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))

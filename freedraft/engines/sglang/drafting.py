@@ -138,7 +138,6 @@ class Drafting:
         return partial(self.guarded.begin, request.rid, tokens, tenant_of(request), extra_of(request))
 
     def _tell(self, work: Callable[[], None]) -> None:
-        """Call the method in the thread that it may be called in now."""
         if self._thread is None:
             work()
         else:

@@ -208,7 +208,6 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
 
     def _draft(self, batch: Any) -> DraftBatch:
-        """The trees of the first rank, whose draft passes all do."""
         model, drafted = self._draft_model, None
         if self._drafting is not None:
             with nullcontext() if model is None else self._ranks.leading():

@@ -19,6 +19,7 @@ from freedraft.engines.vllm.forward import Forward
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS
 from freedraft.engines.vllm.kept_layers import KeptLayers
 from freedraft.engines.vllm.pages import BlockTables
+from freedraft.guarded_method import is_device_fault
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class DraftGraphs:
             with self._model.ranks.together(), graph_capture(device=self._model.device):
                 self.record(passes, CUDAGraphWrapper)
         except Exception as error:
+            if is_device_fault(error):
+                raise
             logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
             self._graphs.clear()
             DraftGraphs.failed = True

@@ -77,7 +77,6 @@ class SetScores(MatchnessScorer):
         return (drafted.view(len(skipped), -1).cpu().numpy() == self.tokens[1:]).mean(1)
 
     def _run(self, module: Any, sets: int) -> Any:
-        """`module(tokens, positions)` of the window under so many sets."""
         model, window = self.model, self.window
         end, n = self.first + window, sets * window
         starts = torch.arange(0, n + 1, window, dtype=torch.int32)

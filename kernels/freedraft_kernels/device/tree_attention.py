@@ -148,6 +148,8 @@ def launch_tree_attention(
     needed = max(16, triton.next_power_of_2(max_queries * group))
     narrow = row_bytes <= 256
     wide = narrow and needed >= 64 and (segments > 1 or needed == 64)  # else smaller blocks took less time on an H200
+    if query.is_cuda:  # before Hopper, and in float32, registers spill
+        wide &= query.element_size() <= 2 and torch.cuda.get_device_capability(query.device)[0] >= 9
     rows = min(needed, 128 if wide else 64 if row_bytes <= 512 else 16)
     results = requests * max_queries * heads * segments
     if segments > 1 and scratch is None:

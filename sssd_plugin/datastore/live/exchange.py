@@ -152,11 +152,8 @@ class Exchange:
         return []
 
     def sync(self, changes: Changes, retry: bool = True) -> None:
-        """Publish new documents; add erasures and documents of others to `changes`.
-
-        Args:
-            retry: whether to do so though it is not due.
-        """
+        """Publish new documents; add erasures and documents of others to `changes`. retry: whether to do so though it
+        is not due."""
         if retry or time.monotonic() >= self._poll_at:
             self._poll_at = time.monotonic() + POLL_SECONDS * random.uniform(0.75, 1.25)  # servers do not ask at once
             if not self._reached:
@@ -245,16 +242,20 @@ class Exchange:
         self._sweep(listing := self._list())
         self._mark_done([name for erasure, name in listing.erasures.items() if erasure in erasures])
 
+    def newest(self) -> int:
+        """Return the time of the newest document at the URL, in ms since 1970."""
+        return max((batch.newest for batch in self._list().batches), default=0)
+
     def documents(self) -> list[Record]:
         """Return all documents at the URL."""
-        listing = self._list()
         found: dict[tuple[str, int], Record] = {}
-        for batch in listing.batches:
-            documents = self._read(batch)
-            if documents is None:  # written anew meanwhile
-                return self.documents()
-            found |= {(batch.server, number): record for number, record in documents if not self._covered(record)}
-        return [found[key] for key in sorted(found)]
+        read = set[str]()
+        while fresh := [batch for batch in self._list().batches if batch.name not in read]:
+            for batch in fresh:
+                if (documents := self._read(batch)) is not None:  # else it was written anew meanwhile
+                    found |= {(batch.server, number): record for number, record in documents}
+                read.add(batch.name)
+        return [found[key] for key in sorted(found) if not self._covered(found[key])]
 
     def _pull(self, changes: Changes) -> Listing:
         """Add what is new at the URL to `changes`."""
@@ -272,17 +273,21 @@ class Exchange:
                     fresh.append(batch)
                 else:  # known by number, or older than what fits into memory
                     self._handled.add(batch.name)
-        for batch in sorted(fresh):
-            documents = self._read(batch)
+        order = {batch.server: random.random() for batch in fresh}  # all get their turn, however long reading takes
+        gone = set[str]()
+        for batch in sorted(fresh, key=lambda batch: (order[batch.server], batch)):
+            documents = None if batch.server in gone else self._read(batch)
             if documents is None:  # written anew: the next listing has it, and later ones of its server must wait
-                break
-            self._handled.add(batch.name)
+                gone.add(batch.server)
+                continue
             last = self._seen.get(batch.server, -1)
             kept = [document for document in documents if not self._covered(document[1])]
             changes.records.extend(record for number, record in kept if number > last)
-            self._seen[batch.server] = max(last, batch.last)
-            if len(kept) < len(documents):  # whoever wrote it had not seen the erasure
+            if documents:  # nothing is known of one that is damaged
+                self._seen[batch.server] = max(last, batch.last)
+            if any(self._erased(record) for _, record in documents):  # whoever wrote it had not seen the erasure
                 self._rewrite(batch, documents)
+            self._handled.add(batch.name)  # not before: where it could not be written anew, that is tried again
         return listing
 
     def _push(self) -> None:
@@ -361,14 +366,17 @@ class Exchange:
 
     def _rewrite(self, batch: Batch, documents: list[Document] | None) -> None:
         """Replace a batch by one without what is erased. One that is damaged goes: nobody can tell whose it is."""
-        kept = [document for document in documents or () if not self._covered(document[1])]
+        kept = [document for document in documents or () if not self._erased(document[1])]
         if not documents or len(kept) < len(documents):
             if kept:
                 self._put(*seal(batch.server, kept))
             self._remove(batch.name)
 
     def _covered(self, record: Record) -> bool:
-        return record.milliseconds < max(self._oldest, self._until.get(None, 0), self._until.get(record.tenant, 0))
+        return record.milliseconds < self._oldest or self._erased(record)
+
+    def _erased(self, record: Record) -> bool:
+        return record.milliseconds < max(self._until.get(None, 0), self._until.get(record.tenant, 0))
 
     def _read(self, batch: Batch) -> list[Document] | None:
         """Return the documents of a batch, none if it is damaged; None if it is gone."""
@@ -381,8 +389,9 @@ class Exchange:
 
     def _list(self) -> Listing:
         """Return what is there; from then on nothing that is erased is taken, published or kept."""
-        listing = Listing([], {}, [])
-        for name, size in sorted(self._names(self._root).items()):
+        listing, names = Listing([], {}, []), self._names(self._root)
+        self._strange.intersection_update(names)
+        for name, size in sorted(names.items()):
             if (match := _BATCH.fullmatch(name)) and size <= _MAX_BYTES:
                 listing.batches.append(Batch(match[1], int(match[2]), int(match[3]), int(match[4]), name, size))
             elif match := _ERASED.fullmatch(name):

@@ -79,8 +79,14 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     def with_isolation(self, isolation: Isolation) -> LiveManifest:
         return self.model_copy(update={"isolation": isolation})
 
-    def narrowed(self, isolation: Isolation) -> LiveManifest:
-        """Return the manifest after something was learnt with this isolation."""
+    def narrowed(self, isolation: Isolation, folder: Path, alone: bool) -> LiveManifest:
+        """Return the manifest after something was learnt with this isolation. Raises DatastoreError: a server with a
+        wider one learns in the folder now."""
+        if _WIDTH[isolation] < _WIDTH[self.isolation] and not alone:
+            raise DatastoreError(
+                f"a server with isolation '{self.isolation}' learns in {folder}, and would draft for everybody from "
+                "what this one learns: stop it first, or choose another path"
+            )
         return self.with_isolation(min(self.isolation, isolation, key=_WIDTH.__getitem__))
 
 

@@ -15,6 +15,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -115,7 +116,7 @@ class Log:
             manifest = LiveManifest.of(folder)
             known = manifest or LiveManifest(vocab_size=vocab_size, fingerprint=fingerprint, isolation=isolation)
             known.check_fits(folder, vocab_size, fingerprint, isolation)
-            known = known.narrowed(isolation)
+            known = known.narrowed(isolation, folder, lock.alone)
             if known != manifest:
                 with reporting("write", folder):
                     known.write(folder / MANIFEST)
@@ -139,9 +140,14 @@ class Log:
         records = self.pending.take()
         try:
             with self._reporting():
-                news = self._in_transaction(lambda: self._append(records)) if records else self._follow()
+                append = partial(self._in_transaction, lambda: self._append(records))
+                news = self._repairing(append) if records else self._follow()
         except DatastoreError:
             self.pending.give_back(records)
+            with self._reporting():  # what is erased is forgotten though nothing can be written
+                news = self._follow()
+            changes.erasures.extend(news.erasures)
+            changes.records.extend(news.records)
             raise
         changes.erasures.extend(news.erasures)
         changes.records.extend(news.records)
@@ -153,8 +159,9 @@ class Log:
         with self._reporting():
             if self._db.execute("SELECT 1 FROM documents WHERE milliseconds < ? LIMIT 1", (before,)).fetchone():
                 self.erase(Erasure(None, before))
-                self.compact()
+                self._version = -1  # or `_read` would miss this erasure once it is removed, and take all to be erased
                 self._end_at = time.monotonic() + ANNOUNCED_SECONDS + 1
+                self.compact()
 
     def close(self) -> None:
         """Leave the folder."""
@@ -258,14 +265,14 @@ class Log:
         if changes.erasures:
             self._end_at = time.monotonic() + ANNOUNCED_SECONDS + 1
         elif time.monotonic() >= self._end_at:
-            self._end_at = math.inf
             self.end_erasures(alone=False)
+            self._end_at = math.inf
 
     def _trim(self, max_tokens: int) -> int:
         """Drop the oldest documents of tenants above an equal share, down to `max_tokens` together; return the tokens
         that are left, separators included."""
         owner = "tenant" if self._isolated else "x''"
-        size = "length(tokens) / 4 + 1"
+        size = "ifnull(length(tokens), 0) / 4 + 1"
         held = dict(self._db.execute(f"SELECT {owner}, sum({size}) FROM documents GROUP BY 1"))
         for tenant, share in keep_shares(held, max_tokens).items():
             if held[tenant] > share:

@@ -80,7 +80,9 @@ def forget_at(url: str, tenants: Sequence[str] = (), before: int | None = None) 
     look next. Raises DatastoreError: nothing was ever learnt there, or it is out of reach."""
     exchange, manifest = _exchange(url)
     # Until all have looked they learn and publish as before; their clocks may be ahead by as much.
-    until = now_ms() + int(2000 * exchanges.POLL_SECONDS) if before is None else before
+    now = now_ms()
+    ahead = min(exchange.newest() + 1, now + 86_400_000)  # of a host with a clock that was ahead
+    until = max(now + int(2000 * exchanges.POLL_SECONDS), ahead) if before is None else before
     exchange.forget(_erasures(manifest, tenants, until))
 
 

@@ -70,6 +70,7 @@ def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | Non
         raise DatastoreError(f"cannot write {above}: give this user access or choose another path")
     if folder.exists():
         manifest = LiveManifest.of(folder)
-        if manifest is not None:
-            manifest.check_fits(folder, vocab_size, fingerprint, isolation)
-        FolderLock(folder).release()
+        with FolderLock(folder) as lock:
+            if manifest is not None:
+                manifest.check_fits(folder, vocab_size, fingerprint, isolation)
+                manifest.narrowed(isolation, folder, lock.alone)

@@ -314,6 +314,8 @@ class LiveStore:
 
     def _learn(self, records: list[Record]) -> None:
         """Take documents of the log: one by one where there are few, else sorted together in the background."""
+        if self._failed:  # nothing would be merged or dropped any more
+            return
         owned: dict[bytes, list[Record]] = {}
         for record in records:
             if len(record.tokens) and 0 <= int(record.tokens.min()) <= int(record.tokens.max()) < self.vocab_size:
