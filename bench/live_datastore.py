@@ -77,7 +77,7 @@ def insert_all(live: LiveStore, trace: Trace, tokens_per_second: float) -> list[
 
 
 def percentiles(seconds: list[float], unit: float) -> dict[str, float]:
-    """In units of so many seconds."""
+    """Median, 99th percentile and maximum in multiples of `unit` (seconds)."""
     at = {"p50": 50, "p99": 99, "max": 100}
     return {name: round(float(np.percentile(seconds, q)) / unit, 3) for name, q in at.items()}
 

@@ -284,6 +284,9 @@ def fuzz(result: Any) -> str:
     return markdown(head, [*rows, ["wrong or crashed", len(result["wrong"]), ""]])
 
 
+MIXED_SETS = "four skip sets at once, passes of their own for each (4323d4f)"
+
+
 @section("Layer skipping on vLLM", "layer-skip-vllm-cpu.json")
 def layer_skip(result: Any) -> str:
     """bf16, compiled, lookahead `cost`. The deep model is a synthetic one, half of whose sublayers can be skipped; the
@@ -295,7 +298,7 @@ def layer_skip(result: Any) -> str:
             same = "all answers are those of plain decoding" if cells["token_identical"] else "answers differ"
             said.append(f"{name}: {cells['acceptance']:.1%} of draft tokens accepted one by one, {same}")
         elif isinstance(cells, dict):
-            cells = {"four skip sets, batch 4": cells} if model == "mixed_sets" else cells
+            cells = {MIXED_SETS: cells} if model == "mixed_sets" else cells
             rows += [{"share_of_formula": None, "M": None, "name": name, "cell": cell} | r for cell, r in cells.items()]
     for r in rows:
         r["share"] = "-" if r["share_of_formula"] is None else f"{r['share_of_formula']:.0%}"
@@ -308,7 +311,7 @@ def layer_skip(result: Any) -> str:
 @section("Layer skipping on SGLang", "layer-skip-sglang-cpu.json")
 def layer_skip_sglang(result: Any) -> str:
     """The deep model, bf16."""
-    cells = {f"batch {b['batch']}": b for b in result["batches"]} | {"four skip sets, batch 4": result["mixed_sets"]}
+    cells = {f"batch {b['batch']}": b for b in result["batches"]} | {MIXED_SETS: result["mixed_sets"]}
     return table(
         (r | {"name": name} for name, r in cells.items()),
         "={name} | tokens per step={M:.2f} | accepted={alpha:.3f} | cost of a pass={c:.2f} | "

@@ -49,7 +49,7 @@ class GuardedMethod:
     """Calls a method, counts and times it, and survives what it raises, but for `EngineMustEnd` and device faults.
 
     A failure is counted in `freedraft_failures_total`, logged with its traceback when a pause begins, and followed by a
-    pause of so many steps. Requests begin and finish also during a pause, so that nothing of them is lost or kept.
+    pause without drafts. Requests begin and finish also during a pause, so that nothing of them is lost or kept.
 
     Args:
         spec, options, context: see `MethodSpec.make`, whose errors are passed on.

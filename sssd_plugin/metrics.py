@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sssd_plugin.datastore.index.sub_index import Snapshot
     from sssd_plugin.drafter import Drafter
 
-EVERY = 8  # one step in so many is counted
+EVERY = 8  # sampling interval, in steps
 
 _LOOKUPS = Counter("freedraft_lookups", f"Contexts that were drafted for, of one step in {EVERY}")
 _HITS = Counter("freedraft_hits", "Of these, those whose last 2 tokens the source knows", ["source"])

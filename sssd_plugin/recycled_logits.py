@@ -40,7 +40,7 @@ class Recycled(NamedTuple):
 
 
 def entries(megabytes: float) -> NDArray[Any]:
-    """Allocate an empty table of at most so many MB, 2^20 bytes each."""
+    """Allocate an empty table of at most `megabytes` (2^20 bytes each)."""
     number = int(megabytes * 2**20) // ENTRY.itemsize
     return np.zeros(0 if number < WAYS else 1 << (number.bit_length() - 1), ENTRY)
 

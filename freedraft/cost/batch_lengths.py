@@ -21,7 +21,7 @@ from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, StepTimesFile, context_bucket, row_of
 from freedraft.cost.yields import ChainYields, Yields
 
-PROBE_EVERY = 100  # One step in so many of a batch size is given another length than the best known
+PROBE_EVERY = 100  # steps of a batch size between probes, which take another length than the best known
 _PROBE_FIRST, _PROBE_GROWTH = 8, 1.125
 _PROBE_COST = 1.5  # steps without drafts, at most, as far as is known
 _ENOUGH, _RATE = 2, 0.02  # times of such steps that say more than the times of others; what a new one weighs at least

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBE_EVERY = 100  # One step in so many verifies another number of tokens than the best known, to keep step times fresh
+PROBE_EVERY = 100  # steps between probes: other numbers of tokens than the best known keep step times fresh
 _PROBE_FIRST, _PROBE_GROWTH = 8, 1.125  # at a batch size that is new, unless nothing seems to pay there
 _PROBE_COST = 1.5  # steps without drafts, at most, as far as is known
 _IDLE_SHARE = 0.005  # of time, for drafting while nothing is verified

@@ -74,7 +74,7 @@ class HardwareProfile(BaseModel):
         return self.knee if self.knee is not None else max(1, round(self.peak_flops / self.bandwidth))
 
     def ridge_of(self, weight_bytes: float) -> int:
-        """`ridge` with so many bytes per weight: of quantised weights a half is read in half of the time."""
+        """Ridge point (tokens) for these bytes per weight: quantised weights are read in less time."""
         return self.ridge if self.knee is not None else max(1, round(self.ridge * min(weight_bytes / 2, 1.0)))
 
     def flops(self, dtype: str) -> float:

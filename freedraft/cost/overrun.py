@@ -23,7 +23,7 @@ class Overrun:
         self._errors, self._seen = np.zeros(2), np.zeros(2)
 
     def update(self, passes: bool, predicted: float, seconds: float) -> None:
-        """A step with or without draft passes was to take so many seconds, and took so many."""
+        """Record predicted and measured seconds of a step with or without draft passes."""
         if not (predicted > 0.0 and seconds > 0.0 and math.isfinite(seconds)):
             return
         error, kind = min(max(math.log(seconds / predicted), -CLIP), CLIP), int(passes)

@@ -28,7 +28,7 @@ class Yields(Protocol):
         included for which there was no draft; accepted: int32 [B], how many were accepted."""
 
     def tokens(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Tokens per step and request with so many draft tokens, at most as many as there may be."""
+        """Expected tokens per step and request, for each draft length."""
 
 
 class ChainYields:

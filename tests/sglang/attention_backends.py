@@ -12,7 +12,6 @@ import json
 import logging
 import sys
 import traceback
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -167,11 +166,15 @@ def check_flashinfer_of_several_widths(runner: ModelRunner) -> None:
 def check_widths_that_cannot_be_captured(runner: ModelRunner) -> None:
     """They cost themselves, one line each; where other ranks capture them, too, the start."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+    from sglang.srt.runtime_context import get_parallel
 
-    from freedraft.cost.hardware import choose_profile
-    from freedraft.cost.policies import Fixed
+    from freedraft.engines.sglang.accepted import AcceptedTokens
     from freedraft.engines.sglang.drafting import Drafting
     from freedraft.engines.sglang.graphs import WidthGraphs
+    from freedraft.engines.sglang.ranks import Ranks
+    from freedraft.guarded_method import GuardedMethod
+    from freedraft.method import METHODS
+    from freedraft.step import EngineContext
 
     def backend(init_new_workspace: bool) -> Any:
         made = TritonAttnBackend(runner)
@@ -197,13 +200,15 @@ def check_widths_that_cannot_be_captured(runner: ModelRunner) -> None:
     else:
         raise AssertionError("the other ranks go on with this width")
     assert graphs.capture((1, NODES), fixed_width=True) == (NODES,)
-    controller = Fixed(choose_profile("cpu"), NODES - 1, widths)
-    drafting = Drafting.__new__(Drafting)
-    drafting.guarded = SimpleNamespace(method=SimpleNamespace(controller=controller))
-    ranks = SimpleNamespace(several=False)
+    spec, context = METHODS["sssd"], EngineContext(vocab_size=100, max_draft_tokens=NODES - 1, widths=widths)
+    guarded = GuardedMethod(spec, spec.option_type.parse({"policy": "fixed", "hardware": "cpu"}), context)
+    drafting = Drafting(guarded, widths, 4, AcceptedTokens(256, NODES, "cpu"))
+    ranks = Ranks(get_parallel().tp_group, NODES)
     worker = worker_of(runner, _drafting=drafting, _backend="fa3", _ranks=ranks)
     worker._capture()
-    assert worker.widths == (4, NODES) and controller.widths.tolist() == drafting._widths.tolist() == [4, NODES]
+    assert worker.widths == (4, NODES) and drafting._widths.tolist() == [4, NODES]
+    assert guarded.method.controller.widths.tolist() == [4, NODES]
+    guarded.close()
 
 
 def worker_of(runner: ModelRunner, **given: Any) -> Any:

@@ -90,7 +90,7 @@ class SetScores(MatchnessScorer):
         return drafted.view(recipes, -1).cpu().numpy() == self._next[start:end]
 
     def _pass(self, sets: int, start: int, end: int) -> ForwardBatch:
-        """The tokens of the window from `start` on under so many sets."""
+        """Build the batch that feeds the window from `start` on, once per skip set."""
         first, device = self._length - self.window + start, self._batch.seq_lens.device
         ids = np.tile(self._tokens[start:end], sets)
         past = np.tile(np.arange(first, first + end - start), sets)

@@ -140,7 +140,7 @@ class TreeVerifier:
 
 
 def requests_at_once(probabilities: int) -> int:
-    """Sampled requests that are verified together, of so many probabilities each."""
+    """Sampled requests that are verified together, each with this number of probabilities."""
     # A multiple of 4: parts of int32 tensors then begin where Triton's kernels, as compiled, take them to begin.
     return max(MAX_PROBABILITIES // probabilities // 4, 1) * 4
 
