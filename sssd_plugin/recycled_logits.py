@@ -27,7 +27,7 @@ WAYS = 4
 SCALE = 1024.0  # a cost is -ln p in units of 1 / SCALE
 MAX_COST = 32767
 
-# The hash of owner and context, 0 where there is no entry; whose it is; the likeliest tokens and what they cost,
+# The hash of owner and context, 0 where there is no entry; its owner; the likeliest tokens and what they cost,
 # likeliest first; the call that wrote it.
 ENTRY = np.dtype([("key", "u8"), ("owner", "i8"), ("tokens", "i4", (TOP,)), ("costs", "i2", (TOP,)), ("stamp", "i8")])
 
@@ -36,7 +36,7 @@ class Recycled(NamedTuple):
     """The recycled logits that one request drafts from."""
 
     entries: NDArray[Any]  # [n], records of `ENTRY`: a power of two of them, or none
-    owner: np.int64  # whose entries are seen
+    owner: np.int64  # of the entries in use
 
 
 def entries(megabytes: float) -> NDArray[Any]:

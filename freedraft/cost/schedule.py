@@ -14,7 +14,7 @@ from freedraft.cost.policies import Knee, Policy
 from freedraft.step import EngineContext
 
 CONTEXT = 1024  # Tokens of context per request that steps are priced at
-LARGEST = 1 << 13  # Batch size up to which lengths are told; larger ones have the last
+LARGEST = 1 << 13  # Largest batch size with its own entry; larger batches use the last entry
 
 
 class Schedule(NamedTuple):

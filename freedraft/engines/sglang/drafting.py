@@ -104,7 +104,7 @@ class Drafting:
         self._drafts: Any = None  # of the next step, in the thread
 
     def keep_widths(self, widths: Sequence[int]) -> None:
-        """No others than these, of those that were to be prepared, can be verified."""
+        """Restrict verification to these widths, which could be prepared."""
         self._widths = np.array(widths, np.int32)
         if (controller := self.guarded.method.controller).widths is not None:
             controller.widths = self._widths

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Fix:
     """A mended mistake. early: applied in every process when our methods are registered, not only where one of them
-    drafts; wrong: whether this vLLM makes the mistake; None where mending what is right changes nothing."""
+    drafts; wrong: whether this vLLM has the bug; None if the patch is a no-op without it."""
 
     early: bool
     reason: str

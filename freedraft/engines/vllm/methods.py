@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 PROPOSER = "freedraft.engines.vllm.v1.runner.MethodProposer"
 V2_METHOD = "ngram_gpu"  # one that model runner V2 and async scheduling know; its speculator becomes ours
-# What vLLM is told instead of a method of ours: on V1, and on V2
+# Built-in method reported to vLLM in place of ours: on V1 (False), and on V2 (True)
 ENGINE_METHOD: dict[bool, dict[str, Any]] = {
     False: {"method": "custom_class", "model": PROPOSER},
     True: {"method": V2_METHOD, "prompt_lookup_min": 1, "prompt_lookup_max": 1},
@@ -219,7 +219,7 @@ def _rewritten(engine_args: Any, config: dict[str, Any] | None) -> Iterator[None
 
 def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
     """Whether this method is served by model runner V2: where vLLM would serve plainly by it, and the method can be,
-    with these options. Raises ConfigError: what the user asked for is what the method cannot have."""
+    with these options. Raises ConfigError: the method does not support an option."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 

@@ -83,7 +83,7 @@ class Tenant:
 
 
 def tenant_digest(key: bytes, name: str) -> bytes:
-    """Return 16 bytes that stand for a tenant's name in memory and on disk and hide it from who lacks the key."""
+    """Return the keyed digest (16 bytes) that replaces a tenant's name in memory and on disk."""
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
 
 
