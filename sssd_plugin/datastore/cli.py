@@ -284,7 +284,7 @@ def export(
 @app.command()
 def isolation(
     store: StorePath,
-    kind: Annotated[Literal["tenant", "shared", "off"], typer.Argument(help="As the option of the server.")],
+    kind: Annotated[Literal["salt", "strict", "shared", "off"], typer.Argument(help="As the option of the server.")],
     accept: Annotated[bool, typer.Option("--accept", help="Let everybody see what was learnt of one tenant.")] = False,
 ) -> None:
     """Let servers with this isolation use what was learnt under another one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,16 @@ def test_it_learns_from_finished_requests(prompts: bool) -> None:
     one.close()
 
 
-def test_it_keeps_tenants_apart() -> None:
-    one = method()
+@pytest.mark.parametrize("isolation", ["salt", "strict", "tenant"])
+def test_it_keeps_tenants_apart(isolation: str) -> None:
+    """Where some requests carry a salt and others none."""
+    one = method(isolation=isolation)
     serve(one, "a", [1, 2], [10, 11, 12, 13], key="x")
     assert serve(one, "b", [3, 4], [10, 11], key="y") == []
-    assert serve(one, "c", [3, 4], [10, 11, 12]) == [] == serve(one, "e", [3, 4], [10, 11]), "of nobody"
+    assert serve(one, "c", [3, 4], [10, 15, 16]) == []
+    assert serve(one, "e", [3, 4], [10, 15]) == ([15, 16] if isolation == "salt" else []), "of those without a salt"
     assert serve(one, "d", [3, 4], [10, 11], key="x")[:2] == [11, 12]
-    assert one.live is not None and one.live.stats().documents == 3
+    assert one.live is not None and one.live.stats().documents == (5 if isolation == "salt" else 3)
     one.close()
 
 
@@ -82,11 +86,36 @@ def test_tenants_have_keys_of_their_own() -> None:
     assert parse_tenant("") is None and parse_tenant("[1]") == tenant_key("[1]")
 
 
-def test_the_default_says_what_it_does_to_clients_without_salts(caplog: pytest.LogCaptureFixture) -> None:
-    for isolation, said in (("tenant", 1), ("shared", 0)):
+def test_one_line_says_who_learns_from_whom(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level("INFO")
+    for options, words in (
+        ({}, "in memory, up to 4194304 tokens; isolation 'salt': .*, and so do those without one"),
+        ({"live": True, "datastore": tmp_path}, f"in {tmp_path}, "),
+        ({"isolation": "tenant"}, "isolation 'strict': .* neither teach nor are taught"),
+        ({"isolation": "shared"}, "isolation 'shared': all requests share"),
+    ):
         caplog.clear()
-        method(isolation=isolation).close()
-        assert [("neither teach nor are taught" in r.message) for r in caplog.records].count(True) == said
+        SssdMethod(SssdOptions.parse({"policy": "fixed"} | options), EngineContext(vocab_size=VOCAB)).close()
+        (line,) = [r.getMessage() for r in caplog.records if "learning from finished requests" in r.getMessage()]
+        assert re.search(words, line)
+    assert SssdMethod(SssdOptions.parse({"live": "false"}), EngineContext(vocab_size=VOCAB)).live is None
+
+
+def test_a_folder_served_with_another_isolation(tmp_path: Path) -> None:
+    """What a salt's requests wrote stays theirs, and nothing is shown to more requests than when it was learnt."""
+
+    def served(isolation: str) -> SssdMethod:
+        return method(live="store", datastore=tmp_path, isolation=isolation)
+
+    for isolation in ("strict", "salt", "strict", "salt"):
+        one = served(isolation)
+        serve(one, "a", [1, 2], [10, 11, 12, 13], key="x")
+        assert serve(one, "b", [3, 4], [10], key="y") == [] == serve(one, "c", [3, 4], [10])
+        assert serve(one, "d", [3, 4], [10, 11], key="x")[:2] == [11, 12]
+        one.close()
+    for wider in ("shared", "off"):
+        with pytest.raises(ValueError, match="was learnt with isolation 'strict', and .* show it to everybody"):
+            served(wider)
 
 
 def test_a_replica_on_another_host_learns_in_memory(tmp_path: Path, monkeypatch, caplog) -> None:
