@@ -197,7 +197,7 @@ class MethodSpec:
         takes_corpora: whether it takes corpora over HTTP.
         schedule: called with (options, context); draft lengths by batch size, for engines that decide them beforehand.
         role: which part of the hybrid method it can be; None for neither.
-        default_length: draft tokens of a request at most, where the user names no number; None: the engine must be given one.
+        default_length: draft tokens of a request at most, where the user names no number; None if one must be named.
     """
 
     name: str

@@ -56,7 +56,7 @@ def check(options: SssdOptions, context: EngineContext) -> None:
 
         if isinstance(options.datastore, str) and options.datastore_sha256:
             raise ValueError(
-                "option 'datastore_sha256' does not go with `live: store` and a URL, whose store changes: remove one of them"
+                "option 'datastore_sha256' does not go with `live: store` at a URL, whose store changes: remove one"
             )
         check_live(options.datastore, context.vocab_size, context.tokenizer_fingerprint(), options.isolation)
 
@@ -67,7 +67,13 @@ def schedule(options: SssdOptions, context: EngineContext) -> Schedule | None:
 
 
 SPEC = MethodSpec(
-    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule, role="host",
+    NAME,
+    "sssd_plugin.method:SssdMethod",
+    SssdOptions,
+    check,
+    takes_corpora=True,
+    schedule=schedule,
+    role="host",
     default_length=32,
 )
 

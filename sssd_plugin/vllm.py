@@ -21,6 +21,6 @@ def check(options: SssdOptions, context: EngineContext) -> None:
     learns = options.live != "off" and options.isolation == "strict"
     if (learns or options.isolation == "salt") and not carry_salt():
         raise ValueError(
-            "this vLLM does not tell drafters whose a request is, so what is learnt cannot be kept apart by cache_salt: "
-            "set isolation 'shared' if there is one tenant only, or isolation 'strict' and live 'off' (see 'freedraft doctor')"
+            "this vLLM does not tell drafters whose a request is, so nothing can be kept apart by cache_salt: set "
+            "isolation 'shared' if there is one tenant only, or isolation 'strict' and live 'off' ('freedraft doctor')"
         )

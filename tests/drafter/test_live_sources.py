@@ -114,7 +114,7 @@ def test_a_folder_served_with_another_isolation(tmp_path: Path) -> None:
         assert serve(one, "d", [3, 4], [10, 11], key="x")[:2] == [11, 12]
         one.close()
     for wider in ("shared", "off"):
-        with pytest.raises(ValueError, match="was learnt with isolation 'strict', and .* show it to everybody"):
+        with pytest.raises(ValueError, match=r"was learnt with isolation 'strict', and .* show it to everybody"):
             served(wider)
 
 

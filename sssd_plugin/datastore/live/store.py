@@ -147,8 +147,8 @@ class LiveStore:
         self._keeper.start()
 
     def tenant(self, name: str | None) -> int:
-        """Return the number of a tenant, 0 for requests of none; NOBODY where nothing may be shared. Only a keyed digest
-        of the name is kept."""
+        """Return the number of a tenant: 0 for requests of none, NOBODY where nothing may be shared. Only a keyed
+        digest of the name is kept."""
         if not name or self.isolation == "off":
             return NOBODY if self.isolation == "strict" else 0
         if self.key is None:
