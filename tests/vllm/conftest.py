@@ -23,9 +23,11 @@ from vllm_cases import (
     parameters,
     penalised,
     sample,
+    seeded,
     structured,
     token_prompts,
     tokens_of,
+    with_logprobs,
 )
 from vllm_engines import engine, runner_of
 
@@ -92,6 +94,7 @@ def plain_tiny(tiny_model: Path, live_prompts: Prompts) -> PlainTiny:
     with engine(tiny_model, **SAMPLING_ENGINE) as llm:
         return PlainTiny(
             {setting: sample(llm, setting) for setting in SETTINGS},
+            with_logprobs(llm.generate(*seeded(), use_tqdm=False)),
             sample(llm, (0.0, 1.0, 0, False), 1)[0],
             tokens_of(llm.generate(live_prompts, parameters(30, ignore_eos=True, detokenize=False), use_tqdm=False)),
             runner_of(llm).model,
