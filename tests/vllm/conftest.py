@@ -13,6 +13,7 @@ import pytest
 from vllm_cases import (
     MAX_MODEL_LEN,
     MIXED,
+    SAMPLED,
     SAMPLING_ENGINE,
     SETTINGS,
     STRUCTURED_PROMPTS,
@@ -79,6 +80,7 @@ def plain_demo(demo_model: Path, demo_prompts: Prompts, long_prompts: Prompts) -
         "mixed": (MIXED, parameters(TOKENS)),
         "structured": (demo_prompts[STRUCTURED_PROMPTS], structured()),
         "penalised": (demo_prompts[:4], penalised()),
+        "sampled": ([prompts.SHORT[5]], parameters(60, ignore_eos=True, **SAMPLED)),
     }
     with engine(demo_model, max_model_len=MAX_MODEL_LEN, max_num_seqs=8) as llm:
         return {name: tokens_of(llm.generate(*given, use_tqdm=False)) for name, given in asked.items()}

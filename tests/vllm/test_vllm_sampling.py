@@ -1,5 +1,5 @@
-"""Sampled output has the distribution that the engine gives it without us: chi-square over whole short outputs. Requests
-with seeds: test_vllm_seeds.py.
+"""Sampled output has the distribution that the engine gives it without us: chi-square over whole short outputs. With
+seeds it is the same output; more of those in test_vllm_seeds.py.
 
 The model is random with a vocabulary of 24, so that an output of three tokens falls often enough into the same place.
 """

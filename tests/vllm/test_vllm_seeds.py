@@ -1,5 +1,5 @@
-"""Requests with seeds get the tokens that the engine gives them without us, whatever is drafted: from text that is learnt
-meanwhile, alone and in batches, through preemption and aborts, and with every sampling parameter."""
+"""Requests with seeds get the tokens that the engine gives them without us, whatever is drafted: from text learnt
+meanwhile, alone and in batches, through preemption and aborts, with every sampling parameter."""
 
 from __future__ import annotations
 

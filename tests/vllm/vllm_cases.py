@@ -29,6 +29,7 @@ def save_tiny(family: str, folder: Path, layers: int = 2) -> Path:
 
 
 Prompts = list[dict[str, list[int]]]
+Logprobs = list[dict[int, float]]
 
 
 def token_prompts(ids: list[list[int]]) -> Prompts:
@@ -36,10 +37,10 @@ def token_prompts(ids: list[list[int]]) -> Prompts:
 
 
 def parameters(max_tokens: int, **arguments: Any) -> Any:
-    """Greedy."""
+    """Greedy, unless told otherwise."""
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **arguments)
+    return SamplingParams(max_tokens=max_tokens, **{"temperature": 0} | arguments)
 
 
 def tokens_of(outputs: list[Any]) -> list[list[int]]:
@@ -71,6 +72,9 @@ def penalised(max_tokens: int = 40) -> Any:
     return parameters(max_tokens, repetition_penalty=1.3, logprobs=2)
 
 
+# One request of the server's: a temperature, a seed, and parameters that vLLM's rejection sampler does not know.
+SAMPLED = {"temperature": 0.8, "seed": 7, "top_p": 0.95, "min_p": 0.02, "logit_bias": {28: -2.0}}
+
 # Sampling: short outputs over a vocabulary of 24, so that each is seen often enough.
 SAMPLES = 1500
 SAMPLED_PROMPT = [5, 9, 17, 5, 9, 3, 5, 9, 17, 22, 5, 9]
@@ -96,17 +100,12 @@ ASKED: list[dict[str, Any]] = [
 
 def seeded() -> tuple[Prompts, list[Any]]:
     """Eight prompts, three seeds, and four temperatures, one of them 0."""
-    from vllm import SamplingParams
-
     cases = itertools.product(prompts.random_ids([12] * 8, 24, first=2, seed=5), (1, 2, 3), (0.0, 0.3, 0.9, 1.3))
     given = list(zip(cases, itertools.cycle(ASKED)))
     return token_prompts([ids for (ids, _, _), _ in given]), [
-        SamplingParams(temperature=warm, seed=seed, max_tokens=32, ignore_eos=True, detokenize=False, **asked)
+        parameters(32, temperature=warm, seed=seed, ignore_eos=True, detokenize=False, **asked)
         for (_, seed, warm), asked in given
     ]
-
-
-Logprobs = list[dict[int, float]]
 
 
 def with_logprobs(outputs: list[Any]) -> list[tuple[list[int], Logprobs]]:

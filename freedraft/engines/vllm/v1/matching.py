@@ -1,9 +1,9 @@
 """Verification on model runner V1: the engine's sampler draws every token, and a draft is accepted where it is equal.
 
-At each position of a request's draft chain vLLM's `Sampler` is called as plain decoding calls it there: the same logits,
-sampling parameters, tokens before and random generator. While the token drawn is the draft's, the next position's is
-drawn; the first that is not ends the chain. So output is plain decoding's whatever is drafted, seed by seed, and a
-request's generator has moved once per token it gained.
+At each position of a request's draft, vLLM's `Sampler` is called as plain decoding calls it there: with the same logits,
+parameters, earlier tokens and random generator. While it draws the draft's token, the next position is sampled; another
+token ends the request's step. So output does not depend on what was drafted: with a seed it is plain decoding's, and
+the request's generator has drawn once for each token gained.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Matching:
         alive = list(range(len(counts)))
         gained, logprobs = [], []
         for position in range(metadata.max_spec_len + 1):
-            # All rows, as processors of logits and parameters are by row; what ended rows draw is not used.
+            # All rows: parameters and processors of logits go by row. What a row draws after its end is not used.
             drawn = self._sampler(
                 logits=logits[first + last.clamp(max=position)],
                 sampling_metadata=replace(
