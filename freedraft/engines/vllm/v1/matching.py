@@ -1,6 +1,6 @@
 """Verification on model runner V1: the engine's sampler draws every token, and a draft is accepted where it is equal.
 
-At each position of a request's draft, vLLM's `Sampler` is called as plain decoding calls it there: with the same logits,
+At each position of a request's draft, vLLM's `Sampler` is called as plain decoding calls it: with the same logits,
 parameters, earlier tokens and random generator. While it draws the draft's token, the next position is sampled; another
 token ends the request's step. So output does not depend on what was drafted: with a seed it is plain decoding's, and
 the request's generator has drawn once for each token gained.
@@ -67,7 +67,8 @@ class Matching:
             return SamplerOutput(ids, None)
         # Ids, logprobs and ranks, position by position within each request.
         parts = zip(*(each[:3] for each in logprobs), strict=True)
-        return SamplerOutput(ids, LogprobsTensors(*(torch.stack(part, 1).flatten(0, 1) for part in parts)))
+        made: Any = (torch.stack(part, 1).flatten(0, 1) for part in parts)
+        return SamplerOutput(ids, LogprobsTensors(*made))
 
 
 def _ahead(processors: Any, tokens: int) -> Any:
@@ -77,10 +78,9 @@ def _ahead(processors: Any, tokens: int) -> Any:
     def later(processor: Any) -> Any:
         if not isinstance(processor, MinTokensLogitsProcessor) or not processor.min_toks:
             return processor
-        made = copy(processor)
+        made: Any = copy(processor)
         made.min_toks = {row: (least - tokens, *rest) for row, (least, *rest) in processor.min_toks.items()}
         made.update_state(None)
         return made
 
     return LogitsProcessors(map(later, processors.all)) if tokens else processors
-
