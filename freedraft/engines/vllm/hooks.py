@@ -28,6 +28,17 @@ RUNNER_HOOKS = table("""
     vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer(vllm_config)
     # drafting
     vllm.v1.worker.gpu_model_runner.GPUModelRunner:propose_draft_token_ids(scheduler_output, sampled_token_ids)
+    # verification
+    vllm.v1.worker.gpu_model_runner.GPUModelRunner:initialize_kv_cache
+    vllm.v1.worker.gpu_model_runner:GPUModelRunner assigned rejection_sampler, sampler
+    vllm.v1.sample.rejection_sampler.RejectionSampler:forward(metadata, draft_probs, logits, sampling_metadata)
+    vllm.v1.sample.sampler.Sampler:forward(logits, sampling_metadata, predict_bonus_token)
+    vllm.v1.sample.metadata.SamplingMetadata fields generators, output_token_ids, spec_token_ids, logitsprocs
+    vllm.v1.spec_decode.metadata.SpecDecodeMetadata fields draft_token_ids, num_draft_tokens
+    vllm.v1.outputs.SamplerOutput fields sampled_token_ids, logprobs_tensors
+    vllm.v1.outputs.LogprobsTensors fields logprob_token_ids, logprobs, selected_token_ranks
+    vllm.v1.sample.logits_processor:LogitsProcessors assigned all
+    vllm.v1.sample.logits_processor:MinTokensLogitsProcessor assigned min_toks, update_state
     # start and end of requests
     vllm.v1.worker.gpu_model_runner.GPUModelRunner:_update_states(scheduler_output)
     vllm.v1.core.sched.output.SchedulerOutput fields finished_req_ids, scheduled_new_reqs, scheduled_spec_decode_tokens
@@ -41,8 +52,6 @@ MODEL_HOOKS = table("""
     # KV slots for drafts
     vllm.config.VllmConfig:num_lookahead_tokens
     vllm.v1.worker.block_table.BlockTable:__init__(block_size, max_num_blocks_per_req)
-    # building draft passes
-    vllm.v1.worker.gpu_model_runner.GPUModelRunner:initialize_kv_cache
     # draft passes on tensor-parallel ranks
     vllm.distributed.parallel_state.GroupCoordinator:broadcast_object(obj, src)
     # attention of draft passes
@@ -65,6 +74,14 @@ TENANT_HOOKS = table("""
     # tenants of live datastores
     vllm.v1.core.sched.output.NewRequestData:from_request
     vllm.v1.request.Request:__init__(cache_salt)
+""")
+
+# Needed besides to serve all sampling parameters on V1.
+PROCESSOR_HOOKS = table("""
+    # min_p and logit_bias in model runner V1
+    vllm.sampling_params.SamplingParams:_validate_spec_decode(speculative_config)
+    vllm.v1.worker.gpu_model_runner:build_logitsprocs(vllm_config, device, is_pin_memory, custom_logitsprocs)
+    vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS
 """)
 
 # Needed besides for full CUDA graphs at every step of V1.
@@ -176,7 +193,9 @@ V2_TREE_HOOKS = V2_LOGITS_HOOKS + table("""
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # What drafting does without, where it is not there.
-OPTIONAL_HOOKS = TENANT_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + V2_HOOKS + V2_TREE_HOOKS
+OPTIONAL_HOOKS = (
+    TENANT_HOOKS + PROCESSOR_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + V2_HOOKS + V2_TREE_HOOKS
+)
 
 
 def setting() -> str:
