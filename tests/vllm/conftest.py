@@ -23,6 +23,7 @@ from vllm_cases import (
     parameters,
     penalised,
     sample,
+    seeded,
     structured,
     token_prompts,
     tokens_of,
@@ -96,6 +97,16 @@ def plain_tiny(tiny_model: Path, live_prompts: Prompts) -> PlainTiny:
             tokens_of(llm.generate(live_prompts, parameters(30, ignore_eos=True, detokenize=False), use_tqdm=False)),
             runner_of(llm).model,
         )
+
+
+@pytest.fixture(scope="session")
+def plain_seeded(tiny_model: Path) -> list[list[int]]:
+    """What model runner V2 says without us to the requests of `seeded`, with room for everything."""
+    from test_vllm_v2 import serve
+
+    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "attention": "flash", "gpu_memory_utilization": 0.2}
+    answers: list[list[int]] = serve(tiny_model, cases={"seeded": seeded()}, **engine)["seeded"]
+    return answers
 
 
 @pytest.fixture(scope="session")
