@@ -141,6 +141,37 @@ def p_value(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
     return distributions.same_distribution(a, b, lengths=(2, 3, 4))
 
 
+# Sampling with seeds, on model runner V2: filters and penalties in turn. vLLM takes min_p and logit_bias with no drafts.
+SEEDED_PROMPTS = [*prompts.random_ids([12] * 6, 24, first=2, seed=3), SAMPLED_PROMPT, 4 * [2, 3, 4]]
+SEEDS, TEMPERATURES = (1, 2**40 + 3, 77), (0.3, 0.9, 1.3)
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"top_k": 8, "top_p": 0.9},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.3},
+]
+
+
+def seeded(share: int = 8) -> dict[str, Any]:
+    """A case of `serve.py`: of each prompt with each seed and temperature every so many, and a greedy request."""
+    product = list(itertools.product(SEEDED_PROMPTS, SEEDS, TEMPERATURES))
+    each = [
+        {"seed": product[i][1], "temperature": product[i][2]} | FILTERS[i % len(FILTERS)]
+        for i in range(0, len(product), share)
+    ]
+    return {
+        "prompts": [*(prompt for prompt, _, _ in product[::share]), SAMPLED_PROMPT],
+        "each": [*each, {"temperature": 0}],
+        "parameters": {"max_tokens": 24, "ignore_eos": True},
+    }
+
+
+def alone(case: dict[str, Any], i: int) -> dict[str, Any]:
+    """A case of the i-th request of another one."""
+    return case | {name: case[name][i : i + 1] for name in ("prompts", "each")}
+
+
 class PlainTiny(NamedTuple):
     """What the tiny model says without us, and the target that vLLM makes of it.
 

@@ -166,20 +166,25 @@ V2_LOGITS_HOOKS = table("""
     vllm.v1.worker.gpu.input_batch.InputBatch fields cu_num_logits_np, num_draft_tokens_per_req
 """)
 
-# Needed besides to verify trees there.
-V2_TREE_HOOKS = V2_LOGITS_HOOKS + table("""
-    # draft trees in model runner V2
+# Needed besides for sampled tokens that are those without drafts.
+V2_SAMPLING_HOOKS = V2_LOGITS_HOOKS + table("""
+    # the tokens of a seed, whatever is drafted, in model runner V2
+    vllm.config.SpeculativeConfig fields rejection_sample_method
     vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler:_verify(logits, draft_sampled, pos, cu_num_logits,
-        idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np)
-    vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler assigned sampler
+        idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np,
+        verify_draft_sampled)
+    vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler assigned sampler, num_speculative_steps
+    vllm.v1.worker.gpu.sample.sampler.Sampler:sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos,
+        input_ids, expanded_local_pos, seq_lens_upper_bound_np, return_logprobs)
+""")
+
+# Needed besides to verify trees there.
+V2_TREE_HOOKS = V2_SAMPLING_HOOKS + table("""
+    # draft trees in model runner V2
     vllm.v1.worker.gpu.model_runner.GPUModelRunner:prepare_attn(input_batch)
     vllm.v1.worker.gpu.model_runner:GPUModelRunner assigned kv_caches, cudagraph_manager, sampler, model_state,
         dcp_size, pcp_manager, ubatch_runner, batch_sharder, is_encoder_decoder, fast_prefill
-    vllm.v1.worker.gpu.sample.sampler:Sampler assigned sampling_states, logits_processors, trace_replay_state,
-        return_sampling_mask
-    vllm.v1.worker.gpu.sample.states:SamplingStates assigned temperature, seeds
-    vllm.v1.worker.gpu.sample.sampler.Sampler:apply_sampling_params(logits, expanded_idx_mapping, idx_mapping,
-        idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np)
+    vllm.v1.worker.gpu.sample.sampler:Sampler assigned logits_processors, trace_replay_state, return_sampling_mask
     vllm.v1.worker.gpu.input_batch.InputBatch fields positions, query_start_loc, seq_lens, logits_indices, cu_num_logits
     vllm.v1.attention.backends.triton_attn.TritonAttentionImpl:forward(query, kv_cache, attn_metadata, output)
     vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder:build(common_prefix_len, common_attn_metadata)
@@ -187,7 +192,6 @@ V2_TREE_HOOKS = V2_LOGITS_HOOKS + table("""
     vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder:build(common_prefix_len, common_attn_metadata)
     vllm.v1.attention.backends.registry:register_backend
     vllm.v1.kv_cache_interface:FullAttentionSpec
-    vllm.utils.torch_utils:async_tensor_h2d(data, device)
 """)
 
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
