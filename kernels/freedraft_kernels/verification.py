@@ -1,9 +1,9 @@
 """`Verification`: which draft tokens the target accepts, and the bonus token after them.
 
 At every node the target says which token it would have there: the likeliest one, or one drawn by the engine's sampler.
-The walk goes down from the root, to the child with that token, until there is none: that token is then the bonus. So the
-output is what the target would have said without drafts, token for token where its draws at a position do not depend on
-the step. A child is accepted with the target's probability of its token, as by rejection sampling with drafts that are
+The walk goes down from the root, to the child with that token, until there is none: that token is then the bonus. The
+output is what the target says without drafts, seed by seed where a sampler's noise depends on seed and position alone.
+A child is accepted with the target's probability of its token, which is that of rejection sampling with drafts that are
 given (SpecInfer, arXiv 2305.09781, with one-hot drafts).
 """
 
