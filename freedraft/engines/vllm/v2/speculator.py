@@ -331,7 +331,7 @@ class MethodSpeculator(BaseSpeculator):
             else:
                 guarded.call(lambda: self._recycle(logits, input_batch))
         if trees is not None and self.warming_up:
-            trees.warm_up_verification(logits)
+            trees.warm_up_verification()
         if trees is not None:
             trees.restore_positions(input_batch)
 

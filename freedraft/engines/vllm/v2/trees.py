@@ -79,11 +79,11 @@ class Trees:
         """Whether vLLM makes up requests now, whose drafts are to be trees whatever they ask for."""
         self._buffers.warming_up = now
 
-    def warm_up_verification(self, logits: torch.Tensor) -> None:
-        """Compile what verifies trees. logits: float [R, V], of a step that vLLM has made up."""
+    def warm_up_verification(self) -> None:
+        """Compile what verifies trees."""
         if self.enabled:
             # Slot 0 is of a page that nobody has.
-            warm_up_verification((1 + self._masks.shape[1],), logits[:1], pool=self._pool)
+            warm_up_verification((1 + self._masks.shape[1],), self._masks.device, pool=self._pool)
 
     def put(self, slots: torch.Tensor, masks: torch.Tensor) -> None:
         """What requests verify next. slots: int64 [B]; masks: int64 [B, K], as `NodeMasks`."""
