@@ -123,27 +123,3 @@ def ratios(name: str, rows: Rows) -> Plot | None:
         "Tokens per second over plain decoding on the same questions, prefill included; 1 is plain. Bars: 95 % "
         "intervals, bootstrapped over blocks of questions.",
     )
-
-
-def accepted_from(rows: Rows) -> Plot:
-    figure, axis = plt.subplots(figsize=(9, 0.9 + 0.42 * len(rows)))
-    sources = list(rows[0]["accepted_from"])
-    palette = dict(zip(sources, ("#0072B2", "#E69F00", "#009E73", "#BBBBBB"), strict=False))
-    labels = [f"{r['trace'].removesuffix('.jsonl')}, {r['budget']} nodes" for r in rows]
-    left = [0.0] * len(rows)
-    for source in sources:
-        share = [100 * r["accepted_from"][source] / max(sum(r["accepted_from"].values()), 1) for r in rows]
-        axis.barh(labels, share, left=left, color=palette[source], label=source)
-        for i, value in enumerate(share):
-            if value >= 6:
-                axis.text(left[i] + value / 2, i, f"{value:.0f}", ha="center", va="center", color="white", fontsize=9)
-        left = [a + b for a, b in zip(left, share, strict=True)]
-    axis.invert_yaxis()
-    axis.set(xlabel="accepted draft tokens, %", xlim=(0, 100))
-    axis.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    return Plot(
-        "replay-sources",
-        figure,
-        "Where accepted tokens came from: whether the longer context that matched stood in the request (prompt and "
-        "output so far) or in the datastore; alike up to the four tokens that are told apart; neither: from frequency.",
-    )
