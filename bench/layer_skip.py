@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -33,10 +33,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.deep_model import SKIP_SET, build, mixed_sets
-from bench.lib.engine import ROOT, SKIP_SET_OF_DEMO, Engine, Run, in_process
+from bench.lib.engine import SKIP_SET_OF_DEMO, Engine, Run, engine_of, in_process
 from bench.lib.machine import cores, cpu, rounded
 from bench.lib.prompts import BY_KIND, PROMPTS, chats
-from bench.lib.results import write_json
+from bench.lib.results import ROOT, write_json
 from bench.lib.switch import baseline_seconds, verdicts
 from freedraft.draft import DraftBatch
 from freedraft.hybrid.method import HybridMethod
@@ -46,14 +46,9 @@ PARTS = {"vllm": ("deep", "mixed", "demo", "exact"), "sglang": ("deep", "mixed")
 ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("sssd", "layerskip")}
 
 
-def engine_of(args: argparse.Namespace, **options: Any) -> AbstractContextManager[Any]:
+def engine(args: argparse.Namespace, **options: Any) -> AbstractContextManager[Any]:
     speculative = {"method": "layerskip", "num_speculative_tokens": K, "skip_set": str(args.skip_set)} | options
-    exact, most = args.part == "exact", max(args.batches)
-    if args.engine == "vllm":
-        return nullcontext(Engine(args.model, speculative, max_num_seqs=most, exact=exact))
-    from bench.lib.sglang_engine import sglang_engine
-
-    return sglang_engine(args.model, speculative, exact=exact, max_running_requests=most, disable_radix_cache=True)
+    return engine_of(args.engine, args.model, speculative, requests=max(args.batches), exact=args.part == "exact")
 
 
 class Bench:
@@ -120,8 +115,8 @@ def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
 
 def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Parts "deep" and "demo": a row for each batch size."""
-    with engine_of(args) as engine:
-        bench = Bench(args, engine)
+    with engine(args) as running:
+        bench = Bench(args, running)
         bench.settle(args.batches)
         return [bench.row(batch) for batch in args.batches]
 
@@ -129,16 +124,16 @@ def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
 def mixed(args: argparse.Namespace) -> dict[str, Any]:
     paths = mixed_sets(args.model)
     args.batches = [len(paths)]
-    with engine_of(args, skip_set=",".join(map(str, paths))) as engine:
-        bench = Bench(args, engine, [path.stem for path in paths])
+    with engine(args, skip_set=",".join(map(str, paths))) as running:
+        bench = Bench(args, running, [path.stem for path in paths])
         bench.settle(args.batches)
         return {"skip_sets": len(paths)} | bench.row(len(paths))
 
 
 def exact(args: argparse.Namespace) -> dict[str, Any]:
     """Token identity under drafts of a fixed length, and the share of draft tokens that are accepted one by one."""
-    with engine_of(args, lookahead="fixed", num_speculative_tokens=args.length) as engine:
-        bench = Bench(args, engine)
+    with engine(args, lookahead="fixed", num_speculative_tokens=args.length) as running:
+        bench = Bench(args, running)
         if args.length == 1:
             return {"acceptance": bench.row(1)["alpha"]}
         same = [a.tokens == b.tokens for batch in (1, 4) for a, b in zip(*bench.in_turns(batch), strict=True)]

@@ -138,7 +138,8 @@ def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
         f"{conditions(result)} Answers are compared with plain's as text, special tokens included. Arms that learn "
         "from traffic began empty at each number of requests at a time."
     )
-    parts = [f"## Serving: {name}", note, below_plain(result), *(f"> problem: {text}" for text in result["problems"]), *map(picture, shown)]
+    parts = [f"## Serving: {name}", note, below_plain(result), *(f"> problem: {text}" for text in result["problems"])]
+    parts += map(picture, shown)
     parts += ["### All questions together", serving_table(overall(rows))]
     parts += ["### By group of questions", serving_table(rows)] if overall(rows) != rows else []
     parts += [chosen_lengths(result), rivals(result), "### Commands of the servers"]

@@ -23,7 +23,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib.engine import Drafting, Run
+from bench.lib.engine import Drafting, Run, engine_of
 from bench.lib.machine import cores, cpu, rounded, versions
 from bench.lib.results import write_json
+from bench.lib.servers import in_process_environment
 from bench.lib.switch import Call, Turns
 
 SOURCES = (
@@ -106,26 +106,6 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
             rows.append(row)
             print(row, flush=True)
     return {"tokens": args.tokens, "rows": rows}
-
-
-def engine_of(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> AbstractContextManager[Any]:
-    """An engine in whose prefix cache prompts stay, so that only the first of each is read."""
-    longest, most = max(context for _, context in cells), max(batch for batch, _ in cells)
-    speculative = {"method": "layerskip", "num_speculative_tokens": args.length, "window": args.window}
-    exact = args.dtype == "float32"
-    if args.part == "vllm":
-        from bench.lib.engine import Engine
-        from bench.lib.servers import in_process_environment
-
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
-        os.environ.update(in_process_environment())
-        room = {"max_num_seqs": most, "max_model_len": longest + 512}
-        return nullcontext(Engine(args.model, speculative, exact=exact, enable_prefix_caching=True, **room))
-    from bench.lib.sglang_engine import sglang_engine
-
-    total = sum(batch * (context + 512) for batch, context in set(cells)) + 4 * longest
-    room = {"max_running_requests": most, "max_total_tokens": total, "chunked_prefill_size": 2048}
-    return sglang_engine(args.model, speculative, exact=exact, **room)
 
 
 def in_turns(args: argparse.Namespace, cells: Iterable[tuple[int, int]], engine: Any) -> Iterator[dict[str, Any]]:
@@ -233,7 +213,12 @@ def main() -> None:
         names = ("window", "dtype", "length", "tokens", "rounds", "seconds")
         settings = {name: getattr(args, name) for name in names}
         result: dict[str, Any] = about | versions(args.part) | settings | {"rows": []}
-        with engine_of(args, cells) as engine:
+        if args.part == "vllm":
+            os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "6"} | in_process_environment()  # GiB
+        speculative = {"method": "layerskip", "num_speculative_tokens": args.length, "window": args.window}
+        sizes = [max(each) for each in zip(*cells, strict=True)]
+        how = {"requests": sizes[0], "length": sizes[1] + 512, "exact": args.dtype == "float32", "prefixes": True}
+        with engine_of(args.part, args.model, speculative, **how) as engine:
             for row in in_turns(args, cells, engine):
                 result["rows"].append(row)
                 write_json(args.json, rounded(result))

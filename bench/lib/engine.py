@@ -6,18 +6,19 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.lib.results import ROOT
 from bench.lib.servers import in_process_environment
 from bench.lib.switch import Call, Switch
 from freedraft.step import Step
 
 Drafting = bool | Callable[[Step], bool]
 """Whether the drafter is asked, or in which steps."""
-ROOT = Path(__file__).resolve().parents[2]
 SKIP_SET_OF_DEMO = ROOT / "configs" / "skip_sets" / "smollm2-135m-instruct-12.json"
 
 
@@ -44,13 +45,15 @@ class Run:
 class Engine:
     """A compiled bf16 engine, or an eager fp32 one where token identity is at stake."""
 
-    def __init__(self, model: Path, speculative: dict[str, Any], *, exact: bool = False, **options: Any) -> None:
+    def __init__(
+        self, model: Path, speculative: dict[str, Any], *, requests: int = 1, length: int = 1024, exact: bool = False,
+        prefixes: bool = False,
+    ) -> None:  # fmt: skip
         from vllm import LLM
 
-        defaults: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 1024, "enable_prefix_caching": False}
-        defaults |= {"dtype": "float32" if exact else "bfloat16", "enforce_eager": exact, "seed": 0}
-        options = defaults | {"gpu_memory_utilization": 0.5} | options
-        self.llm = LLM(str(model), speculative_config=speculative, **options)
+        options: dict[str, Any] = {"dtype": "float32" if exact else "bfloat16", "enforce_eager": exact, "seed": 0}
+        options |= {"max_num_seqs": requests, "max_model_len": length, "enable_prefix_caching": prefixes}
+        self.llm = LLM(str(model), speculative_config=speculative, gpu_memory_utilization=0.5, **options)
         self.method = method_of(self.llm.llm_engine)
         self.switch = Switch(self.method)
 
@@ -83,10 +86,29 @@ def method_of(llm_engine: Any) -> Any:
     return drafter.guarded.method if hasattr(drafter, "guarded") else None
 
 
-def in_process(script: str, *options: object, env: dict[str, str] | None = None) -> Any:
+def in_process(script: str, *options: object, env: dict[str, str] | None = None, python: str = sys.executable) -> Any:
     """The JSON on the last line that a script prints in a process of its own, set up as a CPU engine needs it."""
-    command = [sys.executable, script, *map(str, options)]
+    command = [python, script, *map(str, options)]
     done = subprocess.run(command, env=env or in_process_environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def engine_of(
+    name: str, model: Path, speculative: dict[str, Any], *, requests: int, length: int = 1024, **options: Any
+) -> Iterator[Any]:
+    """An `Engine` in this process or an `SglangEngine`, which have one interface.
+
+    Args:
+        name: "vllm" or "sglang". requests: at a time at most, of `length` tokens at most.
+        options: `exact`, and `prefixes`: prompts stay in a cache, so that only the first of each is read.
+    """
+    if name == "vllm":
+        yield Engine(model, speculative, requests=requests, length=length, **options)
+    else:
+        from bench.lib.sglang_engine import sglang_engine
+
+        with sglang_engine(model, speculative, requests=requests, length=length, **options) as engine:
+            yield engine

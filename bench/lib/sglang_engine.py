@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.lib.engine import ROOT, Drafting, Run
+from bench.lib.engine import Drafting, Run
+from bench.lib.results import ROOT
 from bench.lib.switch import Switch, Turns, calls_in
 from freedraft.step import Step
 
@@ -67,16 +68,19 @@ class SglangEngine:
 
 @contextmanager
 def sglang_engine(
-    model: Path, speculative: dict[str, Any], *, exact: bool = False, **options: Any
+    model: Path, speculative: dict[str, Any], *, requests: int, length: int, exact: bool = False, prefixes: bool = False
 ) -> Iterator[SglangEngine]:
     """Chains of at most `num_speculative_tokens`; the other options of `speculative` are freedraft's."""
     given = {name: value for name, value in speculative.items() if name not in ("method", "num_speculative_tokens")}
     settings = {f"FREEDRAFT_{name.upper()}": str(value) for name, value in given.items()} | {"FREEDRAFT_TREE": "0"}
-    options |= {
+    options = {
         "speculative_algorithm": ALGORITHM,
         "speculative_num_draft_tokens": speculative["num_speculative_tokens"] + 1,
         "dtype": "float32" if exact else "bfloat16",
         "skip_tokenizer_init": True,
+        "max_running_requests": requests,
+        "max_total_tokens": 2 * requests * length,
+        "disable_radix_cache": not prefixes,
     }
     with tempfile.TemporaryDirectory() as name:
         log = Path(name) / "calls.jsonl"
