@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.machine import in_fresh_process, timed
 from bench.lib.results import ROOT, write_json
-from bench.lib.trace import load_tokenizer
+from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build.memory import peak_resident_bytes, resident_bytes
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter, Scoring
@@ -40,7 +40,7 @@ HELD_OUT = 64
 
 def corpus(tokenizer: Path, want: int) -> tuple[list[NDArray[np.int32]], int]:
     """Python sources of this environment as token arrays, shuffled; at least `want` tokens and the held-out files."""
-    encoder = load_tokenizer(tokenizer)
+    encoder = tokenizers.load(tokenizer)
     paths = sysconfig.get_paths()
     files = sorted({p for root in ("stdlib", "purelib") for p in Path(paths[root]).rglob("*.py")})
     files = [p for p in files if 4_000 < p.stat().st_size < 400_000]

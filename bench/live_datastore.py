@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.lib.kills import engine_kills, kills
 from bench.lib.machine import timed
 from bench.lib.results import earlier_figures, write_json
-from bench.lib.trace import Trace
-from bench.replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, build_store, drafting, replay, test_rows
+from bench.lib.trace import Trace, replayed
+from bench.replay import STORE_ROWS, build_store, drafting, replay, test_rows
 from bench.replay import untainted_weights as weights_for
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import Run, merged, sorted_run
@@ -52,8 +52,8 @@ def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
     drafter = make(live=live)
     by_hundred, steps, tokens = [], 0, 0
     for number, (prompt, output) in enumerate(trace.rows[:STORE_ROWS], 1):
-        if len(prompt) >= MIN_PROMPT and len(output) >= MIN_OUTPUT:
-            found = replay([(prompt, output[:MAX_OUTPUT])], drafting(drafter, budget))
+        if rows := replayed([(prompt, output)]):
+            found = replay(rows, drafting(drafter, budget))
             steps, tokens = steps + found["steps"], tokens + found["output_tokens"]
         live.insert(output)
         if number % HUNDRED == 0 or number == STORE_ROWS:

@@ -35,16 +35,17 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib import long_texts
 from bench.lib.results import earlier_figures, write_json
 from bench.lib.tables import pivot
-from bench.lib.trace import Row, Trace, load_tokenizer
+from bench.lib.trace import Row, Trace, replayed, store_of
+from bench.scorer.long_contexts import KINDS, copies, python_sources
 from freedraft.draft import DraftBatch
-from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore import tokenizer
+from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import BINS, Weights
 
-STORE_ROWS, MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 605, 512, 4, 9
+STORE_ROWS = 605
 SHIPPED = Path(__file__).resolve().parent.parent / "sssd_plugin" / "scoring" / "weights"
 
 DRAFTERS = ("sssd", "paper", "suffix", "lookup")
@@ -63,16 +64,11 @@ def store_documents(trace: Trace) -> list[NDArray[np.int32]]:
 
 
 def build_store(trace: Trace) -> Snapshot:
-    """The outputs of the first 605 rows, a separator after each."""
-    documents = [np.append(output, SEPARATOR) for output in store_documents(trace)]
-    if not documents:
-        return Snapshot.empty()
-    return Snapshot([SubIndex.build(np.concatenate(documents).astype(np.int32), trace.vocab_size)])
+    return store_of(store_documents(trace), trace.vocab_size)
 
 
 def test_rows(trace: Trace) -> list[Row]:
-    rows = [(prompt, output[:MAX_OUTPUT]) for prompt, output in trace.rows[STORE_ROWS:]]
-    return [(p, o) for p, o in rows if len(p) >= MIN_PROMPT and len(o) >= MIN_OUTPUT]
+    return replayed(trace.rows[STORE_ROWS:])
 
 
 def accepted_path(batch: DraftBatch, continuation: NDArray[np.int32]) -> list[int]:
@@ -251,14 +247,14 @@ def long_contexts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     Raises:
         ImportError: a rival that is not installed; ValueError: no tokenizer.
     """
-    encoder = load_tokenizer(arguments.tokenizer)
-    text = long_texts.python_sources(encoder, 2 * max(arguments.lengths))
+    encoder = tokenizer.load(arguments.tokenizer)
+    text = python_sources(encoder, 2 * max(arguments.lengths))
     store, budget, results = Trace([], "", encoder.get_vocab_size()), arguments.budget[0], []
     shapes = [(name, shape) for name in arguments.drafter for shape in ("chain", "tree")]
     shapes = [(name, shape) for name, shape in shapes if shape == SHAPES.get(name, shape)]
-    for (name, shape), kind, length in itertools.product(shapes, long_texts.KINDS, arguments.lengths):
+    for (name, shape), kind, length in itertools.product(shapes, KINDS, arguments.lengths):
         draft = drafter(name, store, budget, shape, arguments.scoring, arguments.weights)
-        found = replay(long_texts.rows(text, length, kind, arguments.rows), draft)
+        found = replay(copies(text, length, kind, arguments.rows), draft)
         results.append({"drafter": name, "shape": shape, "kind": kind, "context": length, "budget": budget} | found)
     return results
 

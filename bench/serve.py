@@ -26,16 +26,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import MofNCompleteColumn, Progress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib import load, made_questions, questions, servers, summary
 from bench.lib.prompts import BY_KIND
+from bench.lib.results import ROOT
 from bench.lib.serving import PRESETS, Arm, Report, Step, baseline_of, console, parse_arm
+from bench.lib.tables import pivot
 
-ROOT = Path(__file__).resolve().parents[1]
 FAILED_BLOCKS = 3  # in a row; then an arm is given up
 PACKAGES = ("sglang", "freedraft", "torch", "triton", "transformers", "numba", "sglang-kernel", "flashinfer-python")
 
@@ -74,12 +74,11 @@ class Bench:
 
     def run(self) -> bool:
         """Measure what is missing; false when the time was over before."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
         passes = [(c, r) for r in range(self.args.repeats) for c in self.args.concurrency]
         total = sum(len(self.blocks[c]) for c, _ in passes) * len(self.arms)
         missing = sum(len(self.missing(a, c, r)) for c, r in passes for a in self.arms)
-        with Progress(*columns, *times, console=console, disable=not console.is_terminal) as self.progress:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as self.progress:
             self.task = self.progress.add_task("", total=total, completed=total - missing)
             try:
                 return all(self.one_pass(*each) for each in self.order())
@@ -154,10 +153,10 @@ class Bench:
         args = self.args
         log = args.json.parent / "logs" / f"serve-{arm.name}.log"
         options = {"dtype": args.dtype, "eager": not args.compiled, "device": args.device, "flags": args.flags.split()}
-        options |= {"python": str(args.sglang_python if arm.engine == "sglang" else sys.executable)}
         options |= {"speculative": arm.speculative, "requests": max(args.concurrency)}
         options |= {"max_model_len": args.max_model_len}
-        server = servers.build(arm.name, arm.engine, args.model, log, **options)
+        python = str(args.sglang_python if arm.engine == "sglang" else sys.executable)
+        server = servers.build(arm.name, arm.engine, args.model, log, python=python, **options)
         server.tied = True
         if arm.engine == "vllm" and args.arctic.is_dir():
             paths = (str(args.arctic.resolve()), os.environ.get("PYTHONPATH"))
@@ -218,27 +217,6 @@ class Bench:
         running.up = False
 
 
-def table(rows: Sequence[dict[str, Any]], concurrency: int) -> Table:
-    """Throughput and ratio to plain, a line for each group."""
-    here = [row for row in rows if row["concurrency"] == concurrency]
-    arms = list(dict.fromkeys(row["arm"] for row in here))
-    view = Table(title=f"{concurrency} at a time: tokens per second (over plain)", title_justify="left")
-    view.add_column("group")
-    for arm in arms:
-        view.add_column(arm, justify="right")
-    view.add_column("identical", justify="right")
-    for group in dict.fromkeys(row["group"] for row in here):
-        cells, same = [], []
-        for arm in arms:
-            row = next((r for r in here if r["arm"] == arm and r["group"] == group), None)
-            ratio = f" ({row['ratio']:.2f})" if row and "ratio" in row else ""
-            cells.append(f"{row['tokens_per_second']:.1f}{ratio}" if row else "-")
-            if row and row.get("identical") is not None:
-                same.append(row["identical"])
-        view.add_row(group, *cells, f"{min(same):.1%}" if same else "-")
-    return view
-
-
 def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questions.Question]:
     """All questions of all files that can be read; a file that cannot is named."""
     found: list[questions.Question] = []
@@ -247,18 +225,13 @@ def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questi
             found += made_questions.read(name)
         except questions.QuestionError as error:
             problems.append(str(error))
-    if args.groups:
-        unknown = set(args.groups) - questions.groups(found).keys()
-        problems += [f"no group '{name}' in the questions" for name in sorted(unknown)]
-        found = [q for q in found if q.group in args.groups]
     return found
 
 
 def learning(arm: Arm) -> Arm:
     """The same arm; it learns, too, where it searches for layers to skip on the traffic that it serves."""
     options = arm.speculative or {}
-    selection = options.get("selection")
-    searches = selection == "swift" or (selection == "knapsack" and not options.get("selection_file"))
+    searches = options.get("selection") in ("swift", "knapsack") and not options.get("selection_file")
     return replace(arm, learns=arm.learns or searches)
 
 
@@ -305,7 +278,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     presets = [PRESETS[name] for name in ("plain", "sssd", "ngram")]
     add("--arms", nargs="+", type=parse_arm, default=presets, metavar="ARM", help=f"servers to compare: {kinds}")
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
-    add("--groups", nargs="+", metavar="NAME", help="only these groups of questions")
     add("--limit", type=int, metavar="N", help="questions of each group at most")
     add("--least-rounds", type=int, default=0, metavar="N", help="but at least N for each request at a time")
     add("--block", type=int, default=8, metavar="N", help="questions of an arm's turn, for each request at a time")
@@ -315,7 +287,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=int, default=1, metavar="N", help="passes over all questions")
     add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on")
     add("--model", type=Path, default=Path("build/model"), help="folder or name of the model")
-    add("--name", help="of the model, in the results; its folder's where none is given")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), default="float32")
     add("--compiled", action="store_true", help="vLLM's compiled graphs instead of eager mode")
@@ -348,7 +319,7 @@ def main() -> int:
     counted = [q for members in questions.groups(asked).values() for q in members[:most]]
     names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "warm_up", "block")
     files = [Path(name).name for name in args.questions]
-    settings = {"model": args.name or args.model.name} | {name: getattr(args, name) for name in (*names, "in_turns")}
+    settings = {"model": args.model.name} | {name: getattr(args, name) for name in (*names, "in_turns")}
     settings |= {
         "eager": not args.compiled,
         "questions": {"files": files, "count": len(counted), "sha256": questions.digest(counted)},
@@ -363,9 +334,8 @@ def main() -> int:
     finally:
         report.write()
     rows = summary.rows(report.blocks, baseline_of(report.settings["arms"]))
-    for concurrency in sorted({row["concurrency"] for row in rows}):
-        console.print(table(rows, concurrency))
-    console.print(f"figures: {args.json}")
+    print(pivot(rows, "at a time={concurrency} | questions={group}", "arm", "{tokens_per_second:.1f}, {?ratio:.2f}"))
+    print(f"tokens per second, and over plain; figures: {args.json}")
     if not finished:
         console.print(f"stopped after {args.minutes:g} minutes: the same command goes on")
     exact = args.dtype == "float32" and not args.compiled

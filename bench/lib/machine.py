@@ -73,13 +73,13 @@ def versions(*packages: str) -> dict[str, str]:
     return installed
 
 
-def rounded(value: Any) -> Any:
-    """The same lists and dicts with every float rounded to four places."""
+def rounded(value: Any, places: int = 4) -> Any:
+    """The same lists and dicts with every float rounded."""
     if isinstance(value, float):
-        return round(value, 4)
+        return round(value, places)
     if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    return [rounded(item) for item in value] if isinstance(value, list) else value
+        return {key: rounded(item, places) for key, item in value.items()}
+    return [rounded(item, places) for item in value] if isinstance(value, list) else value
 
 
 def timed(work: Callable[[], Any]) -> list[Any]:

@@ -6,29 +6,25 @@ learnt from `Recording`s while the others stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+from rich.progress import Progress
 
+from bench.lib.trace import Row, store_of
 from bench.scorer.long_contexts import long_rows
-from bench.scorer.recordings import Recording
+from bench.scorer.record import Recording
 from freedraft.draft import DraftBatch
-from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
 from sssd_plugin.scoring.learned import Recorded, draft_tree
 from sssd_plugin.scoring.views import Store, Tree, write_context
-from sssd_plugin.scoring.weights import (
-    CONTEXT_SETS,
-    FEATURES,
-    RECYCLED_FEATURES,
-    SETS,
-    initial_recycled_weights,
-)
+from sssd_plugin.scoring.weights import CONTEXT_SETS, FEATURES, RECYCLED_FEATURES, SETS, initial_recycled_weights
 
 EPSILON = 1e-3
 NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
@@ -187,7 +183,7 @@ def replay(
 
 
 def lessons(
-    rows: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]], vocab_size: int, folds: int = 4
+    rows: Sequence[Row], vocab_size: int, folds: int = 4
 ) -> list[tuple[Snapshot, NDArray[np.int32], NDArray[np.int32]]]:
     """Return (store, prompt, output) of each row, and of answers over long prompts made from rows of the same fold.
 
@@ -200,8 +196,7 @@ def lessons(
         raise ValueError(f"training needs at least {2 * folds} rows with a prompt and an output, not {len(rows)}")
     taught = []
     for fold in range(folds):
-        documents = [np.append(output, SEPARATOR) for i, (_, output) in enumerate(rows) if i % folds != fold]
-        snapshot = Snapshot([SubIndex.build(np.concatenate(documents).astype(np.int32), vocab_size)])
+        snapshot = store_of([output for i, (_, output) in enumerate(rows) if i % folds != fold], vocab_size)
         own = rows[fold::folds]
         for many in (own, long_rows(own, len(own) // LONG_ROWS + 1, seed=fold)):
             # Rows of all folds, recorded and made, take turns.
@@ -210,44 +205,30 @@ def lessons(
     return [lesson[2:] for lesson in taught]
 
 
-def train(
-    rows: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]],
-    vocab_size: int,
-    *,
-    progress: Callable[[float], None] = lambda done: None,
-) -> NDArray[np.float64]:
-    """Train float64 [SETS, FEATURES] on `lessons` made of (prompt, output) rows; `progress` gets the share done."""
+def train(rows: Sequence[Row], vocab_size: int, bar: Progress) -> NDArray[np.float64]:
+    """Train float64 [SETS, FEATURES] on `lessons` made of (prompt, output) rows."""
     taught = lessons(rows, vocab_size)
     model = Model.of(initial_weights(), initial_recycled_weights())
-    for turn, (max_nodes, rate) in enumerate(SCHEDULE):
-        for i, (snapshot, prompt, output) in enumerate(taught):
+    task = bar.add_task("training", total=len(SCHEDULE) * len(taught))
+    for max_nodes, rate in SCHEDULE:
+        for snapshot, prompt, output in taught:
             replay(model, snapshot, Recording(prompt, output, *NO_LOGITS), max_nodes, rate)
-            progress((turn + (i + 1) / len(taught)) / len(SCHEDULE))
+            bar.advance(task)
     return model.weights
 
 
 def train_recycled(
-    weights: NDArray[np.float64],
-    recordings: Sequence[Recording],
-    vocab_size: int,
-    *,
-    progress: Callable[[float], None] = lambda done: None,
+    weights: NDArray[np.float64], recordings: Sequence[Recording], vocab_size: int, bar: Progress
 ) -> NDArray[np.float64]:
     """Train float64 [RECYCLED_SETS, RECYCLED_FEATURES], over n-gram weights that stay as they are: the answers are
-    replayed in their order, with the logits, and a store, of those before.
-
-    Raises:
-        ValueError: there are no recordings.
-    """
-    if not recordings:
-        raise ValueError("there is no recording with logits to train on")
+    replayed in their order, with the logits, and a store, of those before."""
     model = Model.of(weights, initial_recycled_weights())
-    for turn, (max_nodes, rate) in enumerate(RECYCLED_SCHEDULE):
+    task = bar.add_task("with logits", total=len(RECYCLED_SCHEDULE) * len(recordings))
+    for max_nodes, rate in RECYCLED_SCHEDULE:
         recycled, snapshot = Recycled(entries(RECYCLED_MEGABYTES), np.int64(0)), Snapshot.empty()
         for i, recording in enumerate(recordings):
             if i % STORE_EVERY == 0 and i > 0:
-                documents = [np.append(r.output, SEPARATOR) for r in recordings[:i]]
-                snapshot = Snapshot([SubIndex.build(np.concatenate(documents).astype(np.int32), vocab_size)])
+                snapshot = store_of([r.output for r in recordings[:i]], vocab_size)
             replay(model, snapshot, recording, max_nodes, rate, recycled)
-            progress((turn + (i + 1) / len(recordings)) / len(RECYCLED_SCHEDULE))
+            bar.advance(task)
     return model.recycled
