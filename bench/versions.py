@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,9 +115,8 @@ class Source:
         if not node.level:
             return node.module or ""
         is_package = self._read(f"{importer.replace('.', '/')}/__init__.py") is not None
-        parts = importer.split(".")
-        above = parts[: len(parts) - node.level + is_package]
-        return ".".join([*above, node.module] if node.module else above)
+        package = importer if is_package else importer.rpartition(".")[0]
+        return resolve_name("." * node.level + (node.module or ""), package)
 
     def _bases(self, owner: Found) -> Iterator[Found]:
         module = self._module(owner.module)
@@ -169,9 +169,7 @@ def _defined(node: ast.AST) -> set[str]:
     if isinstance(node, ast.ClassDef | Function):
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return {
-        name.id for target in targets if target is not None for name in ast.walk(target) if isinstance(name, ast.Name)
-    }
+    return {name.id for target in targets if target for name in ast.walk(target) if isinstance(name, ast.Name)}
 
 
 def parts(engine: str) -> dict[str, tuple[Hook, ...]]:

@@ -15,8 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -45,25 +44,6 @@ def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         per_step = f"{r['tokens_per_step']:.2f}" if r["tokens_per_step"] else "?"
         view.add_row(*figures.format(**r).split(), per_step, "yes" if r["identical"] else "[red]NO[/]")
     return view
-
-
-@contextmanager
-def running(pair: Sequence[servers.Server]) -> Iterator[None]:
-    """Both servers up and answering; ended whatever happens."""
-    try:
-        start = time.monotonic()
-        for server in pair:
-            server.start()
-        if not console.is_terminal:
-            console.print("servers: starting both")
-        with console.status("starting both servers"):
-            for server in pair:
-                server.wait_until_ready()
-        console.print(f"servers: both up after {time.monotonic() - start:.0f} s")
-        yield
-    finally:
-        for server in pair:
-            server.stop()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -108,7 +88,8 @@ def main() -> int:
     def rows_so_far() -> list[dict[str, Any]]:
         return [row(kind, [p for p in prompts if p.kind == kind and p.answers[SSSD]]) for kind in args.kinds]
 
-    with running(list(pair.values())), console.status("measuring: warm-up") as status:
+    console.print("servers: starting both")
+    with servers.running(*pair.values()), console.status("measuring: warm-up") as status:
 
         def report_each(prompt: Prompt, repeat: int) -> None:
             times = ", ".join(f"{name} {answers[-1].seconds:.1f} s" for name, answers in prompt.answers.items())

@@ -176,12 +176,8 @@ def engine_kills(model: Path, times: int) -> dict[str, Any]:
     @contextlib.contextmanager
     def serving(speculative: dict[str, object] | None) -> Any:
         server = servers.build("s", "vllm", model, folder / "log", speculative=speculative)
-        try:
-            server.start()
-            server.wait_until_ready()
+        with servers.running(server):
             yield server, Client("vllm", server, 32)
-        finally:
-            server.stop()
 
     def ask_on(client: Client) -> list[Answer]:
         with contextlib.suppress(Exception):  # its server was killed

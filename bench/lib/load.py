@@ -73,27 +73,28 @@ def ask(
         call = benchmark(task_type=TaskType.GENERATION, input_requests=requests, **server, **answers, **pace, **figures)
         verifications = sglang_verifications(url)
         result: dict[str, Any] = asyncio.run(call)
-    lengths = result["output_lens"]
+    lengths, nan, accepted = result["output_lens"], float("nan"), result.get("spec_decode_accepted_tokens")
     # A stream that breaks off in the middle is no error to vLLM's client.
     failed = [bool(error) or n < max_tokens for error, n in zip(result["errors"], lengths, strict=True)]
     short = f"an answer of less than {max_tokens} tokens"
-    pairs = list(zip(result["errors"], failed, strict=True))
-    nan, accepted = float("nan"), result.get("spec_decode_accepted_tokens")
+
+    def of_each(name: str, otherwise: Any) -> list[Any]:
+        return [otherwise if bad else value for bad, value in zip(failed, result[name], strict=True)]
+
     if verifications is not None:  # each, and each prompt, brought a token of the model's own
         passes = (sglang_verifications(url) or 0) - verifications + len(failed) - sum(failed)
         accepted = sum(lengths) - passes
     return Outcome(
         seconds=result["duration"],
         tokens=list(lengths),
-        latency_s=[nan if bad else x for bad, x in zip(failed, result["latencies"], strict=True)],
-        ttft_s=[nan if bad else x for bad, x in zip(failed, result["ttfts"], strict=True)],
-        answers=[
-            None if bad else hashlib.sha256(text.encode()).hexdigest()[:12]
-            for bad, text in zip(failed, result["generated_texts"], strict=True)
-        ],
+        latency_s=of_each("latencies", nan),
+        ttft_s=of_each("ttfts", nan),
+        answers=[text and hashlib.sha256(text.encode()).hexdigest()[:12] for text in of_each("generated_texts", None)],
         drafted=result.get("spec_decode_draft_tokens"),
         accepted=accepted,
-        errors=sorted({(e.strip() or short).splitlines()[-1] for e, bad in pairs if bad}),
+        errors=sorted(
+            {(e.strip() or short).splitlines()[-1] for e, bad in zip(result["errors"], failed, strict=True) if bad}
+        ),
     )
 
 

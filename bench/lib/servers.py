@@ -13,8 +13,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,8 @@ def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     if openmp.is_file():
         # In the place of another one: a process that has held a CPU engine hands on torch's, and vLLM refuses both.
-        preloaded = [
-            path for path in os.environ.get("LD_PRELOAD", "").split(":") if path and "omp" not in Path(path).name
-        ]
-        env["LD_PRELOAD"] = ":".join([str(openmp), *preloaded])
+        others = [path for path in os.environ.get("LD_PRELOAD", "").split(":") if path and "omp" not in Path(path).name]
+        env["LD_PRELOAD"] = ":".join([str(openmp), *others])
     if engine == "vllm":
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         # Reloading a cache of ahead-of-time compilation fails on CPU in 0.32.
@@ -98,11 +96,9 @@ class Server:
         """Start it in a process group of its own, so that all of it can be ended by one signal."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "start_new_session": True}
             before = end_with_parent if self.tied else None
-            self.process = subprocess.Popen(
-                self.command, env=self.env, start_new_session=True, preexec_fn=before, **streams
-            )
+            self.process = subprocess.Popen(self.command, env=self.env, preexec_fn=before, **how)
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
         """Return when `/health` answers. Raises ServerError when the process ends or the time is over."""
@@ -132,6 +128,20 @@ class Server:
         log = self.log.read_text(errors="replace").splitlines()
         errors = [line for line in log[:-lines] if "rror:" in line][-5:]
         return "\n".join([*errors, *log[-lines:], f"(all of it: {self.log})"])
+
+
+@contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """All of them started at the same time and answering; ended whatever happens."""
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
+        yield
+    finally:
+        for server in servers:
+            server.stop()
 
 
 def end_with_parent() -> None:
