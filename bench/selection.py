@@ -26,15 +26,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib.answers import answers_of, sample_of, weight_share
-from bench.lib.draft_chains import draft_chains
+from bench.lib.draft_chains import draft_chains, sample_of, weight_share
 from bench.lib.machine import rounded
 from bench.lib.results import earlier_figures, write_json
 from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knn import fit
-from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode, load_tokenizer
+from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, encode, load_tokenizer
 from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.pass_times import tokens_per_time
 from layerskip_plugin.selection.knn import Domains
@@ -42,7 +41,7 @@ from layerskip_plugin.selection.online_search import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
 
 MIX = (0.0, 0.3, 0.7, 1.0)
-DRAFT = 5
+DRAFT, SEED = 5, 0
 Answers = dict[str, list[Answered]]
 
 
@@ -52,12 +51,11 @@ def read_domains(paths: Sequence[Path], categories: Sequence[str]) -> dict[str, 
     for path in paths:
         prompts = Prompts.load(path)
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        if categories and all("category" in row for row in rows):
-            for row, text in zip(rows, prompts.texts, strict=True):
-                if row["category"] in categories:
-                    domains.setdefault(row["category"], []).append(text)
-        else:
-            domains[prompts.name] = prompts.texts
+        split = categories and all("category" in row for row in rows)
+        for row, text in zip(rows, prompts.texts, strict=True):
+            name = row["category"] if split else prompts.name
+            if not split or name in categories:
+                domains.setdefault(name, []).append(text)
     return domains
 
 
@@ -89,13 +87,13 @@ def stream(
     host: HostModel, domains: dict[str, list[str]], learn: Answers, held: Answers, options: Any
 ) -> dict[str, Any]:
     """Table 2 of KNN-SSD on this model, and the accuracy of routing."""
-    seed, size, names = options.seed, round(options.share * host.sublayers), list(domains)
+    size, names = round(options.share * host.sublayers), list(domains)
     everything, tokenizer = [a for part in learn.values() for a in part], load_tokenizer(options.model)
-    sample = sample_of(host, everything, options.tokens, seed)
+    sample = sample_of(host, everything, options.tokens, SEED)
     kept = sorted(knapsack.protected_sublayers(host, sample))
 
     def searched(answers: Sequence[Answered]) -> list[tuple[SkipSet, float]]:
-        part = sample_of(host, answers, max(knapsack.MIN_TOKENS, options.tokens), seed)
+        part = sample_of(host, answers, max(knapsack.MIN_TOKENS, options.tokens), SEED)
         found = knapsack.search(host, part, max_weight=size, protected=kept, survivors=options.survivors)
         return [(c.skip, c.agreement) for c in found]
 
@@ -121,13 +119,13 @@ def stream(
     routed = [anchors.route(hidden(domains[n][n_learn : n_learn + n_held])).tolist() for n in names]
     accuracy = float(np.mean([np.mean(np.array(r) == i) for i, r in enumerate(routed)]))
     drafts = Drafts(host, [one for name in names for one in held[name]], options.answer)
-    rng, rows = np.random.default_rng(seed), []
+    rng, rows = np.random.default_rng(SEED), []
 
     def searching(order: Sequence[tuple[int, int]]) -> list[SkipSet]:
         """SWIFT's incumbent at each request; one batch of candidates is scored on the newest tokens of each."""
         window: list[Sample] = []
         score = lambda skips: host.scores(skips, window[0])[0]  # noqa: E731
-        swift = Swift(host.n_layers, score, host.fingerprint, options.share, kept, seed=seed)
+        swift = Swift(host.n_layers, score, host.fingerprint, options.share, kept, seed=SEED)
         used = []
         for d, p in order:
             one = held[names[d]][p]
@@ -179,14 +177,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40, help="in each stream")
     parser.add_argument("--share", type=float, default=0.2, help="of the sublayers skipped in the stream")
     parser.add_argument("--survivors", type=int, default=2, help="of each weight in the knapsack search")
-    parser.add_argument("--answers", type=Path, help="keep the model's answers in this file, and take them from there")
     parser.add_argument("--name", help="of the model, in the JSON; by default its folder's")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     host, name_of_model = HostModel.load(options.model, dtype="float32"), options.name or options.model.name
     domains = read_domains(options.data, options.categories)
-    wanted = {name: texts[: options.prompts + options.held] for name, texts in domains.items()}
-    answers = answers_of(host, load_tokenizer(options.model), wanted, options.answer, options.answers)
+    tokenizer, number = load_tokenizer(options.model), options.prompts + options.held
+    answers = {
+        name: answer(host, tokenizer, texts[:number], options.answer, 256, batch=6) for name, texts in domains.items()
+    }
     learn = {name: part[: options.prompts] for name, part in answers.items()}
     held = {name: part[options.prompts :] for name, part in answers.items()}
     figures = stream(host, domains, learn, held, options)

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -92,9 +93,7 @@ def ask(
         answers=[text and hashlib.sha256(text.encode()).hexdigest()[:12] for text in of_each("generated_texts", None)],
         drafted=result.get("spec_decode_draft_tokens"),
         accepted=accepted,
-        errors=sorted(
-            {(e.strip() or short).splitlines()[-1] for e, bad in zip(result["errors"], failed, strict=True) if bad}
-        ),
+        errors=sorted({(error.strip() or short).splitlines()[-1] for error in compress(result["errors"], failed)}),
     )
 
 
