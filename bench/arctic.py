@@ -28,11 +28,7 @@ PART = "suffix_decoding"
 
 
 def build(target: Path) -> None:
-    """Make `target/arctic_inference`.
-
-    Raises:
-        subprocess.CalledProcessError: a step failed; its output was shown.
-    """
+    """Make `target/arctic_inference`. Raises subprocess.CalledProcessError: a step failed; its output was shown."""
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)

@@ -43,12 +43,8 @@ LONGEST = 8  # tokens of a draft
 
 
 class Recorded:
-    """Drafts from every place of one answer.
-
-    Attributes:
-        right: bool[places, longest], whether the draft is right up to and with each token.
-        top: float32[places, longest, 10]; entropy: float32[places, longest].
-    """
+    """Drafts from every place of one answer: bool[places, LONGEST] `right`, whether the draft is right up to and with
+    each token, float32[places, LONGEST, 10] `top` and float32[places, LONGEST] `entropy`."""
 
     def __init__(self, host: HostModel, skip: SkipSet, one: Answered) -> None:
         text = host.read(one.tokens)

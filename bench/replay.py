@@ -115,11 +115,8 @@ def suffix(documents: Sequence[NDArray[np.int32]], budget: int, shape: str) -> D
     """ArcticInference's suffix decoding: a tree over the request, one over all answers, the better of both.
 
     Its limits are opened (4 tokens for each one matched, no least probability), which is best for it here, and its tree
-    grows by the answers replayed so far, as when it serves; freedraft's datastore stays what it was.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    grows by the answers replayed so far, as when it serves; freedraft's datastore stays what it was. Raises
+    ImportError: it is not installed."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
     cache = SuffixDecodingCache(max_tree_depth=64, max_cached_requests=-1 if documents else 0)
@@ -210,11 +207,8 @@ def replay(rows: list[Row], draft: DraftFunction, *, sources: bool = False) -> d
 
 
 def drafter(name: str, store: Trace, budget: int, shape: Any, weights: Path | None = None) -> DraftFunction:
-    """A drafter that knows the first 605 rows' outputs of `store`.
-
-    Raises:
-        ImportError: a rival that is not installed.
-    """
+    """A drafter that knows the first 605 rows' outputs of `store`. Raises ImportError: a rival that is not
+    installed."""
     if name == "lookup":
         return lookup(budget)
     if name == "suffix":

@@ -151,11 +151,7 @@ def picture(plot: Plot) -> str:
 
 
 def build(folder: Path) -> tuple[str, list[Plot]]:
-    """The page and its plots, from every file of results in a folder.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The page and its plots, from every file of results in a folder. Raises ValueError: there is none."""
     body, shown = ["# freedraft: measured"], list[Plot]()
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         try:

@@ -246,11 +246,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def versions_in(python: Path) -> dict[str, str]:
-    """Versions in another environment than this process's.
-
-    Raises:
-        ValueError: one line: there is no such interpreter.
-    """
+    """Versions in another environment than this process's. Raises ValueError: one line: there is no such
+    interpreter."""
     code = f"import json; from bench.lib.machine import versions; print(json.dumps(versions(*{PACKAGES})))"
     try:
         done = subprocess.run(

@@ -102,7 +102,7 @@ def engine_of(
     """An `Engine` in this process or an `SglangEngine`, which have one interface.
 
     Args:
-        name: "vllm" or "sglang". requests: at a time at most, of `length` tokens at most.
+        requests: at a time at most, of `length` tokens at most.
         options: `exact`, and `prefixes`: prompts stay in a cache, so that only the first of each is read.
     """
     if name == "vllm":

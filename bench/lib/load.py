@@ -47,10 +47,7 @@ def ask(
     max_tokens: int,
     template: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Put the texts to the server as chats and wait for all answers.
-
-    Args:
-        template: arguments of the model's chat template, `enable_thinking` for one.
+    """Put the texts to the server as chats, with arguments of the model's chat template, and wait for all answers.
 
     The end of a sequence is ignored, so that every answer has `max_tokens` tokens and arms do equal work. Nothing else
     is sent: a trial request would teach the arms that learn from traffic an answer.

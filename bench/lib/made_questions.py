@@ -30,11 +30,8 @@ NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests", "idlelib", 
 
 
 def read(name: str) -> list[Question]:
-    """The questions of one of the names that are made here, of Spec-Bench, which is downloaded, or of a file.
-
-    Raises:
-        QuestionError: a file that cannot be had or used.
-    """
+    """The questions of one of the names that are made here, of Spec-Bench, which is downloaded, or of a file. Raises
+    QuestionError: a file that cannot be had or used."""
     match name:
         case "long":
             return long_documents()

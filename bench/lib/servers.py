@@ -196,16 +196,13 @@ def build(
     """A server that is not started yet.
 
     Args:
-        engine: "vllm" or "sglang".
         port: 0 picks a free one.
         eager: without compiled graphs, as exact comparisons need it; SGLang on CPU is always eager.
         speculative: vLLM's `--speculative-config`; None decodes plainly. For SGLang the keys other than `method` and
             `num_speculative_tokens` are options of the method and travel in the environment.
         device: "cpu", or "cuda" with the engine's own defaults.
-        requests: how many it serves at a time at most; None takes 8 for vLLM and 4 for SGLang.
-        max_model_len: most tokens of a request, its answer included.
-        python: the interpreter of the environment that has the engine.
-        flags: further flags of the engine.
+        requests: at a time at most; None takes 8 for vLLM and 4 for SGLang. max_model_len: most tokens of each.
+        python: of the environment that has the engine.
     """
     port = port or free_port()
     env = environment(engine, python) if device == "cpu" else {**os.environ, "PYTHONUNBUFFERED": "1"}

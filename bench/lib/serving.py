@@ -57,11 +57,7 @@ PRESETS = {arm.name: arm for arm in _PRESETS}
 
 
 def parse_arm(text: str) -> Arm:
-    """An arm from the command line.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no preset, JSON object or URL.
-    """
+    """An arm from the command line. Raises argparse.ArgumentTypeError: it is no preset, JSON object or URL."""
     name, given, value = text.partition("=")
     if not given:
         if name not in PRESETS:
@@ -102,12 +98,9 @@ class Report:
 
     @classmethod
     def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Report:
-        """Go on with the file at `path`, if it was measured with the same settings.
-
-        Raises:
-            ValueError: one line: the file is damaged, or was measured with other settings, other code or another
-                machine, the first of which it names.
-        """
+        """Go on with the file at `path`, if it was measured with the same settings. Raises ValueError: one line: the
+        file is damaged, or was measured with other settings, other code or another machine, the first of which it
+        names."""
         if fresh or not path.is_file():
             return cls(path, settings)
         try:

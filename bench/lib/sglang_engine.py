@@ -90,12 +90,7 @@ def sglang_engine(
 
 @contextmanager
 def engine_with(entry: str, model: Path, env: Mapping[str, str], **options: Any) -> Iterator[Any]:
-    """A `sglang.Engine`.
-
-    Args:
-        entry: "module:function", called where SGLang loads its plugins.
-        env: of its processes; options: of the engine.
-    """
+    """A `sglang.Engine` with `options`, in whose processes `entry`, "module:function", is called as a plugin."""
     from tests.sglang.conftest import sglang_engine
 
     with tempfile.TemporaryDirectory() as folder:

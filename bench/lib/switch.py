@@ -51,11 +51,8 @@ class Call:
 
 
 class Turns:
-    """For `Switch`: off and on in turns within the same requests, so that both meet the same machine and contexts.
-
-    Args:
-        length: steps of a turn.
-    """
+    """For `Switch`: off and on in turns of `length` steps within the same requests, so that both meet the same machine
+    and contexts."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -70,10 +67,7 @@ class Switch:
     """Stands in for `method.draft` from now on.
 
     Where `wants(step)` is false the method is not asked, and the drafts are nothing but roots; it only hears what
-    became of the drafts that it made the step before.
-
-    Args:
-        log: a file that gets every call as a line of JSON; `calls_in` reads it.
+    became of the drafts that it made the step before. The file `log` gets every call as a line of JSON.
 
     Attributes:
         calls: all calls so far; the caller may clear them.

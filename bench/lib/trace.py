@@ -47,11 +47,8 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path, tokenizer: Path) -> Trace:
-        """Read JSONL with "prompt" and "output", and tokenize both.
-
-        Raises:
-            OSError, ValueError: a missing or malformed file, or no tokenizer.
-        """
+        """Read JSONL with "prompt" and "output", and tokenize both. Raises OSError, ValueError: a missing or malformed
+        file, or no tokenizer."""
         encoder, raw = tokenizers.load(tokenizer), path.read_bytes()
         try:
             rows = [json.loads(line) for line in raw.decode().splitlines() if line.strip()]

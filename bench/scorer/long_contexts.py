@@ -99,11 +99,8 @@ def long_rows(
 
 
 def python_sources(encoder: Tokenizer, number: int) -> Tokens:
-    """The first tokens of Python's own library, its modules in order of their names.
-
-    Raises:
-        ValueError: the library is shorter than that.
-    """
+    """The first tokens of Python's own library, its modules in order of their names. Raises ValueError: the library is
+    shorter than that."""
     parts: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         if len(parts) < number:

@@ -187,11 +187,8 @@ def lessons(
 ) -> list[tuple[Snapshot, NDArray[np.int32], NDArray[np.int32]]]:
     """Return (store, prompt, output) of each row, and of answers over long prompts made from rows of the same fold.
 
-    Each fold is replayed against a store of the outputs of all the others.
-
-    Raises:
-        ValueError: there are too few rows to split.
-    """
+    Each fold is replayed against a store of the outputs of all the others. Raises ValueError: there are too few rows to
+    split."""
     if len(rows) < 2 * folds:
         raise ValueError(f"training needs at least {2 * folds} rows with a prompt and an output, not {len(rows)}")
     taught = []
