@@ -21,8 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -54,14 +55,10 @@ def engine(args: argparse.Namespace, **options: Any) -> AbstractContextManager[A
 class Bench:
     """The demo's prompts, and an engine that drafts with one or several skip sets."""
 
-    def __init__(self, args: argparse.Namespace, engine: Any, sets: Sequence[str] = ()) -> None:
-        self.tokens, self.rounds, self.engine = args.tokens, args.rounds, engine
-        self.extras = [{"skip_set": name} for name in sets]
-        self.prompts: list[list[int]] = chats(args.model, BY_KIND)
-
-    def generate(self, prompts: list[list[int]], drafting: bool) -> Run:
-        run: Run = self.engine.generate(prompts, self.tokens, drafting=drafting, extras=self.extras)
-        return run
+    def __init__(self, args: argparse.Namespace, running: Any, sets: Sequence[str] = ()) -> None:
+        extras = [{"skip_set": name} for name in sets]
+        self.rounds, self.prompts = args.rounds, chats(args.model, BY_KIND)
+        self.generate: Callable[..., Run] = partial(running.generate, tokens=args.tokens, extras=extras)
 
     def groups(self, batch: int) -> list[list[list[int]]]:
         return [self.prompts[i : i + batch] for i in range(0, len(self.prompts) - batch + 1, batch)]
@@ -70,9 +67,9 @@ class Bench:
         """Let the controller learn what steps cost and what is accepted: what it settles on is measured later."""
         for batch in batches:
             for on in (False, True):
-                self.generate(self.prompts[:batch], on)
+                self.generate(self.prompts[:batch], drafting=on)
         for group in self.groups(max(batches)):
-            self.generate(group, True)
+            self.generate(group, drafting=True)
 
     def in_turns(self, batch: int) -> tuple[list[Run], list[Run]]:
         """Baseline and speculative decoding of all prompts, group by group."""
@@ -80,7 +77,7 @@ class Bench:
         for turn in range(self.rounds):
             for group in self.groups(batch):
                 for on in (False, True) if turn % 2 == 0 else (True, False):
-                    runs[on].append(self.generate(group, on))
+                    runs[on].append(self.generate(group, drafting=on))
         return runs
 
     def row(self, batch: int) -> dict[str, Any]:

@@ -37,6 +37,9 @@ from bench.lib.serving import PRESETS, Arm, Report, Step, baseline_of, console, 
 from bench.lib.tables import pivot
 
 FAILED_BLOCKS = 3  # in a row; then an arm is given up
+WARM_UP = 32  # tokens of each answer that warms a server up
+BLOCK = 8  # questions of an arm's turn, for each request at a time
+ARCTIC = Path("build/arctic")  # what bench/arctic.py built, for arm suffix
 PACKAGES = ("sglang", "freedraft", "torch", "triton", "transformers", "numba", "sglang-kernel", "flashinfer-python")
 
 
@@ -67,7 +70,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, asked: Sequence[questions.Question], report: Report):
         self.args, self.report = args, report
-        limits = (args.block, args.limit, args.least_rounds)
+        limits = (BLOCK, args.limit, args.least_rounds)
         self.blocks = {c: questions.blocks(asked, c, *limits) for c in args.concurrency}
         self.arms = [Running(arm) for arm in args.arms]
         self.deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
@@ -158,37 +161,36 @@ class Bench:
         python = str(args.sglang_python if arm.engine == "sglang" else sys.executable)
         server = servers.build(arm.name, arm.engine, args.model, log, python=python, **options)
         server.tied = True
-        if arm.engine == "vllm" and args.arctic.is_dir():
-            paths = (str(args.arctic.resolve()), os.environ.get("PYTHONPATH"))
+        if arm.engine == "vllm" and ARCTIC.is_dir():
+            paths = (str(ARCTIC.resolve()), os.environ.get("PYTHONPATH"))
             server.env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return server
 
     def warm_up(self, running: Running, concurrency: int) -> None:
         """Compiled code, thread pools, measured step times; on the demo's prompts, which are no questions."""
         texts = BY_KIND * math.ceil(2 * concurrency / len(BY_KIND))
-        model, template = self.model_name(running), self.args.chat_template_kwargs
-        try:
-            outcome = load.ask(running.url, model, texts, concurrency, self.args.warm_up, template)
-        except Exception as error:
-            self.give_up(running, f"warm-up: {error}")
-            return
-        if outcome.errors:
+        outcome = self.ask(running, texts, concurrency, WARM_UP)
+        if outcome and outcome.errors:
             self.give_up(running, f"warm-up: {outcome.errors[0]}")
+
+    def ask(self, running: Running, texts: Sequence[str], concurrency: int, tokens: int) -> load.Outcome | None:
+        """None where the arm had to be given up."""
+        model = self.args.url_model if running.arm.url else servers.MODEL_NAME
+        try:
+            return load.ask(running.url, model, texts, concurrency, tokens, self.args.chat_template_kwargs)
+        except Exception as error:
+            self.give_up(running, f"{type(error).__name__}: {error}")
+            return None
 
     def measure(self, running: Running, step: Step, block: Sequence[questions.Question]) -> None:
         self.progress.update(self.task, description=f"{step.arm}, {step.concurrency} at a time")
         began = time.monotonic()
-        model, template = self.model_name(running), self.args.chat_template_kwargs
-        try:
-            texts = [q.text for q in block]
-            outcome = load.ask(running.url, model, texts, step.concurrency, self.args.max_tokens, template)
-        except Exception as error:
-            self.give_up(running, f"{type(error).__name__}: {error}")
+        outcome = self.ask(running, [q.text for q in block], step.concurrency, self.args.max_tokens)
+        if outcome is None:
             return
         self.report.seconds += time.monotonic() - began
-        speculative = running.arm.engine == "vllm" and running.arm.speculative is not None
-        if speculative and outcome.accepted is None:  # nothing drafted in this block
-            outcome = load.Outcome(**{**asdict(outcome), "drafted": 0, "accepted": 0})
+        if running.arm.engine == "vllm" and running.arm.speculative and outcome.accepted is None:  # nothing was drafted
+            outcome = replace(outcome, drafted=0, accepted=0)
         self.report.add(step, block[0].group, running.served, outcome)
         running.served += len(block)
         self.progress.advance(self.task)
@@ -201,9 +203,6 @@ class Bench:
             self.give_up(running, f"server ended with code {process.returncode}\n{running.server.tail()}")
         elif running.failed_blocks == FAILED_BLOCKS:
             self.give_up(running, f"{FAILED_BLOCKS} blocks in a row failed")
-
-    def model_name(self, running: Running) -> str:
-        return self.args.url_model if running.arm.url else servers.MODEL_NAME
 
     def give_up(self, running: Running, why: str) -> None:
         running.failed = why
@@ -235,19 +234,8 @@ def learning(arm: Arm) -> Arm:
     return replace(arm, learns=arm.learns or searches)
 
 
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return value
-
-
 def versions_in(python: Path) -> dict[str, str]:
-    """Versions in another environment than this process's. Raises ValueError: one line: there is no such
-    interpreter."""
+    """Versions in another environment. Raises ValueError: one line: there is no such interpreter."""
     code = f"import json; from bench.lib.machine import versions; print(json.dumps(versions(*{PACKAGES})))"
     try:
         done = subprocess.run(
@@ -277,28 +265,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
     add("--limit", type=int, metavar="N", help="questions of each group at most")
     add("--least-rounds", type=int, default=0, metavar="N", help="but at least N for each request at a time")
-    add("--block", type=int, default=8, metavar="N", help="questions of an arm's turn, for each request at a time")
     add("--max-tokens", type=int, default=128, metavar="N", help="length of every answer")
     add("--max-model-len", type=int, default=servers.MAX_MODEL_LEN, metavar="N", help="tokens of a request at most")
-    add("--warm-up", type=int, default=32, metavar="N", help="tokens of each answer that warms a server up")
     add("--repeats", type=int, default=1, metavar="N", help="passes over all questions")
     add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on")
     add("--model", type=Path, default=Path("build/model"), help="folder or name of the model")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), default="float32")
     add("--compiled", action="store_true", help="vLLM's compiled graphs instead of eager mode")
-    add("--chat-template-kwargs", type=json_object, metavar="JSON", help='of every chat: {"enable_thinking": false}')
+    add("--chat-template-kwargs", type=json.loads, metavar="JSON", help='of every chat: {"enable_thinking": false}')
     add("--flags", default="", help="further flags of every engine, in one text")
     add("--in-turns", action="store_true", help="one server at a time, where memory does not hold all of them")
-    add("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built, for arm suffix")
     add("--sglang-python", type=Path, default=Path(".venv/sglang/bin/python"), help="python of SGLang's environment")
     add("--url-model", default=servers.MODEL_NAME, help="name of the model on servers that are given by URL")
     add("--start-limit", type=float, default=servers.START_LIMIT_S, metavar="S", help="seconds for a start")
     add("--json", type=Path, default=Path("build/serve.json"), help="file of results")
     add("--fresh", action="store_true", help="begin again")
     args = parser.parse_args(arguments)
-    if min(args.concurrency) < 1 or args.block < 1 or args.repeats < 1 or min(args.max_tokens, args.warm_up) < 2:
-        parser.error("--concurrency, --block and --repeats must be at least 1, --max-tokens and --warm-up 2")
+    if min(args.concurrency) < 1 or args.repeats < 1 or args.max_tokens < 2:
+        parser.error("--concurrency and --repeats must be at least 1, --max-tokens 2")
     if len({arm.name for arm in args.arms}) < len(args.arms):
         parser.error("two arms have the same name")
     args.arms = [learning(arm) for arm in args.arms]
@@ -314,10 +299,12 @@ def main() -> int:
         raise ValueError("; ".join(problems) or "no questions")
     most = None if args.least_rounds else args.limit
     counted = [q for members in questions.groups(asked).values() for q in members[:most]]
-    names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "warm_up", "block")
+    names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "in_turns")
     files = [Path(name).name for name in args.questions]
-    settings = {"model": args.model.name} | {name: getattr(args, name) for name in (*names, "in_turns")}
+    settings = {"model": args.model.name} | {name: getattr(args, name) for name in names}
     settings |= {
+        "warm_up": WARM_UP,
+        "block": BLOCK,
         "eager": not args.compiled,
         "questions": {"files": files, "count": len(counted), "sha256": questions.digest(counted)},
         "limits": [args.limit, args.least_rounds] if args.least_rounds else None,
