@@ -71,33 +71,36 @@ def initial_weights() -> NDArray[np.float64]:
 
 
 @njit(nogil=True)
+def _gradient(seen, features, node, token, f):
+    """Of the log-loss of `token`, for the weight of one feature."""
+    total = 0.0
+    for i in range(seen.sizes[node]):
+        hit = 1.0 if seen.tokens[node, i] == token else 0.0
+        total += features[node, i, f] * (seen.probabilities[node, i] - hit)
+    return total
+
+
+@njit(nogil=True)
 def _learn(model, seen, node, token, rate):
-    """Take one step of AdaGrad on the log-loss of `token`, for the shared weights and those of the node's sets."""
+    """Take one step of AdaGrad, for the shared weights and those of the node's sets."""
     first, second = seen.weight_sets[node]
     for f in range(FEATURES):
-        gradient = 0.0
-        for i in range(seen.sizes[node]):
-            hit = 1.0 if seen.tokens[node, i] == token else 0.0
-            gradient += seen.features[node, i, f] * (seen.probabilities[node, i] - hit)
+        gradient = _gradient(seen, seen.features, node, token, f)
         model.shared_sum[f] += gradient * gradient
         model.shared[f] -= rate * gradient / np.sqrt(model.shared_sum[f] + EPSILON)
         for g in (first, second):
             model.gated_sum[g, f] += gradient * gradient
             model.gated[g, f] -= rate * gradient / np.sqrt(model.gated_sum[g, f] + EPSILON)
         model.weights[second, f] = model.gated[second, f]
-        for g in range(CONTEXT_SETS):
-            model.weights[g, f] = model.shared[f] + model.gated[g, f]
+        model.weights[:CONTEXT_SETS, f] = model.shared[f] + model.gated[:CONTEXT_SETS, f]
 
 
 @njit(nogil=True)
 def _learn_recycled(model, seen, node, token, rate):
-    """Take one step of AdaGrad on the log-loss of `token` for the weights of recycled logits."""
+    """The same for the weights of recycled logits."""
     own = seen.recycled_sets[node]
     for f in range(RECYCLED_FEATURES):
-        gradient = 0.0
-        for i in range(seen.sizes[node]):
-            hit = 1.0 if seen.tokens[node, i] == token else 0.0
-            gradient += seen.recycled[node, i, f] * (seen.probabilities[node, i] - hit)
+        gradient = _gradient(seen, seen.recycled, node, token, f)
         model.recycled_sum[own, f] += gradient * gradient
         model.recycled[own, f] -= rate * gradient / np.sqrt(model.recycled_sum[own, f] + EPSILON)
 
@@ -160,14 +163,10 @@ def replay(
     out = DraftBatch.empty(1, n)
     tree = Tree(out.tokens[0], out.parents[0], out.depths[0], out.scores[0], out.kinds[0])
     seen = Recorded(
-        np.full((n, 2), -1, np.int32),
-        np.zeros(n, np.int32),
-        np.zeros((n, SHORTLIST), np.int32),
-        np.zeros((n, SHORTLIST)),
-        np.zeros((n, SHORTLIST, FEATURES)),
-        np.full(n, -1, np.int32),
+        np.full((n, 2), -1, np.int32), np.zeros(n, np.int32), np.zeros((n, SHORTLIST), np.int32),
+        np.zeros((n, SHORTLIST)), np.zeros((n, SHORTLIST, FEATURES)), np.full(n, -1, np.int32),
         np.zeros((n, SHORTLIST, RECYCLED_FEATURES)),
-    )
+    )  # fmt: skip
     store = Store(snapshot.table, snapshot.n_tokens)
     space = scratch(n, len(snapshot.sub_indices))
     truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
