@@ -16,7 +16,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,14 +35,13 @@ from freedraft.cost.roofline import Roofline
 from freedraft.step import Step
 from sssd_plugin.drafter import Drafter
 
-ARMS: dict[str, tuple[str, int]] = {
+ARMS = {
     "plain": ("fixed", 0),
-    "fixed 2": ("fixed", 2),
-    "fixed 4": ("fixed", 4),
-    "fixed 8": ("fixed", 8),
+    **{f"fixed {n}": ("fixed", n) for n in (2, 4, 8)},
     "knee": ("knee", 8),
     "auto": ("auto", 8),
 }
+"""Policy and draft tokens at most."""
 NOISE = 0.08
 SMALL = ModelShape(
     hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152,
@@ -85,10 +83,6 @@ class Answer:
     drafted: int = 0
 
 
-def row_of(table: NDArray[np.int32], places: list[int], b: int) -> NDArray[np.int32]:
-    return table[places[b]]
-
-
 def replay(rows: list[Row], batch: int, arm: str, machine: str, drafter: Drafter) -> float:
     """Tokens per second of a batch of recorded answers that is always full, until all of them are done."""
     seconds_of, shape, profile_name, drafting = MACHINES[machine]
@@ -122,7 +116,7 @@ def replay(rows: list[Row], batch: int, arm: str, machine: str, drafter: Drafter
         drafted = np.array([a.drafted for a in answers], np.int32)
         step = Step(
             names, table.reshape(-1), starts, ends, np.full(n, 600, np.int32), np.full(n, max_draft_tokens, np.int32),
-            drafted, None, None if changed else (n, query_tokens), partial(row_of, table, places),
+            drafted, None, None if changed else (n, query_tokens), lambda b: table[places[b]],  # noqa: B023 - called in this step only
         )  # fmt: skip
         controller.update(step)
         counts, tokens = np.ones(n, np.int32), np.zeros((n, 1), np.int32)
@@ -153,7 +147,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--machines", nargs="*", choices=list(MACHINES), default=list(MACHINES))
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 64, 256])
     parser.add_argument("--rows", type=int, default=199, help="answers that are replayed")
     parser.add_argument("--json", type=Path)
@@ -162,7 +155,7 @@ def main() -> None:
     snapshot, rows = build_store(trace), test_rows(trace)[: args.rows]
     drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, weights=SHIPPED / "default.json", snapshot=snapshot)
     result: list[dict] = []
-    for machine in args.machines:
+    for machine in MACHINES:
         for batch in args.batches:
             # Small batches see fewer answers, so that all take about as many steps.
             shown = rows[: max(12, min(len(rows), 4 * batch))]

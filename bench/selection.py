@@ -59,28 +59,17 @@ def read_domains(paths: Sequence[Path], categories: Sequence[str]) -> dict[str, 
     return domains
 
 
-class Drafts:
-    """Acceptance of fixed-length drafts on held-out answers, measured once per (answer, set, length)."""
-
-    def __init__(self, host: HostModel, held: list[Answered], max_tokens: int) -> None:
-        self.host, self.held, self.max_tokens = host, held, max_tokens
-        self.text, self.rounds = cache(self._text), cache(self._rounds)
-
-    def _text(self, number: int) -> Text:
-        return self.host.read(self.held[number].tokens[: self.held[number].prompt + self.max_tokens])
-
-    def _rounds(self, number: int, skip: SkipSet, length: int) -> tuple[int, int, int]:
-        """Rounds, tokens drafted and tokens accepted of drafting the whole answer."""
-        text, prompt = self.text(number), self.held[number].prompt
-        drafts, _, _ = draft_chains(self.host, skip, text, prompt, length)
-        answer = text.tokens.numpy()[prompt:]
-        rounds = accepted = place = 0
-        while place + 1 < len(answer):
-            truth = answer[place + 1 : place + 1 + length]
-            right = int(np.cumprod(drafts[place][: len(truth)] == truth).sum())
-            rounds, accepted = rounds + 1, accepted + right
-            place += right + 1
-        return rounds, rounds * length, accepted  # passes behind a rejected token take as long as others
+def rounds_of(host: HostModel, skip: SkipSet, text: Text, prompt: int, length: int) -> tuple[int, int, int]:
+    """Rounds, tokens drafted and tokens accepted of drafting a whole answer, `length` tokens each time."""
+    drafts, _, _ = draft_chains(host, skip, text, prompt, length)
+    answer = text.tokens.numpy()[prompt:]
+    rounds = accepted = place = 0
+    while place + 1 < len(answer):
+        truth = answer[place + 1 : place + 1 + length]
+        right = int(np.cumprod(drafts[place][: len(truth)] == truth).sum())
+        rounds, accepted = rounds + 1, accepted + right
+        place += right + 1
+    return rounds, rounds * length, accepted  # passes behind a rejected token take as long as others
 
 
 def stream(
@@ -118,8 +107,12 @@ def stream(
     anchors: Domains = fit(known, names, behind)
     routed = [anchors.route(hidden(domains[n][n_learn : n_learn + n_held])).tolist() for n in names]
     accuracy = float(np.mean([np.mean(np.array(r) == i) for i, r in enumerate(routed)]))
-    drafts = Drafts(host, [one for name in names for one in held[name]], options.answer)
-    rng, rows = np.random.default_rng(SEED), []
+    tested = [one for name in names for one in held[name]]
+    texts = [host.read(one.tokens[: one.prompt + options.answer]) for one in tested]
+
+    @cache
+    def rounds(number: int, skip: SkipSet, length: int) -> tuple[int, int, int]:
+        return rounds_of(host, skip, texts[number], tested[number].prompt, length)
 
     def searching(order: Sequence[tuple[int, int]]) -> list[SkipSet]:
         """SWIFT's incumbent at each request; one batch of candidates is scored on the newest tokens of each."""
@@ -134,6 +127,7 @@ def stream(
             swift.step(1e9)
         return used
 
+    rng, rows = np.random.default_rng(SEED), []
     for ratio in MIX:
         domain, order = int(rng.integers(len(names))), []
         for _ in range(options.requests):
@@ -152,12 +146,12 @@ def stream(
                 "knapsack": (chosen, length),
             }
             for method, (skip, far) in choices.items():
-                sums[method] += [*drafts.rounds(d * n_held + p, skip, far), weight_share(host, skip)]
+                sums[method] += [*rounds(d * n_held + p, skip, far), weight_share(host, skip)]
         rows.append({"mix": ratio, "selection": "plain", "M": 1.0, "alpha": 0.0, "c": 0.0, "expected_speed": 1.0})
-        for method, (rounds, drafted, accepted, shares) in sums.items():
-            m, alpha, c = 1 + accepted / rounds, accepted / drafted, shares / len(order)
+        for method, (number, drafted, accepted, shares) in sums.items():
+            m, alpha, c = 1 + accepted / number, accepted / drafted, shares / len(order)
             row = {"mix": ratio, "selection": method, "M": m, "alpha": alpha, "c": c}
-            rows.append(row | {"expected_speed": m / (drafted / rounds * c + 1)})
+            rows.append(row | {"expected_speed": m / (drafted / number * c + 1)})
             print(f"mix {ratio}  {method:<22} M {m:.2f}  alpha {alpha:.3f}  speed {rows[-1]['expected_speed']:.3f}")
     own = {"skipped": len(chosen), "draft_length": length, "expected_over_plain": expected}
     figures = {"routing_accuracy": accuracy, "held_out_prompts": len(names) * n_held, "draft_length": DRAFT}

@@ -91,6 +91,22 @@ def renamed(text: str) -> str | None:
     return next((name for name in names if len(re.findall(rf"\b{name}\b", text)) > 2), None)
 
 
+def problems(names: list[str], concurrency: list[int], limit: int | None, least_rounds: int) -> list[str]:
+    """A line for each file that cannot be used, and for more requests at a time than there are questions."""
+    asked, said = [], []
+    for name in names:
+        try:
+            asked += read(name)
+        except QuestionError as error:
+            said.append(str(error))
+    try:
+        if not said:
+            blocks(asked, max(concurrency), 1, limit, least_rounds)
+    except QuestionError as error:
+        said.append(str(error))
+    return said
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Whether bench/serve.py can ask these questions.")
     parser.add_argument("names", nargs="+")
@@ -98,20 +114,9 @@ def main() -> int:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--least-rounds", type=int, default=0)
     args = parser.parse_args()
-    asked, problems = [], []
-    for name in args.names:
-        try:
-            asked += read(name)
-        except QuestionError as error:
-            problems.append(str(error))
-    if not problems:
-        try:
-            blocks(asked, max(args.concurrency), 1, args.limit, args.least_rounds)
-        except QuestionError as error:
-            problems.append(str(error))
-    for problem in problems:
-        print(problem)
-    return 1 if problems else 0
+    said = problems(args.names, args.concurrency, args.limit, args.least_rounds)
+    print("\n".join(said), end="\n" if said else "")
+    return 1 if said else 0
 
 
 if __name__ == "__main__":
