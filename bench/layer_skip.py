@@ -34,11 +34,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.deep_model import SKIP_SET, build, mixed_sets
-from bench.lib.engine import SKIP_SET_OF_DEMO, Engine, Run, engine_of, in_process
+from bench.lib.engine import SKIP_SET_OF_DEMO, Engine, Run, baseline_seconds, engine_of, in_process, verdicts
 from bench.lib.machine import cores, cpu, rounded
 from bench.lib.prompts import BY_KIND, PROMPTS, chats
 from bench.lib.results import ROOT, write_json
-from bench.lib.switch import baseline_seconds, verdicts
 from freedraft.draft import DraftBatch
 from freedraft.hybrid.method import HybridMethod
 

@@ -26,8 +26,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.progress import MofNCompleteColumn, Progress
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib import load, made_questions, questions, servers, summary
@@ -77,12 +75,7 @@ class Bench:
 
     def run(self) -> bool:
         """Measure what is missing; false when the time was over before."""
-        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
-        passes = [(c, r) for r in range(self.args.repeats) for c in self.args.concurrency]
-        total = sum(len(self.blocks[c]) for c, _ in passes) * len(self.arms)
-        missing = sum(len(self.missing(a, c, r)) for c, r in passes for a in self.arms)
-        with Progress(*columns, console=console, disable=not console.is_terminal) as self.progress:
-            self.task = self.progress.add_task("", total=total, completed=total - missing)
+        with console.status("") as self.status:
             try:
                 return all(self.one_pass(*each) for each in self.order())
             finally:
@@ -137,7 +130,7 @@ class Bench:
                 command = [model.name if part == str(model) else part for part in command]
                 self.report.commands[running.arm.name] = shlex.join(command)
                 running.server.start()
-        self.progress.update(self.task, description=f"starting {len(fresh)} servers" if fresh else "")
+        self.status.update(f"starting {len(fresh)} servers" if fresh else "")
         for running in fresh:
             try:
                 if running.server is not None:
@@ -183,7 +176,8 @@ class Bench:
             return None
 
     def measure(self, running: Running, step: Step, block: Sequence[questions.Question]) -> None:
-        self.progress.update(self.task, description=f"{step.arm}, {step.concurrency} at a time")
+        of = f"block {step.block + 1} of {len(self.blocks[step.concurrency])}, pass {step.repeat + 1}"
+        self.status.update(f"{step.arm}, {step.concurrency} at a time, {of}")
         began = time.monotonic()
         outcome = self.ask(running, [q.text for q in block], step.concurrency, self.args.max_tokens)
         if outcome is None:
@@ -193,7 +187,6 @@ class Bench:
             outcome = replace(outcome, drafted=0, accepted=0)
         self.report.add(step, block[0].group, running.served, outcome)
         running.served += len(block)
-        self.progress.advance(self.task)
         running.failed_blocks = running.failed_blocks + 1 if outcome.errors else 0
         if outcome.errors:
             self.report.problem(f"arm '{step.arm}', {block[0].name} and following: {outcome.errors[0]}")
@@ -238,10 +231,8 @@ def versions_in(python: Path) -> dict[str, str]:
     """Versions in another environment. Raises ValueError: one line: there is no such interpreter."""
     code = f"import json; from bench.lib.machine import versions; print(json.dumps(versions(*{PACKAGES})))"
     try:
-        done = subprocess.run(
-            [python.absolute(), "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, check=True
-        )
-        found: dict[str, str] = json.loads(done.stdout)
+        command, env = [str(python.absolute()), "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+        found: dict[str, str] = json.loads(subprocess.run(command, env=env, capture_output=True, check=True).stdout)
     except (OSError, subprocess.CalledProcessError, ValueError) as error:
         raise ValueError(f"--sglang-python {python} does not run: {error}") from None
     return found

@@ -31,11 +31,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib.engine import Run, engine_of
+from bench.lib.engine import Call, Run, Turns, engine_of
 from bench.lib.machine import cores, cpu, rounded, versions
 from bench.lib.results import write_json
 from bench.lib.servers import in_process_environment
-from bench.lib.switch import Call, Turns
 
 SOURCES = (
     ("pydoc_data/topics.py", "Which statements of Python does this text describe? Explain the first one."),

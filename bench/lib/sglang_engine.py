@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.lib.engine import Drafting, Run
+from bench.lib.engine import Drafting, Run, Switch, Turns, calls_in
 from bench.lib.results import ROOT
-from bench.lib.switch import Switch, Turns, calls_in
 from freedraft.step import Step
 
 LOG = "LAYER_SKIP_BENCH_LOG"
