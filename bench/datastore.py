@@ -135,13 +135,9 @@ def large(tokenizer_folder: Path, n_tokens: int) -> dict[str, Any]:
             raise RuntimeError(log)
         with Datastore.open(target) as store:
             manifest = store.manifest
-    return {
-        "command": "freedraft datastore build STORE text.jsonl --tokenizer MODEL " + " ".join(flags),
-        "store_tokens": manifest.n_tokens,
-        "resumed": "going on after" in log,
-        "seconds_of_both_runs": round(seconds, 1),
-        "peak_memory": format_size(peak),
-    }
+    command_of_user = "freedraft datastore build STORE text.jsonl --tokenizer MODEL " + " ".join(flags)
+    row = {"command": command_of_user, "store_tokens": manifest.n_tokens, "resumed": "going on after" in log}
+    return row | {"seconds_of_both_runs": round(seconds, 1), "peak_memory": format_size(peak)}
 
 
 def main() -> None:

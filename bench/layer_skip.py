@@ -90,15 +90,10 @@ def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
     judged = [verdict for run in drafting for verdict in verdicts(run.calls)]
     steps, drafted, accepted = len(judged), sum(d for d, _ in judged), sum(a for _, a in judged)
     plain = median(s for run in baseline for s in baseline_seconds(run.calls, batch))
-    result: dict[str, Any] = {
-        "batch": batch,
-        "plain_tokens_per_second": speed[0],
-        "tokens_per_second": speed[1],
-        "ratio": median(pairs),
-        "ratio_quarters": np.quantile(pairs, (0.25, 0.75)).tolist(),
-        "ratio_spread": [min(pairs), max(pairs)],
-        "same": all(a.tokens == b.tokens for a, b in zip(baseline, drafting, strict=True)),
-    }
+    result: dict[str, Any] = {"batch": batch, "plain_tokens_per_second": speed[0], "tokens_per_second": speed[1]}
+    result |= {"ratio": median(pairs), "ratio_quarters": np.quantile(pairs, (0.25, 0.75)).tolist()}
+    result["ratio_spread"] = [min(pairs), max(pairs)]
+    result["same"] = all(a.tokens == b.tokens for a, b in zip(baseline, drafting, strict=True))
     if drafted:
         full = [(a, b) for run in drafting for a, b in pairwise(run.calls) if a.batch == batch and any(a.drafted)]
         m, alpha = 1 + accepted / steps, accepted / drafted

@@ -197,13 +197,9 @@ def replay(rows: list[Row], draft: DraftFunction, *, sources: bool = False) -> d
             produced += advance
             nodes += int(batch.counts[0])
             steps += 1
-    return {
-        "tokens_per_step": round(produced / steps, 4),
-        "draft_us_per_step": round(seconds / steps * 1e6, 2),
-        "nodes_per_step": round(nodes / steps, 2),
-        "output_tokens": produced,
-        "steps": steps,
-    } | ({"accepted_from": {name: found[name] for name in SOURCES}} if sources else {})
+    row: dict[str, Any] = {"tokens_per_step": round(produced / steps, 4), "nodes_per_step": round(nodes / steps, 2)}
+    row |= {"draft_us_per_step": round(seconds / steps * 1e6, 2), "output_tokens": produced, "steps": steps}
+    return row | ({"accepted_from": {name: found[name] for name in SOURCES}} if sources else {})
 
 
 def drafter(name: str, store: Trace, budget: int, shape: Any, weights: Path | None = None) -> DraftFunction:
@@ -244,18 +240,12 @@ def run(trace: Trace, rows: list[Row], name: str, budget: int, arguments: argpar
     weights = untainted_weights(trace) if scoring == "learned" else None
     store = replace(trace, rows=[]) if arguments.no_store else trace
     used = Weights.load(weights) if weights else None
-    return {
-        **replay(rows, drafter(name, store, budget, shape, weights), sources=scoring == "learned"),
-        "store_tokens": sum(len(d) + 1 for d in store_documents(store)) if name != "lookup" else 0,
-        "rows": len(rows),
-        "trace": arguments.trace.name,
-        "drafter": "sssd" if scoring else name,
-        "scoring": scoring,
-        "shape": shape,
-        "budget": budget,
-        "weights_trained_on": used.trained_on if used else None,
-        "weights_saw_this_trace": used.trace_sha256 == trace.sha256 if used else None,
-    }
+    row = replay(rows, drafter(name, store, budget, shape, weights), sources=scoring == "learned")
+    row["store_tokens"] = sum(len(d) + 1 for d in store_documents(store)) if name != "lookup" else 0
+    row |= {"rows": len(rows), "trace": arguments.trace.name, "drafter": "sssd" if scoring else name}
+    row |= {"scoring": scoring, "shape": shape, "budget": budget}
+    row["weights_trained_on"] = used.trained_on if used else None
+    return row | {"weights_saw_this_trace": used.trace_sha256 == trace.sha256 if used else None}
 
 
 def key_of(result: dict[str, Any]) -> tuple[Any, ...]:

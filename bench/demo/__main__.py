@@ -104,20 +104,17 @@ def main() -> int:
         measure(clients, prompts, args.repeats, report_each)
 
     rows = rows_so_far()
-    report = {
+    report: dict[str, Any] = {
         "engine": args.engine,
         "model": "SmolLM2-135M-Instruct",
         "dtype": "float32",
         "eager": True,
-        "max_tokens": args.max_tokens,
-        "repeats": args.repeats,
-        "speculative": speculative | {"datastore": str(args.store)},
-        "rows": rows,
-        "machine": machine(),
-        "versions": engine_version | versions("freedraft", "torch", "transformers", "numba"),
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - started, 1),
     }
+    report |= {"max_tokens": args.max_tokens, "repeats": args.repeats}
+    report |= {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows, "machine": machine()}
+    report["versions"] = engine_version | versions("freedraft", "torch", "transformers", "numba")
+    report["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
+    report["seconds"] = round(time.monotonic() - started, 1)
     write_json(args.json, report, indent=2)
 
     console.print(table(rows, title))

