@@ -104,13 +104,8 @@ def main() -> int:
         measure(clients, prompts, args.repeats, report_each)
 
     rows = rows_so_far()
-    report: dict[str, Any] = {
-        "engine": args.engine,
-        "model": "SmolLM2-135M-Instruct",
-        "dtype": "float32",
-        "eager": True,
-    }
-    report |= {"max_tokens": args.max_tokens, "repeats": args.repeats}
+    report: dict[str, Any] = {"engine": args.engine, "model": "SmolLM2-135M-Instruct", "dtype": "float32"}
+    report |= {"eager": True, "max_tokens": args.max_tokens, "repeats": args.repeats}
     report |= {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows, "machine": machine()}
     report["versions"] = engine_version | versions("freedraft", "torch", "transformers", "numba")
     report["finished"] = datetime.now(UTC).isoformat(timespec="seconds")

