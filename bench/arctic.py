@@ -18,8 +18,6 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib.servers import programs_first
 
 VERSION = "0.1.1"  # the one that vLLM 0.32 asks for

@@ -13,15 +13,12 @@ an H200 of which computing reaches 60 % of its peak, so that the controller's ow
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.machine import rounded
 from bench.lib.results import write_json

@@ -30,8 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.demo.store import documents
 from bench.lib.machine import cpu, in_fresh_process
 from bench.lib.results import earlier_figures, write_json

@@ -14,7 +14,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import sysconfig
 import time
 from functools import partial
@@ -22,8 +21,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.machine import in_fresh_process, timed
 from bench.lib.results import ROOT, write_json

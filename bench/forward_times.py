@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,8 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.machine import cores, cpu, rounded, versions
 from bench.lib.results import write_json

@@ -20,8 +20,6 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib.results import write_json
 from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.disk.checksum import write_array

@@ -16,15 +16,12 @@ import functools
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.machine import machine, rounded, timed, versions
 from bench.lib.results import ROOT, earlier_figures, write_json

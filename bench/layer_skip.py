@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -30,8 +29,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.deep_model import SKIP_SET, build, mixed_sets
 from bench.lib.engine import SKIP_SET_OF_DEMO, Engine, Run, baseline_seconds, engine_of, in_process, verdicts

@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -26,9 +25,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 
 from bench.lib.kills import engine_kills, kills
 from bench.lib.machine import timed

@@ -13,15 +13,12 @@ skip set itself (weights read, head included) is the first one; the others show 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.draft_chains import draft_chains, weight_share
 from bench.lib.machine import rounded

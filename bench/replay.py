@@ -31,8 +31,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib.results import ROOT, earlier_figures, write_json
 from bench.lib.tables import pivot
 from bench.lib.trace import Row, Trace, replayed, store_of

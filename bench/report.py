@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib import plots, summary, tables
 from bench.lib.plots import Plot, Rows, names, nice, overall, plt
 from bench.lib.results import checked

@@ -26,8 +26,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib import load, made_questions, questions, servers, summary
 from bench.lib.prompts import BY_KIND
 from bench.lib.results import ROOT

@@ -18,8 +18,6 @@ from itertools import chain, islice, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from freedraft_kernels import dispatch
 

@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,8 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.engine import Call, Run, Turns, engine_of
 from bench.lib.machine import cores, cpu, rounded, versions

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,8 @@ def versions(*packages: str) -> dict[str, str]:
     """Versions of Python and of those of the packages that are installed."""
     installed = {"python": platform.python_version()}
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             installed[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return installed
 
 
