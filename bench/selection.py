@@ -113,14 +113,13 @@ def stream(
 
     def searching(order: Sequence[tuple[int, int]]) -> list[SkipSet]:
         """SWIFT's incumbent at each request; one batch of candidates is scored on the newest tokens of each."""
-        window: list[Sample] = []
-        score = lambda skips: host.scores(skips, window[0])[0]  # noqa: E731
-        swift = Swift(host.n_layers, score, host.fingerprint, options.share, kept, seed=SEED)
-        used = []
+        newest: Sample
+        scores = lambda skips: host.scores(skips, newest)[0]  # noqa: E731
+        swift, used = Swift(host.n_layers, scores, host.fingerprint, options.share, kept, seed=SEED), []
         for d, p in order:
             one = held[names[d]][p]
             used.append(swift.incumbent)
-            window[:] = [host.newest(one.tokens[: one.prompt + options.answer], WINDOW)]
+            newest = host.newest(one.tokens[: one.prompt + options.answer], WINDOW)
             swift.step(1e9)
         return used
 

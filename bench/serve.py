@@ -41,13 +41,8 @@ PACKAGES = ("sglang", "freedraft", "torch", "triton", "transformers", "numba", "
 
 @dataclass
 class Running:
-    """An arm while it is measured.
-
-    Attributes:
-        server: None for an arm with a URL, and before the first start.
-        served: requests that it has answered since it started, warm-up left out.
-        failed: why it takes no further part; None while it does.
-    """
+    """An arm while it is measured: `served` requests since it started, warm-up left out, until it `failed`, and why.
+    There is no server for an arm with a URL, and before the first start."""
 
     arm: Arm
     server: servers.Server | None = None
@@ -188,10 +183,9 @@ class Bench:
         running.failed_blocks = running.failed_blocks + 1 if outcome.errors else 0
         if outcome.errors:
             self.report.problem(f"arm '{step.arm}', {block[0].name} and following: {outcome.errors[0]}")
-        process = running.server.process if running.server else None
-        if process is not None and process.poll() is not None:
-            assert running.server is not None
-            self.give_up(running, f"server ended with code {process.returncode}\n{running.server.tail()}")
+        server = running.server
+        if server and server.process and server.process.poll() is not None:
+            self.give_up(running, f"server ended with code {server.process.returncode}\n{server.tail()}")
         elif running.failed_blocks == FAILED_BLOCKS:
             self.give_up(running, f"{FAILED_BLOCKS} blocks in a row failed")
 
@@ -216,13 +210,6 @@ def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questi
         except questions.QuestionError as error:
             problems.append(str(error))
     return found
-
-
-def learning(arm: Arm) -> Arm:
-    """The same arm; it learns, too, where it searches for layers to skip on the traffic that it serves."""
-    options = arm.speculative or {}
-    searches = options.get("selection") in ("swift", "knapsack") and not options.get("selection_file")
-    return replace(arm, learns=arm.learns or searches)
 
 
 def versions_in(python: Path) -> dict[str, str]:
@@ -275,7 +262,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--concurrency and --repeats must be at least 1, --max-tokens 2")
     if len({arm.name for arm in args.arms}) < len(args.arms):
         parser.error("two arms have the same name")
-    args.arms = [learning(arm) for arm in args.arms]
     return args
 
 

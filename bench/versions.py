@@ -96,7 +96,8 @@ class Source:
     def _member(self, owner: Found, name: str) -> Found | None:
         nodes = list(_definitions(owner.node))
         for node in nodes:
-            if name in _defined(node) and not _is_overload(node):
+            overload = isinstance(node, Function) and any("overload" in ast.unparse(d) for d in node.decorator_list)
+            if name in _defined(node) and not overload:
                 return Found(owner.module, node)
         for node in nodes:
             if isinstance(node, ast.ImportFrom):
@@ -155,10 +156,6 @@ def _definitions(node: ast.AST) -> Iterator[ast.AST]:
             for other in (*getattr(child, "handlers", []), *getattr(child, "orelse", [])):
                 yield other
                 yield from _definitions(other)
-
-
-def _is_overload(node: ast.AST) -> bool:
-    return isinstance(node, Function) and any(ast.unparse(d).endswith("overload") for d in node.decorator_list)
 
 
 def _defined(node: ast.AST) -> set[str]:

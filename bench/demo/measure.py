@@ -20,13 +20,8 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion.
-
-    Attributes:
-        tokens: ids of the generated tokens.
-        seconds: from the request to the whole answer, prefill included.
-        steps: forward passes of the model that it took, prefill included; None where the server does not say.
-    """
+    """One completion: ids of its tokens, seconds from the request to the whole of it, and forward passes of the model
+    that it took (None where the server does not say), prefill included."""
 
     tokens: tuple[int, ...]
     seconds: float

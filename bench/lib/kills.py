@@ -102,12 +102,8 @@ def _run(work: Work, place: str, progress: Path, first: int) -> None:
 
 
 def kills(name: str, times: int, *, url: bool = False) -> dict[str, Any]:
-    """Kill a process so often: what it left is what there was and what it learnt, or that without one tenant's.
-
-    Args:
-        name: of the work. "exchanging" learns at a URL, and finishes an erasure that was begun.
-        url: whether the place is a URL, at which another server looks meanwhile, or a folder.
-    """
+    """Kill a process so often: what it left is what there was and what it learnt, or that without one tenant's. Work
+    "exchanging" learns at a URL, at which another server looks meanwhile, and finishes an erasure that was begun."""
     exchange.POLL_SECONDS, exchange.FINISH_SECONDS = PERIOD, 2 * PERIOD
     live_store.SYNC_SECONDS, live_store.MEMTABLE_TOKENS = PERIOD / 5, 256
     work, rng, row = WORKS[name], np.random.default_rng(), Counter[str](ended_before_the_kill=0)

@@ -72,13 +72,8 @@ def programs_first(env: Mapping[str, str], python: str = sys.executable) -> dict
 
 @dataclass
 class Server:
-    """One server process and everything that it started.
-
-    Attributes:
-        log: file that its output goes to.
-        tied: it ends when this process does, even when that is killed (Linux).
-        process: None before `start` and after `stop`.
-    """
+    """One server process and everything that it started, with the file of its output. Where it is `tied`, it ends when
+    this process does, even when that is killed (Linux)."""
 
     name: str
     command: Sequence[str]

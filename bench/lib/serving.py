@@ -71,7 +71,8 @@ def parse_arm(text: str) -> Arm:
     except (ValueError, AttributeError, TypeError):
         raise argparse.ArgumentTypeError(f"arm '{name}': {value!r} is neither a JSON object nor a URL") from None
     learns = bool(settings.get("live")) or settings.get("method") in ("suffix", "NGRAM")
-    return Arm(name, engine, settings or None, learns)
+    searches = settings.get("selection") in ("swift", "knapsack") and not settings.get("selection_file")
+    return Arm(name, engine, settings or None, learns or searches)
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,11 @@ def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[di
 
 
 def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list[dict[str, Any]]:
-    """How arms that choose their draft length by themselves compare with the best of those that do not.
+    """How arms that choose their draft length by themselves compare with the best of those that do not: an arm whose
+    policy is "fixed" stands for the others of its method and engine; plain decoding is the length 0.
 
     Args:
-        rows: of `rows`; arms: by name, as `serve.py` keeps them. An arm whose policy is "fixed" stands for the others
-            of its method and engine; plain decoding is the length 0.
+        rows: of `rows`; arms: by name, as `serve.py` keeps them.
 
     Returns:
         one row for each arm that chooses, concurrency and group: `share` of the best fixed length's throughput, which

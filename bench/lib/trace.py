@@ -33,13 +33,7 @@ def store_of(documents: Sequence[NDArray[np.int32]], vocab_size: int) -> Snapsho
 
 @dataclass(frozen=True)
 class Trace:
-    """Tokens of a trace.
-
-    Attributes:
-        rows: (prompt, output), int32 each, in file order.
-        sha256: of the file.
-        vocab_size: of the tokenizer.
-    """
+    """Tokens of a trace: rows of (prompt, output), int32 each, in the order of the file."""
 
     rows: list[Row]
     sha256: str
