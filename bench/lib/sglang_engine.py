@@ -75,7 +75,7 @@ def sglang_engine(
     nodes = speculative["num_speculative_tokens"] + 1
     options = {"speculative_algorithm": ALGORITHM, "speculative_num_draft_tokens": nodes, "skip_tokenizer_init": True}
     options |= {"dtype": "float32" if exact else "bfloat16", "disable_radix_cache": not prefixes}
-    options |= {"max_running_requests": requests, "max_total_tokens": 2 * requests * length}
+    options |= {"max_running_requests": requests, "max_total_tokens": max(8192, 2 * requests * length)}
     with tempfile.TemporaryDirectory() as name:
         log = Path(name) / "calls.jsonl"
         with engine_with(f"{__name__}:register", model, {LOG: str(log)} | settings, **options) as engine:
