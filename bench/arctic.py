@@ -18,8 +18,6 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib.servers import programs_first
 
 VERSION = "0.1.1"  # the one that vLLM 0.32 asks for
@@ -28,11 +26,7 @@ PART = "suffix_decoding"
 
 
 def build(target: Path) -> None:
-    """Make `target/arctic_inference`.
-
-    Raises:
-        subprocess.CalledProcessError: a step failed; its output was shown.
-    """
+    """Make `target/arctic_inference`. Raises subprocess.CalledProcessError: a step failed; its output was shown."""
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
@@ -62,14 +56,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("target", type=Path, nargs="?", default=Path("build/arctic"))
     target = parser.parse_args().target
-    for tool in ("cmake", "ninja"):
-        if shutil.which(tool, path=programs_first(os.environ)["PATH"]) is None:
-            print(f"error: {tool} is needed to build arctic-inference {VERSION}: install it", file=sys.stderr)
-            return 2
     try:
         build(target)
-    except subprocess.CalledProcessError as error:
-        print(f"error: '{error.cmd[0]} {error.cmd[1]} ...' failed with code {error.returncode}", file=sys.stderr)
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:  # cmake and ninja are needed
+        print(f"error: arctic-inference {VERSION} cannot be built: {error}", file=sys.stderr)
         return 2
     print(f"{target / 'arctic_inference'}: suffix decoding of arctic-inference {VERSION}")
     return 0

@@ -13,17 +13,16 @@ an H200 of which computing reaches 60 % of its peak, so that the controller's ow
 from __future__ import annotations
 
 import argparse
-import functools
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from bench.lib.machine import rounded
 from bench.lib.results import write_json
-from bench.lib.trace import Trace
+from bench.lib.trace import Row, Trace
 from bench.replay import SHIPPED, build_store, test_rows
 from freedraft.cost.controller import Auto
 from freedraft.cost.hardware import HardwareProfile
@@ -33,14 +32,13 @@ from freedraft.cost.roofline import Roofline
 from freedraft.step import Step
 from sssd_plugin.drafter import Drafter
 
-ARMS: dict[str, tuple[str, int]] = {
+ARMS = {
     "plain": ("fixed", 0),
-    "fixed 2": ("fixed", 2),
-    "fixed 4": ("fixed", 4),
-    "fixed 8": ("fixed", 8),
+    **{f"fixed {n}": ("fixed", n) for n in (2, 4, 8)},
     "knee": ("knee", 8),
     "auto": ("auto", 8),
 }
+"""Policy and draft tokens at most."""
 NOISE = 0.08
 SMALL = ModelShape(
     hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152,
@@ -69,99 +67,83 @@ MACHINES: dict[str, tuple[StepTime, ModelShape, str, float]] = {
 }
 
 
-class Replay:
-    """A batch of recorded answers that is always full, until all of them are done."""
+@dataclass(eq=False)
+class Answer:
+    """A recorded answer that is being decoded; its tokens are those of row `place` of a table."""
 
-    def __init__(self, rows: list, batch: int) -> None:
-        self.rows, self.batch = rows, batch
+    name: str
+    place: int
+    prompt: int
+    truth: NDArray[np.int32]
+    done: int = 1
+    gained: int = 1
+    drafted: int = 0
 
-    def run(self, arm: str, machine: str, drafter: Drafter, seed: int) -> float:
-        """Tokens per second."""
-        seconds_of, shape, profile_name, drafting = MACHINES[machine]
-        seconds_of = functools.cache(seconds_of)
-        profile = HardwareProfile.load(profile_name)
-        policy, max_draft_tokens = ARMS[arm]
-        now = 0.0
-        controller: Controller = {
-            "fixed": lambda: Fixed(profile, max_draft_tokens),
-            "knee": lambda: Knee(profile, max_draft_tokens),
-            "auto": lambda: Auto(Roofline(shape, profile), max_draft_tokens, clock=lambda: now),
-        }[policy]()
-        min_score = profile.token_cost if policy == "knee" else 0.0
-        rng = np.random.default_rng(seed)
-        waiting = list(range(len(self.rows)))[::-1]
-        names: list[str] = []
-        prompts, truth, done = [], [], []
-        longest = max(len(p) + len(o) for p, o in self.rows) + 1
-        table = np.zeros((self.batch, longest), np.int32)
-        row_of = list(range(self.batch))[::-1]
-        places: list[int] = []
-        gained, drafted = np.zeros(0, np.int64), np.zeros(0, np.int32)
-        produced, query_tokens, changed = 0, 0, True
-        while True:
-            while waiting and len(names) < self.batch:
-                i = waiting.pop()
-                prompt, output = self.rows[i]
-                place = row_of.pop()
-                table[place, : len(prompt)] = prompt
-                table[place, len(prompt)] = output[0]
-                names.append(f"{i}")
-                prompts.append(len(prompt))
-                truth.append(output)
-                done.append(1)
-                places.append(place)
-                gained = np.append(gained, 1)
-                changed = True
-            if not names:
-                return produced / now
-            n = len(names)
-            drafted = np.append(drafted, np.zeros(n - len(drafted), np.int32))
-            lengths = np.array([p + d for p, d in zip(prompts, done, strict=True)], np.int32)
-            rows = np.array(places, np.int32)
-            counts, drafts = np.ones(n, np.int32), None
-            ends = rows * np.int64(longest) + lengths
-            step = Step(
-                list(names), table.reshape(-1), ends - gained, ends, np.full(n, 600, np.int32),
-                np.full(n, max_draft_tokens, np.int32), drafted, None, None if changed else (n, query_tokens),
-                lambda b: table[places[b]],
-            )  # fmt: skip
-            controller.update(step)
-            if max_draft_len := controller.max_draft_len(step):
-                for b in drafter.update(names, step.tokens, step.starts, step.ends, lengths):
-                    drafter.replace(names[b], table[rows[b], : lengths[b]])
-                drafts = drafter.draft(names, max_nodes=max_draft_len + 1, shape="chain", min_score=min_score)
-                controller.truncate(drafts)
-                counts = drafts.counts
-                now += drafting * n
-            controller.end(step)
-            drafted = np.maximum(counts, 1) - 1
-            query_tokens = int(np.maximum(counts, 1).sum())
-            now += seconds_of(n, query_tokens) * rng.lognormal(0.0, NOISE)
-            changed = False
-            for b in range(n):
-                answer, at = truth[b], done[b]
-                drafted_tokens = drafts.tokens[b, 1 : counts[b]] if drafts is not None else answer[:0]
-                known = answer[at : at + len(drafted_tokens)]
-                new = min(1 + int((drafted_tokens[: len(known)] == known).cumprod().sum()), len(answer) - at)
-                table[places[b], prompts[b] + at : prompts[b] + at + new] = answer[at : at + new]
-                gained[b], done[b] = new, at + new
-                produced += new
-            over = [b for b in range(n) if done[b] >= len(truth[b])]
-            if over:
-                drafter.finish(names[b] for b in over)
-                for b in reversed(over):
-                    row_of.append(places[b])
-                    for column in (names, prompts, truth, done, places):
-                        del column[b]
-                gained, drafted = np.delete(gained, over), np.delete(drafted, over)
-                changed = True
+
+def replay(rows: list[Row], batch: int, arm: str, machine: str, drafter: Drafter) -> float:
+    """Tokens per second of a batch of recorded answers that is always full, until all of them are done."""
+    seconds_of, shape, profile_name, drafting = MACHINES[machine]
+    profile = HardwareProfile.load(profile_name)
+    policy, max_draft_tokens = ARMS[arm]
+    now = 0.0
+    controller: Controller = {
+        "fixed": lambda: Fixed(profile, max_draft_tokens),
+        "knee": lambda: Knee(profile, max_draft_tokens),
+        "auto": lambda: Auto(Roofline(shape, profile), max_draft_tokens, clock=lambda: now),
+    }[policy]()
+    min_score = profile.token_cost if policy == "knee" else 0.0
+    rng = np.random.default_rng(batch)
+    waiting, free = list(range(len(rows)))[::-1], list(range(batch))[::-1]
+    longest = max(len(p) + len(o) for p, o in rows) + 1
+    table = np.zeros((batch, longest), np.int32)
+    answers: list[Answer] = []
+    produced, query_tokens, changed = 0, 0, True
+    while True:
+        while waiting and len(answers) < batch:
+            i, place = waiting.pop(), free.pop()
+            prompt, output = rows[i]
+            table[place, : len(prompt)], table[place, len(prompt)] = prompt, output[0]
+            answers.append(Answer(f"{i}", place, len(prompt), output))
+        if not answers:
+            return produced / now
+        n, names, places = len(answers), [a.name for a in answers], [a.place for a in answers]
+        lengths = np.array([a.prompt + a.done for a in answers], np.int32)
+        ends = np.array(places) * np.int64(longest) + lengths
+        starts = ends - np.array([a.gained for a in answers])
+        drafted = np.array([a.drafted for a in answers], np.int32)
+        step = Step(
+            names, table.reshape(-1), starts, ends, np.full(n, 600, np.int32), np.full(n, max_draft_tokens, np.int32),
+            drafted, None, None if changed else (n, query_tokens), lambda b: table[places[b]],  # noqa: B023 - called in this step only
+        )  # fmt: skip
+        controller.update(step)
+        counts, tokens = np.ones(n, np.int32), np.zeros((n, 1), np.int32)
+        if max_draft_len := controller.max_draft_len(step):
+            for b in drafter.update(names, step.tokens, starts, ends, lengths):
+                drafter.replace(names[b], table[places[b], : lengths[b]])
+            drafts = drafter.draft(names, max_nodes=max_draft_len + 1, shape="chain", min_score=min_score)
+            controller.truncate(drafts)
+            counts, tokens = np.maximum(drafts.counts, 1), drafts.tokens
+            now += drafting * n
+        controller.end(step)
+        query_tokens = int(counts.sum())
+        now += seconds_of(n, query_tokens) * rng.lognormal(0.0, NOISE)
+        for a, count, row in zip(answers, counts.tolist(), tokens, strict=True):
+            left = a.truth[a.done :]
+            known = left[: count - 1]
+            a.gained = min(1 + int((row[1 : 1 + len(known)] == known).cumprod().sum()), len(left))
+            table[a.place, a.prompt + a.done :][: a.gained] = left[: a.gained]
+            a.drafted, a.done = count - 1, a.done + a.gained
+            produced += a.gained
+        over = [a for a in answers if a.done >= len(a.truth)]
+        drafter.finish(a.name for a in over)
+        free += [a.place for a in reversed(over)]
+        answers, changed = [a for a in answers if a not in over], bool(over)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--machines", nargs="*", choices=list(MACHINES), default=list(MACHINES))
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 64, 256])
     parser.add_argument("--rows", type=int, default=199, help="answers that are replayed")
     parser.add_argument("--json", type=Path)
@@ -170,21 +152,16 @@ def main() -> None:
     snapshot, rows = build_store(trace), test_rows(trace)[: args.rows]
     drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, weights=SHIPPED / "default.json", snapshot=snapshot)
     result: list[dict] = []
-    for machine in args.machines:
+    for machine in MACHINES:
         for batch in args.batches:
             # Small batches see fewer answers, so that all take about as many steps.
-            replay = Replay(rows[: max(12, min(len(rows), 4 * batch))], batch)
-            rates = {arm: replay.run(arm, machine, drafter, seed=batch) for arm in ARMS}
+            shown = rows[: max(12, min(len(rows), 4 * batch))]
+            rates = {arm: replay(shown, batch, arm, machine, drafter) for arm in ARMS}
             best = max(rate for arm, rate in rates.items() if arm != "auto")
-            row = {
-                "machine": machine,
-                "batch": batch,
-                "ratio": {arm: round(rate / rates["plain"], 3) for arm, rate in rates.items()},
-                "auto_of_best": round(rates["auto"] / best, 3),
-            }
-            result.append(row)
-            cells = "  ".join(f"{arm} {ratio:.2f}" for arm, ratio in row["ratio"].items() if arm != "plain")
-            print(f"{machine:5} batch {batch:3}: {cells}; auto {row['auto_of_best']:.3f} of the best other", flush=True)
+            ratios = {arm: rate / rates["plain"] for arm, rate in rates.items()}
+            result.append({"machine": machine, "batch": batch, "ratio": ratios, "auto_of_best": rates["auto"] / best})
+            result[-1] = rounded(result[-1], 3)
+            print(result[-1], flush=True)
     write_json(args.json, {"trace": args.trace.name, "noise": NOISE, "rows": result}, data=[args.trace])
 
 

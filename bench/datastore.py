@@ -30,8 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.demo.store import documents
 from bench.lib.machine import cpu, in_fresh_process
 from bench.lib.results import earlier_figures, write_json
@@ -60,9 +58,9 @@ def real_tokens(loaded: Tokenizer, n_tokens: int) -> NDArray[np.int32]:
     pieces = sources.read_pieces(sources.find_inputs([Path(os.__file__).parent], "**/*.py"))
     blocks: list[NDArray[np.int32]] = []
     for block in sources.tokenize(pieces, loaded):
-        blocks.append(block.tokens.astype(np.int32))
         if sum(map(len, blocks)) >= n_tokens:
             break
+        blocks.append(block.tokens.astype(np.int32))
     return np.concatenate(blocks)[:n_tokens]
 
 
@@ -97,37 +95,30 @@ def shuffled_text(path: Path, loaded: Tokenizer, n_tokens: int) -> None:
     """JSON lines of passages in random order, of at least `n_tokens`."""
     rng = np.random.default_rng(0)
     lines = [line for document in documents() for line in document.splitlines()]
-    lengths = rng.integers(6, 15, len(lines))
-    starts = rng.integers(0, len(lines) - 15, len(lines))
+    lengths, starts = rng.integers(6, 15, len(lines)), rng.integers(0, len(lines) - 15, len(lines))
     rows = ["\n".join(lines[s : s + n]) for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
     sample = sum(len(e.ids) for e in loaded.encode_batch(rows[:2000], add_special_tokens=False))
-    per_character = sample / sum(map(len, rows[:2000]))
-    wanted = n_tokens * 1.03 / per_character
-    written = 0
+    missing = n_tokens * 1.03 * sum(map(len, rows[:2000])) / sample  # characters
     with path.open("w") as file:
-        while written < wanted:
-            parts = [rows[i] for i in rng.integers(0, len(rows), 40)]
-            text = "\n".join(parts)
+        while missing > 0:
+            text = "\n".join(rows[i] for i in rng.integers(0, len(rows), 40))
             file.write(json.dumps({"text": text}) + "\n")
-            written += len(text)
+            missing -= len(text)
 
 
-def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
-    workers = len(os.sched_getaffinity(0))
+def large(tokenizer_folder: Path, n_tokens: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         text, target = Path(name) / "text.jsonl", Path(name) / "store"
         shuffled_text(text, tokenizer.load(tokenizer_folder), n_tokens)
-        flags = ["--resume", "--memory", memory, "--workers", str(workers)]
+        flags = ["--resume", "--memory", "2GiB", "--workers", str(len(os.sched_getaffinity(0)))]
         command = [sys.executable, "-m", "freedraft.cli", "datastore", "build", str(target), str(text)]
         command += ["--tokenizer", str(tokenizer_folder), *flags, "--quiet"]
         size = text.stat().st_size
         progress = target.parent / f".{target.name}.resume" / "progress.json"
         peak, log, started = 0, "", time.perf_counter()
         for attempt in range(2):
-            process = subprocess.Popen(
-                command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "true"},
-            )  # fmt: skip
+            env = os.environ | {"TOKENIZERS_PARALLELISM": "true"}
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
             while process.poll() is None:
                 with contextlib.suppress(OSError, IndexError):  # it ends
                     status = Path(f"/proc/{process.pid}/status").read_text()
@@ -142,13 +133,9 @@ def large(tokenizer_folder: Path, n_tokens: int, memory: str) -> dict[str, Any]:
             raise RuntimeError(log)
         with Datastore.open(target) as store:
             manifest = store.manifest
-    return {
-        "command": "freedraft datastore build STORE text.jsonl --tokenizer MODEL " + " ".join(flags),
-        "store_tokens": manifest.n_tokens,
-        "resumed": "going on after" in log,
-        "seconds_of_both_runs": round(seconds, 1),
-        "peak_memory": format_size(peak),
-    }
+    command_of_user = "freedraft datastore build STORE text.jsonl --tokenizer MODEL " + " ".join(flags)
+    row = {"command": command_of_user, "store_tokens": manifest.n_tokens, "resumed": "going on after" in log}
+    return row | {"seconds_of_both_runs": round(seconds, 1), "peak_memory": format_size(peak)}
 
 
 def main() -> None:
@@ -157,12 +144,11 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder")
     parser.add_argument("--tokens", type=int, default=8_000_000, help="tokens per store")
     parser.add_argument("--large", type=int, metavar="N", help="only: a build of N tokens, killed once and resumed")
-    parser.add_argument("--memory", default="2GiB", help="that --large may use")
     options = parser.parse_args()
 
     before = earlier_figures(options.json) or {}
     if options.large:
-        figures: dict[str, Any] = {"large": large(options.tokenizer, options.large, options.memory)}
+        figures: dict[str, Any] = {"large": large(options.tokenizer, options.large)}
     else:
         measure("so that all is compiled", zipf_tokens(10_000, 1000), 1000)
         rows = [measure(f"zipf, {v} ids", zipf_tokens(options.tokens, v), v) for v in (49_152, 150_000)]

@@ -14,7 +14,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import sysconfig
 import time
 from functools import partial
@@ -23,11 +22,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib.machine import in_fresh_process, timed
 from bench.lib.results import ROOT, write_json
-from bench.lib.trace import load_tokenizer
+from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build.memory import peak_resident_bytes, resident_bytes
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter, Scoring
@@ -40,20 +37,18 @@ HELD_OUT = 64
 
 def corpus(tokenizer: Path, want: int) -> tuple[list[NDArray[np.int32]], int]:
     """Python sources of this environment as token arrays, shuffled; at least `want` tokens and the held-out files."""
-    encoder = load_tokenizer(tokenizer)
+    encoder = tokenizers.load(tokenizer)
     paths = sysconfig.get_paths()
     files = sorted({p for root in ("stdlib", "purelib") for p in Path(paths[root]).rglob("*.py")})
     files = [p for p in files if 4_000 < p.stat().st_size < 400_000]
     random.Random(1).shuffle(files)
-    documents, total = list[NDArray[np.int32]](), 0
+    documents = list[NDArray[np.int32]]()
     for path in files:
-        documents.append(
-            np.array(encoder.encode(path.read_text(errors="replace"), add_special_tokens=False).ids, np.int32)
-        )
-        total += len(documents[-1])
-        if total > want * 1.15:
+        if sum(map(len, documents)) > want * 1.15:
             return documents, encoder.get_vocab_size()
-    raise ValueError(f"this environment holds only {total} tokens of Python sources, {want} are needed")
+        ids = encoder.encode(path.read_text(errors="replace"), add_special_tokens=False).ids
+        documents.append(np.array(ids, np.int32))
+    raise SystemExit(f"error: this environment holds too few tokens of Python sources, {want} are needed")
 
 
 def flatten(documents: list[NDArray[np.int32]], limit: int) -> NDArray[np.int32]:
@@ -126,35 +121,28 @@ def context_cost(documents: list[NDArray[np.int32]]) -> dict[str, dict[str, floa
     return result
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--tokenizer", type=Path, default=ROOT / "build" / "model", help="model folder, or its tokenizer.json"
-    )
+    parser.add_argument("--tokenizer", type=Path, default=ROOT / "build" / "model", help="model folder")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stores", type=int, nargs="+", default=[1_000_000, 8_000_000], help="sizes in tokens")
     arguments = parser.parse_args()
-    try:
-        documents, vocab = corpus(arguments.tokenizer, max(arguments.stores))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    documents, vocab = corpus(arguments.tokenizer, max(arguments.stores))
     need = PROMPT + STEPS * ADVANCE
-    held_out = [d for d in documents if len(d) >= need][:HELD_OUT]
-    taken = {id(d) for d in held_out}
-    stored = [d for d in documents if id(d) not in taken]
-    rows = np.stack([d[:need] for d in held_out]).astype(np.int32)
+    taken = [i for i, d in enumerate(documents) if len(d) >= need][:HELD_OUT]
+    stored = [d for i, d in enumerate(documents) if i not in taken]
+    rows = np.stack([documents[i][:need] for i in taken])
 
     shapes: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
     arms = [Arm(f"input only, {s}, {n} nodes, batch 1", Snapshot.empty(), vocab, s, n, 1) for s, n in shapes]
     store_bytes = {}
     for size in arguments.stores:
         text, label = flatten(stored, size), f"{size / 1e6:g} M"
-        sub = SubIndex.build(text, vocab)
+        whole, parts = (Snapshot([SubIndex.build(part, vocab) for part in split(text, n)]) for n in (1, 8))
+        sub = whole.sub_indices[0]
         nbytes = sub.tokens.nbytes + sub.suffix_array.nbytes + sub.bucket_starts.nbytes
         store_bytes[str(size)] = round(nbytes / sub.n, 2)
-        whole, parts = (Snapshot([SubIndex.build(part, vocab) for part in split(text, n)]) for n in (1, 8))
         for snapshot, name, batch in ((whole, label, 1), (whole, label, BATCH), (parts, f"{label} in 8", 1)):
             arms += [Arm(f"{name}, {s}, {n} nodes, batch {batch}", snapshot, vocab, s, n, batch) for s, n in shapes]
         arms += [Arm(f"{label}, learned, 16 nodes, batch {LARGE}", whole, vocab, "learned", 16, LARGE)]
@@ -176,8 +164,7 @@ def main() -> int:
     }
     print(json.dumps(result, indent=1))
     write_json(arguments.json, result)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,8 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.demo.measure import Client
 from bench.lib import servers
 from bench.lib.kills import PERIOD, kills
@@ -33,24 +31,21 @@ from sssd_plugin.datastore.live import maintenance
 QUESTION = "Once upon a time, in a village by the sea, there lived"
 
 
-class Member:
-    """One server at the URL."""
+def client_of(number: int, engine: str, python: str, model: Path, url: str, folder: Path) -> Client:
+    """Of a server at the URL that is not started yet."""
+    speculative: dict[str, object] = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed"}
+    speculative |= {"live": True, "datastore": url, "recycle": "off"}
+    log = folder / f"server-{number}.log"
+    server = servers.build(str(number), engine, model, log, speculative=speculative, python=python)
+    cores = sorted(os.sched_getaffinity(0))
+    server.command = ["taskset", "-c", str(cores[number % len(cores)]), *server.command]
+    server.env |= {"OMP_NUM_THREADS": "1", "FREEDRAFT_CACHE": str(folder / "cache")}
+    return Client(engine, server, 60)
 
-    def __init__(self, number: int, engine: str, python: str, model: Path, url: str, folder: Path) -> None:
-        speculative: dict[str, object] = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed"}
-        speculative |= {"live": True, "datastore": url, "recycle": "off"}
-        log = folder / f"server-{number}.log"
-        self.server = servers.build(str(number), engine, model, log, speculative=speculative, python=python)
-        core = sorted(os.sched_getaffinity(0))[number % len(os.sched_getaffinity(0))]
-        self.server.command = ["taskset", "-c", str(core), *self.server.command]
-        self.server.env |= {"OMP_NUM_THREADS": "1", "FREEDRAFT_CACHE": str(folder / "cache")}
-        self.server.start()
-        self.client = Client(engine, self.server, 60)
 
-    def tokens_per_step(self, salt: str | None) -> float:
-        """Ask, and return the answer's tokens for each step of the model."""
-        answer = self.client.ask(QUESTION, salt)
-        return round(len(answer.tokens) / max(1, answer.steps or 1), 3)
+def tokens_per_step(client: Client, salt: str | None) -> float:
+    answer = client.ask(QUESTION, salt)
+    return round(len(answer.tokens) / max(1, answer.steps or 1), 3)
 
 
 def measure(engines: list[str], pythons: list[str], model: Path, wait: float) -> dict[str, Any]:
@@ -64,30 +59,25 @@ def measure(engines: list[str], pythons: list[str], model: Path, wait: float) ->
     fsspec.filesystem("s3").mkdir("servers")
     url = "s3://servers/demo"
     with tempfile.TemporaryDirectory() as name:
-        both = zip(engines, pythons, strict=True)
-        members = [Member(n, engine, python, model, url, Path(name)) for n, (engine, python) in enumerate(both)]
-        try:
-            for member in members:
-                member.server.wait_until_ready()
-                member.tokens_per_step("warm-up")
-            one, other = members
+        both = enumerate(zip(engines, pythons, strict=True))
+        one, other = (client_of(n, engine, python, model, url, Path(name)) for n, (engine, python) in both)
+        with servers.running(one.server, other.server):
+            for client in (one, other):
+                tokens_per_step(client, "warm-up")
             row: dict[str, Any] = {"engines": engines, "wait_seconds": wait}
-            row["before"] = {"none": one.tokens_per_step(None), "other salt": other.tokens_per_step("other")}
-            row["first_answer"] = one.tokens_per_step("team")
+            row["before"] = {"none": tokens_per_step(one, None), "other salt": tokens_per_step(one, "other")}
+            row["first_answer"] = tokens_per_step(one, "team")
             time.sleep(wait)
-            row["other_server"] = other.tokens_per_step("team")
-            row["after"] = {"none": other.tokens_per_step(None), "other salt": other.tokens_per_step("third")}
+            row["other_server"] = tokens_per_step(other, "team")
+            row["after"] = {"none": tokens_per_step(other, None), "other salt": tokens_per_step(other, "third")}
             start = time.monotonic()
             maintenance.forget_at(url, [str(tenant_key("team"))])
             row["seconds_of_forget"] = round(time.monotonic() - start, 1)
             time.sleep(wait)
             with ThreadPoolExecutor() as pool:  # at once, or the second would learn from what the first says now
-                row["forgotten"] = list(pool.map(lambda member: member.tokens_per_step("team"), members))
-            return row
-        finally:
-            for member in members:
-                member.server.stop()
-            s3.stop()
+                row["forgotten"] = list(pool.map(tokens_per_step, (one, other), ("team", "team")))
+    s3.stop()
+    return row
 
 
 def main() -> None:

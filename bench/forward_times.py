@@ -4,7 +4,7 @@
     python bench/forward_times.py --shape 576 4 9 3 64 1536 49152 --batches 1 4 --contexts 512 --query-tokens 1 4 16
 
 Needs no engine: norms, projections, attention over a cache (PyTorch's own kernels) and the head, in CUDA graphs on a
-GPU, so that no launch is counted. By cell the median of `--seconds`, and what `freedraft.cost.roofline` says with the
+GPU, so that no launch is counted. By cell the median time, and what `freedraft.cost.roofline` says with the
 profile of this device (`freedraft profile --out FILE` makes one). What matters to `auto` is not a time but what a step
 takes over one without drafts: `growth`, measured and predicted. Cells whose caches do not fit are listed as `skipped`.
 """
@@ -12,8 +12,8 @@ takes over one without drafts: `growth`, measured and predicted. Cells whose cac
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,8 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib.machine import cores, cpu, rounded, versions
 from bench.lib.results import write_json
 from freedraft.cost.hardware import HardwareProfile, choose_profile, device_name
@@ -35,6 +33,7 @@ from freedraft.cost.roofline import Roofline
 
 NAMES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
 LLAMA_8B = (4096, 32, 32, 8, 128, 14336, 128256)
+CELL_SECONDS = 0.3
 FREE_SHARE = 0.9  # of the memory that is left, at most, for caches
 
 
@@ -78,27 +77,25 @@ class Decoder:
 
 def measure(decoder: Decoder, roofline: Roofline, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each batch, context and number of query tokens, without figures where its caches do not fit."""
-    for batch in args.batches:
-        for context in args.contexts:
-            plain: tuple[float, float] | None = None
-            for query_tokens in sorted(args.query_tokens):
-                n = query_tokens // batch
-                if n < 1 or n * batch != query_tokens:
-                    continue
-                needed = 2 * batch * decoder.shape.kv_heads * (context + n) * decoder.shape.head_dim
-                cell = {"batch": batch, "context": context, "query_tokens": query_tokens}
-                if needed * decoder.shape.layers * decoder.dtype.itemsize > FREE_SHARE * free_bytes(decoder.device):
-                    yield cell
-                    continue
-                caches = decoder.caches(batch, context + n)
-                x = torch.randn(batch, n, decoder.shape.hidden, device=decoder.device, dtype=decoder.dtype)
-                seconds = timed(partial(decoder.forward, x, caches), decoder.device, args.seconds)
-                predicted = float(roofline.seconds(batch, query_tokens, context))
-                del caches
-                plain = plain or (seconds, predicted)
-                cell |= {"ms": 1e3 * seconds, "predicted_ms": 1e3 * predicted}
-                cell |= {"measured_over_predicted": seconds / predicted}
-                yield cell | {"growth": seconds / plain[0], "predicted_growth": predicted / plain[1]}
+    shape, device = decoder.shape, decoder.device
+    for batch, context in itertools.product(args.batches, args.contexts):
+        plain: tuple[float, float] | None = None
+        for query_tokens in sorted(args.query_tokens):
+            n, rest = divmod(query_tokens, batch)
+            if n < 1 or rest:
+                continue
+            needed = 2 * batch * shape.kv_heads * (context + n) * shape.head_dim * shape.layers
+            cell = {"batch": batch, "context": context, "query_tokens": query_tokens}
+            if needed * decoder.dtype.itemsize > FREE_SHARE * free_bytes(device):
+                yield cell
+                continue
+            x = torch.randn(batch, n, shape.hidden, device=device, dtype=decoder.dtype)
+            seconds = timed(partial(decoder.forward, x, decoder.caches(batch, context + n)), device)
+            predicted = float(roofline.seconds(batch, query_tokens, context))
+            plain = plain or (seconds, predicted)
+            cell |= {"ms": 1e3 * seconds, "predicted_ms": 1e3 * predicted}
+            cell |= {"measured_over_predicted": seconds / predicted}
+            yield cell | {"growth": seconds / plain[0], "predicted_growth": predicted / plain[1]}
 
 
 def free_bytes(device: str) -> float:
@@ -109,13 +106,12 @@ def free_bytes(device: str) -> float:
     return float(torch.cuda.mem_get_info()[0])
 
 
-def timed(work: Callable[[], object], device: str, seconds: float) -> float:
+def timed(work: Callable[[], object], device: str) -> float:
     """Median seconds of a call; on a GPU of a CUDA graph of it."""
     work()
     run, wait = work, torch.cuda.synchronize if device != "cpu" else lambda: None
     if device != "cpu":
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(torch.cuda.Stream()):
             work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -124,7 +120,7 @@ def timed(work: Callable[[], object], device: str, seconds: float) -> float:
         run = graph.replay
     run()
     times: list[float] = []
-    while sum(times) < seconds or len(times) < 3:
+    while sum(times) < CELL_SECONDS or len(times) < 3:
         wait()
         began = time.perf_counter()
         run()
@@ -144,7 +140,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs=7, metavar=tuple(map(str.upper, NAMES)), default=LLAMA_8B)
     parser.add_argument("--dtype", default="bfloat16")
@@ -152,16 +148,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 16384])
     powers = [2**i for i in range(10)]
     parser.add_argument("--query-tokens", type=int, nargs="+", default=powers, help="of all requests")
-    parser.add_argument("--hardware", default="auto", help="name or file of a profile")
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each cell")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     width = torch.empty(0, dtype=getattr(torch, args.dtype)).element_size()
     sizes: dict[str, Any] = dict(zip(NAMES, args.shape, strict=True))
     sizes |= {"weight_bytes": width, "activation_bytes": width, "kv_bytes": width}
     shape = ModelShape(**sizes, dtype=args.dtype)
-    profile: HardwareProfile = choose_profile(args.hardware)
+    profile: HardwareProfile = choose_profile("auto")
     result: dict[str, Any] = {"machine": device_name() or f"{cpu()}, {cores()} cores"} | versions("torch")
     result |= {"shape": list(args.shape), "dtype": args.dtype, "profile": profile.name}
     result |= {"rows": [], "skipped": []}
@@ -174,8 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
         result["summary"] = summary(result["rows"])
         write_json(args.json, rounded(result))
     print({name: [round(value, 2) for value in values] for name, values in result.get("summary", {}).items()})
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

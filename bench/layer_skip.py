@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -30,14 +30,11 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib.deep_model import SKIP_SET, build, mixed_sets
-from bench.lib.engine import ROOT, SKIP_SET_OF_DEMO, Engine, Run, in_process
+from bench.lib.engine import SKIP_SET_OF_DEMO, Engine, Run, baseline_seconds, engine_of, in_process, verdicts
 from bench.lib.machine import cores, cpu, rounded
 from bench.lib.prompts import BY_KIND, PROMPTS, chats
-from bench.lib.results import write_json
-from bench.lib.switch import baseline_seconds, verdicts
+from bench.lib.results import ROOT, write_json
 from freedraft.draft import DraftBatch
 from freedraft.hybrid.method import HybridMethod
 
@@ -46,27 +43,18 @@ PARTS = {"vllm": ("deep", "mixed", "demo", "exact"), "sglang": ("deep", "mixed")
 ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("sssd", "layerskip")}
 
 
-def engine_of(args: argparse.Namespace, **options: Any) -> AbstractContextManager[Any]:
+def engine(args: argparse.Namespace, **options: Any) -> AbstractContextManager[Any]:
     speculative = {"method": "layerskip", "num_speculative_tokens": K, "skip_set": str(args.skip_set)} | options
-    exact, most = args.part == "exact", max(args.batches)
-    if args.engine == "vllm":
-        return nullcontext(Engine(args.model, speculative, max_num_seqs=most, exact=exact))
-    from bench.lib.sglang_engine import sglang_engine
-
-    return sglang_engine(args.model, speculative, exact=exact, max_running_requests=most, disable_radix_cache=True)
+    return engine_of(args.engine, args.model, speculative, requests=max(args.batches), exact=args.part == "exact")
 
 
 class Bench:
     """The demo's prompts, and an engine that drafts with one or several skip sets."""
 
-    def __init__(self, args: argparse.Namespace, engine: Any, sets: Sequence[str] = ()) -> None:
-        self.tokens, self.rounds, self.engine = args.tokens, args.rounds, engine
-        self.extras = [{"skip_set": name} for name in sets]
-        self.prompts: list[list[int]] = chats(args.model, BY_KIND)
-
-    def generate(self, prompts: list[list[int]], drafting: bool) -> Run:
-        run: Run = self.engine.generate(prompts, self.tokens, drafting=drafting, extras=self.extras)
-        return run
+    def __init__(self, args: argparse.Namespace, running: Any, sets: Sequence[str] = ()) -> None:
+        extras = [{"skip_set": name} for name in sets]
+        self.rounds, self.prompts = args.rounds, chats(args.model, BY_KIND)
+        self.generate: Callable[..., Run] = partial(running.generate, tokens=args.tokens, extras=extras)
 
     def groups(self, batch: int) -> list[list[list[int]]]:
         return [self.prompts[i : i + batch] for i in range(0, len(self.prompts) - batch + 1, batch)]
@@ -75,9 +63,9 @@ class Bench:
         """Let the controller learn what steps cost and what is accepted: what it settles on is measured later."""
         for batch in batches:
             for on in (False, True):
-                self.generate(self.prompts[:batch], on)
+                self.generate(self.prompts[:batch], drafting=on)
         for group in self.groups(max(batches)):
-            self.generate(group, True)
+            self.generate(group, drafting=True)
 
     def in_turns(self, batch: int) -> tuple[list[Run], list[Run]]:
         """Baseline and speculative decoding of all prompts, group by group."""
@@ -85,7 +73,7 @@ class Bench:
         for turn in range(self.rounds):
             for group in self.groups(batch):
                 for on in (False, True) if turn % 2 == 0 else (True, False):
-                    runs[on].append(self.generate(group, on))
+                    runs[on].append(self.generate(group, drafting=on))
         return runs
 
     def row(self, batch: int) -> dict[str, Any]:
@@ -99,15 +87,10 @@ def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
     judged = [verdict for run in drafting for verdict in verdicts(run.calls)]
     steps, drafted, accepted = len(judged), sum(d for d, _ in judged), sum(a for _, a in judged)
     plain = median(s for run in baseline for s in baseline_seconds(run.calls, batch))
-    result: dict[str, Any] = {
-        "batch": batch,
-        "plain_tokens_per_second": speed[0],
-        "tokens_per_second": speed[1],
-        "ratio": median(pairs),
-        "ratio_quarters": np.quantile(pairs, (0.25, 0.75)).tolist(),
-        "ratio_spread": [min(pairs), max(pairs)],
-        "same": all(a.tokens == b.tokens for a, b in zip(baseline, drafting, strict=True)),
-    }
+    result: dict[str, Any] = {"batch": batch, "plain_tokens_per_second": speed[0], "tokens_per_second": speed[1]}
+    result |= {"ratio": median(pairs), "ratio_quarters": np.quantile(pairs, (0.25, 0.75)).tolist()}
+    result["ratio_spread"] = [min(pairs), max(pairs)]
+    result["same"] = all(a.tokens == b.tokens for a, b in zip(baseline, drafting, strict=True))
     if drafted:
         full = [(a, b) for run in drafting for a, b in pairwise(run.calls) if a.batch == batch and any(a.drafted)]
         m, alpha = 1 + accepted / steps, accepted / drafted
@@ -120,8 +103,8 @@ def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
 
 def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Parts "deep" and "demo": a row for each batch size."""
-    with engine_of(args) as engine:
-        bench = Bench(args, engine)
+    with engine(args) as running:
+        bench = Bench(args, running)
         bench.settle(args.batches)
         return [bench.row(batch) for batch in args.batches]
 
@@ -129,16 +112,16 @@ def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
 def mixed(args: argparse.Namespace) -> dict[str, Any]:
     paths = mixed_sets(args.model)
     args.batches = [len(paths)]
-    with engine_of(args, skip_set=",".join(map(str, paths))) as engine:
-        bench = Bench(args, engine, [path.stem for path in paths])
+    with engine(args, skip_set=",".join(map(str, paths))) as running:
+        bench = Bench(args, running, [path.stem for path in paths])
         bench.settle(args.batches)
         return {"skip_sets": len(paths)} | bench.row(len(paths))
 
 
 def exact(args: argparse.Namespace) -> dict[str, Any]:
     """Token identity under drafts of a fixed length, and the share of draft tokens that are accepted one by one."""
-    with engine_of(args, lookahead="fixed", num_speculative_tokens=args.length) as engine:
-        bench = Bench(args, engine)
+    with engine(args, lookahead="fixed", num_speculative_tokens=args.length) as running:
+        bench = Bench(args, running)
         if args.length == 1:
             return {"acceptance": bench.row(1)["alpha"]}
         same = [a.tokens == b.tokens for batch in (1, 4) for a, b in zip(*bench.in_turns(batch), strict=True)]

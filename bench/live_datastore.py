@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -27,33 +26,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-
 from bench.lib.kills import engine_kills, kills
 from bench.lib.machine import timed
 from bench.lib.results import earlier_figures, write_json
-from bench.lib.trace import Trace
-from bench.replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, build_store, drafting, replay, test_rows
-from bench.replay import untainted_weights as weights_for
+from bench.lib.trace import Trace, replayed
+from bench.replay import STORE_ROWS, build_store, drafting, replay, test_rows, untainted_weights
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import Run, merged, sorted_run
 from sssd_plugin.datastore.live.opening import open_live
 from sssd_plugin.datastore.live.store import NICE, LiveStore
 from sssd_plugin.drafter import Drafter
 
+NODES = 16
+"""Per step, root included."""
 HUNDRED = 100
+DELTA = 256 << 10  # tokens of the delta that is rebuilt
+ENGINE_KILLS = 3
 PACE = 50_000  # tokens per second of a server's answers
 
 
-def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
+def cold_start(trace: Trace, weights: Path) -> dict[str, Any]:
     live = LiveStore(trace.vocab_size, isolation="shared")
-    make = partial(Drafter, vocab_size=trace.vocab_size, max_nodes=budget, weights=weights)
+    make = partial(Drafter, vocab_size=trace.vocab_size, max_nodes=NODES, weights=weights)
     drafter = make(live=live)
     by_hundred, steps, tokens = [], 0, 0
     for number, (prompt, output) in enumerate(trace.rows[:STORE_ROWS], 1):
-        if len(prompt) >= MIN_PROMPT and len(output) >= MIN_OUTPUT:
-            found = replay([(prompt, output[:MAX_OUTPUT])], drafting(drafter, budget))
+        if rows := replayed([(prompt, output)]):
+            found = replay(rows, drafting(drafter, NODES))
             steps, tokens = steps + found["steps"], tokens + found["output_tokens"]
         live.insert(output)
         if number % HUNDRED == 0 or number == STORE_ROWS:
@@ -61,7 +60,7 @@ def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
             steps = tokens = 0
     drafters = {"no_store": make(), "live_store": drafter, "static_store": make(snapshot=build_store(trace))}
     rows = test_rows(trace)
-    rates = {name: replay(rows, drafting(each, budget))["tokens_per_step"] for name, each in drafters.items()}
+    rates = {name: replay(rows, drafting(each, NODES))["tokens_per_step"] for name, each in drafters.items()}
     live.close()
     return {"by_hundred_rows": by_hundred, "test_rows": rates}
 
@@ -108,10 +107,10 @@ def sort(documents: list[NDArray[np.int32]], vocab_size: int) -> Run:
     return sorted_run(documents, vocab_size, np.zeros((len(documents), 3), np.int64))
 
 
-def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, Any]:
+def rebuild(trace: Trace, weights: Path) -> dict[str, Any]:
     documents, vocab_size = list[NDArray[np.int32]](), trace.vocab_size
     order = np.random.default_rng(0).permutation(2 * len(trace.rows)) % len(trace.rows)
-    while sum(len(document) + 1 for document in documents) < delta:
+    while sum(len(document) + 1 for document in documents) < DELTA:
         documents.append(trace.rows[order[len(documents) % len(order)]][1])
     older, sorting = timed(lambda: sort(documents, vocab_size))
     newer = sort([trace.rows[i][1] for i in order[-len(documents) :]], vocab_size)
@@ -120,19 +119,17 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
     for _, output in trace.rows[:STORE_ROWS]:
         live.insert(output)
     live.settle()
-    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=budget, weights=weights, live=live)
+    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=NODES, weights=weights, live=live)
     rows = test_rows(trace)[:24]
-    go, stop = threading.Event(), threading.Event()
     seconds: dict[str, list[float]] = {"idle": [], "rebuilding": []}
-    draft, rebuilds, name, last = drafting(drafter, budget), 0, "", ""
+    draft, rebuilds, name, last = drafting(drafter, NODES), 0, "", ""
 
-    def work() -> None:
+    def work(stop: threading.Event) -> None:
         nonlocal rebuilds
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while not stop.is_set():
-            if go.wait(0.1):
-                merged(older, sort(documents, vocab_size), vocab_size)
-                rebuilds += 1
+            merged(older, sort(documents, vocab_size), vocab_size)
+            rebuilds += 1
 
     def timed_draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
         nonlocal last
@@ -142,15 +139,15 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
         last = request
         return batch
 
-    thread = threading.Thread(target=work)
-    thread.start()
     for turn in range(6):
-        name = ("idle", "rebuilding")[turn % 2]
-        (go.clear if name == "idle" else go.set)()
-        time.sleep(0.3)  # the last rebuild ends
+        name, stop = ("idle", "rebuilding")[turn % 2], threading.Event()
+        if name == "idle":
+            stop.set()
+        thread = threading.Thread(target=work, args=(stop,))
+        thread.start()
         replay(rows, timed_draft)
-    stop.set()
-    thread.join()
+        stop.set()
+        thread.join()
     live.close()
     figures = {name: {f"{at}_us": us for at, us in percentiles(each, 1e-6).items()} for name, each in seconds.items()}
     return {
@@ -162,43 +159,32 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
     }
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True, help='JSONL with "prompt" and "output"')
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
-    parser.add_argument("--budget", type=int, default=16, help="nodes per step, root included")
-    parser.add_argument("--delta", type=int, default=256 << 10, help="tokens of the delta that is rebuilt")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--model", type=Path, help="model folder: also kill a server of it")
-    parser.add_argument("--engine-kills", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="parts, as the file names them (default: all)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    try:
-        trace = Trace.load(arguments.trace, arguments.tokenizer)
-        if len(trace.rows) <= STORE_ROWS:
-            raise ValueError(f"trace: {arguments.trace} has no row to replay after its first {STORE_ROWS}")
-        weights = weights_for(trace)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    trace = Trace.load(arguments.trace, arguments.tokenizer)
+    weights = untainted_weights(trace)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "update": lambda: update_cost(trace),
-        "rebuild": lambda: rebuild(trace, arguments.budget, weights, arguments.delta),
-        "cold_start": lambda: cold_start(trace, arguments.budget, weights),
+        "rebuild": lambda: rebuild(trace, weights),
+        "cold_start": lambda: cold_start(trace, weights),
         "crashes": lambda: kills("learning", arguments.kills),
-        "crashes_while_forgetting": lambda: kills("forgetting", arguments.kills),
-        "crashes_while_compacting": lambda: kills("compacting", arguments.kills),
+        **{f"crashes_while_{name}": partial(kills, name, arguments.kills) for name in ("forgetting", "compacting")},
     }
     if arguments.model is not None:
-        parts["engine"] = lambda: engine_kills(arguments.model, arguments.engine_kills)
+        parts["engine"] = lambda: engine_kills(arguments.model, ENGINE_KILLS)
     before = earlier_figures(arguments.json) or {}
-    result = before | {"trace": arguments.trace.name, "budget": arguments.budget}
+    result = before | {"trace": arguments.trace.name, "budget": NODES}
     result |= {name: part() for name, part in parts.items() if not arguments.only or name in arguments.only}
     print(json.dumps(result, indent=1))
     write_json(arguments.json, result, data=[arguments.trace], earlier=bool(before))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,11 +1,10 @@
 """Draft quality without an engine: replay recorded answers and count the tokens that each step would have produced.
 
-    python bench/replay.py --trace FILE --tokenizer DIR --budget 16 --shape tree --drafter sssd --json OUT
     python bench/replay.py --trace FILE --tokenizer DIR --budget 4 8 16 32 --drafter sssd paper suffix lookup --json OUT
     python bench/replay.py --long --tokenizer DIR --drafter sssd suffix --json OUT
 
-Several budgets or drafters print a table. Rivals: prompt lookup; `suffix`, ArcticInference's suffix decoding
-(`bench/arctic.py` builds it). One that cannot be imported is named, and the others go on.
+Rivals: prompt lookup; `suffix`, ArcticInference's suffix decoding (`bench/arctic.py build/arctic` builds it). One that
+cannot be imported is named, and the others go on.
 
 Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer
 of any model tells what would have been accepted: the same figure on every machine. Protocol: the outputs of the first
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections import Counter
@@ -33,21 +31,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.lib import long_texts
-from bench.lib.results import earlier_figures, write_json
+from bench.lib.results import ROOT, earlier_figures, write_json
 from bench.lib.tables import pivot
-from bench.lib.trace import Row, Trace, load_tokenizer
+from bench.lib.trace import Row, Trace, replayed, store_of
+from bench.scorer.long_contexts import KINDS, copies, python_sources
 from freedraft.draft import DraftBatch
-from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore import tokenizer
+from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import BINS, Weights
 
-STORE_ROWS, MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 605, 512, 4, 9
-SHIPPED = Path(__file__).resolve().parent.parent / "sssd_plugin" / "scoring" / "weights"
-
+STORE_ROWS = 605
+SHIPPED = ROOT / "sssd_plugin" / "scoring" / "weights"
+COPIES = 4
+"""Of each kind and length."""
 DRAFTERS = ("sssd", "paper", "suffix", "lookup")
+SCORINGS = {"sssd": "learned", "paper": "paper"}
 SHAPES = {"lookup": "chain"}
 """Drafters that know one shape only."""
 SOURCES = ("request", "datastore", "both alike", "neither")
@@ -63,16 +62,11 @@ def store_documents(trace: Trace) -> list[NDArray[np.int32]]:
 
 
 def build_store(trace: Trace) -> Snapshot:
-    """The outputs of the first 605 rows, a separator after each."""
-    documents = [np.append(output, SEPARATOR) for output in store_documents(trace)]
-    if not documents:
-        return Snapshot.empty()
-    return Snapshot([SubIndex.build(np.concatenate(documents).astype(np.int32), trace.vocab_size)])
+    return store_of(store_documents(trace), trace.vocab_size)
 
 
 def test_rows(trace: Trace) -> list[Row]:
-    rows = [(prompt, output[:MAX_OUTPUT]) for prompt, output in trace.rows[STORE_ROWS:]]
-    return [(p, o) for p, o in rows if len(p) >= MIN_PROMPT and len(o) >= MIN_OUTPUT]
+    return replayed(trace.rows[STORE_ROWS:])
 
 
 def accepted_path(batch: DraftBatch, continuation: NDArray[np.int32]) -> list[int]:
@@ -119,11 +113,8 @@ def suffix(documents: Sequence[NDArray[np.int32]], budget: int, shape: str) -> D
     """ArcticInference's suffix decoding: a tree over the request, one over all answers, the better of both.
 
     Its limits are opened (4 tokens for each one matched, no least probability), which is best for it here, and its tree
-    grows by the answers replayed so far, as when it serves; freedraft's datastore stays what it was.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    grows by the answers replayed so far, as when it serves; freedraft's datastore stays what it was. Raises
+    ImportError: it is not installed."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
     cache = SuffixDecodingCache(max_tree_depth=64, max_cached_requests=-1 if documents else 0)
@@ -145,26 +136,17 @@ def suffix(documents: Sequence[NDArray[np.int32]], budget: int, shape: str) -> D
         if n > known:
             cache.add_active_response(request, tokens[known:n].tolist())
             known = n
-        found = cache.speculate(
-            request,
-            tokens[max(0, n - 64) : n].tolist(),
-            max_spec_tokens=budget - 1,
-            max_spec_factor=4.0,
-            min_token_prob=0.0,
-            use_tree_spec=shape == "tree",
-        )
-        return tree(out, int(tokens[n - 1]), found.token_ids, [parent + 1 for parent in found.parents])
+        end = tokens[max(0, n - 64) : n].tolist()
+        limits = {"max_spec_tokens": budget - 1, "max_spec_factor": 4.0, "min_token_prob": 0.0}
+        found = cache.speculate(request, end, use_tree_spec=shape == "tree", **limits)
+        # A tree whose parents count the root as 0 and come before their children.
+        out.tokens[0, 0], out.parents[0, 0], out.depths[0, 0] = tokens[n - 1], -1, 0
+        for i, (token, parent) in enumerate(zip(found.token_ids, found.parents, strict=True), 1):
+            out.tokens[0, i], out.parents[0, i], out.depths[0, i] = token, parent + 1, out.depths[0, parent + 1] + 1
+        out.counts[0] = 1 + len(found.token_ids)
+        return out
 
     return draft
-
-
-def tree(out: DraftBatch, root: int, tokens: Sequence[int], parents: Sequence[int]) -> DraftBatch:
-    """A tree of others as a `DraftBatch`; `parents` count the root as 0 and come before their children."""
-    out.tokens[0, 0], out.parents[0, 0], out.depths[0, 0] = root, -1, 0
-    for i, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
-        out.tokens[0, i], out.parents[0, i], out.depths[0, i] = token, parent, out.depths[0, parent] + 1
-    out.counts[0] = 1 + len(tokens)
-    return out
 
 
 def lookup(budget: int) -> DraftFunction:
@@ -213,28 +195,20 @@ def replay(rows: list[Row], draft: DraftFunction, *, sources: bool = False) -> d
             produced += advance
             nodes += int(batch.counts[0])
             steps += 1
-    return {
-        "tokens_per_step": round(produced / steps, 4),
-        "draft_us_per_step": round(seconds / steps * 1e6, 2),
-        "nodes_per_step": round(nodes / steps, 2),
-        "output_tokens": produced,
-        "steps": steps,
-    } | ({"accepted_from": {name: found[name] for name in SOURCES}} if sources else {})
+    row: dict[str, Any] = {"tokens_per_step": round(produced / steps, 4), "nodes_per_step": round(nodes / steps, 2)}
+    row |= {"draft_us_per_step": round(seconds / steps * 1e6, 2), "output_tokens": produced, "steps": steps}
+    return row | ({"accepted_from": {name: found[name] for name in SOURCES}} if sources else {})
 
 
-def drafter(name: str, store: Trace, budget: int, shape: Any, scoring: str, weights: Path | None) -> DraftFunction:
-    """Make a drafter that knows the first 605 rows' outputs of `store`.
-
-    Raises:
-        ImportError: a rival that is not installed.
-    """
+def drafter(name: str, store: Trace, budget: int, shape: Any, weights: Path | None = None) -> DraftFunction:
+    """A drafter that knows the first 605 rows' outputs of `store`. Raises ImportError: a rival that is not
+    installed."""
     if name == "lookup":
         return lookup(budget)
     if name == "suffix":
         return suffix(store_documents(store), budget, shape)
-    options: dict[str, Any] = {"scoring": "paper" if name == "paper" else scoring, "weights": weights}
-    options |= {"snapshot": build_store(store), "vocab_size": store.vocab_size}
-    return drafting(Drafter(max_nodes=budget, **options), budget, shape)
+    options: dict[str, Any] = {"scoring": SCORINGS[name], "weights": weights, "snapshot": build_store(store)}
+    return drafting(Drafter(vocab_size=store.vocab_size, max_nodes=budget, **options), budget, shape)
 
 
 def untainted_weights(trace: Trace) -> Path:
@@ -242,51 +216,34 @@ def untainted_weights(trace: Trace) -> Path:
     for path in sorted(SHIPPED.glob("*.json")):
         if Weights.load(path).trace_sha256 != trace.sha256:
             return path
-    raise ValueError(f"all weights in {SHIPPED} were trained on this trace; give --weights")
+    raise ValueError(f"all weights in {SHIPPED} were trained on this trace")
 
 
 def long_contexts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Replay answers that copy or edit a part of a long prompt: a row per drafter, shape, kind and length.
-
-    Raises:
-        ImportError: a rival that is not installed; ValueError: no tokenizer.
-    """
-    encoder = load_tokenizer(arguments.tokenizer)
-    text = long_texts.python_sources(encoder, 2 * max(arguments.lengths))
+    """Replay answers that copy or edit a part of a long prompt: a row per drafter, shape, kind and length."""
+    encoder = tokenizer.load(arguments.tokenizer)
+    text = python_sources(encoder, 2 * max(arguments.lengths))
     store, budget, results = Trace([], "", encoder.get_vocab_size()), arguments.budget[0], []
     shapes = [(name, shape) for name in arguments.drafter for shape in ("chain", "tree")]
     shapes = [(name, shape) for name, shape in shapes if shape == SHAPES.get(name, shape)]
-    for (name, shape), kind, length in itertools.product(shapes, long_texts.KINDS, arguments.lengths):
-        draft = drafter(name, store, budget, shape, arguments.scoring, arguments.weights)
-        found = replay(long_texts.rows(text, length, kind, arguments.rows), draft)
+    for (name, shape), kind, length in itertools.product(shapes, KINDS, arguments.lengths):
+        found = replay(copies(text, length, kind, COPIES), drafter(name, store, budget, shape))
         results.append({"drafter": name, "shape": shape, "kind": kind, "context": length, "budget": budget} | found)
     return results
 
 
 def run(trace: Trace, rows: list[Row], name: str, budget: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Replay one drafter with one budget.
-
-    Raises:
-        ImportError: a rival that is not installed.
-    """
-    scoring = {"sssd": arguments.scoring, "paper": "paper"}.get(name)
-    shape = SHAPES.get(name, arguments.shape)
-    weights = (arguments.weights or untainted_weights(trace)) if scoring == "learned" else None
+    """Replay one drafter with one budget."""
+    scoring, shape = SCORINGS.get(name), SHAPES.get(name, arguments.shape)
+    weights = untainted_weights(trace) if scoring == "learned" else None
     store = replace(trace, rows=[]) if arguments.no_store else trace
-    draft = drafter(name, store, budget, shape, arguments.scoring, weights)
     used = Weights.load(weights) if weights else None
-    return {
-        **replay(rows, draft, sources=scoring == "learned"),
-        "store_tokens": sum(len(d) + 1 for d in store_documents(store)) if name != "lookup" else 0,
-        "rows": len(rows),
-        "trace": arguments.trace.name,
-        "drafter": "sssd" if scoring else name,
-        "scoring": scoring,
-        "shape": shape,
-        "budget": budget,
-        "weights_trained_on": used.trained_on if used else None,
-        "weights_saw_this_trace": used.trace_sha256 == trace.sha256 if used else None,
-    }
+    row = replay(rows, drafter(name, store, budget, shape, weights), sources=scoring == "learned")
+    row["store_tokens"] = sum(len(d) + 1 for d in store_documents(store)) if name != "lookup" else 0
+    row |= {"rows": len(rows), "trace": arguments.trace.name, "drafter": "sssd" if scoring else name}
+    row |= {"scoring": scoring, "shape": shape, "budget": budget}
+    row["weights_trained_on"] = used.trained_on if used else None
+    return row | {"weights_saw_this_trace": used.trace_sha256 == trace.sha256 if used else None}
 
 
 def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
@@ -300,49 +257,37 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, help='JSONL with "prompt" and "output"')
     parser.add_argument("--long", action="store_true", help="copies and edits of long prompts, in place of a trace")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 8_000, 32_000, 128_000], help="of --long")
-    parser.add_argument("--rows", type=int, default=4, help="of --long, per kind and length")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--budget", type=int, nargs="+", default=[16], help="nodes per step, root included")
     parser.add_argument("--shape", choices=("tree", "chain"), default="tree")
     parser.add_argument("--drafter", choices=DRAFTERS, nargs="+", default=["sssd"])
-    parser.add_argument("--scoring", choices=("learned", "paper"), default="learned")
-    parser.add_argument("--weights", type=Path, help="scorer weights; default: shipped ones trained on another trace")
     parser.add_argument("--no-store", action="store_true", help="draft from prompt and output only")
-    parser.add_argument("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built")
     parser.add_argument("--json", type=Path, help="results are added to those of before, of the same code and machine")
     arguments = parser.parse_args()
-    sys.path.append(str(arguments.arctic))
+    sys.path.append("build/arctic")
+    if arguments.long == (arguments.trace is not None) or min(arguments.budget) < 1:
+        parser.error("give --trace or --long, and a --budget of 1 (the root) or more")
     results, missing = [], []
     try:
-        if min(arguments.budget) < 1:
-            raise ValueError("--budget must be at least 1 (the root)")
         if arguments.long:
             results = long_contexts(arguments)
             print(pivot(results, "drafter={drafter} | shape={shape} | kind={kind}", "context", "{tokens_per_step:.2f}"))
             write_json(arguments.json, results)
             return 0
-        if arguments.trace is None:
-            raise ValueError("give --trace, or --long")
         trace = Trace.load(arguments.trace, arguments.tokenizer)
         rows = test_rows(trace)
-        if not rows:
-            raise ValueError(f"trace: {arguments.trace} has no row to replay after its first {STORE_ROWS}")
         for name in arguments.drafter:
             try:
                 results += [run(trace, rows, name, budget, arguments) for budget in arguments.budget]
             except ImportError as error:
                 missing.append(name)
                 print(f"left out: {name} is not installed here ({error})", file=sys.stderr)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    many = len(arguments.budget) * len(arguments.drafter) > 1
-    if many and results:
+    if results:
         form = "answers={trace} | drafter={drafter} | scoring={scoring} | shape={shape}"
         print(pivot(results, form, "budget", "{tokens_per_step:.3f}"))
-    elif results:
-        print(json.dumps(results[0], indent=1))
-    if results:
         before = earlier_figures(arguments.json) or []
         mine = {key_of(r) for r in results}
         kept = [r for r in before if key_of(r) not in mine]

@@ -1,9 +1,9 @@
-"""One page in Markdown, and its plots, from the results of the benchmarks.
+"""One page in Markdown, and its plots, from the results of bench/serve.py.
 
     python bench/report.py bench/results --out build/report.md
 
-Plots are written beside the page as PNGs. Files of results that this does not know are passed over; damaged ones, and
-those that were changed since their benchmark wrote them, are named on the page.
+Plots are written beside the page as PNGs. Other files of results are passed over; damaged ones, and those that were
+changed since their benchmark wrote them, are named on the page.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib import plots, summary, tables
 from bench.lib.plots import Plot, Rows, names, nice, overall, plt
@@ -46,16 +44,14 @@ def below_plain(result: dict[str, Any]) -> str:
     """Of each arm, how many cells lie below plain, in one sentence; empty where nothing was compared."""
     found = summary.below_plain(result["rows"])
     counts = ", ".join(f"{arm} {below} of {cells}" for arm, (below, cells) in found.items())
-    said = f"Cells of group and requests at a time that lie more than 1 % below plain: {counts}."
-    return said if found else ""
+    return f"Cells of group and requests at a time that lie more than 1 % below plain: {counts}." if found else ""
 
 
 def near_the_best(result: dict[str, Any]) -> str:
     """How many cells reach the best fixed draft length, in one sentence; empty without fixed ones."""
-    rows = summary.of_best_length(result["rows"], result["settings"]["arms"])
-    close = sum(row["share"] >= 0.99 for row in rows)
-    said = f"{close} of {len(rows)} cells reach 99 % of the best fixed draft length, plain decoding among them."
-    return said if rows else ""
+    shares = [row["share"] >= 0.99 for row in summary.of_best_length(result["rows"], result["settings"]["arms"])]
+    said = f"{sum(shares)} of {len(shares)} cells reach 99 % of the best fixed draft length, plain decoding among them."
+    return said if shares else ""
 
 
 def chosen_lengths(result: dict[str, Any]) -> str:
@@ -140,59 +136,34 @@ def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
         f"{conditions(result)} Answers are compared with plain's as text, special tokens included. Arms that learn "
         "from traffic began empty at each number of requests at a time."
     )
-    parts = [note, below_plain(result), *(f"> problem: {text}" for text in result["problems"]), *map(picture, shown)]
+    parts = [f"## Serving: {name}", note, below_plain(result), *(f"> problem: {text}" for text in result["problems"])]
+    parts += map(picture, shown)
     parts += ["### All questions together", serving_table(overall(rows))]
     parts += ["### By group of questions", serving_table(rows)] if overall(rows) != rows else []
     parts += [chosen_lengths(result), rivals(result), "### Commands of the servers"]
     return [*parts, "\n".join(f"- `{command}`" for command in result["commands"].values())], shown
 
 
-def replay(results: Rows) -> tuple[list[str], list[Plot]]:
-    """Tokens per step of trees with a store, and where the accepted tokens came from."""
-    found = [r for r in results if r["shape"] == "tree" and r["store_tokens"]]
-    form = "answers={trace} | drafter={drafter} | scoring={scoring}"
-    shown = [plots.accepted_from(sources)] if (sources := [r for r in found if r.get("accepted_from")]) else []
-    return [tables.pivot(found, form, "budget", "{tokens_per_step:.3f}", "{} nodes"), *map(picture, shown)], shown
-
-
 def picture(plot: Plot) -> str:
     return f"![{plot.name}]({plot.name}.png)\n\n{plot.caption}"
 
 
-def section(path: Path) -> tuple[str, list[str], list[Plot]] | None:
-    """Title, body and plots of a file of results; None for a file that the page does not know.
-
-    Raises:
-        ValueError, KeyError, TypeError, IndexError, OSError: it is damaged, or not as its benchmark wrote it.
-    """
-    result = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(result, dict) and result.get("benchmark") == "serve":
-        checked(path)
-        return f"Serving: {path.stem}", *serving(path.stem, result)
-    if path.stem.startswith("replay") and isinstance(result, list):
-        checked(path)
-        return "Draft quality, by replay of recorded answers", *replay(result)
-    return None
-
-
 def build(folder: Path) -> tuple[str, list[Plot]]:
-    """The page and its plots, from every file of results in a folder.
-
-    Raises:
-        ValueError: there is none.
-    """
-    sections: list[tuple[str, list[str], list[Plot]]] = []
+    """The page and its plots, from every file of results in a folder. Raises ValueError: there is none."""
+    body, shown = ["# freedraft: measured"], list[Plot]()
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         try:
-            found = section(path)
+            result = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(result, dict) or result.get("benchmark") != "serve":
+                continue
+            checked(path)
+            parts, drawn = serving(path.stem, result)
         except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
-            found = path.name, [f"> problem: left out: {type(error).__name__}: {error}"], []
-        sections += [found] if found is not None else []
-    if not sections:
-        raise ValueError(f"no results in {folder}: run bench/serve.py or bench/replay.py first")
-    sections.sort(key=lambda titled: not titled[0].startswith("Serving"))
-    body = [part for title, parts, _ in sections for part in (f"## {title}", *parts) if part]
-    return "\n\n".join(["# freedraft: measured", *body]) + "\n", [plot for *_, shown in sections for plot in shown]
+            parts, drawn = [f"## {path.name}", f"> problem: left out: {type(error).__name__}: {error}"], []
+        body, shown = body + parts, shown + drawn
+    if len(body) == 1:
+        raise ValueError(f"no results in {folder}: run bench/serve.py first")
+    return "\n\n".join(filter(None, body)) + "\n", shown
 
 
 def main() -> int:

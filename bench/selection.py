@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -24,17 +23,14 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.lib.answers import answers_of, sample_of, weight_share
-from bench.lib.draft_chains import draft_chains
+from bench.lib.draft_chains import draft_chains, sample_of, weight_share
 from bench.lib.machine import rounded
 from bench.lib.results import earlier_figures, write_json
 from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.knn import fit
-from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode, load_tokenizer
+from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, encode, load_tokenizer
 from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.pass_times import tokens_per_time
 from layerskip_plugin.selection.knn import Domains
@@ -42,7 +38,7 @@ from layerskip_plugin.selection.online_search import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
 
 MIX = (0.0, 0.3, 0.7, 1.0)
-DRAFT = 5
+DRAFT, SEED = 5, 0
 Answers = dict[str, list[Answered]]
 
 
@@ -52,50 +48,38 @@ def read_domains(paths: Sequence[Path], categories: Sequence[str]) -> dict[str, 
     for path in paths:
         prompts = Prompts.load(path)
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        if categories and all("category" in row for row in rows):
-            for row, text in zip(rows, prompts.texts, strict=True):
-                if row["category"] in categories:
-                    domains.setdefault(row["category"], []).append(text)
-        else:
-            domains[prompts.name] = prompts.texts
+        split = categories and all("category" in row for row in rows)
+        for row, text in zip(rows, prompts.texts, strict=True):
+            name = row["category"] if split else prompts.name
+            if not split or name in categories:
+                domains.setdefault(name, []).append(text)
     return domains
 
 
-class Drafts:
-    """Acceptance of fixed-length drafts on held-out answers, measured once per (answer, set, length)."""
-
-    def __init__(self, host: HostModel, held: list[Answered], max_tokens: int) -> None:
-        self.host, self.held, self.max_tokens = host, held, max_tokens
-        self.text, self.rounds = cache(self._text), cache(self._rounds)
-
-    def _text(self, number: int) -> Text:
-        return self.host.read(self.held[number].tokens[: self.held[number].prompt + self.max_tokens])
-
-    def _rounds(self, number: int, skip: SkipSet, length: int) -> tuple[int, int, int]:
-        """Rounds, tokens drafted and tokens accepted of drafting the whole answer."""
-        text, prompt = self.text(number), self.held[number].prompt
-        drafts, _, _ = draft_chains(self.host, skip, text, prompt, length)
-        answer = text.tokens.numpy()[prompt:]
-        rounds = accepted = place = 0
-        while place + 1 < len(answer):
-            truth = answer[place + 1 : place + 1 + length]
-            right = int(np.cumprod(drafts[place][: len(truth)] == truth).sum())
-            rounds, accepted = rounds + 1, accepted + right
-            place += right + 1
-        return rounds, rounds * length, accepted  # passes behind a rejected token take as long as others
+def rounds_of(host: HostModel, skip: SkipSet, text: Text, prompt: int, length: int) -> tuple[int, int, int]:
+    """Rounds, tokens drafted and tokens accepted of drafting a whole answer, `length` tokens each time."""
+    drafts, _, _ = draft_chains(host, skip, text, prompt, length)
+    answer = text.tokens.numpy()[prompt:]
+    rounds = accepted = place = 0
+    while place + 1 < len(answer):
+        truth = answer[place + 1 : place + 1 + length]
+        right = int(np.cumprod(drafts[place][: len(truth)] == truth).sum())
+        rounds, accepted = rounds + 1, accepted + right
+        place += right + 1
+    return rounds, rounds * length, accepted  # passes behind a rejected token take as long as others
 
 
 def stream(
     host: HostModel, domains: dict[str, list[str]], learn: Answers, held: Answers, options: Any
 ) -> dict[str, Any]:
     """Table 2 of KNN-SSD on this model, and the accuracy of routing."""
-    seed, size, names = options.seed, round(options.share * host.sublayers), list(domains)
+    size, names = round(options.share * host.sublayers), list(domains)
     everything, tokenizer = [a for part in learn.values() for a in part], load_tokenizer(options.model)
-    sample = sample_of(host, everything, options.tokens, seed)
+    sample = sample_of(host, everything, options.tokens, SEED)
     kept = sorted(knapsack.protected_sublayers(host, sample))
 
     def searched(answers: Sequence[Answered]) -> list[tuple[SkipSet, float]]:
-        part = sample_of(host, answers, max(knapsack.MIN_TOKENS, options.tokens), seed)
+        part = sample_of(host, answers, max(knapsack.MIN_TOKENS, options.tokens), SEED)
         found = knapsack.search(host, part, max_weight=size, protected=kept, survivors=options.survivors)
         return [(c.skip, c.agreement) for c in found]
 
@@ -120,22 +104,26 @@ def stream(
     anchors: Domains = fit(known, names, behind)
     routed = [anchors.route(hidden(domains[n][n_learn : n_learn + n_held])).tolist() for n in names]
     accuracy = float(np.mean([np.mean(np.array(r) == i) for i, r in enumerate(routed)]))
-    drafts = Drafts(host, [one for name in names for one in held[name]], options.answer)
-    rng, rows = np.random.default_rng(seed), []
+    tested = [one for name in names for one in held[name]]
+    texts = [host.read(one.tokens[: one.prompt + options.answer]) for one in tested]
+
+    @cache
+    def rounds(number: int, skip: SkipSet, length: int) -> tuple[int, int, int]:
+        return rounds_of(host, skip, texts[number], tested[number].prompt, length)
 
     def searching(order: Sequence[tuple[int, int]]) -> list[SkipSet]:
         """SWIFT's incumbent at each request; one batch of candidates is scored on the newest tokens of each."""
-        window: list[Sample] = []
-        score = lambda skips: host.scores(skips, window[0])[0]  # noqa: E731
-        swift = Swift(host.n_layers, score, host.fingerprint, options.share, kept, seed=seed)
-        used = []
+        newest: Sample
+        scores = lambda skips: host.scores(skips, newest)[0]  # noqa: E731
+        swift, used = Swift(host.n_layers, scores, host.fingerprint, options.share, kept, seed=SEED), []
         for d, p in order:
             one = held[names[d]][p]
             used.append(swift.incumbent)
-            window[:] = [host.newest(one.tokens[: one.prompt + options.answer], WINDOW)]
+            newest = host.newest(one.tokens[: one.prompt + options.answer], WINDOW)
             swift.step(1e9)
         return used
 
+    rng, rows = np.random.default_rng(SEED), []
     for ratio in MIX:
         domain, order = int(rng.integers(len(names))), []
         for _ in range(options.requests):
@@ -154,12 +142,12 @@ def stream(
                 "knapsack": (chosen, length),
             }
             for method, (skip, far) in choices.items():
-                sums[method] += [*drafts.rounds(d * n_held + p, skip, far), weight_share(host, skip)]
+                sums[method] += [*rounds(d * n_held + p, skip, far), weight_share(host, skip)]
         rows.append({"mix": ratio, "selection": "plain", "M": 1.0, "alpha": 0.0, "c": 0.0, "expected_speed": 1.0})
-        for method, (rounds, drafted, accepted, shares) in sums.items():
-            m, alpha, c = 1 + accepted / rounds, accepted / drafted, shares / len(order)
+        for method, (number, drafted, accepted, shares) in sums.items():
+            m, alpha, c = 1 + accepted / number, accepted / drafted, shares / len(order)
             row = {"mix": ratio, "selection": method, "M": m, "alpha": alpha, "c": c}
-            rows.append(row | {"expected_speed": m / (drafted / rounds * c + 1)})
+            rows.append(row | {"expected_speed": m / (drafted / number * c + 1)})
             print(f"mix {ratio}  {method:<22} M {m:.2f}  alpha {alpha:.3f}  speed {rows[-1]['expected_speed']:.3f}")
     own = {"skipped": len(chosen), "draft_length": length, "expected_over_plain": expected}
     figures = {"routing_accuracy": accuracy, "held_out_prompts": len(names) * n_held, "draft_length": DRAFT}
@@ -179,14 +167,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40, help="in each stream")
     parser.add_argument("--share", type=float, default=0.2, help="of the sublayers skipped in the stream")
     parser.add_argument("--survivors", type=int, default=2, help="of each weight in the knapsack search")
-    parser.add_argument("--answers", type=Path, help="keep the model's answers in this file, and take them from there")
     parser.add_argument("--name", help="of the model, in the JSON; by default its folder's")
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     host, name_of_model = HostModel.load(options.model, dtype="float32"), options.name or options.model.name
     domains = read_domains(options.data, options.categories)
-    wanted = {name: texts[: options.prompts + options.held] for name, texts in domains.items()}
-    answers = answers_of(host, load_tokenizer(options.model), wanted, options.answer, options.answers)
+    tokenizer, number = load_tokenizer(options.model), options.prompts + options.held
+    answers = {
+        name: answer(host, tokenizer, texts[:number], options.answer, 256, batch=6) for name, texts in domains.items()
+    }
     learn = {name: part[: options.prompts] for name, part in answers.items()}
     held = {name: part[options.prompts :] for name, part in answers.items()}
     figures = stream(host, domains, learn, held, options)

@@ -26,29 +26,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.lib import load, made_questions, questions, servers, summary
 from bench.lib.prompts import BY_KIND
+from bench.lib.results import ROOT
 from bench.lib.serving import PRESETS, Arm, Report, Step, baseline_of, console, parse_arm
+from bench.lib.tables import pivot
 
-ROOT = Path(__file__).resolve().parents[1]
 FAILED_BLOCKS = 3  # in a row; then an arm is given up
+WARM_UP = 32  # tokens of each answer that warms a server up
+BLOCK = 8  # questions of an arm's turn, for each request at a time
+ARCTIC = Path("build/arctic")  # what bench/arctic.py built, for arm suffix
 PACKAGES = ("sglang", "freedraft", "torch", "triton", "transformers", "numba", "sglang-kernel", "flashinfer-python")
 
 
 @dataclass
 class Running:
-    """An arm while it is measured.
-
-    Attributes:
-        server: None for an arm with a URL, and before the first start.
-        served: requests that it has answered since it started, warm-up left out.
-        failed: why it takes no further part; None while it does.
-    """
+    """An arm while it is measured: `served` requests since it started, warm-up left out, until it `failed`, and why.
+    There is no server for an arm with a URL, and before the first start."""
 
     arm: Arm
     server: servers.Server | None = None
@@ -67,20 +61,14 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, asked: Sequence[questions.Question], report: Report):
         self.args, self.report = args, report
-        limits = (args.block, args.limit, args.least_rounds)
+        limits = (BLOCK, args.limit, args.least_rounds)
         self.blocks = {c: questions.blocks(asked, c, *limits) for c in args.concurrency}
         self.arms = [Running(arm) for arm in args.arms]
         self.deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
 
     def run(self) -> bool:
         """Measure what is missing; false when the time was over before."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        times = (TimeElapsedColumn(), TimeRemainingColumn())
-        passes = [(c, r) for r in range(self.args.repeats) for c in self.args.concurrency]
-        total = sum(len(self.blocks[c]) for c, _ in passes) * len(self.arms)
-        missing = sum(len(self.missing(a, c, r)) for c, r in passes for a in self.arms)
-        with Progress(*columns, *times, console=console, disable=not console.is_terminal) as self.progress:
-            self.task = self.progress.add_task("", total=total, completed=total - missing)
+        with console.status("") as self.status:
             try:
                 return all(self.one_pass(*each) for each in self.order())
             finally:
@@ -135,7 +123,7 @@ class Bench:
                 command = [model.name if part == str(model) else part for part in command]
                 self.report.commands[running.arm.name] = shlex.join(command)
                 running.server.start()
-        self.progress.update(self.task, description=f"starting {len(fresh)} servers" if fresh else "")
+        self.status.update(f"starting {len(fresh)} servers" if fresh else "")
         for running in fresh:
             try:
                 if running.server is not None:
@@ -154,57 +142,52 @@ class Bench:
         args = self.args
         log = args.json.parent / "logs" / f"serve-{arm.name}.log"
         options = {"dtype": args.dtype, "eager": not args.compiled, "device": args.device, "flags": args.flags.split()}
-        options |= {"python": str(args.sglang_python if arm.engine == "sglang" else sys.executable)}
         options |= {"speculative": arm.speculative, "requests": max(args.concurrency)}
         options |= {"max_model_len": args.max_model_len}
-        server = servers.build(arm.name, arm.engine, args.model, log, **options)
+        python = str(args.sglang_python if arm.engine == "sglang" else sys.executable)
+        server = servers.build(arm.name, arm.engine, args.model, log, python=python, **options)
         server.tied = True
-        if arm.engine == "vllm" and args.arctic.is_dir():
-            paths = (str(args.arctic.resolve()), os.environ.get("PYTHONPATH"))
+        if arm.engine == "vllm" and ARCTIC.is_dir():
+            paths = (str(ARCTIC.resolve()), os.environ.get("PYTHONPATH"))
             server.env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return server
 
     def warm_up(self, running: Running, concurrency: int) -> None:
         """Compiled code, thread pools, measured step times; on the demo's prompts, which are no questions."""
         texts = BY_KIND * math.ceil(2 * concurrency / len(BY_KIND))
-        model, template = self.model_name(running), self.args.chat_template_kwargs
-        try:
-            outcome = load.ask(running.url, model, texts, concurrency, self.args.warm_up, template)
-        except Exception as error:
-            self.give_up(running, f"warm-up: {error}")
-            return
-        if outcome.errors:
+        outcome = self.ask(running, texts, concurrency, WARM_UP)
+        if outcome and outcome.errors:
             self.give_up(running, f"warm-up: {outcome.errors[0]}")
 
-    def measure(self, running: Running, step: Step, block: Sequence[questions.Question]) -> None:
-        self.progress.update(self.task, description=f"{step.arm}, {step.concurrency} at a time")
-        began = time.monotonic()
-        model, template = self.model_name(running), self.args.chat_template_kwargs
+    def ask(self, running: Running, texts: Sequence[str], concurrency: int, tokens: int) -> load.Outcome | None:
+        """None where the arm had to be given up."""
+        model = self.args.url_model if running.arm.url else servers.MODEL_NAME
         try:
-            texts = [q.text for q in block]
-            outcome = load.ask(running.url, model, texts, step.concurrency, self.args.max_tokens, template)
+            return load.ask(running.url, model, texts, concurrency, tokens, self.args.chat_template_kwargs)
         except Exception as error:
             self.give_up(running, f"{type(error).__name__}: {error}")
+            return None
+
+    def measure(self, running: Running, step: Step, block: Sequence[questions.Question]) -> None:
+        of = f"block {step.block + 1} of {len(self.blocks[step.concurrency])}, pass {step.repeat + 1}"
+        self.status.update(f"{step.arm}, {step.concurrency} at a time, {of}")
+        began = time.monotonic()
+        outcome = self.ask(running, [q.text for q in block], step.concurrency, self.args.max_tokens)
+        if outcome is None:
             return
         self.report.seconds += time.monotonic() - began
-        speculative = running.arm.engine == "vllm" and running.arm.speculative is not None
-        if speculative and outcome.accepted is None:  # nothing drafted in this block
-            outcome = load.Outcome(**{**asdict(outcome), "drafted": 0, "accepted": 0})
+        if running.arm.engine == "vllm" and running.arm.speculative and outcome.accepted is None:  # nothing was drafted
+            outcome = replace(outcome, drafted=0, accepted=0)
         self.report.add(step, block[0].group, running.served, outcome)
         running.served += len(block)
-        self.progress.advance(self.task)
         running.failed_blocks = running.failed_blocks + 1 if outcome.errors else 0
         if outcome.errors:
             self.report.problem(f"arm '{step.arm}', {block[0].name} and following: {outcome.errors[0]}")
-        process = running.server.process if running.server else None
-        if process is not None and process.poll() is not None:
-            assert running.server is not None
-            self.give_up(running, f"server ended with code {process.returncode}\n{running.server.tail()}")
+        server = running.server
+        if server and server.process and server.process.poll() is not None:
+            self.give_up(running, f"server ended with code {server.process.returncode}\n{server.tail()}")
         elif running.failed_blocks == FAILED_BLOCKS:
             self.give_up(running, f"{FAILED_BLOCKS} blocks in a row failed")
-
-    def model_name(self, running: Running) -> str:
-        return self.args.url_model if running.arm.url else servers.MODEL_NAME
 
     def give_up(self, running: Running, why: str) -> None:
         running.failed = why
@@ -218,27 +201,6 @@ class Bench:
         running.up = False
 
 
-def table(rows: Sequence[dict[str, Any]], concurrency: int) -> Table:
-    """Throughput and ratio to plain, a line for each group."""
-    here = [row for row in rows if row["concurrency"] == concurrency]
-    arms = list(dict.fromkeys(row["arm"] for row in here))
-    view = Table(title=f"{concurrency} at a time: tokens per second (over plain)", title_justify="left")
-    view.add_column("group")
-    for arm in arms:
-        view.add_column(arm, justify="right")
-    view.add_column("identical", justify="right")
-    for group in dict.fromkeys(row["group"] for row in here):
-        cells, same = [], []
-        for arm in arms:
-            row = next((r for r in here if r["arm"] == arm and r["group"] == group), None)
-            ratio = f" ({row['ratio']:.2f})" if row and "ratio" in row else ""
-            cells.append(f"{row['tokens_per_second']:.1f}{ratio}" if row else "-")
-            if row and row.get("identical") is not None:
-                same.append(row["identical"])
-        view.add_row(group, *cells, f"{min(same):.1%}" if same else "-")
-    return view
-
-
 def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questions.Question]:
     """All questions of all files that can be read; a file that cannot is named."""
     found: list[questions.Question] = []
@@ -247,43 +209,15 @@ def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questi
             found += made_questions.read(name)
         except questions.QuestionError as error:
             problems.append(str(error))
-    if args.groups:
-        unknown = set(args.groups) - questions.groups(found).keys()
-        problems += [f"no group '{name}' in the questions" for name in sorted(unknown)]
-        found = [q for q in found if q.group in args.groups]
     return found
 
 
-def learning(arm: Arm) -> Arm:
-    """The same arm; it learns, too, where it searches for layers to skip on the traffic that it serves."""
-    options = arm.speculative or {}
-    selection = options.get("selection")
-    searches = selection == "swift" or (selection == "knapsack" and not options.get("selection_file"))
-    return replace(arm, learns=arm.learns or searches)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return value
-
-
 def versions_in(python: Path) -> dict[str, str]:
-    """Versions in another environment than this process's.
-
-    Raises:
-        ValueError: one line: there is no such interpreter.
-    """
+    """Versions in another environment. Raises ValueError: one line: there is no such interpreter."""
     code = f"import json; from bench.lib.machine import versions; print(json.dumps(versions(*{PACKAGES})))"
     try:
-        done = subprocess.run(
-            [python.absolute(), "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, check=True
-        )
-        found: dict[str, str] = json.loads(done.stdout)
+        command, env = [str(python.absolute()), "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+        found: dict[str, str] = json.loads(subprocess.run(command, env=env, capture_output=True, check=True).stdout)
     except (OSError, subprocess.CalledProcessError, ValueError) as error:
         raise ValueError(f"--sglang-python {python} does not run: {error}") from None
     return found
@@ -305,35 +239,29 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     presets = [PRESETS[name] for name in ("plain", "sssd", "ngram")]
     add("--arms", nargs="+", type=parse_arm, default=presets, metavar="ARM", help=f"servers to compare: {kinds}")
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
-    add("--groups", nargs="+", metavar="NAME", help="only these groups of questions")
     add("--limit", type=int, metavar="N", help="questions of each group at most")
     add("--least-rounds", type=int, default=0, metavar="N", help="but at least N for each request at a time")
-    add("--block", type=int, default=8, metavar="N", help="questions of an arm's turn, for each request at a time")
     add("--max-tokens", type=int, default=128, metavar="N", help="length of every answer")
     add("--max-model-len", type=int, default=servers.MAX_MODEL_LEN, metavar="N", help="tokens of a request at most")
-    add("--warm-up", type=int, default=32, metavar="N", help="tokens of each answer that warms a server up")
     add("--repeats", type=int, default=1, metavar="N", help="passes over all questions")
     add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on")
     add("--model", type=Path, default=Path("build/model"), help="folder or name of the model")
-    add("--name", help="of the model, in the results; its folder's where none is given")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), default="float32")
     add("--compiled", action="store_true", help="vLLM's compiled graphs instead of eager mode")
-    add("--chat-template-kwargs", type=json_object, metavar="JSON", help='of every chat: {"enable_thinking": false}')
+    add("--chat-template-kwargs", type=json.loads, metavar="JSON", help='of every chat: {"enable_thinking": false}')
     add("--flags", default="", help="further flags of every engine, in one text")
     add("--in-turns", action="store_true", help="one server at a time, where memory does not hold all of them")
-    add("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built, for arm suffix")
     add("--sglang-python", type=Path, default=Path(".venv/sglang/bin/python"), help="python of SGLang's environment")
     add("--url-model", default=servers.MODEL_NAME, help="name of the model on servers that are given by URL")
     add("--start-limit", type=float, default=servers.START_LIMIT_S, metavar="S", help="seconds for a start")
     add("--json", type=Path, default=Path("build/serve.json"), help="file of results")
     add("--fresh", action="store_true", help="begin again")
     args = parser.parse_args(arguments)
-    if min(args.concurrency) < 1 or args.block < 1 or args.repeats < 1 or min(args.max_tokens, args.warm_up) < 2:
-        parser.error("--concurrency, --block and --repeats must be at least 1, --max-tokens and --warm-up 2")
+    if min(args.concurrency) < 1 or args.repeats < 1 or args.max_tokens < 2:
+        parser.error("--concurrency and --repeats must be at least 1, --max-tokens 2")
     if len({arm.name for arm in args.arms}) < len(args.arms):
         parser.error("two arms have the same name")
-    args.arms = [learning(arm) for arm in args.arms]
     return args
 
 
@@ -346,10 +274,12 @@ def main() -> int:
         raise ValueError("; ".join(problems) or "no questions")
     most = None if args.least_rounds else args.limit
     counted = [q for members in questions.groups(asked).values() for q in members[:most]]
-    names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "warm_up", "block")
+    names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "in_turns")
     files = [Path(name).name for name in args.questions]
-    settings = {"model": args.name or args.model.name} | {name: getattr(args, name) for name in (*names, "in_turns")}
+    settings = {"model": args.model.name} | {name: getattr(args, name) for name in names}
     settings |= {
+        "warm_up": WARM_UP,
+        "block": BLOCK,
         "eager": not args.compiled,
         "questions": {"files": files, "count": len(counted), "sha256": questions.digest(counted)},
         "limits": [args.limit, args.least_rounds] if args.least_rounds else None,
@@ -363,9 +293,8 @@ def main() -> int:
     finally:
         report.write()
     rows = summary.rows(report.blocks, baseline_of(report.settings["arms"]))
-    for concurrency in sorted({row["concurrency"] for row in rows}):
-        console.print(table(rows, concurrency))
-    console.print(f"figures: {args.json}")
+    print(pivot(rows, "at a time={concurrency} | questions={group}", "arm", "{tokens_per_second:.1f}, {?ratio:.2f}"))
+    print(f"tokens per second, and over plain; figures: {args.json}")
     if not finished:
         console.print(f"stopped after {args.minutes:g} minutes: the same command goes on")
     exact = args.dtype == "float32" and not args.compiled

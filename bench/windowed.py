@@ -15,26 +15,23 @@ Prompts are documents and modules of Python's own library, cut to the context, w
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
-import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.lib.engine import Drafting, Run
+from bench.lib.engine import Call, Run, Turns, engine_of
 from bench.lib.machine import cores, cpu, rounded, versions
 from bench.lib.results import write_json
-from bench.lib.switch import Call, Turns
+from bench.lib.servers import in_process_environment
 
 SOURCES = (
     ("pydoc_data/topics.py", "Which statements of Python does this text describe? Explain the first one."),
@@ -51,6 +48,8 @@ FEWEST_ROUNDS, FEWEST_DRAFTS = 3, 10
 """From how many of a window it is judged: rounds for its times, drafts of a request for what is accepted."""
 TURN = 4
 """Steps of a turn."""
+LONGEST, WINDOW = 5, "auto"
+"""Of drafts in engines."""
 
 
 def long_prompts(model: Path, context: int, count: int) -> list[list[int]]:
@@ -108,58 +107,31 @@ def acceptance(args: argparse.Namespace) -> dict[str, Any]:
     return {"tokens": args.tokens, "rows": rows}
 
 
-def engine_of(args: argparse.Namespace, cells: Sequence[tuple[int, int]]) -> AbstractContextManager[Any]:
-    """An engine in whose prefix cache prompts stay, so that only the first of each is read."""
-    longest, most = max(context for _, context in cells), max(batch for batch, _ in cells)
-    speculative = {"method": "layerskip", "num_speculative_tokens": args.length, "window": args.window}
-    exact = args.dtype == "float32"
-    if args.part == "vllm":
-        from bench.lib.engine import Engine
-        from bench.lib.servers import in_process_environment
-
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
-        os.environ.update(in_process_environment())
-        room = {"max_num_seqs": most, "max_model_len": longest + 512}
-        return nullcontext(Engine(args.model, speculative, exact=exact, enable_prefix_caching=True, **room))
-    from bench.lib.sglang_engine import sglang_engine
-
-    total = sum(batch * (context + 512) for batch, context in set(cells)) + 4 * longest
-    room = {"max_running_requests": most, "max_total_tokens": total, "chunked_prefill_size": 2048}
-    return sglang_engine(args.model, speculative, exact=exact, **room)
+Steps = list[tuple[Call, Call]]
+"""Steps of one run, each as the calls of the drafter before and after it, which run from one to the other."""
 
 
 def in_turns(args: argparse.Namespace, cells: Iterable[tuple[int, int]], engine: Any) -> Iterator[dict[str, Any]]:
     """A row for each cell."""
     for batch, context in cells:
-        prompts = long_prompts(args.model, context, batch)
-        runs: list[tuple[bool, Run]] = []  # whether each was in turns
-
-        def generate(drafting: Drafting, prompts: Any = prompts, runs: Any = runs) -> None:
-            runs.append((isinstance(drafting, Turns), engine.generate(prompts, args.tokens, drafting=drafting)))
-
-        generate(False)
-        for _ in range(args.settle):  # the controller learns what steps and passes take, and what is accepted
-            generate(True)
-        began = time.perf_counter()
-        while len(runs) <= args.settle + args.rounds or time.perf_counter() < began + args.seconds:
-            generate(Turns(TURN))
-        answers = [(run[0], [(a, b) for a, b in itertools.pairwise(run[1].calls) if a.batch == b.batch == batch])
-                   for run in runs]  # fmt: skip
-        row = {"context": context, "batch": batch} | figures(answers, args.length)
-        row["same"] = all(run.tokens == runs[0][1].tokens for _, run in runs)
+        generate: Callable[..., Run] = partial(engine.generate, long_prompts(args.model, context, batch), args.tokens)
+        # The controller learns what steps and passes take, and what is accepted.
+        runs = [generate(drafting=on) for on in (False, *[True] * args.settle)]
+        before, began = len(runs), time.perf_counter()
+        while len(runs) < before + args.rounds or time.perf_counter() < began + args.seconds:
+            runs.append(generate(drafting=Turns(TURN)))
+        steps = [[(a, b) for a, b in pairwise(run.calls) if a.batch == b.batch == batch] for run in runs]
+        row = {"context": context, "batch": batch} | figures(steps[before:]) | allowed(steps)
+        row["same"] = all(run.tokens == runs[0].tokens for run in runs)
         print(json.dumps(rounded(row)), flush=True)
         yield row
 
 
-Steps = list[tuple[Call, Call]]
-"""Steps of one run, each as the calls of the drafter before and after it."""
-
-
-def figures(answers: Sequence[tuple[bool, Steps]], longest: int) -> dict[str, Any]:
-    """Of runs in turns (True) and others. A step runs from the beginning of its draft to that of the next one."""
-    ratios, measured = [], [step for in_turns, steps in answers if in_turns for step in steps]
-    for in_turns, steps in answers:
-        turns = [list(turn) for _, turn in itertools.groupby(steps, lambda step: step[0].on)] if in_turns else []
+def figures(answers: Sequence[Steps]) -> dict[str, Any]:
+    """Of runs in turns."""
+    ratios, measured = [], [step for steps in answers for step in steps]
+    for steps in answers:
+        turns = [list(turn) for _, turn in groupby(steps, lambda step: step[0].on)]
         speeds = [sum(sum(b.gained) for _, b in turn) / sum(b.began - a.began for a, b in turn) for turn in turns]
         for i, turn in enumerate(turns):
             beside = [speeds[j] for j in (i - 1, i + 1) if 0 <= j < len(turns)]
@@ -167,17 +139,13 @@ def figures(answers: Sequence[tuple[bool, Steps]], longest: int) -> dict[str, An
                 ratios.append(speeds[i] / statistics.mean(beside))
     low, ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
     drafting = [a for a, _ in measured if a.on]
-    return {
-        "drafting_share": sum(any(a.drafted) for a in drafting) / len(drafting),
-        "plain_ms": 1e3 * statistics.median(b.began - a.began for a, b in measured if not a.on),
-        "turns": len(ratios),
-        "ratio": ratio,
-        "ratio_quartiles": [low, high],
-    } | allowed([steps for _, steps in answers], longest)
+    found = {"drafting_share": sum(any(a.drafted) for a in drafting) / len(drafting), "turns": len(ratios)}
+    found["plain_ms"] = 1e3 * statistics.median(b.began - a.began for a, b in measured if not a.on)
+    return found | {"ratio": ratio, "ratio_quartiles": [low, high]}
 
 
-def allowed(answers: Sequence[Steps], longest: int) -> dict[str, Any]:
-    """What the times of all rounds allow, in plain steps of the same answers, for at most `longest` tokens."""
+def allowed(answers: Sequence[Steps]) -> dict[str, Any]:
+    """What the times of all rounds allow, in plain steps of the same answers."""
     rounds = []
     for of_answer in answers:
         plain = [b.began - a.began for a, b in of_answer if not any(a.drafted)]
@@ -193,7 +161,7 @@ def allowed(answers: Sequence[Steps], longest: int) -> dict[str, Any]:
         c = statistics.median((a.pass_seconds or 0.0) / plain for a, _, plain in mine)
         # Tokens behind a rejected one have no verdict of their own.
         alpha = sum(g - 1 for _, g in drafts) / sum(min(d, g) for d, g in drafts)
-        rates = [sum(alpha**i for i in range(d + 1)) / (d * c + v) for d, v in enumerate(verify[: longest + 1])]
+        rates = [sum(alpha**i for i in range(d + 1)) / (d * c + v) for d, v in enumerate(verify[: LONGEST + 1])]
         if max(rates) > best["allowed"] or not best["alpha"]:
             best = {"c": c, "alpha": alpha, "allowed": max(rates)}
     return best | {"rounds": len(rounds), "verify": verify[1:]}
@@ -216,9 +184,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("build/model"))
     parser.add_argument("--contexts", type=int, nargs="+", default=[3500], help="of part acceptance")
     parser.add_argument("--cells", nargs="+", default=["1:3000", "4:3000"], help="batch:context, of an engine")
-    parser.add_argument("--window", default="auto")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--length", type=int, default=5, help="most draft tokens")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--settle", type=int, default=2, help="answers before the clock starts")
     parser.add_argument("--rounds", type=int, default=3, help="answers that are measured at least")
@@ -230,10 +196,16 @@ def main() -> None:
         write_json(args.json, rounded(about | acceptance(args)))
     else:
         cells = [(int(batch), int(context)) for batch, context in (cell.split(":") for cell in args.cells)]
-        names = ("window", "dtype", "length", "tokens", "rounds", "seconds")
-        settings = {name: getattr(args, name) for name in names}
-        result: dict[str, Any] = about | versions(args.part) | settings | {"rows": []}
-        with engine_of(args, cells) as engine:
+        settings = {name: getattr(args, name) for name in ("dtype", "tokens", "rounds", "seconds")}
+        result: dict[str, Any] = about | versions(args.part) | {"window": WINDOW, "length": LONGEST} | settings
+        result["rows"] = []
+        if args.part == "vllm":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
+            os.environ |= in_process_environment()
+        speculative = {"method": "layerskip", "num_speculative_tokens": LONGEST, "window": WINDOW}
+        sizes = [max(each) for each in zip(*cells, strict=True)]
+        how = {"requests": sizes[0], "length": sizes[1] + 512, "exact": args.dtype == "float32", "prefixes": True}
+        with engine_of(args.part, args.model, speculative, **how) as engine:
             for row in in_turns(args, cells, engine):
                 result["rows"].append(row)
                 write_json(args.json, rounded(result))

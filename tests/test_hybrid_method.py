@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import REGISTRY
 
 from freedraft.config import ConfigError, PluginOptions
 from freedraft.cost.acceptance import PASS_KINDS
@@ -146,29 +145,6 @@ def test_passes_that_cannot_pay_are_tried_ever_more_rarely(registered: None) -> 
     hybrid.model.wants = True
     drive(hybrid, ["new"], 3)
     assert len(hybrid.model.asked) == hybrid.model.trials == 5, "what is new is tried at once"
-
-
-def test_a_draft_is_counted_for_the_part_that_made_it(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def count(name: str, part: str) -> float:
-        return REGISTRY.get_sample_value(f"freedraft_{name}_total", {"method": part}) or 0.0
-
-    parts, names = ("host", "model"), ("request_steps", "tokens", "draft_tokens", "accepted_tokens")
-    before = {(name, part): count(name, part) for name in names for part in parts}
-    hybrid, gained = method(), list[int]()
-    draft = hybrid.draft
-
-    def counted(step: Step) -> DraftBatch:
-        hybrid.record_acceptance(step)
-        gained.append(int(step.gained.sum()))
-        return draft(step)
-
-    monkeypatch.setattr(hybrid, "draft", counted)
-    drive(hybrid, ["copy-1", "new-1"], 40, accept="both")
-    more = {key: count(*key) - value for key, value in before.items()}
-    for name, total in (("request_steps", 2 * 40), ("tokens", sum(gained))):
-        assert sum(more[name, part] for part in parts) + count(name, "hybrid") == total
-    assert min(more["draft_tokens", part] for part in parts) > 0
-    assert min(more["accepted_tokens", part] for part in parts) > 0
 
 
 @pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])

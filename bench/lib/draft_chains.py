@@ -1,6 +1,9 @@
-"""Drafts that a skip set makes from every position of a text, without an engine."""
+"""Drafts that a skip set makes from every position of a text, what they cost, and samples for searches: without an
+engine."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from layerskip_plugin.calibrate.host_model import HEAD_ROWS, HostModel
-from layerskip_plugin.calibrate.sample import Text
+from layerskip_plugin.calibrate.prompts import Answered
+from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.skip_set import SkipSet
 
 
@@ -19,13 +23,6 @@ def draft_chains(
     """Greedy drafts of `length` tokens from every position of a text on, as rounds of an engine would make them.
 
     A round at position t reads the whole model's KV before t, and its own of the tokens from t on.
-
-    Args:
-        host: the model.
-        skip: the sublayers that draft passes skip.
-        text: a text that was read.
-        first: the first position that a round starts from.
-        length: tokens per draft.
 
     Returns:
         int64[T - first, length] tokens, float32[..., length, 10] largest probabilities, float32[..., length] entropies.
@@ -63,3 +60,17 @@ def _top(host: HostModel, final: Tensor) -> list[Tensor]:
         values, indices = log_p.topk(10)
         parts.append((indices[:, 0], values.exp(), -(log_p.exp() * log_p).sum(-1)))
     return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def sample_of(host: HostModel, answers: Sequence[Answered], tokens: int, seed: int) -> Sample:
+    """At most `tokens` tokens, drawn from all of the answers."""
+    tokens = min(tokens, sum(len(a.tokens) - a.prompt for a in answers))
+    return host.sample([a.tokens for a in answers], tokens, [a.prompt for a in answers], seed)
+
+
+def weight_share(host: HostModel, skip: SkipSet) -> float:
+    """Weights that a draft pass reads, of those that a whole pass reads; the head included."""
+    parts = [part for layer in host.layers for part in (layer.self_attn, layer.mlp)]
+    sizes = np.array([sum(p.numel() for p in part.parameters()) for part in parts])
+    head = host.head.weight.numel()
+    return float((sizes[~np.array(skip.bits, bool)].sum() + head) / (sizes.sum() + head))

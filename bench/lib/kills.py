@@ -102,12 +102,8 @@ def _run(work: Work, place: str, progress: Path, first: int) -> None:
 
 
 def kills(name: str, times: int, *, url: bool = False) -> dict[str, Any]:
-    """Kill a process so often: what it left is what there was and what it learnt, or that without one tenant's.
-
-    Args:
-        name: of the work. "exchanging" learns at a URL, and finishes an erasure that was begun.
-        url: whether the place is a URL, at which another server looks meanwhile, or a folder.
-    """
+    """Kill a process so often: what it left is what there was and what it learnt, or that without one tenant's. Work
+    "exchanging" learns at a URL, at which another server looks meanwhile, and finishes an erasure that was begun."""
     exchange.POLL_SECONDS, exchange.FINISH_SECONDS = PERIOD, 2 * PERIOD
     live_store.SYNC_SECONDS, live_store.MEMTABLE_TOKENS = PERIOD / 5, 256
     work, rng, row = WORKS[name], np.random.default_rng(), Counter[str](ended_before_the_kill=0)
@@ -176,12 +172,8 @@ def engine_kills(model: Path, times: int) -> dict[str, Any]:
     @contextlib.contextmanager
     def serving(speculative: dict[str, object] | None) -> Any:
         server = servers.build("s", "vllm", model, folder / "log", speculative=speculative)
-        try:
-            server.start()
-            server.wait_until_ready()
+        with servers.running(server):
             yield server, Client("vllm", server, 32)
-        finally:
-            server.stop()
 
     def ask_on(client: Client) -> list[Answer]:
         with contextlib.suppress(Exception):  # its server was killed
@@ -213,10 +205,5 @@ def engine_kills(model: Path, times: int) -> dict[str, Any]:
             log.close()
             wrong += sum(document not in plain for document in documents)
             lost += len(documents) < sum(moment < killed - 1.0 for moment in ended)
-    return {
-        "kills": times,
-        "answers": len(ended),
-        "answers_that_differ_from_plain": differ,
-        "documents_with_wrong_data": wrong,
-        "restarts_that_lost_what_was_older_than_1_s": lost,
-    }
+    row = {"kills": times, "answers": len(ended), "answers_that_differ_from_plain": differ}
+    return row | {"documents_with_wrong_data": wrong, "restarts_that_lost_what_was_older_than_1_s": lost}

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -46,10 +47,7 @@ def ask(
     max_tokens: int,
     template: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Put the texts to the server as chats and wait for all answers.
-
-    Args:
-        template: arguments of the model's chat template, `enable_thinking` for one.
+    """Put the texts to the server as chats, with arguments of the model's chat template, and wait for all answers.
 
     The end of a sequence is ignored, so that every answer has `max_tokens` tokens and arms do equal work. Nothing else
     is sent: a trial request would teach the arms that learn from traffic an answer.
@@ -73,27 +71,26 @@ def ask(
         call = benchmark(task_type=TaskType.GENERATION, input_requests=requests, **server, **answers, **pace, **figures)
         verifications = sglang_verifications(url)
         result: dict[str, Any] = asyncio.run(call)
-    lengths = result["output_lens"]
+    lengths, nan, accepted = result["output_lens"], float("nan"), result.get("spec_decode_accepted_tokens")
     # A stream that breaks off in the middle is no error to vLLM's client.
     failed = [bool(error) or n < max_tokens for error, n in zip(result["errors"], lengths, strict=True)]
     short = f"an answer of less than {max_tokens} tokens"
-    pairs = list(zip(result["errors"], failed, strict=True))
-    nan, accepted = float("nan"), result.get("spec_decode_accepted_tokens")
+
+    def of_each(name: str, otherwise: Any) -> list[Any]:
+        return [otherwise if bad else value for bad, value in zip(failed, result[name], strict=True)]
+
     if verifications is not None:  # each, and each prompt, brought a token of the model's own
         passes = (sglang_verifications(url) or 0) - verifications + len(failed) - sum(failed)
         accepted = sum(lengths) - passes
     return Outcome(
         seconds=result["duration"],
         tokens=list(lengths),
-        latency_s=[nan if bad else x for bad, x in zip(failed, result["latencies"], strict=True)],
-        ttft_s=[nan if bad else x for bad, x in zip(failed, result["ttfts"], strict=True)],
-        answers=[
-            None if bad else hashlib.sha256(text.encode()).hexdigest()[:12]
-            for bad, text in zip(failed, result["generated_texts"], strict=True)
-        ],
+        latency_s=of_each("latencies", nan),
+        ttft_s=of_each("ttfts", nan),
+        answers=[text and hashlib.sha256(text.encode()).hexdigest()[:12] for text in of_each("generated_texts", None)],
         drafted=result.get("spec_decode_draft_tokens"),
         accepted=accepted,
-        errors=sorted({(e.strip() or short).splitlines()[-1] for e, bad in pairs if bad}),
+        errors=sorted({(error.strip() or short).splitlines()[-1] for error in compress(result["errors"], failed)}),
     )
 
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -66,20 +67,18 @@ def versions(*packages: str) -> dict[str, str]:
     """Versions of Python and of those of the packages that are installed."""
     installed = {"python": platform.python_version()}
     for package in packages:
-        try:
+        with suppress(PackageNotFoundError):
             installed[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return installed
 
 
-def rounded(value: Any) -> Any:
-    """The same lists and dicts with every float rounded to four places."""
+def rounded(value: Any, places: int = 4) -> Any:
+    """The same lists and dicts with every float rounded."""
     if isinstance(value, float):
-        return round(value, 4)
+        return round(value, places)
     if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    return [rounded(item) for item in value] if isinstance(value, list) else value
+        return {key: rounded(item, places) for key, item in value.items()}
+    return [rounded(item, places) for item in value] if isinstance(value, list) else value
 
 
 def timed(work: Callable[[], Any]) -> list[Any]:

@@ -30,11 +30,8 @@ NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests", "idlelib", 
 
 
 def read(name: str) -> list[Question]:
-    """The questions of one of the names that are made here, of Spec-Bench, which is downloaded, or of a file.
-
-    Raises:
-        QuestionError: a file that cannot be had or used.
-    """
+    """The questions of one of the names that are made here, of Spec-Bench, which is downloaded, or of a file. Raises
+    QuestionError: a file that cannot be had or used."""
     match name:
         case "long":
             return long_documents()
@@ -102,11 +99,11 @@ def problems(names: list[str], concurrency: list[int], limit: int | None, least_
             asked += read(name)
         except QuestionError as error:
             said.append(str(error))
-    if asked and not said:
-        try:
+    try:
+        if not said:
             blocks(asked, max(concurrency), 1, limit, least_rounds)
-        except QuestionError as error:
-            said.append(str(error))
+    except QuestionError as error:
+        said.append(str(error))
     return said
 
 

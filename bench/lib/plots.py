@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.figure import Figure
 
 from bench.lib.summary import ALL
@@ -61,36 +62,29 @@ def latency_throughput(name: str, rows: Rows) -> Plot:
         mine = sorted((r for r in overall(rows) if r["arm"] == arm), key=lambda r: r["concurrency"])
         x, y = [r["tokens_per_second"] for r in mine], [r["ms_per_token"] for r in mine]
         axis.plot(x, y, marker=MARKS.get(arm, "o"), color=colour(arm, arms), label=arm, linewidth=1.8, markersize=6)
-        for r in mine:
-            label, at = str(r["concurrency"]), (r["tokens_per_second"], r["ms_per_token"])
-            shade = colour(arm, arms)
+        for number, at in zip((r["concurrency"] for r in mine), zip(x, y, strict=True), strict=True):
+            label, shade = str(number), colour(arm, arms)
             axis.annotate(label, at, xytext=(6, 5), textcoords="offset points", fontsize=9, color=shade)
     axis.set(xlabel="throughput, tokens per second", ylabel="latency, ms per token of a request")
     axis.margins(0.08)  # room for the numbers at the outermost points
-    axis.set_xlim(0, None)
-    axis.set_ylim(0, None)
+    axis.set(xlim=(0, None), ylim=(0, None))
     axis.legend(title="right and down is better", loc="best")
-    return Plot(
-        f"{name}-latency-throughput",
-        figure,
+    caption = (
         "Latency against throughput, prefill included. The numbers at the points are the requests at a time; latency "
-        "is the median over requests of the time to the whole answer, divided by its tokens.",
+        "is the median over requests of the time to the whole answer, divided by its tokens."
     )
+    return Plot(f"{name}-latency-throughput", figure, caption)
 
 
-def grouped_bars(
-    axis: Any, rows: Rows, groups: Sequence[str], arms: Sequence[str], field: str, interval: str | None
-) -> None:
-    width = 0.8 / max(len(arms), 1)
+def bars_of_ratios(axis: Any, rows: Rows, arms: Sequence[str]) -> None:
+    groups, width = names(rows, "group"), 0.8 / len(arms)
     for i, arm in enumerate(arms):
-        by_group = {r["group"]: r for r in rows if r["arm"] == arm and r.get(field) is not None}
-        at = [g + (i - (len(arms) - 1) / 2) * width for g, group in enumerate(groups) if group in by_group]
-        mine = [by_group[group] for group in groups if group in by_group]
-        values = [r[field] for r in mine]
-        errors = None
-        if interval and mine:
-            errors = [[max(0.0, sign * (r[interval][i] - r[field])) for r in mine] for i, sign in ((0, -1), (1, 1))]
-        axis.bar(at, values, width, color=colour(arm, arms), label=arm, yerr=errors, capsize=2, ecolor="#333333")
+        mine = [r for r in rows if r["arm"] == arm]
+        at = [groups.index(r["group"]) + (i - (len(arms) - 1) / 2) * width for r in mine]
+        bounds = [(r["ratio"] - r["ratio_interval"][0], r["ratio_interval"][1] - r["ratio"]) for r in mine]
+        errors = np.maximum(bounds, 0).T if mine else None
+        values, shade = [r["ratio"] for r in mine], colour(arm, arms)
+        axis.bar(at, values, width, color=shade, label=arm, yerr=errors, capsize=2, ecolor="#333333")
     axis.set_xticks(range(len(groups)), [nice(g) for g in groups])
 
 
@@ -112,38 +106,13 @@ def ratios(name: str, rows: Rows) -> Plot | None:
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     for axis, (title, shown) in zip(axes.flat, panels, strict=False):
-        grouped_bars(axis, shown, names(shown, "group"), arms, "ratio", "ratio_interval")
+        bars_of_ratios(axis, shown, arms)
         axis.axhline(1, color="#555555", linewidth=1.2)
         axis.set_ylabel("over plain")
         axis.set_title(title, loc="left", fontsize=11)
     axes[0, -1].legend(ncols=len(arms), loc="upper right")
-    return Plot(
-        f"{name}-ratios",
-        figure,
+    caption = (
         "Tokens per second over plain decoding on the same questions, prefill included; 1 is plain. Bars: 95 % "
-        "intervals, bootstrapped over blocks of questions.",
+        "intervals, bootstrapped over blocks of questions."
     )
-
-
-def accepted_from(rows: Rows) -> Plot:
-    figure, axis = plt.subplots(figsize=(9, 0.9 + 0.42 * len(rows)))
-    sources = list(rows[0]["accepted_from"])
-    palette = dict(zip(sources, ("#0072B2", "#E69F00", "#009E73", "#BBBBBB"), strict=False))
-    labels = [f"{r['trace'].removesuffix('.jsonl')}, {r['budget']} nodes" for r in rows]
-    left = [0.0] * len(rows)
-    for source in sources:
-        share = [100 * r["accepted_from"][source] / max(sum(r["accepted_from"].values()), 1) for r in rows]
-        axis.barh(labels, share, left=left, color=palette[source], label=source)
-        for i, value in enumerate(share):
-            if value >= 6:
-                axis.text(left[i] + value / 2, i, f"{value:.0f}", ha="center", va="center", color="white", fontsize=9)
-        left = [a + b for a, b in zip(left, share, strict=True)]
-    axis.invert_yaxis()
-    axis.set(xlabel="accepted draft tokens, %", xlim=(0, 100))
-    axis.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
-    return Plot(
-        "replay-sources",
-        figure,
-        "Where accepted tokens came from: whether the longer context that matched stood in the request (prompt and "
-        "output so far) or in the datastore; alike up to the four tokens that are told apart; neither: from frequency.",
-    )
+    return Plot(f"{name}-ratios", figure, caption)

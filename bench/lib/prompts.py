@@ -81,8 +81,6 @@ PROMPTS: dict[str, tuple[str, ...]] = {
 }
 
 BY_KIND = [prompt for prompts in PROMPTS.values() for prompt in prompts]
-MIXED = [prompt for turn in zip(*PROMPTS.values(), strict=True) for prompt in turn]
-"""The same prompts, the kinds taking turns."""
 
 WARM_UP = "Write one sentence about the sea, then write the same sentence again."
 

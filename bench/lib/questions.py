@@ -34,11 +34,8 @@ class Question:
 
 
 def load(path: Path) -> list[Question]:
-    """Questions in the order of the file.
-
-    Raises:
-        QuestionError: the file is missing, empty, or in another format; the first wrong line is named.
-    """
+    """Questions in the order of the file. Raises QuestionError: the file is missing, empty, or in another format; the
+    first wrong line is named."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -65,11 +62,7 @@ def load(path: Path) -> list[Question]:
 
 
 def download(folder: Path) -> Path:
-    """Spec-Bench's own file, kept in `folder`.
-
-    Raises:
-        QuestionError: it is not there yet and cannot be had.
-    """
+    """Spec-Bench's own file, kept in `folder`. Raises QuestionError: it is not there yet and cannot be had."""
     path = folder / "spec_bench.jsonl"
     if path.is_file():
         return path
@@ -105,12 +98,10 @@ def blocks(
     questions take turns, with the smallest of the others where they are too few by themselves.
 
     Args:
-        rounds: questions for each request at a time.
-        limit: questions of each group at most.
+        rounds: questions for each request at a time. limit: questions of each group at most.
         least_rounds: but so many for each request at a time.
 
-    Raises:
-        QuestionError: there are not as many questions as requests at a time.
+    Raises QuestionError: there are not as many questions as requests at a time.
     """
     most = None if limit is None else max(limit, least_rounds * concurrency)
     size, limited = concurrency * rounds, {name: members[:most] for name, members in groups(questions).items()}

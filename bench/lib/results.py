@@ -130,11 +130,8 @@ def earlier_figures(path: Path | None) -> Any:
 
 
 def checked(result: Path) -> dict[str, Any]:
-    """The manifest of a file of results.
-
-    Raises:
-        ValueError: one line with its name: it has none, was changed since, or is of another format.
-    """
+    """The manifest of a file of results. Raises ValueError: one line with its name: it has none, was changed since, or
+    is of another format."""
     try:
         manifest: dict[str, Any] = json.loads(manifest_of(result).read_text(encoding="utf-8"))
         written, form = manifest["sha256"], manifest.get("format")

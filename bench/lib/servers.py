@@ -13,8 +13,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,8 @@ def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     if openmp.is_file():
         # In the place of another one: a process that has held a CPU engine hands on torch's, and vLLM refuses both.
-        preloaded = [
-            path for path in os.environ.get("LD_PRELOAD", "").split(":") if path and "omp" not in Path(path).name
-        ]
-        env["LD_PRELOAD"] = ":".join([str(openmp), *preloaded])
+        others = [path for path in os.environ.get("LD_PRELOAD", "").split(":") if path and "omp" not in Path(path).name]
+        env["LD_PRELOAD"] = ":".join([str(openmp), *others])
     if engine == "vllm":
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         # Reloading a cache of ahead-of-time compilation fails on CPU in 0.32.
@@ -74,13 +72,8 @@ def programs_first(env: Mapping[str, str], python: str = sys.executable) -> dict
 
 @dataclass
 class Server:
-    """One server process and everything that it started.
-
-    Attributes:
-        log: file that its output goes to.
-        tied: it ends when this process does, even when that is killed (Linux).
-        process: None before `start` and after `stop`.
-    """
+    """One server process and everything that it started, with the file of its output. Where it is `tied`, it ends when
+    this process does, even when that is killed (Linux)."""
 
     name: str
     command: Sequence[str]
@@ -98,11 +91,9 @@ class Server:
         """Start it in a process group of its own, so that all of it can be ended by one signal."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as out:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "start_new_session": True}
             before = end_with_parent if self.tied else None
-            self.process = subprocess.Popen(
-                self.command, env=self.env, start_new_session=True, preexec_fn=before, **streams
-            )
+            self.process = subprocess.Popen(self.command, env=self.env, preexec_fn=before, **how)
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
         """Return when `/health` answers. Raises ServerError when the process ends or the time is over."""
@@ -132,6 +123,20 @@ class Server:
         log = self.log.read_text(errors="replace").splitlines()
         errors = [line for line in log[:-lines] if "rror:" in line][-5:]
         return "\n".join([*errors, *log[-lines:], f"(all of it: {self.log})"])
+
+
+@contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """All of them started at the same time and answering; ended whatever happens."""
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
+        yield
+    finally:
+        for server in servers:
+            server.stop()
 
 
 def end_with_parent() -> None:
@@ -168,34 +173,20 @@ def end_group(leader: int, patience_s: float = 20.0) -> None:
 
 
 def build(
-    name: str,
-    engine: str,
-    model: Path,
-    log: Path,
-    *,
-    port: int = 0,
-    dtype: str = "float32",
-    eager: bool = True,
-    speculative: dict[str, object] | None = None,
-    device: str = "cpu",
-    requests: int | None = None,
-    max_model_len: int = MAX_MODEL_LEN,
-    python: str = sys.executable,
-    flags: Sequence[str] = (),
-) -> Server:
+    name: str, engine: str, model: Path, log: Path, *, port: int = 0, dtype: str = "float32", eager: bool = True,
+    speculative: dict[str, object] | None = None, device: str = "cpu", requests: int | None = None,
+    max_model_len: int = MAX_MODEL_LEN, python: str = sys.executable, flags: Sequence[str] = (),
+) -> Server:  # fmt: skip
     """A server that is not started yet.
 
     Args:
-        engine: "vllm" or "sglang".
         port: 0 picks a free one.
         eager: without compiled graphs, as exact comparisons need it; SGLang on CPU is always eager.
         speculative: vLLM's `--speculative-config`; None decodes plainly. For SGLang the keys other than `method` and
             `num_speculative_tokens` are options of the method and travel in the environment.
         device: "cpu", or "cuda" with the engine's own defaults.
-        requests: how many it serves at a time at most; None takes 8 for vLLM and 4 for SGLang.
-        max_model_len: most tokens of a request, its answer included.
-        python: the interpreter of the environment that has the engine.
-        flags: further flags of the engine.
+        requests: at a time at most; None takes 8 for vLLM and 4 for SGLang. max_model_len: most tokens of each.
+        python: of the environment that has the engine.
     """
     port = port or free_port()
     env = environment(engine, python) if device == "cpu" else {**os.environ, "PYTHONUNBUFFERED": "1"}

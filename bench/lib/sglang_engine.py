@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.lib.engine import ROOT, Drafting, Run
-from bench.lib.switch import Switch, Turns, calls_in
+from bench.lib.engine import Drafting, Run, Switch, Turns, calls_in
+from bench.lib.results import ROOT
 from freedraft.step import Step
 
 LOG = "LAYER_SKIP_BENCH_LOG"
@@ -67,17 +67,15 @@ class SglangEngine:
 
 @contextmanager
 def sglang_engine(
-    model: Path, speculative: dict[str, Any], *, exact: bool = False, **options: Any
+    model: Path, speculative: dict[str, Any], *, requests: int, length: int, exact: bool = False, prefixes: bool = False
 ) -> Iterator[SglangEngine]:
     """Chains of at most `num_speculative_tokens`; the other options of `speculative` are freedraft's."""
     given = {name: value for name, value in speculative.items() if name not in ("method", "num_speculative_tokens")}
     settings = {f"FREEDRAFT_{name.upper()}": str(value) for name, value in given.items()} | {"FREEDRAFT_TREE": "0"}
-    options |= {
-        "speculative_algorithm": ALGORITHM,
-        "speculative_num_draft_tokens": speculative["num_speculative_tokens"] + 1,
-        "dtype": "float32" if exact else "bfloat16",
-        "skip_tokenizer_init": True,
-    }
+    nodes = speculative["num_speculative_tokens"] + 1
+    options = {"speculative_algorithm": ALGORITHM, "speculative_num_draft_tokens": nodes, "skip_tokenizer_init": True}
+    options |= {"dtype": "float32" if exact else "bfloat16", "disable_radix_cache": not prefixes}
+    options |= {"max_running_requests": requests, "max_total_tokens": max(8192, 2 * requests * length)}
     with tempfile.TemporaryDirectory() as name:
         log = Path(name) / "calls.jsonl"
         with engine_with(f"{__name__}:register", model, {LOG: str(log)} | settings, **options) as engine:
@@ -86,12 +84,7 @@ def sglang_engine(
 
 @contextmanager
 def engine_with(entry: str, model: Path, env: Mapping[str, str], **options: Any) -> Iterator[Any]:
-    """A `sglang.Engine`.
-
-    Args:
-        entry: "module:function", called where SGLang loads its plugins.
-        env: of its processes; options: of the engine.
-    """
+    """A `sglang.Engine` with `options`, in whose processes `entry`, "module:function", is called as a plugin."""
     from tests.sglang.conftest import sglang_engine
 
     with tempfile.TemporaryDirectory() as folder:

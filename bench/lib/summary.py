@@ -39,23 +39,24 @@ def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[di
                 mine = {key(b): b for b in here if b["arm"] == arm}
                 if not mine:
                     continue
-                base = {key(b): b for b in here if b["arm"] == baseline_of[arm]}
                 row = {"arm": arm, "concurrency": concurrency, "group": group} | measures(list(mine.values()))
-                common = sorted(mine.keys() & base.keys())
-                if common and arm != baseline_of[arm]:
-                    row |= against([mine[k] for k in common], [base[k] for k in common])
+                plain = paired(mine, here, baseline_of[arm])
+                if plain and arm != baseline_of[arm]:
+                    ratio, *interval = compared(plain)
+                    row |= {"ratio": ratio, "ratio_interval": interval, "identical": identical(plain)}
                     others = {b["arm"] for b in here} - {arm, baseline_of[arm]}
-                    row["over"] = {other: over(mine, here, other) for other in arms if other in others}
+                    pairs = {other: paired(mine, here, other) for other in arms if other in others}
+                    row["over"] = {other: compared(each) if each else None for other, each in pairs.items()}
                 result.append(row)
     return result
 
 
 def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list[dict[str, Any]]:
-    """How arms that choose their draft length by themselves compare with the best of those that do not.
+    """How arms that choose their draft length by themselves compare with the best of those that do not: an arm whose
+    policy is "fixed" stands for the others of its method and engine; plain decoding is the length 0.
 
     Args:
-        rows: of `rows`; arms: by name, as `serve.py` keeps them. An arm whose policy is "fixed" stands for the others
-            of its method and engine; plain decoding is the length 0.
+        rows: of `rows`; arms: by name, as `serve.py` keeps them.
 
     Returns:
         one row for each arm that chooses, concurrency and group: `share` of the best fixed length's throughput, which
@@ -88,16 +89,6 @@ def below_plain(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
         if "ratio" in row:
             compared.setdefault(row["arm"], []).append(row["ratio"])
     return {arm: (sum(ratio < 0.99 for ratio in ratios), len(ratios)) for arm, ratios in compared.items()}
-
-
-def over(mine: dict[Key, Block], blocks: Sequence[Block], other: str) -> list[float] | None:
-    """Throughput over another arm's on the same questions, and its 95 % interval; None where none are the same."""
-    theirs = {key(b): b for b in blocks if b["arm"] == other}
-    common = sorted(mine.keys() & theirs.keys())
-    if not common:
-        return None
-    ratio, interval = compared([mine[k] for k in common], [theirs[k] for k in common])
-    return [ratio, *interval]
 
 
 def measures(blocks: Sequence[Block]) -> dict[str, Any]:
@@ -133,30 +124,25 @@ def measures(blocks: Sequence[Block]) -> dict[str, Any]:
     return row
 
 
-def against(mine: Sequence[Block], plain: Sequence[Block]) -> dict[str, Any]:
-    """Throughput over plain's on the same questions, its 95 % interval, and identity."""
-    ratio, interval = compared(mine, plain)
-    pairs = [
-        (a, b)
-        for x, y in zip(mine, plain, strict=True)
-        for a, b in zip(x["answers"], y["answers"], strict=True)
-        if a is not None and b is not None
-    ]
-    return {
-        "ratio": ratio,
-        "ratio_interval": interval,
-        "identical": sum(a == b for a, b in pairs) / len(pairs) if pairs else None,
-    }
+def paired(mine: dict[Key, Block], blocks: Sequence[Block], other: str | None) -> list[tuple[Block, Block]]:
+    """Blocks of two arms on the same questions."""
+    theirs = {key(b): b for b in blocks if b["arm"] == other}
+    return [(mine[k], theirs[k]) for k in sorted(mine.keys() & theirs.keys())]
 
 
-def compared(mine: Sequence[Block], other: Sequence[Block]) -> tuple[float, list[float]]:
+def identical(pairs: Sequence[tuple[Block, Block]]) -> float | None:
+    """The share of answers that are the same, of those that neither arm failed to give."""
+    answers = [(a, b) for x, y in pairs for a, b in zip(x["answers"], y["answers"], strict=True) if None not in (a, b)]
+    return sum(a == b for a, b in answers) / len(answers) if answers else None
+
+
+def compared(pairs: Sequence[tuple[Block, Block]]) -> list[float]:
     """Ratio of throughputs over the same blocks, and its 95 % interval (bootstrap over blocks)."""
-    mine_s, other_s = (np.array([b["seconds"] for b in side]) for side in (mine, other))
-    mine_n, other_n = (np.array([sum(b["tokens"]) for b in side], float) for side in (mine, other))
-    picks = np.random.default_rng(0).integers(0, len(mine), (RESAMPLES, len(mine)))
-    ratios = (mine_n[picks].sum(1) / mine_s[picks].sum(1)) / (other_n[picks].sum(1) / other_s[picks].sum(1))
-    ratio = (mine_n.sum() / mine_s.sum()) / (other_n.sum() / other_s.sum())
-    return float(ratio), [float(x) for x in np.quantile(ratios, (0.025, 0.975))]
+    seconds = np.array([[b["seconds"] for b in pair] for pair in pairs])
+    tokens = np.array([[sum(b["tokens"]) for b in pair] for pair in pairs], float)
+    picks = np.random.default_rng(0).integers(0, len(pairs), (RESAMPLES, len(pairs)))
+    whole, resampled = tokens.sum(0) / seconds.sum(0), tokens[picks].sum(1) / seconds[picks].sum(1)
+    return [float(whole[0] / whole[1]), *quantiles(resampled[:, 0] / resampled[:, 1], 0.025, 0.975)]
 
 
 def quantiles(values: Iterable[float], *at: float) -> list[float]:

@@ -46,10 +46,7 @@ def lines(rows: Iterable[Row], *forms: str) -> list[list[str]]:
     """The cells of each row; `{ratio[fixed 4]:.2f}` is the value at row["ratio"]["fixed 4"].
 
     Args:
-        forms: columns, "title={format} | title={format}".
-
-    Raises:
-        KeyError: a row lacks a value.
+        forms: columns, "title={format} | title={format}". Raises KeyError: a row lacks a value.
     """
     return [[cell(form, (), row) for form in columns(forms).values()] for row in rows]
 

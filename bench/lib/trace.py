@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from sssd_plugin.datastore import tokenizer as tokenizers
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 
 Row = tuple[NDArray[np.int32], NDArray[np.int32]]
+MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 512, 4, 9
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer.json at or in `path`.
+def replayed(rows: Sequence[Row]) -> list[Row]:
+    """The rows that are replayed: not the shortest ones, and the beginnings of long outputs."""
+    return [(p, o[:MAX_OUTPUT]) for p, o in rows if len(p) >= MIN_PROMPT and len(o) >= MIN_OUTPUT]
 
-    Raises:
-        ValueError: there is none.
-    """
-    from tokenizers import Tokenizer
 
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(f"tokenizer: {file} does not exist; name a model folder that holds tokenizer.json")
-    return Tokenizer.from_file(str(file))
+def store_of(documents: Sequence[NDArray[np.int32]], vocab_size: int) -> Snapshot:
+    """A store of these documents, a separator after each."""
+    if not documents:
+        return Snapshot.empty()
+    tokens = np.concatenate([np.append(document, SEPARATOR) for document in documents]).astype(np.int32)
+    return Snapshot([SubIndex.build(tokens, vocab_size)])
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Tokens of a trace.
-
-    Attributes:
-        rows: (prompt, output), int32 each, in file order.
-        sha256: of the file.
-        vocab_size: of the tokenizer.
-    """
+    """Tokens of a trace: rows of (prompt, output), int32 each, in the order of the file."""
 
     rows: list[Row]
     sha256: str
@@ -47,27 +41,17 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path, tokenizer: Path) -> Trace:
-        """Read and tokenize `path` (JSONL with "prompt" and "output") with the tokenizer.json at or in `tokenizer`.
-
-        Raises:
-            ValueError: a missing or malformed file, named with its line.
-        """
-        encoder = load_tokenizer(tokenizer)
-        if not path.is_file():
-            raise ValueError(f"trace: {path} does not exist")
-        raw = path.read_bytes()
-        prompts, outputs = [], []
-        for number, line in enumerate(raw.decode().splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                prompts.append(str(row["prompt"]))
-                outputs.append(str(row["output"]))
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f'trace: {path} line {number} is no JSON object with "prompt" and "output"') from None
+        """Read JSONL with "prompt" and "output", and tokenize both. Raises OSError, ValueError: a missing or malformed
+        file, or no tokenizer."""
+        encoder, raw = tokenizers.load(tokenizer), path.read_bytes()
+        try:
+            rows = [json.loads(line) for line in raw.decode().splitlines() if line.strip()]
+            texts = [[str(row[name]) for row in rows] for name in ("prompt", "output")]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f'trace: {path}: not a JSON object with "prompt" and "output" a line ({error!r})'
+            ) from None
         encoded = [
-            [np.array(e.ids, np.int32) for e in encoder.encode_batch(texts, add_special_tokens=False)]
-            for texts in (prompts, outputs)
+            [np.array(e.ids, np.int32) for e in encoder.encode_batch(each, add_special_tokens=False)] for each in texts
         ]
         return cls(list(zip(*encoded, strict=True)), hashlib.sha256(raw).hexdigest(), encoder.get_vocab_size())

@@ -14,12 +14,10 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from bench.lib.trace import Trace
-from bench.scorer.recordings import load_recordings
+from bench.lib.trace import Trace, replayed
+from bench.scorer.record import load_recordings
 from bench.scorer.training import train, train_recycled
 from sssd_plugin.scoring.weights import Weights
-
-MIN_PROMPT, MIN_OUTPUT, MAX_OUTPUT = 4, 9, 512
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -31,17 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     recordings = [] if options.recorded is None else load_recordings(options.recorded)
     trace = Trace.load(options.trace, options.tokenizer)
-    rows = [(p, o[:MAX_OUTPUT]) for p, o in trace.rows if len(p) >= MIN_PROMPT and len(o) >= MIN_OUTPUT]
+    rows = replayed(trace.rows)
     recycled = Weights.load().recycled
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns) as bar:
-        task = bar.add_task("training", total=1.0)
-        values = train(rows, trace.vocab_size, progress=lambda done: bar.update(task, completed=done))
+        values = train(rows, trace.vocab_size, bar)
         if recordings:
-            with_logits = bar.add_task("with logits", total=1.0)
-            recycled = train_recycled(
-                values, recordings, trace.vocab_size, progress=lambda done: bar.update(with_logits, completed=done)
-            )
+            recycled = train_recycled(values, recordings, trace.vocab_size, bar)
     Weights(values, options.trace.stem, trace.sha256, recycled).save(options.out)
     print(f"wrote {options.out}: trained on {len(rows)} answers of {options.trace}")
 

@@ -1,15 +1,33 @@
-"""Answers over long prompts, made from recorded ones: what a trace of short chats lacks for training."""
+"""Answers over long prompts: made from recorded ones, which a trace of short chats lacks for training, and of Python's
+own library, to be replayed."""
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.lib.trace import Row
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 Tokens = NDArray[np.int32]
 
 EDITS = ("replace", "insert", "delete", "mixed")
+COPIED = 600
+KINDS = {
+    "copy": ("replace", 0.0, 0),
+    "copy under way": ("replace", 0.0, 8),
+    "replace": ("replace", 0.05, 0),
+    "insert": ("insert", 0.05, 0),
+    "delete": ("delete", 0.05, 0),
+}
+"""Of `copies`: kind of edit, share of tokens that it meets, how many tokens of the answer end the prompt already."""
 
 
 def edit(tokens: Tokens, kind: str, share: float, others: Tokens, rng: np.random.Generator) -> Tokens:
@@ -47,8 +65,8 @@ def extract(tokens: Tokens, glue: Tokens, length: int, rng: np.random.Generator)
 
 
 def long_rows(
-    rows: Sequence[tuple[Tokens, Tokens]], number: int, *, max_prompt: int = 16_384, output: int = 300, seed: int = 0
-) -> list[tuple[Tokens, Tokens]]:
+    rows: Sequence[Row], number: int, *, max_prompt: int = 16_384, output: int = 300, seed: int = 0
+) -> list[Row]:
     """Make `number` (prompt, output) rows: the texts of several recorded rows for a prompt, of 512 tokens or more.
 
     A fifth of the answers copies a part of the prompt, two fifths edit one, a fifth quotes several, and the last fifth
@@ -78,3 +96,31 @@ def long_rows(
                 prompt, answer = np.concatenate([prompt, rows[answered][0]]), glue[:output]
         made.append((prompt.astype(np.int32), answer.astype(np.int32)))
     return [(prompt, answer) for prompt, answer in made if len(answer)]
+
+
+def python_sources(encoder: Tokenizer, number: int) -> Tokens:
+    """The first tokens of Python's own library, its modules in order of their names. Raises ValueError: the library is
+    shorter than that."""
+    parts: list[int] = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        if len(parts) < number:
+            parts += encoder.encode(path.read_text(encoding="utf-8", errors="replace"), add_special_tokens=False).ids
+    if len(parts) < number:
+        raise ValueError(f"this Python's library has {len(parts)} tokens, not {number}")
+    return np.array(parts[:number], np.int32)
+
+
+def copies(text: Tokens, length: int, kind: str, number: int) -> list[Row]:
+    """Make (prompt, answer) rows: `length` tokens of the text, then 600 of them, from a fifth of it on, edited.
+
+    The prompts begin at different places of the text, as far as it has them.
+    """
+    how, share, begun = KINDS[kind]
+    made: list[Row] = []
+    for i in range(number):
+        start = (len(text) - length) * i // max(1, number - 1)
+        prompt = text[start : start + length]
+        part = prompt[length // 5 : length // 5 + COPIED]
+        prompt, part = np.concatenate([prompt, part[:begun]]), part[begun:]
+        made.append((prompt, edit(part, how, share, prompt, np.random.default_rng(i))))
+    return made

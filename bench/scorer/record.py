@@ -12,21 +12,50 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bench.lib.prompts import chats
 from freedraft.step import TOP_TOKENS
+from layerskip_plugin.calibrate.prompts import Prompts
 
 
-def prompts_of(path: Path) -> Iterator[str]:
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        yield row.get("prompt") or row.get("question") or row["turns"][0]
+class Recording(NamedTuple):
+    """An answer with the likeliest tokens before each of its own, at temperature 1.
+
+    Attributes:
+        prompt: int32 [P]; output: int32 [T].
+        top_tokens: int32 [T, TOP_TOKENS], likeliest first; top_log_probs: float32 [T, TOP_TOKENS].
+    """
+
+    prompt: NDArray[np.int32]
+    output: NDArray[np.int32]
+    top_tokens: NDArray[np.int32]
+    top_log_probs: NDArray[np.float32]
 
 
-def main() -> int:
+def load_recordings(path: Path) -> list[Recording]:
+    """Raises OSError, ValueError: a missing or malformed file, named with its line."""
+    recordings = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            prompt, output, tokens = (np.array(row[name], np.int32) for name in ("prompt", "output", "top_tokens"))
+            recording = Recording(prompt, output, tokens, np.array(row["top_log_probs"], np.float32))
+            if any(array.shape != (len(output), TOP_TOKENS) for array in recording[2:]) or prompt.ndim != 1:
+                raise ValueError("other shapes")
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise ValueError(
+                f"recorded: {path} line {number} is not as bench.scorer.record writes it: {error!r}"
+            ) from None
+        recordings.append(recording)
+    return recordings
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("prompts", type=Path, nargs="+")
@@ -40,8 +69,8 @@ def main() -> int:
     from vllm.inputs import TokensPrompt
 
     llm = LLM(str(arguments.model), max_model_len=arguments.prompt_tokens + arguments.tokens, max_num_seqs=32)
-    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*map(prompts_of, arguments.prompts)))
-    texts = [text for text in in_turn if text]
+    of_files = (Prompts.load(path).texts for path in arguments.prompts)
+    texts = [text for text in itertools.chain.from_iterable(itertools.zip_longest(*of_files)) if text]
     short = [prompt for prompt in chats(arguments.model, texts) if len(prompt) <= arguments.prompt_tokens]
     requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in short[: arguments.answers]]
     outputs = llm.generate(requests, SamplingParams(temperature=0, max_tokens=arguments.tokens, logprobs=TOP_TOKENS))
@@ -53,15 +82,11 @@ def main() -> int:
                 sorted(((p.logprob, token) for token, p in at.items()), reverse=True)[:TOP_TOKENS]
                 for at in answer.logprobs
             ]
-            row = {
-                "prompt": output.prompt_token_ids,
-                "output": list(answer.token_ids),
-                "top_tokens": [[token for _, token in at] for at in likeliest],
-                "top_log_probs": [[round(p, 4) for p, _ in at] for at in likeliest],
-            }
+            row: dict[str, Any] = {"prompt": output.prompt_token_ids, "output": list(answer.token_ids)}
+            row["top_tokens"] = [[token for _, token in at] for at in likeliest]
+            row["top_log_probs"] = [[round(p, 4) for p, _ in at] for at in likeliest]
             file.write(json.dumps(row) + "\n")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

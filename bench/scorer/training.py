@@ -6,29 +6,25 @@ learnt from `Recording`s while the others stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+from rich.progress import Progress
 
+from bench.lib.trace import Row, store_of
 from bench.scorer.long_contexts import long_rows
-from bench.scorer.recordings import Recording
+from bench.scorer.record import Recording
 from freedraft.draft import DraftBatch
-from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
 from sssd_plugin.scoring.learned import Recorded, draft_tree
 from sssd_plugin.scoring.views import Store, Tree, write_context
-from sssd_plugin.scoring.weights import (
-    CONTEXT_SETS,
-    FEATURES,
-    RECYCLED_FEATURES,
-    SETS,
-    initial_recycled_weights,
-)
+from sssd_plugin.scoring.weights import CONTEXT_SETS, FEATURES, RECYCLED_FEATURES, SETS, initial_recycled_weights
 
 EPSILON = 1e-3
 NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
@@ -75,33 +71,36 @@ def initial_weights() -> NDArray[np.float64]:
 
 
 @njit(nogil=True)
+def _gradient(seen, features, node, token, f):
+    """Of the log-loss of `token`, for the weight of one feature."""
+    total = 0.0
+    for i in range(seen.sizes[node]):
+        hit = 1.0 if seen.tokens[node, i] == token else 0.0
+        total += features[node, i, f] * (seen.probabilities[node, i] - hit)
+    return total
+
+
+@njit(nogil=True)
 def _learn(model, seen, node, token, rate):
-    """Take one step of AdaGrad on the log-loss of `token`, for the shared weights and those of the node's sets."""
+    """Take one step of AdaGrad, for the shared weights and those of the node's sets."""
     first, second = seen.weight_sets[node]
     for f in range(FEATURES):
-        gradient = 0.0
-        for i in range(seen.sizes[node]):
-            hit = 1.0 if seen.tokens[node, i] == token else 0.0
-            gradient += seen.features[node, i, f] * (seen.probabilities[node, i] - hit)
+        gradient = _gradient(seen, seen.features, node, token, f)
         model.shared_sum[f] += gradient * gradient
         model.shared[f] -= rate * gradient / np.sqrt(model.shared_sum[f] + EPSILON)
         for g in (first, second):
             model.gated_sum[g, f] += gradient * gradient
             model.gated[g, f] -= rate * gradient / np.sqrt(model.gated_sum[g, f] + EPSILON)
         model.weights[second, f] = model.gated[second, f]
-        for g in range(CONTEXT_SETS):
-            model.weights[g, f] = model.shared[f] + model.gated[g, f]
+        model.weights[:CONTEXT_SETS, f] = model.shared[f] + model.gated[:CONTEXT_SETS, f]
 
 
 @njit(nogil=True)
 def _learn_recycled(model, seen, node, token, rate):
-    """Take one step of AdaGrad on the log-loss of `token` for the weights of recycled logits."""
+    """The same for the weights of recycled logits."""
     own = seen.recycled_sets[node]
     for f in range(RECYCLED_FEATURES):
-        gradient = 0.0
-        for i in range(seen.sizes[node]):
-            hit = 1.0 if seen.tokens[node, i] == token else 0.0
-            gradient += seen.recycled[node, i, f] * (seen.probabilities[node, i] - hit)
+        gradient = _gradient(seen, seen.recycled, node, token, f)
         model.recycled_sum[own, f] += gradient * gradient
         model.recycled[own, f] -= rate * gradient / np.sqrt(model.recycled_sum[own, f] + EPSILON)
 
@@ -164,14 +163,10 @@ def replay(
     out = DraftBatch.empty(1, n)
     tree = Tree(out.tokens[0], out.parents[0], out.depths[0], out.scores[0], out.kinds[0])
     seen = Recorded(
-        np.full((n, 2), -1, np.int32),
-        np.zeros(n, np.int32),
-        np.zeros((n, SHORTLIST), np.int32),
-        np.zeros((n, SHORTLIST)),
-        np.zeros((n, SHORTLIST, FEATURES)),
-        np.full(n, -1, np.int32),
+        np.full((n, 2), -1, np.int32), np.zeros(n, np.int32), np.zeros((n, SHORTLIST), np.int32),
+        np.zeros((n, SHORTLIST)), np.zeros((n, SHORTLIST, FEATURES)), np.full(n, -1, np.int32),
         np.zeros((n, SHORTLIST, RECYCLED_FEATURES)),
-    )
+    )  # fmt: skip
     store = Store(snapshot.table, snapshot.n_tokens)
     space = scratch(n, len(snapshot.sub_indices))
     truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
@@ -187,21 +182,17 @@ def replay(
 
 
 def lessons(
-    rows: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]], vocab_size: int, folds: int = 4
+    rows: Sequence[Row], vocab_size: int, folds: int = 4
 ) -> list[tuple[Snapshot, NDArray[np.int32], NDArray[np.int32]]]:
     """Return (store, prompt, output) of each row, and of answers over long prompts made from rows of the same fold.
 
-    Each fold is replayed against a store of the outputs of all the others.
-
-    Raises:
-        ValueError: there are too few rows to split.
-    """
+    Each fold is replayed against a store of the outputs of all the others. Raises ValueError: there are too few rows to
+    split."""
     if len(rows) < 2 * folds:
         raise ValueError(f"training needs at least {2 * folds} rows with a prompt and an output, not {len(rows)}")
     taught = []
     for fold in range(folds):
-        documents = [np.append(output, SEPARATOR) for i, (_, output) in enumerate(rows) if i % folds != fold]
-        snapshot = Snapshot([SubIndex.build(np.concatenate(documents).astype(np.int32), vocab_size)])
+        snapshot = store_of([output for i, (_, output) in enumerate(rows) if i % folds != fold], vocab_size)
         own = rows[fold::folds]
         for many in (own, long_rows(own, len(own) // LONG_ROWS + 1, seed=fold)):
             # Rows of all folds, recorded and made, take turns.
@@ -210,44 +201,30 @@ def lessons(
     return [lesson[2:] for lesson in taught]
 
 
-def train(
-    rows: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]],
-    vocab_size: int,
-    *,
-    progress: Callable[[float], None] = lambda done: None,
-) -> NDArray[np.float64]:
-    """Train float64 [SETS, FEATURES] on `lessons` made of (prompt, output) rows; `progress` gets the share done."""
+def train(rows: Sequence[Row], vocab_size: int, bar: Progress) -> NDArray[np.float64]:
+    """Train float64 [SETS, FEATURES] on `lessons` made of (prompt, output) rows."""
     taught = lessons(rows, vocab_size)
     model = Model.of(initial_weights(), initial_recycled_weights())
-    for turn, (max_nodes, rate) in enumerate(SCHEDULE):
-        for i, (snapshot, prompt, output) in enumerate(taught):
+    task = bar.add_task("training", total=len(SCHEDULE) * len(taught))
+    for max_nodes, rate in SCHEDULE:
+        for snapshot, prompt, output in taught:
             replay(model, snapshot, Recording(prompt, output, *NO_LOGITS), max_nodes, rate)
-            progress((turn + (i + 1) / len(taught)) / len(SCHEDULE))
+            bar.advance(task)
     return model.weights
 
 
 def train_recycled(
-    weights: NDArray[np.float64],
-    recordings: Sequence[Recording],
-    vocab_size: int,
-    *,
-    progress: Callable[[float], None] = lambda done: None,
+    weights: NDArray[np.float64], recordings: Sequence[Recording], vocab_size: int, bar: Progress
 ) -> NDArray[np.float64]:
     """Train float64 [RECYCLED_SETS, RECYCLED_FEATURES], over n-gram weights that stay as they are: the answers are
-    replayed in their order, with the logits, and a store, of those before.
-
-    Raises:
-        ValueError: there are no recordings.
-    """
-    if not recordings:
-        raise ValueError("there is no recording with logits to train on")
+    replayed in their order, with the logits, and a store, of those before."""
     model = Model.of(weights, initial_recycled_weights())
-    for turn, (max_nodes, rate) in enumerate(RECYCLED_SCHEDULE):
+    task = bar.add_task("with logits", total=len(RECYCLED_SCHEDULE) * len(recordings))
+    for max_nodes, rate in RECYCLED_SCHEDULE:
         recycled, snapshot = Recycled(entries(RECYCLED_MEGABYTES), np.int64(0)), Snapshot.empty()
         for i, recording in enumerate(recordings):
             if i % STORE_EVERY == 0 and i > 0:
-                documents = [np.append(r.output, SEPARATOR) for r in recordings[:i]]
-                snapshot = Snapshot([SubIndex.build(np.concatenate(documents).astype(np.int32), vocab_size)])
+                snapshot = store_of([r.output for r in recordings[:i]], vocab_size)
             replay(model, snapshot, recording, max_nodes, rate, recycled)
-            progress((turn + (i + 1) / len(recordings)) / len(RECYCLED_SCHEDULE))
+            bar.advance(task)
     return model.recycled

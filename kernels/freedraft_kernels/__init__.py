@@ -6,16 +6,14 @@ under `TRITON_INTERPRET=1`), the references elsewhere. No operation synchronises
 an engine, and Triton is imported only when it is used.
 """
 
-from freedraft_kernels.draws import draws
 from freedraft_kernels.inputs import TreeInputs, tree_inputs
 from freedraft_kernels.kv_pool import KVPool
 from freedraft_kernels.newest_tokens import newest_tokens
-from freedraft_kernels.probs import target_probs
 from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree import TreeBatch
 from freedraft_kernels.tree_attention import TreeQueries, scratch_size, tree_attention
 from freedraft_kernels.tree_queries import NodeMasks, write_tree_queries
-from freedraft_kernels.verification import Verification, verify_greedy, verify_sampled
+from freedraft_kernels.verification import Verification, verify_greedy
 from freedraft_kernels.warm_up import warm_up, warm_up_verification
 
 __all__ = [
@@ -25,15 +23,12 @@ __all__ = [
     "TreeInputs",
     "TreeQueries",
     "Verification",
-    "draws",
     "newest_tokens",
     "scratch_size",
-    "target_probs",
     "top_tokens",
     "tree_attention",
     "tree_inputs",
     "verify_greedy",
-    "verify_sampled",
     "warm_up",
     "warm_up_verification",
     "write_tree_queries",

@@ -11,10 +11,9 @@ from torch import Tensor
 from freedraft_kernels.dispatch import use_triton
 from freedraft_kernels.inputs import tree_inputs
 from freedraft_kernels.kv_pool import KVPool
-from freedraft_kernels.probs import target_probs
 from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree import TreeBatch
-from freedraft_kernels.verification import verify_greedy, verify_sampled
+from freedraft_kernels.verification import verify_greedy
 
 
 def warm_up(
@@ -28,34 +27,29 @@ def warm_up(
         top: likeliest tokens that are kept of each node.
         pool: which accepted paths are compacted in; `slot` of it may be written.
     """
-    device, vocab = logits.device, logits.shape[1]
+    device = logits.device
     if not use_triton(device):
         return
     powers = [1 << i for i in range((max_batch - 1).bit_length() + 1)]  # of which the mask's kernel has one each
-    one = torch.ones(1, device=device)
     for nodes in widths:
         for batch in powers:
             lengths = torch.zeros(batch, dtype=torch.int64, device=device)
             tree_inputs(_roots(batch, nodes, device), lengths, layout="full", seq_lens_sum=0)
-        rows = logits.expand(1, nodes, vocab).contiguous()
-        counts = one.int()
-        target_probs(rows, one, top_ks=counts, top_ps=one, min_ps=one, counts=counts)
     top_tokens(logits, top)
-    warm_up_verification(widths, logits, pool=pool, slot=slot)
+    warm_up_verification(widths, device, pool=pool, slot=slot)
 
 
-def warm_up_verification(widths: Iterable[int], logits: Tensor, *, pool: KVPool | None = None, slot: int = 0) -> None:
+def warm_up_verification(
+    widths: Iterable[int], device: torch.device, *, pool: KVPool | None = None, slot: int = 0
+) -> None:
     """The part of `warm_up` that verifies trees, with the same arguments."""
-    device, vocab = logits.device, logits.shape[1]
     if not use_triton(device):
         return
     # The kernels are the same for all batches, and for widths up to the same power of two unless 16 divides one.
     kinds = {((nodes - 1).bit_length(), nodes % 16 == 0): nodes for nodes in widths}
-    position = torch.zeros(1, dtype=torch.int64, device=device)
     for nodes in kinds.values():
         tree = _roots(1, nodes, device)
         verified = verify_greedy(tree, torch.zeros(1, nodes, dtype=torch.int64, device=device))
-        verify_sampled(tree, torch.zeros(1, nodes, vocab, device=device), position, position)
         if pool is not None:
             pool.compact(torch.full((1, nodes), slot, dtype=torch.int64, device=device), verified)
 

@@ -7,21 +7,17 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from known import LLAMA3_8B, ROOFLINE
 
 from freedraft.cost.batch_lengths import PROBE_EVERY, BatchLengths, candidate_lengths
-from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.model_shape import ModelShape
-from freedraft.cost.roofline import Roofline
 from freedraft.step import EngineContext
 
-SHAPE = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152)
-PROFILE = HardwareProfile(name="x", peak_flops=9.2e11, bandwidth=5.1e10, source="measured")
 LENGTHS = candidate_lengths(8)
 LAG = 2  # steps until an asynchronous scheduler has heard of what a step says
 
 
 def learner(lengths: tuple[int, ...] = LENGTHS) -> BatchLengths:
-    return BatchLengths(Roofline(SHAPE, PROFILE), lengths)
+    return BatchLengths(ROOFLINE, lengths)
 
 
 class Engine:
@@ -129,9 +125,7 @@ def test_the_controller_of_an_engine() -> None:
     from freedraft.cost.controller import make_controller
     from freedraft.cost.policies import Fixed
 
-    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
-             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
-    known = {"hf_config": SimpleNamespace(to_dict=lambda: model), "max_draft_tokens": 8}
+    known = {"hf_config": SimpleNamespace(to_dict=lambda: LLAMA3_8B), "max_draft_tokens": 8}
     assert type(make_controller(EngineContext(**known, lengths=LENGTHS))) is BatchLengths
     for context, policy in (
         (EngineContext(**known, lengths=(8,)), "auto"),  # the user's own table

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from known import LLAMA3_8B
 from typer.testing import CliRunner
 
 from freedraft.cli import app
@@ -16,11 +17,6 @@ from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.profiling import write
 from freedraft.cost.roofline import Roofline
 from tests.support.disks import full_disk
-
-LLAMA3_8B = {
-    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16",
-}  # fmt: skip
 
 
 @pytest.fixture

@@ -7,23 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from known import LLAMA3_8B
 
 from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline, operations
 from layerskip_plugin.skip_set import SkipSet
-
-LLAMA3_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "torch_dtype": "bfloat16",
-}
 
 
 def profile(**values: object) -> HardwareProfile:

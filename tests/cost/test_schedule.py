@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from known import LLAMA3_8B
 
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.model_shape import ModelShape
@@ -16,19 +17,8 @@ from freedraft.cost.schedule import CONTEXT, draft_lengths
 from freedraft.cost.yields import CHAIN_TOKENS_PER_STEP
 from freedraft.step import EngineContext
 
-LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
 
-
-def context(most: int, shape: dict[str, Any] = LLAMA_8B) -> EngineContext:
+def context(most: int, shape: dict[str, Any] = LLAMA3_8B) -> EngineContext:
     return EngineContext(hf_config=SimpleNamespace(to_dict=lambda: shape), max_draft_tokens=most)
 
 
@@ -42,7 +32,7 @@ def length_at(schedule: Any, batch: int) -> int:
 def test_no_other_length_has_more_tokens_per_second(hardware: str, most: int) -> None:
     schedule = draft_lengths(context(most), "auto", hardware=hardware)
     assert schedule is not None and schedule.learnt[0] == 0 and schedule.learnt[-1] == most
-    roofline = Roofline(ModelShape.from_config(LLAMA_8B, dtype="bfloat16"), choose_profile(hardware))
+    roofline = Roofline(ModelShape.from_config(LLAMA3_8B, dtype="bfloat16"), choose_profile(hardware))
     nodes, tokens = np.array([*CHAIN_TOKENS_PER_STEP]), np.array([*CHAIN_TOKENS_PER_STEP.values()])
     for batch in (1, 3, 6, 24, 96, 384):
         rates = []

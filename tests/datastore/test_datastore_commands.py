@@ -89,6 +89,7 @@ def test_force(store: Path, source: Path, tokenizer_folder: Path) -> None:
         (("--sub-index-tokens", "3"), "--sub-index-tokens must be from"),
         (("--vocab-size", "-5"), "vocabulary size must be from 1"),
         (("--field", "body"), "has no field 'body'"),
+        (("--ray", "auto", "--workers", "2"), "not both"),
         (("--tokenizer", "/nowhere"), "no tokenizer at /nowhere"),
     ],
 )

@@ -58,9 +58,7 @@ def record(text: list[int], tenant: bytes = b"", milliseconds: int = 1) -> Recor
 
 def write(directory: Path, texts: list[list[int]], **settings) -> None:
     log = log_of(directory, **settings)
-    for text in texts:
-        log.pending.append(record(text))
-    sync(log)
+    sync(log, *map(record, texts))
     log.close()
 
 
@@ -71,8 +69,10 @@ def read(directory: Path, **settings) -> list[list[int]]:
     return [record.tokens.tolist() for record in records]
 
 
-def sync(log: Log) -> Changes:
+def sync(log: Log, *records: Record) -> Changes:
     changes = Changes()
+    for one in records:
+        log.pending.append(one)
     log.sync(changes)
     return changes
 
@@ -95,8 +95,7 @@ def refused(directory: Path, words: str, **settings) -> None:
 
 def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     log = log_of(tmp_path)
-    log.pending.append(record([1, 2]))
-    sync(log)
+    sync(log, record([1, 2]))
     for path in (tmp_path / "live").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "live").stat().st_mode) == 0o700
@@ -120,8 +119,7 @@ def test_bounded_oldest_first(tmp_path: Path) -> None:
 def test_a_tenant_beyond_its_share_drops_its_own(tmp_path: Path) -> None:
     tenants = {c: bytes([c]) * 16 for c in range(3)}
     log = log_of(tmp_path, max_tokens=1 << 14)
-    for number in range(100):
-        log.pending.append(record([0, number], tenants[0]))
+    sync(log, *(record([0, number], tenants[0]) for number in range(100)))
     for number in range(3000):
         log.pending.append(record([1, number % 1000, number // 1000, *[1] * 20], tenants[1]))
         log.pending.append(record([2, number % 1000, number // 1000], tenants[2]))
@@ -139,9 +137,7 @@ def test_a_tenant_beyond_its_share_drops_its_own(tmp_path: Path) -> None:
 def test_a_flipped_bit_costs_one_document(tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture) -> None:
     texts = [[i, i + 1, i + 2, 900] for i in range(12)]
     log = log_of(tmp_path)
-    for i, text in enumerate(texts):
-        log.pending.append(record(text, bytes([0xA0 + i]) * 16, 0x0123456789AB00 + i))
-    sync(log)
+    sync(log, *(record(text, bytes([0xA0 + i]) * 16, 0x0123456789AB00 + i) for i, text in enumerate(texts)))
     log.close()
     path = file_of(tmp_path)
     content = bytearray(path.read_bytes())
@@ -335,15 +331,13 @@ def test_an_erasure_is_followed_though_nothing_can_be_written(tmp_path: Path) ->
 
 def test_an_expiry_that_ended_long_ago_erases_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = log_of(tmp_path)
-    log.pending.append(record([1, 2], milliseconds=1))
-    sync(log)
+    sync(log, record([1, 2], milliseconds=1))
     log.expire(10)
     sync(log)
     monkeypatch.setattr(log_module, "ANNOUNCED_SECONDS", -1.0)
     log._end_at = 0.0  # more than a minute later, in which nothing was learnt
     sync(log)
-    log.pending.append(record([3, 4], milliseconds=20))
-    assert sync(log).erasures == []
+    assert sync(log, record([3, 4], milliseconds=20)).erasures == []
     log.close()
     assert read(tmp_path) == [[3, 4]]
 
@@ -397,12 +391,9 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_flushed(tmp_path: Path) -> 
 
 def test_a_transaction_that_fails_leaves_nothing_half_done(tmp_path: Path) -> None:
     log, other = log_of(tmp_path), log_of(tmp_path)
-    log.pending.append(record([1]))
-    log.pending.append(Record(object(), 1, np.zeros(1, np.int32)))  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        sync(log)
+        sync(log, record([1]), Record(object(), 1, np.zeros(1, np.int32)))  # type: ignore[arg-type]
     for text in ([2], [3]):
-        log.pending.append(record(text))
-        assert sync(log) == Changes()
+        assert sync(log, record(text)) == Changes()
         assert [r.tokens.tolist() for r in sync(other).records] == [text] and sync(other) == Changes()
     log.close(), other.close()

@@ -110,10 +110,6 @@ def test_a_port_where_something_else_listens(tmp_path: Path, ids: Path, monkeypa
     assert result.exit_code == 1 and "does not answer as one" in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_workers_and_ray_exclude_each_other(tmp_path: Path, ids: Path) -> None:
-    assert "not both" in run(*arguments(tmp_path / "store", ids, "--ray", "auto", "--workers", 2)).stderr
-
-
 CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster

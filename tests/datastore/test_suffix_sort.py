@@ -58,17 +58,3 @@ def test_long_runs_of_any_ids(vocab_size: int, scale: int) -> None:
     for _ in range(DEPTH):
         assert np.array_equal(ours.tokens[left], ours.tokens[right])
         left, right = (s[ours.tokens[s] != SEPARATOR] + 1 for s in (left, right))
-
-
-def test_less_memory_is_taken_where_there_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = np.concatenate([int32([5, 70_000, 5, 5, SEPARATOR]), PADDING])
-    sorted_by = []
-    plain = byte_sort.sorted_suffixes
-    monkeypatch.setattr(byte_sort, "sorted_suffixes", lambda *a: sorted_by.append("bytes") or plain(*a))
-    needed = 5 * byte_sort.bytes_per_token(70_000)
-    assert needed == 5 * (4 + 3 + 4 * 3 + 1)
-    for memory, expected in ((needed, ["bytes"]), (needed - 1, [])):
-        assert sort(tokens, 8, memory)["suffix_array"].tolist() == [3, 2, 0, 1]
-        assert sorted_by == expected
-        sorted_by.clear()
-    assert byte_sort.can_sort(1 << 29, 1 << 23) and not byte_sort.can_sort(1 << 29, 1 << 24)

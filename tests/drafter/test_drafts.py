@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freedraft.draft import DraftBatch
-from sssd_plugin.datastore.index.sub_index import SEPARATOR
 from sssd_plugin.drafter import Drafter
 from tests.support.stores import Documents, snapshot_of
 
@@ -66,31 +65,6 @@ def test_nothing_outside_of_the_vocabulary_is_drafted(
     assert ((tokens >= 0) & (tokens < 5)).all()
     followed = {b for a, b in itertools.pairwise([*request, 0]) if a == 0} & set(range(5))
     assert shape == "chain" or followed <= set(tokens.tolist())
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
-@given(
-    sub_indices=st.lists(st.lists(documents, max_size=8), max_size=3),
-    requests=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=15), min_size=1, max_size=3),
-)
-@settings(max_examples=60, **SLOW)
-def test_no_draft_crosses_a_document(
-    scoring: str, sub_indices: list[list[list[int]]], requests: list[list[int]]
-) -> None:
-    """A drafted token followed the one before it, or the last but one, within one document or the request itself."""
-    drafter, names = drafter_over(sub_indices, requests, scoring, vocab_size=5)
-    batch = drafter.draft(names, max_nodes=64)
-    batch.check()
-    texts = [document for documents in sub_indices for document in documents]
-    for request, nodes in zip(requests, copied(batch), strict=True):
-        adjacent = {pair for text in [*texts, request] for pair in itertools.pairwise(text)}
-        apart = {pair for text in [*texts, request] for pair in zip(text, text[2:], strict=False)}
-        for node, (token, parent, _) in enumerate(nodes[1:], 1):
-            above = nodes[parent][0]
-            grandparent = nodes[parent][1]
-            before = nodes[grandparent][0] if grandparent >= 0 else (request[-2] if len(request) > 1 else None)
-            assert token != SEPARATOR, node
-            assert (above, token) in adjacent or (scoring == "learned" and (before, token) in apart), node
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -168,21 +142,6 @@ def test_shapes_and_limits(scoring: str) -> None:
     for bar in (0.05, 0.5, 0.999999):
         for above, nodes in zip(copied(drafter.draft(names, max_nodes=16, min_score=bar)), large, strict=True):
             assert above == [node for node in nodes if node[2] > bar or node[1] < 0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocab_size": 0, "max_nodes": 8}, "vocab_size must be"),
-        ({"vocab_size": 2**31 + 1, "max_nodes": 8}, "vocab_size must be"),
-        ({"vocab_size": 10, "max_nodes": 0}, "max_nodes must be"),
-        ({"vocab_size": 10, "max_nodes": 257}, "max_nodes must be"),
-        ({"vocab_size": 10, "max_nodes": 8, "scoring": "guess"}, "scoring must be"),
-    ],
-)
-def test_bad_arguments(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Drafter(**options)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from freedraft.config import ConfigError
 from freedraft.cost.controller import Auto
 from freedraft.cost.policies import Fixed, Knee
 from freedraft.step import EngineContext
-from sssd_plugin.method import SssdMethod, check
+from sssd_plugin.method import SssdMethod
 from sssd_plugin.options import SssdOptions
 from tests.support.steps import make_step
 
@@ -74,18 +72,6 @@ def test_policies(options: dict[str, Any], kind: type) -> None:
     assert sssd.min_score == (0.0 if kind is Auto else sssd.controller.profile.token_cost)
     assert method(**options, min_score=0.3).min_score == 0.3
     assert method((1, 8), **options).min_score == 0.0
-
-
-def test_what_would_fail_later_is_refused_before(tmp_path: Path) -> None:
-    context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB)
-    check(SssdOptions(), context)
-    with pytest.raises(ConfigError, match="hardware profile 'abacus'"):
-        check(SssdOptions(hardware="abacus"), context)
-    (tmp_path / "weights.json").write_text("{}")
-    with pytest.raises(ValueError, match="no scorer weights file"):
-        check(SssdOptions(weights=tmp_path / "weights.json"), context)
-    with pytest.raises(ValueError, match=str(tmp_path / "nothing")):
-        check(SssdOptions(datastore=tmp_path / "nothing"), context)
 
 
 def test_requests_of_no_tenant_are_counted_as_not_learnt_from() -> None:

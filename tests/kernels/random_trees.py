@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from freedraft_kernels import TreeBatch
 from hypothesis import strategies as st
 
@@ -71,13 +70,3 @@ def path_to(drafts: DraftBatch, row: int, node: int) -> list[int]:
 
 def children(drafts: DraftBatch, row: int, node: int) -> list[int]:
     return [i for i in range(1, int(drafts.counts[row])) if drafts.parents[row, i] == node]
-
-
-def random_probs(rng: np.random.Generator, batch: int, nodes: int, vocab: int) -> torch.Tensor:
-    """float32 [B, N, V]: flat, peaked and one-hot rows, zeros among them."""
-    logits = rng.normal(size=(batch, nodes, vocab)) * rng.choice([0.0, 1.0, 4.0, 60.0], (batch, nodes, 1))
-    probs = torch.softmax(torch.from_numpy(logits), -1)
-    dropped = torch.from_numpy(rng.random((batch, nodes, vocab)) < 0.3)
-    dropped[..., 0] = False
-    probs = probs.masked_fill(dropped, 0.0)
-    return (probs / probs.sum(-1, keepdim=True)).float()

@@ -52,18 +52,18 @@ def test_full_mask_of_a_larger_and_a_smaller_bound() -> None:
         assert inputs.mask.shape == (size,) and inputs.mask[: len(cells)].tolist() == cells[:size]
 
 
-def test_bad_input() -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seq_lens": torch.tensor([1, 2, 3])}, r"seq_lens has shape \[3\], expected \[2\]"),
+        ({"seq_lens": torch.tensor([1.0, 2.0])}, "seq_lens is torch.float32"),
+        ({"layout": "square"}, "layout is 'square'"),
+        ({"layout": "full"}, "seq_lens_sum is None: the full layout needs it"),
+        ({"layout": "full", "seq_lens_sum": -1}, "seq_lens_sum is -1"),
+        ({"backend": "cuda"}, "backend is 'cuda'"),
+    ],
+)
+def test_bad_input(changes: dict, words: str) -> None:
     tree = on("cpu", random_batch(np.random.default_rng(0), 2, 4, 9))
-    lengths = torch.tensor([1, 2])
-    with pytest.raises(ValueError, match=r"seq_lens has shape \[3\], expected \[2\]"):
-        tree_inputs(tree, torch.tensor([1, 2, 3]), layout="query")
-    with pytest.raises(ValueError, match=r"seq_lens is torch.float32"):
-        tree_inputs(tree, lengths.float(), layout="query")
-    with pytest.raises(ValueError, match="layout is 'square'"):
-        tree_inputs(tree, lengths, layout="square")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="seq_lens_sum is None: the full layout needs it"):
-        tree_inputs(tree, lengths, layout="full")
-    with pytest.raises(ValueError, match="seq_lens_sum is -1"):
-        tree_inputs(tree, lengths, layout="full", seq_lens_sum=-1)
-    with pytest.raises(ValueError, match="backend is 'cuda'"):
-        tree_inputs(tree, lengths, layout="query", backend="cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=words):
+        tree_inputs(tree, **{"seq_lens": torch.tensor([1, 2]), "layout": "query"} | changes)

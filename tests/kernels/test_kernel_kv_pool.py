@@ -68,21 +68,21 @@ def test_reference(seed: int, batch: int, nodes: int, page_size: int) -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="at least one buffer"):
-        KVPool([])
-    with pytest.raises(ValueError, match="KV buffer 1 has 9 slots on cpu, buffer 0 has 8"):
-        KVPool([torch.zeros(8, 2, 4), torch.zeros(9, 2, 4)])
-    with pytest.raises(ValueError, match="rows of KV buffer 0 are not contiguous"):
-        KVPool([torch.zeros(8, 4, 2).transpose(1, 2)])
-    with pytest.raises(ValueError, match="KV buffer 0 has shape"):
-        KVPool([torch.zeros(8)])
-    pool = KVPool([torch.zeros(8, 2, 4)])
+    pool, good = KVPool([torch.zeros(8, 2, 4)]), torch.zeros(2, 4, dtype=torch.int64)
     paths = accepted_paths(np.random.default_rng(0), 2, 4, 3)
-    with pytest.raises(ValueError, match=r"at most nodes"):
-        pool.compact(torch.zeros(2, 2, dtype=torch.int64), paths)
-    with pytest.raises(ValueError, match=r"accepted has shape \[2, 3\], expected \[1, 3\]"):
-        pool.compact(torch.zeros(1, 4, dtype=torch.int64), paths)
-    with pytest.raises(ValueError, match=r"slots is torch\.float32"):
-        pool.compact(torch.zeros(2, 4), paths)
-    with pytest.raises(ValueError, match="slots is on meta"):
-        pool.compact(torch.zeros(2, 4, dtype=torch.int64, device="meta"), paths)
+    for buffers, words in (
+        ([], "at least one buffer"),
+        ([torch.zeros(8, 2, 4), torch.zeros(9, 2, 4)], "KV buffer 1 has 9 slots on cpu, buffer 0 has 8"),
+        ([torch.zeros(8, 4, 2).transpose(1, 2)], "rows of KV buffer 0 are not contiguous"),
+        ([torch.zeros(8)], "KV buffer 0 has shape"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            KVPool(buffers)
+    for slots, words in (
+        (good[:, :2], "at most nodes"),
+        (good[:1], r"accepted has shape \[2, 3\], expected \[1, 3\]"),
+        (good.float(), r"slots is torch\.float32"),
+        (good.to("meta"), "slots is on meta"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            pool.compact(slots, paths)

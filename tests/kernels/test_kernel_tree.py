@@ -24,23 +24,19 @@ def test_copy_is_independent_of_the_host_arrays() -> None:
 
 
 def test_bad_input() -> None:
-    ints = torch.zeros(2, 3, dtype=torch.int32)
-    counts = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"parents has shape \[2, 4\], expected \[2, 3\]"):
-        TreeBatch(ints, torch.zeros(2, 4, dtype=torch.int32), ints, counts)
-    with pytest.raises(ValueError, match=r"tokens is torch.int64, expected torch.int32"):
-        TreeBatch(ints.long(), ints, ints, counts)
-    with pytest.raises(ValueError, match=r"counts has shape \[3\], expected \[2\]"):
-        TreeBatch(ints, ints, ints, torch.zeros(3, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"expected \[batch, nodes >= 1\]"):
-        TreeBatch(ints[:, :0], ints[:, :0], ints[:, :0], counts)
-    with pytest.raises(ValueError, match="depths is not contiguous"):
-        TreeBatch(ints, ints, torch.zeros(3, 2, dtype=torch.int32).t(), counts)
-    array = np.zeros((2, 3), np.int32)
-    with pytest.raises(ValueError, match="expected one shape"):
-        TreeBatch.from_numpy(array, array[:1], array, np.zeros(2, np.int32))
-    with pytest.raises(ValueError, match="counts has shape"):
-        TreeBatch.from_numpy(array, array, array, np.zeros(3, np.int32))
+    ints, counts = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    array, few = np.zeros((2, 3), np.int32), np.zeros(2, np.int32)
+    for make, given, words in (
+        (TreeBatch, (ints, ints.new_zeros(2, 4), ints, counts), r"parents has shape \[2, 4\], expected \[2, 3\]"),
+        (TreeBatch, (ints.long(), ints, ints, counts), "tokens is torch.int64, expected torch.int32"),
+        (TreeBatch, (ints, ints, ints, ints.new_zeros(3)), r"counts has shape \[3\], expected \[2\]"),
+        (TreeBatch, (ints[:, :0], ints[:, :0], ints[:, :0], counts), r"expected \[batch, nodes >= 1\]"),
+        (TreeBatch, (ints, ints, ints.new_zeros(3, 2).t(), counts), "depths is not contiguous"),
+        (TreeBatch.from_numpy, (array, array[:1], array, few), "expected one shape"),
+        (TreeBatch.from_numpy, (array, array, array, array[:, 0][:1]), "counts has shape"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make(*given)
 
 
 def test_works_without_triton() -> None:

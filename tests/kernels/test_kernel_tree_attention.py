@@ -195,20 +195,22 @@ def test_attention(seed: int, heads: tuple[int, int], page: int, trees_only: boo
 
 def test_bad_arguments_are_named() -> None:
     case = random_case(0, width=8)
-    cache = random_cache(case, 4, 2, 16, 16, torch.float32, 0)
+    query, keys, values, pages, _ = random_cache(case, 4, 2, 16, 16, torch.float32, 0)
     queries, _ = queries_of(case)
-    out = torch.empty_like(cache.query)
-    how = {"scale": 1.0, "max_queries": 9, "max_seq_len": 200}
-    with pytest.raises(ValueError, match="a divisor of 4"):
-        tree_attention(cache.query, cache.keys[..., :8], cache.values[..., :8], queries, cache.pages, out, **how)
-    with pytest.raises(ValueError, match="out has another shape"):
-        tree_attention(cache.query, cache.keys, cache.values, queries, cache.pages, out[1:], **how)
-    with pytest.raises(ValueError, match="trees has shape"):
-        short = TreeQueries(queries.starts, queries.seq_lens, queries.prefixes, queries.masks, queries.trees[1:])
-        tree_attention(cache.query, cache.keys, cache.values, short, cache.pages, out, **how)
-    with pytest.raises(ValueError, match="scratch has 9 numbers, expected"):
-        long = how | {"max_seq_len": 4096, "scratch": torch.zeros(9)}
-        tree_attention(cache.query, cache.keys, cache.values, queries, cache.pages, out, **long)
+    short = TreeQueries(queries.starts, queries.seq_lens, queries.prefixes, queries.masks, queries.trees[1:])
+    out, how = torch.empty_like(query), {"scale": 1.0, "max_queries": 9, "max_seq_len": 200}
+    for arguments, more, words in (
+        ((query, keys[..., :8], values[..., :8], queries, pages, out), {}, "a divisor of 4"),
+        ((query, keys, values, queries, pages, out[1:]), {}, "out has another shape"),
+        ((query, keys, values, short, pages, out), {}, "trees has shape"),
+        (
+            (query, keys, values, queries, pages, out),
+            {"max_seq_len": 4096, "scratch": torch.zeros(9)},
+            "scratch has 9 numbers, expected",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tree_attention(*arguments, **how | more)
     wide = NodeMasks(torch.zeros(2, 65, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="at most 64"):
         write_tree_queries(wide, case.slots, case.nodes, queries, out, out, out)

@@ -14,34 +14,26 @@ pytestmark = pytest.mark.skipif(interpreting(), reason="interpreted kernels are 
 
 # Of arguments by name, unless a case says otherwise; all others are int32 numbers.
 TYPES = {"size": "i64", "stride": "i64", "scale": "fp32", "mask": "*u8"}
-TYPES |= dict.fromkeys(("probs", "shares", "parts", "bounds"), "*fp32")
-TYPES |= dict.fromkeys(("seeds", "positions", "input_ids", "targets", "table", "drafts", "node_masks", "masks"), "*i64")
-TYPES |= dict.fromkeys(("sums", "keys", "ranks", "masses", "slots"), "*i64")
+TYPES |= dict.fromkeys(("parts", "bounds"), "*fp32")
+TYPES |= dict.fromkeys(("positions", "input_ids", "targets", "table", "drafts", "node_masks", "masks"), "*i64")
+TYPES |= dict.fromkeys(("sums", "keys", "slots"), "*i64")
 TYPES |= dict.fromkeys(("tokens", "parents", "depths", "counts", "accepted", "lengths", "new_tokens", "bonus"), "*i32")
-TYPES |= dict.fromkeys(("stops", "gained", "starts", "trees", "pages", "seq_lens", "prefixes", "prompts"), "*i32")
+TYPES |= dict.fromkeys(("gained", "starts", "trees", "pages", "seq_lens", "prefixes", "prompts"), "*i32")
 Case = tuple[Any, dict[str, int], int, dict[str, str]]
 
 
 def cases() -> dict[str, Case]:
     """Kernel, compile-time arguments, warps, types: as launched at 32 nodes, and at the largest sizes."""
-    from freedraft_kernels.device.filters import keep_likeliest_kernel
     from freedraft_kernels.device.inputs import tree_inputs_kernel
     from freedraft_kernels.device.kv_pool import compact_kernel
     from freedraft_kernels.device.newest_tokens import newest_tokens_kernel
     from freedraft_kernels.device.top_tokens import top_keys_kernel
     from freedraft_kernels.device.tree_attention import sum_parts_kernel, tree_attention_kernel
     from freedraft_kernels.device.tree_queries import tree_queries_kernel
-    from freedraft_kernels.device.verification import (
-        bonus_kernel,
-        chunk_sums_kernel,
-        verify_greedy_kernel,
-        verify_sampled_kernel,
-    )
+    from freedraft_kernels.device.verification import verify_greedy_kernel
 
     query = {"FULL": False, "BATCH_BLOCK": 64, "NODE_BLOCK": 32, "COLUMN_BLOCK": 1024}
     full, long = query | {"FULL": True}, {"seq_lens": "*i64"}
-    block = {"CHUNK": 4096, "VOCAB_BLOCK": 1024}
-    bonus = block | {"NODE_BLOCK": 32, "CHUNK_BLOCK": 64}
     eight = {"COUNT": 8, "COUNT_BLOCK": 8, "BLOCK": 4096}
     roots = {"NODE_BLOCK": 1, "nodes": 1}  # the launcher turns an argument of 1 into a constant
     sizes = {"SIZE": 128, "SIZE_BLOCK": 128, "SEGMENTS": 4, "TREES_ONLY": False}
@@ -67,7 +59,6 @@ def cases() -> dict[str, Case]:
         "sum of parts": (sum_parts_kernel, sizes, 1, {"out": "*bf16"}),
         "sum of many parts": (sum_parts_kernel, sizes | {"SEGMENTS": 64}, 4, {"out": "*bf16"}),
         "queries of trees": (tree_queries_kernel, {"NODE_BLOCK": 128, "BLOCK": 256}, 4, {"nodes": "*i32"}),
-        "filters": (keep_likeliest_kernel, {"BLOCK": 4096}, 8, {}),
         "top tokens": top("fp32"),
         "top tokens, bfloat16": top("bf16"),
         "query mask": (tree_inputs_kernel, query, 1, long),
@@ -77,13 +68,6 @@ def cases() -> dict[str, Case]:
         "greedy": (verify_greedy_kernel, {"NODE_BLOCK": 32}, 1, {}),
         "greedy, int32": (verify_greedy_kernel, {"NODE_BLOCK": 128}, 1, {"targets": "*i32"}),
         "greedy of roots": (verify_greedy_kernel, roots, 1, {}),
-        "walk": (verify_sampled_kernel, {"NODE_BLOCK": 32}, 1, {}),
-        "walk, int32": (verify_sampled_kernel, {"NODE_BLOCK": 32}, 1, {"positions": "*i32"}),
-        "walk of roots": (verify_sampled_kernel, roots, 1, {}),
-        "chunk sums": (chunk_sums_kernel, block, 4, {}),
-        "bonus": (bonus_kernel, bonus, 4, {}),
-        "bonus, widest": (bonus_kernel, bonus | {"NODE_BLOCK": 256}, 4, {"positions": "*i32"}),
-        "bonus of roots": (bonus_kernel, bonus | roots | {"CHUNK_BLOCK": 1}, 4, {}),
         "compact": (compact_kernel, {"BLOCK": 256}, 4, {}),
         "compact, short rows": (compact_kernel, {"BLOCK": 1}, 1, {"slots": "*i32"}),
     }

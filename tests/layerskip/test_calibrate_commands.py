@@ -47,12 +47,13 @@ def data(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def run(model: Path) -> Callable[..., tuple[int, str]]:
-    def command(name: str, *arguments: object) -> tuple[int, str]:
+def run(model: Path) -> Callable[..., str]:
+    def command(name: str, *arguments: object, code: int = 0) -> str:
         extra = ["--model", str(model)] if name not in ("disco", "inspect") else []
         done = CliRunner().invoke(app, ["calibrate", name, *map(str, arguments), *extra])
         assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-        return done.exit_code, done.output
+        assert done.exit_code == code, done.output
+        return done.output
 
     return command
 
@@ -63,15 +64,14 @@ def fingerprint(model: Path) -> str:
 
 def test_skip_set(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "s.json"
-    code, said = run("skip-set", data("one"), "--out", out, "--share", 0.34, "--tokens", 24)
-    assert code == 0, said
+    run("skip-set", data("one"), "--out", out, "--share", 0.34, "--tokens", 24)
     skip = SkipSet.load(out, 3, fingerprint(model))
     about = json.loads(out.read_text())["about"]
     assert skip.sublayers == (2, 3)
     assert about["data"][0]["file"] == "one" and about["hardware"] and about["model"] and about["agreement"] > 0.85
     assert not (tmp_path / "s.json.progress").exists()
-    code, said = run("skip-set", data("one"), "--out", out, "--share", 0.5, "--tokens", 24)
-    assert code == 2 and "only 2 of the 3 sublayers wanted" in said
+    said = run("skip-set", data("one"), "--out", out, "--share", 0.5, "--tokens", 24, code=2)
+    assert "only 2 of the 3 sublayers wanted" in said
 
 
 def test_the_share_of_most_tokens_per_time(
@@ -84,16 +84,15 @@ def test_the_share_of_most_tokens_per_time(
         times = PassTimes(attention, mlp, head, lambda n, a=attention, m=mlp, h=head: 3 * (a + m) + h)
         monkeypatch.setattr(HostModel, "pass_times", lambda host, context, times=times: times)
         out = tmp_path / "s.json"
-        code, said = run("skip-set", data("one"), "--out", out, "--tokens", 24)
-        assert code == 0 and "of plain expected" in said, said
+        said = run("skip-set", data("one"), "--out", out, "--tokens", 24)
+        assert "of plain expected" in said, said
         skip, about = SkipSet.load(out, 3, fingerprint(model)), json.loads(out.read_text())["about"]
         sizes.append(skip.sublayers)
         assert (about["expected_over_plain"] > 1.1) == (len(sizes) > 1)
     assert 2 in sizes[1], "attention is all that there is to save"
     assert sizes[2] == (2, 3)
     files = [data(name, 5, seed=i) for i, name in enumerate(("chat", "code"))]
-    code, said = run("knn", *files, "--out", tmp_path / "k.json", "--tokens", 24, "--answered", 3)
-    assert code == 0, said
+    run("knn", *files, "--out", tmp_path / "k.json", "--tokens", 24, "--answered", 3)
     assert {skip.sublayers for skip in Domains.load(tmp_path / "k.json", 3).sets} == {(2, 3)}
 
 
@@ -116,12 +115,12 @@ def test_bayesian_can_be_interrupted_and_goes_on(
 
     monkeypatch.setattr(calibrate_run, "answer", counted_answer)
     monkeypatch.setattr(HostModel, "scores", interrupted)
-    code, said = run("bayesian", *arguments)
-    assert code == 130 and "run the same command again" in said and not out.exists()
+    said = run("bayesian", *arguments, code=130)
+    assert "run the same command again" in said and not out.exists()
     assert calls == {"answers": 1, "sets": 13}
-    code, said = run("bayesian", *arguments)
+    run("bayesian", *arguments)
     # 12 were kept; 2 more, and the best one once again.
-    assert code == 0 and calls == {"answers": 1, "sets": 13 + 2 + 1}
+    assert calls == {"answers": 1, "sets": 13 + 2 + 1}
     assert len(SkipSet.load(out)) == 2 and not list(tmp_path.glob("*.progress"))
 
 
@@ -136,8 +135,7 @@ def test_other_settings_begin_anew(run: Callable, data: Callable, tmp_path: Path
 
 def test_knapsack(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "p.json"
-    code, said = run("knapsack", data("one"), "--out", out, "--contexts", "64,16", "--tokens", 24)
-    assert code == 0, said
+    run("knapsack", data("one"), "--out", out, "--contexts", "64,16", "--tokens", 24)
     plan = Plan.load(out, 3, fingerprint(model))
     assert plan.contexts == (16, 64) and plan.hardware
 
@@ -145,18 +143,16 @@ def test_knapsack(run: Callable, data: Callable, model: Path, tmp_path: Path) ->
 def test_knn(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "k.json"
     files = [data(name, 5, seed=i) for i, name in enumerate(("chat", "code"))]
-    code, said = run("knn", *files, "--out", out, "--tokens", 24, "--answered", 3, "--share", 0.17)
-    assert code == 0, said
+    run("knn", *files, "--out", out, "--tokens", 24, "--answered", 3, "--share", 0.17)
     domains = Domains.load(out, 3, fingerprint(model))
     assert domains.names == ("chat", "code") and len(domains.sets) == 3
     log = data("log", 12)
     few = ("--tokens", 24, "--answered", 2, "--share", 0.17)
-    code, said = run("knn", log, "--out", tmp_path / "c.json", "--clusters", 3, *few)
-    assert code == 0, said
+    run("knn", log, "--out", tmp_path / "c.json", "--clusters", 3, *few)
     found = Domains.load(tmp_path / "c.json", 3, fingerprint(model))
     assert found.names[0] == "cluster 1" and 2 <= len(found.names) <= 3
-    code, said = run("inspect", out)
-    assert code == 0 and said.count("sublayers skipped") == 3 and "all domains" in said
+    said = run("inspect", out)
+    assert said.count("sublayers skipped") == 3 and "all domains" in said
 
 
 def test_disco_trains_or_refuses(run: Callable, tmp_path: Path) -> None:
@@ -164,24 +160,24 @@ def test_disco_trains_or_refuses(run: Callable, tmp_path: Path) -> None:
         replace(verifications(kind), prices=(0.3, 0.02)).save(tmp_path / f"{name}.npz")
     verifications("entropy").save(tmp_path / "unpriced.npz")
     out = tmp_path / "d.json"
-    code, said = run("disco", tmp_path / "noise.npz", "--out", out)
-    assert code == 2 and "a confidence threshold" in said and "nothing is written" in said and not out.exists()
-    code, said = run("disco", tmp_path / "unpriced.npz", "--out", out)
-    assert code == 2 and "--draft-pass and --query-token" in said and not out.exists()
-    code, said = run("disco", tmp_path / "unpriced.npz", "--out", out, "--draft-pass", 3, "--query-token", 0)
-    assert code == 2 and "no drafting 1" in said
-    code, said = run("disco", tmp_path / "entropy.npz", "--out", out)
-    assert code == 0 and Classifier.load(out, "m").model == "m"
-    code, said = run("inspect", out)
-    assert code == 2 and "no skip sets in it" in said
+    said = run("disco", tmp_path / "noise.npz", "--out", out, code=2)
+    assert "a confidence threshold" in said and "nothing is written" in said and not out.exists()
+    said = run("disco", tmp_path / "unpriced.npz", "--out", out, code=2)
+    assert "--draft-pass and --query-token" in said and not out.exists()
+    said = run("disco", tmp_path / "unpriced.npz", "--out", out, "--draft-pass", 3, "--query-token", 0, code=2)
+    assert "no drafting 1" in said
+    said = run("disco", tmp_path / "entropy.npz", "--out", out)
+    assert Classifier.load(out, "m").model == "m"
+    said = run("inspect", out, code=2)
+    assert "no skip sets in it" in said
 
 
 def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
     SkipSet.of_sublayers([2, 5], 4).save(tmp_path / "s.json", {"data": "made up"})
-    code, said = run("inspect", tmp_path / "s.json")
-    assert code == 0 and "#.##" in said and "##.#" in said and "data: made up" in said
-    code, said = run("inspect", tmp_path / "s.json", "--plot", tmp_path / "s.png")
-    assert code == 2 and said.startswith("error: calibrate: '--plot' is no longer supported")
+    said = run("inspect", tmp_path / "s.json")
+    assert "#.##" in said and "##.#" in said and "data: made up" in said
+    said = run("inspect", tmp_path / "s.json", "--plot", tmp_path / "s.png", code=2)
+    assert said.startswith("error: calibrate: '--plot' is no longer supported")
 
 
 @pytest.mark.parametrize(
@@ -202,18 +198,18 @@ def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
 def test_bad_input_ends_in_one_line(
     run: Callable, data: Callable, tmp_path: Path, command: str, options: list, says: str
 ) -> None:
-    code, said = run(command, data("one"), "--out", tmp_path / "o.json", *options)
+    said = run(command, data("one"), "--out", tmp_path / "o.json", *options, code=2)
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert code == 2 and len(errors) == 1 and says in errors[0] and not (tmp_path / "o.json").exists()
+    assert len(errors) == 1 and says in errors[0] and not (tmp_path / "o.json").exists()
 
 
 def test_files_that_cannot_be_used(run: Callable, data: Callable, tmp_path: Path) -> None:
     one = data("single", prompts=1)
-    code, said = run("knn", one, data("two"), "--out", tmp_path / "o.json")
-    assert code == 2 and "domain single has 1 prompt" in said
+    said = run("knn", one, data("two"), "--out", tmp_path / "o.json", code=2)
+    assert "domain single has 1 prompt" in said
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "w1"}\n{"answer": "w1"}\n')
-    code, said = run("skip-set", bad, "--out", tmp_path / "o.json")
-    assert code == 2 and "bad.jsonl line 2" in said
-    code, said = run("skip-set", data("two"), "--out", tmp_path / "no" / "o.json")
-    assert code == 2 and "does not exist" in said
+    said = run("skip-set", bad, "--out", tmp_path / "o.json", code=2)
+    assert "bad.jsonl line 2" in said
+    said = run("skip-set", data("two"), "--out", tmp_path / "no" / "o.json", code=2)
+    assert "does not exist" in said

@@ -137,11 +137,3 @@ def test_plan_file(tmp_path: Path) -> None:
             Plan.load(tmp_path / "p.json", *wrong)
     with pytest.raises(ValueError, match="ascend"):
         Plan((4, 2), plan().choices[:2], "")
-
-
-def test_measured_times_are_positive_and_price_a_draft(host: HostModel) -> None:
-    times = host.pass_times(64, repeats=2)
-    half = SkipSet(3, frozenset({0, 1}), frozenset({2}))
-    assert times.draft(half) == pytest.approx(times.attention + 2 * times.mlp + times.head)
-    assert times.verify(1) == pytest.approx(times.draft(host.empty()), rel=1e-6)
-    assert min(times.attention, times.mlp, times.head) > 0

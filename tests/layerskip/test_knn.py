@@ -40,21 +40,6 @@ def test_held_out_prompts_find_their_domain_and_others_the_global_set() -> None:
     assert len(domains.anchors) == 30 and np.allclose(np.linalg.norm(domains.anchors, axis=1), 1, atol=1e-5)
 
 
-def test_requests_keep_their_set_in_a_mixed_batch() -> None:
-    policy = Knn(fitted())
-    ids = ["a", "b", "c", "far"]
-    hidden = np.concatenate([states(c, 1, 50 + i) for i, c in enumerate([*centers(3), 2 * np.eye(WIDTH)[10]])])
-    policy.begin(ids, hidden=hidden)
-    context = np.zeros(6, np.int32)
-    *own, everywhere = policy.domains.sets
-    chosen = policy.choose([*ids[::-1], "unknown", "a"], context)
-    assert chosen == [everywhere, own[2], own[1], own[0], everywhere, own[0]]
-    policy.finish(ids)
-    assert not policy.requests
-    policy.begin(["resumed"])
-    assert policy.choose(["resumed"], context[:1]) == [everywhere]
-
-
 def served(policy: Knn, hidden: np.ndarray, count: int, own: float, everywhere: float, seed: int) -> float:
     """The share of requests like this one that draft with their own set; tokens of each set are accepted so often."""
     rng, with_own = np.random.default_rng(seed), 0

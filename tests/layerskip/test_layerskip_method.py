@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,11 +14,9 @@ from freedraft.draft_pass import RestOfBatch
 from freedraft.step import EngineContext
 from layerskip_plugin.candidate_tree import candidate_tree, cut_to_width
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Verifications
-from layerskip_plugin.method import SPEC, LayerSkipMethod
+from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Static
-from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
-from layerskip_plugin.selection.online_search import KnapSpec
 from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.steps import make_step
@@ -226,20 +223,6 @@ def test_a_device_that_would_wait_is_read_back_once(policy, chosen, count):
     assert set(engines[0].model.reads) == {1}
 
 
-def test_each_pass_takes_its_share_of_the_round(monkeypatch):
-    """Also of what a round takes besides: of passes read back at once as much each. And no pass runs where a request
-    has no slots."""
-    engine, recorded = Engine(Fixed(5), waits=True, sets={"empty": SETS["empty"]}), []
-    step = engine.start(a=1, b=2)
-    monkeypatch.setattr(engine.method.auto, "record_pass", lambda recipe, *said: recorded.append(said))
-    clock = iter([10.0, 12.0, 21.0])
-    monkeypatch.setattr("layerskip_plugin.method.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    engine.method.propose_for(step, np.arange(2), np.array([2, 5], np.int32), RestOfBatch(0, 0, None))
-    assert recorded == [(2, 1.0, 2), (1, 3.0, 3)] and engine.model.reads == [2, 3]
-    positions = {row: max(p for _, p, rows, _ in engine.model.passes if row in rows) for row in (0, 1)}
-    assert positions == {0: 1, 1: 4}
-
-
 def test_a_round_is_read_as_far_as_it_is_expected_to_go():
     """By cost: as many passes as bring most, before the first of them is looked at. With a threshold that stops at the
     first token: not five passes for each."""
@@ -316,47 +299,6 @@ def test_requests_with_different_sets_draft_with_the_most_frequent_one():
     assert not len(engine.method.selector) and not engine.method._requested
 
 
-def test_set_and_length_follow_the_context():
-    """A plan of two sets with a stretch of plain decoding between them; alone, and all three requests in one batch."""
-    choices = Choice(SETS["half"], 2, 1.0), Choice(SETS["empty"], 0, 1.0), Choice(SETS["empty"], 3, 1.0)
-    plan = Plan((10, 40, 160), choices, "here")
-    engine = Engine(Fixed(5), sets=Selector(Knapsack(plan)))
-    for name, first in (("a", 1), ("b", 2), ("c", 4)):
-        engine.add(name, first)
-    engine.text["b"] += [0] * 30 + [2]
-    engine.text["c"] += [0] * 100 + [4]
-    seen = set()
-    for turn in range(240):
-        names = ["a", "b", "c"] if turn % 2 else ["a"]
-        before = [int(plan.at(np.array([len(engine.text[name])]))[0]) for name in names]
-        engine.model.passes.clear()
-        engine.step(names)
-        drafted = engine.method._last.drafted.tolist() if engine.method._last else [0] * len(names)
-        assert drafted == [(2, 0, 3)[entry] for entry in before]
-        sets = {skipped for skipped, *_ in engine.model.passes}
-        assert len(sets) <= 1 and (len(names) > 1 or sets == ({1}, set(), {0})[before[0]])
-        seen.add(before[0])
-    assert seen == {0, 1, 2}
-
-
-def test_stops_where_it_cannot_pay_and_goes_on_where_it_can():
-    """After steps without drafts, to know what one takes, which are repeated now and then: more often where drafting
-    brings little."""
-    for price, few, many in ((0.1, 0, 1 / 75), (0.85, 1 / 60, 1 / 8)):
-        engine = Engine(costs=(price, STEP), sets={"empty": SETS["empty"]}, chains=True)
-        for record in engine.method.lookahead.records.values():
-            record.accepted[:] = record.reached[:] = record.verified[:] = 1.0
-        counts = engine.serve(600, a=1)
-        assert counts[:3] == [1, 1, 1] and few <= counts[300:].count(1) / 300 <= many
-
-    losing = Engine(costs=(0.5, STEP), tree=False, sets={"all": SETS["all"]})
-    losing.serve(100, a=1)
-    passes = len(losing.model.passes)
-    assert passes > 0
-    losing.serve(1000, a=1)
-    assert len(losing.model.passes) - passes <= 10 and losing.text["a"] == text(1, 1101)
-
-
 def test_the_parts_of_a_batch():
     """As a part of the hybrid method: passes for some requests, the others get their roots."""
     engine = Engine(costs=(0.2, STEP))
@@ -378,22 +320,6 @@ def test_recorded_verifications_have_prices(tmp_path):
     assert seen.prices == pytest.approx((0.2, 0.1 / 23)), "a draft pass and a query token, in steps without drafts"
 
 
-def test_records_are_written_when_there_are_new_ones(tmp_path, monkeypatch):
-    """And do not hold up the drafts of the next request."""
-    engine = Engine(Fixed(3), sets={"empty": SETS["empty"]}, record=tmp_path / "seen.npz")
-    recorder, writers = engine.method.recorder, []
-    save = recorder.save
-    monkeypatch.setattr(recorder, "save", lambda prices: (writers.append(threading.current_thread()), save(prices)))
-    for name, steps in (("a", 3), ("b", 1), ("c", 3)):  # nothing of b's only draft is verified
-        engine.serve(steps, **{name: 1})
-        engine.method.finish(name, None, False)
-        if recorder._thread is not None:
-            recorder._thread.join()
-    engine.method.close()
-    assert len(writers) == 2 and threading.main_thread() not in writers
-    assert len(Verifications.load(tmp_path / "seen.npz")) == recorder.kept
-
-
 def test_drafts_of_other_sets_are_not_recorded(tmp_path):
     engine = Engine(Fixed(3), record=tmp_path / "seen.npz")
     for name, chosen, recorded in (("a", "half", False), ("b", "empty", True)):
@@ -410,41 +336,6 @@ def test_models_that_are_refused():
     unreadable = SimpleNamespace(**SHAPE, to_dict=dict)
     with pytest.raises(ConfigError, match="cannot price this model's steps"):
         LayerSkipMethod(LayerSkipOptions(), EngineContext(hf_config=unreadable, vocab_size=VOCAB))
-
-
-def test_sublayers_are_priced_by_what_steps_and_passes_take():
-    """For KnapSpec: none before steps without drafts are known; then their share of a pass as the roofline has it, at
-    this machine's speed."""
-    options = LayerSkipOptions(selection="knapsack")
-    method = LayerSkipMethod(options, EngineContext(hf_config=CONFIG, vocab_size=VOCAB, max_draft_tokens=5))
-    assert isinstance(method.selector.selection, KnapSpec) and method._pass_times() is None
-    for query_tokens in (1, 1, 1, 1, 2, 2, 2, 4, 4, 4):
-        method.auto.times.update(1, query_tokens, 1.0, 1e-2 * (1 + 0.1 * query_tokens))
-    times = method._pass_times()
-    assert times.verify(1) == pytest.approx(1.1e-2, rel=0.1) and times.verify(4) == pytest.approx(1.4e-2, rel=0.1)
-    whole, rest = SkipSet.empty(LAYERS), SkipSet.of_sublayers(range(1, 2 * LAYERS, 2), LAYERS)
-    for skip in (whole, rest):
-        assert times.draft(skip) == pytest.approx(float(method.auto.pass_seconds(skip, 1)), rel=0.01)
-    # Passes that take twice as long as was thought.
-    before = times.draft(whole)
-    for _ in range(40):
-        method.auto.record_pass(method.recipes.all[0], 1, 2 * before)
-    after = method._pass_times()
-    assert after.draft(whole) == pytest.approx(2 * before, rel=0.1)
-    assert after.attention / after.mlp == pytest.approx(times.attention / times.mlp)
-
-
-@pytest.mark.parametrize(
-    ("changes", "selection", "says"),
-    [
-        ({"tensor_parallel": 2}, "knapsack", "'knapsack' searches on one tensor-parallel rank only"),
-        ({"tensor_parallel": 2}, "swift", "'swift' searches on one tensor-parallel rank only"),
-        ({"lengths": (0, 4)}, "knapsack", "set 'selection_file'.*freedraft calibrate knapsack"),
-    ],
-)
-def test_searches_are_refused_where_they_cannot_work(changes, selection, says):
-    with pytest.raises(ValueError, match=says):
-        SPEC.check(LayerSkipOptions(selection=selection), EngineContext(hf_config=CONFIG, **changes))
 
 
 def test_a_set_that_a_search_found_is_built_later_where_building_it_failed(monkeypatch):

@@ -14,7 +14,6 @@ from freedraft.config import ConfigError
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed
 from layerskip_plugin.options import LayerSkipOptions, SelectionName
-from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Plan
 from layerskip_plugin.selection.knn import Domains
 from layerskip_plugin.selection.serving import Selector
@@ -154,18 +153,3 @@ def test_policies_and_records_that_are_refused(tmp_path: Path) -> None:
     assert LayerSkipOptions().make_recorder(CHAINS) is None
     recorder = LayerSkipOptions.parse({"record": str(tmp_path / "seen.npz")}).make_recorder(CHAINS)
     assert recorder is not None and recorder.model == MODEL
-
-
-def test_requests_ask_for_a_set_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    little, much = (SkipSet.of_sublayers(s, 4) for s in ([2], [2, 3]))
-    selector, context = Selector(Static({"little": little, "much": much})), np.zeros(4, np.int32)
-    assert selector.unknown(list("abcd")) == [0, 1, 2, 3]
-    selector.begin(list("abcd"), ["much", None, "no such", "much"])
-    selector.begin(["odd"], [["much"]])  # type: ignore[list-item]
-    assert "no skip set 'no such', only little, much" in caplog.text
-    assert selector.choose(list("dcba"), context) == [much, little, little, much]
-    assert selector.unknown(list("abcde")) == [4] and selector.unknown(list("dcba")) == []
-    selector.finish(["a", "b", "odd", "z"])
-    assert len(selector) == 2 and len(selector.selection.asked) == 1
-    one = Selector(Static({"": little}))
-    assert one.unknown(["a"]) == [] and one.choose(["a"], context[:1]) == [little], "one set for all keeps nothing"

@@ -11,7 +11,6 @@ from lookahead_tools import RECIPE, Driver, KnownCosts, cost, share
 
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import Candidate
-from layerskip_plugin.lookahead.rates import BINS, to_bins
 from layerskip_plugin.lookahead.trials import FIRST_TRIALS
 from layerskip_plugin.skip_set import SkipSet
 
@@ -21,44 +20,6 @@ def accepted_at(policy: Cost, rates: Sequence[float]) -> None:
     for record, a in zip(policy.records.values(), rates, strict=True):
         record.reached[:] = record.verified[:] = a ** np.arange(64)
         record.accepted[:] = a ** np.arange(1, 65)
-
-
-def test_each_decision_is_that_of_exhaustive_search() -> None:
-    rng = np.random.default_rng(0)
-    times = {1: 1.0, 2: 1.3, 4: 1.35, 8: 2.1, 32: 6.0}
-    decisions = 0
-    for _ in range(60):
-        policy = cost({1: 0.2, 3: 0.22, 5: 0.5}, times, horizon=3)
-        next_given, acceptance = policy.records[RECIPE].next_given, policy.costs.acceptance
-        next_given.add(rng.integers(0, BINS, 60), rng.random(60) < 0.6)
-        acceptance.bias[:] = rng.normal(0, 1, len(acceptance.bias))
-        acceptance.odds[:] = np.exp(acceptance.bias)
-        policy.begin([f"r{i}" for i in range(5)], RECIPE, 4)
-        policy.rate *= rng.uniform(0.1, 1.1)
-        following = next_given.rates
-        chain = policy.series[1] - 1
-        rows, survival, total = np.arange(5, dtype=np.int32), np.ones(5), 5
-        for position in range(3):
-            p = rng.random(len(rows)).astype(np.float32)
-            more = policy.should_continue(position, rows, p[:, None], None)
-            total += len(rows)
-            survival[rows] *= acceptance.given_parent(p, np.full(len(p), policy.kind), position + 1)
-            chance = survival[rows] * following[to_bins(p)]
-            best, chosen = 0.0, ()
-            for size in range(1, len(rows) + 1):
-                for subset in itertools.combinations(range(len(rows)), size):
-                    for m in range(1, min(3, 4 - position - 1) + 1):
-                        gain = chance[list(subset)].sum() * sum(chain**j for j in range(m))
-                        price = m * policy.costs.draft[RECIPE](size) + policy.costs.step(total + size * m)
-                        surplus = gain - policy.rate * (price - policy.costs.step(total))
-                        if surplus > best + 1e-12:
-                            best, chosen = surplus, subset
-            assert tuple(np.flatnonzero(more)) == chosen
-            decisions += len(chosen) > 0
-            rows = rows[more]
-            if not len(rows):
-                break
-    assert decisions > 20
 
 
 @pytest.mark.parametrize("alpha", [0.95, 0.9, 0.8])
@@ -132,18 +93,6 @@ def test_all_draft_with_the_set_that_is_worth_most_to_those_that_have_it(votes, 
     assert policy.choose(candidates, 4, 300.0) == SETS[best] == policy.should_draft()
 
 
-def test_expected_rates_are_those_of_the_enumeration() -> None:
-    policy, a = several(0.1, {1: 1.0, 20: 1.2}), 0.7
-    accepted_at(policy, [a] * 4)
-    rates = policy.rates(SETS[0], 3, 4)
-    assert rates[0] == pytest.approx(4 / policy.costs.step(4))
-    for m in range(1, 6):
-        # Each of three requests drafts up to its first wrong token, m at most; a pass runs while any of them drafts.
-        gain, tokens = 3 * sum(a**d for d in range(1, m + 1)), 3 * sum(a**d for d in range(m))
-        passes = sum(0.1 * (1 - (1 - a**d) ** 3) for d in range(m))
-        assert rates[m] == pytest.approx((4 + gain) / (passes + float(policy.costs.step(4 + tokens))))
-
-
 def test_the_longest_draft_makes_all_requests_as_wide() -> None:
     """Eight requests, one of which drafts: five tokens of it are 40 of the step's."""
     step, chance, c = {8: 1.0, 13: 1.0, 14: 1.3, 48: 2.0}, 0.9, 0.02
@@ -180,19 +129,6 @@ def test_room_that_a_width_leaves_is_free() -> None:
     assert going == [False, True, False]
 
 
-def test_each_set_has_a_record_of_its_own() -> None:
-    policy = several(0.05, {1: 1.0, 40: 1.4})
-    driver, lengths = Driver(policy), {}
-    for i in range(600):
-        recipe, chance = (SETS[0], 0.95) if i % 2 else (SETS[1], 0.2)
-        drafted = driver.draft(["r"], 6, 0.8, recipe)
-        driver.judge(drafted, driver.luck(drafted, chance, 6))
-        lengths[recipe] = drafted[0]
-    assert lengths[SETS[0]] > lengths[SETS[1]]
-    first, second, third = (policy.records[recipe].accepted[0] for recipe in SETS[:3])
-    assert first > 0.85 and second < 0.4 and third == 0.8
-
-
 def steps_until_on(driver: Driver, alpha: float, most: int) -> int:
     """Steps until drafting is on for 10 steps in a row."""
     in_a_row = 0
@@ -213,34 +149,6 @@ def test_acceptance_that_rises_is_noticed(seed: int) -> None:
         if new:
             policy.use([RECIPE])
         assert steps_until_on(driver, 0.97, 600) < most
-
-
-def test_acceptance_that_rises_is_noticed_where_rounds_are_decided_by_others() -> None:
-    """As a part of method freedraft: a trial every 256 steps, and others at once after a surprise. Now and then the
-    first trial is bad luck."""
-
-    def noticed(seed: int) -> bool:
-        policy = cost({1: 0.5}, {1: 1.0, 8: 1.1})
-        driver = Driver(policy, seed)
-
-        def steps(alpha: float, count: int) -> list[bool]:
-            """Whether passes seem to pay, by step."""
-            paying = []
-            for step in range(count):
-                policy.choose([Candidate(RECIPE, 1, 1)], 1, 300.0)
-                rates = policy.rates(RECIPE, 1, 1)
-                pays = bool(rates[1:].max() > 1.1 * rates[0])
-                paying.append(pays)
-                if pays or policy.trials.wanted or step % 256 == 255:
-                    assert policy.recipe_of_round(pays=pays) == RECIPE
-                    drafted = driver.draft(["r"], 5, 0.7)
-                    driver.judge(drafted, driver.luck(drafted, alpha, 5))
-            return paying
-
-        assert np.mean(steps(0.35, 4000)[-2000:]) < 0.01
-        return all(steps(0.97, 400)[300:])
-
-    assert sum(map(noticed, range(12))) >= 10
 
 
 @pytest.mark.parametrize(("overrun", "on"), [(1.0, True), (1.1, True), (1.3, False)])
@@ -272,14 +180,3 @@ def test_a_surprise_is_of_no_use_where_passes_are_too_dear() -> None:
     assert None not in first
     trials = [step for step, recipe in enumerate(driver.serve(1000, 1.0)) if recipe is not None]
     assert len(trials) < 12 - FIRST_TRIALS and min(b - a for a, b in itertools.pairwise(trials)) > 100
-
-
-def test_what_looks_hardly_better_than_no_drafting_is_not_drafted() -> None:
-    """Five tokens of which all are accepted, in passes at a price that leaves 1, 3 or 10 %."""
-    for gain, switched_on, stays_on in ((1.01, False, False), (1.03, False, True), (1.10, True, True)):
-        for on, expected in ((False, switched_on), (True, stays_on)):
-            policy = cost({1: (6 / gain - 1) / 5}, {1: 1.0}, longest=5)
-            accepted_at(policy, [1.0])
-            policy.on = on
-            policy.choose([Candidate(RECIPE, 1, 1)], 1, 300.0)
-            assert policy._decision.pays == expected, (gain, on)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from layerskip_plugin.lookahead import Disco, Recorder, Verifications
-from layerskip_plugin.lookahead.disco import Classifier, Prices, Rounds, Rule, train
+from layerskip_plugin.lookahead.disco import Classifier, Prices, Rounds, train
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.disks import full_disk
 
@@ -57,26 +57,6 @@ def test_where_nothing_tells_anything_a_fixed_length_is_as_good() -> None:
         assert comparison.fixed == pytest.approx(best, rel=0.05)
         lengths.append(Rounds(data).best_rule(np.ones(len(data), np.float32), Prices(price, 0.0)).max_length)
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
-
-
-def test_outcomes_are_those_of_a_walk() -> None:
-    """Three rounds by hand: rejected at the third token, accepted as a whole, rejected at the first."""
-    accepted = np.array([True, True, False, True, True, False])
-    records = Verifications(
-        np.zeros((6, 10), np.float32), np.zeros(6, np.float32), np.array([0, 1, 2, 0, 1, 0], np.int32), accepted,
-        np.array([0, 0, 0, 0, 0, 1], np.int32), np.array([0, 0, 0, 1, 1, 0], np.int32),
-    )  # fmt: skip
-    score = np.array([0.9, 0.8, 0.7, 0.9, 0.9, 0.2], np.float32)
-    rounds, prices = Rounds(records), Prices(0.5, 0.0)
-    for rule, tokens, passes in (
-        (Rule(0.5, 8), [3, 3, 1], [3 + sum(0.5**k for k in range(5)), 2, 1]),  # one rejected token of two: 1/2 go on
-        (Rule(0.85, 8), [3, 3, 1], [2, 2, 1]),
-        (Rule(0.95, 8), [2, 2, 1], [1, 1, 1]),
-        (Rule(-1.0, 2), [3, 3, 1], [2, 2, 2]),
-        (Rule(-1.0, 1), [2, 2, 1], [1, 1, 1]),
-    ):
-        got, times = rounds.outcome(score, rule, prices)
-        assert got.tolist() == tokens and times.tolist() == pytest.approx([1 + 0.5 * n for n in passes]), rule
 
 
 def test_the_network_is_the_one_that_was_trained() -> None:

@@ -1,18 +1,14 @@
-"""SWIFT, KnapSpec and Self-SD on made-up traffic whose best set is known, and KnapSpec's search over sublayers."""
+"""SWIFT, KnapSpec and Self-SD on made-up traffic whose best set is known."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
-from freedraft.engines.many_sets import Sublayer, forward, run_sublayer
 from layerskip_plugin.calibrate import bayesian
-from layerskip_plugin.knapsack_search import search
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch, Swift
@@ -168,33 +164,6 @@ def test_swift_is_not_fooled_by_luck() -> None:
     assert sum(policy.step(9.0) for _ in range(100)) < 0.2 * len(traffic.calls)
 
 
-@pytest.mark.parametrize("budget", [3.0, 5.0, 20.0])
-def test_swift_keeps_to_its_time(budget: float) -> None:
-    traffic = Traffic(luck=0.0, seconds=1.0)
-    policy = traffic.swift(patience=10**6, beta=10**6)
-    policy.step(budget)
-    for _ in range(20):
-        before = traffic.now
-        policy.step(budget)
-        assert traffic.now - before <= budget + 1e-9
-    assert traffic.now > 15 * min(budget, 8.0)
-
-
-def test_swift_finds_the_best_of_few_sets() -> None:
-    """A model of four layers has six sets of the right size."""
-    importance = np.array([0.5, 0.5, 0.3, 0.2, 0.02, 0.1, 0.5, 0.5])
-
-    def evaluate(skips: Sequence[SkipSet]) -> np.ndarray:
-        return np.array([float(np.prod(1 - importance[list(s.sublayers)])) for s in skips])
-
-    policy = Swift(4, evaluate, ratio=0.25, protected=(0, 1, 6, 7), beta=3, patience=40, clock=lambda: 0.0)
-    seen = set()
-    for _ in range(200):
-        policy.step(1.0)
-        seen.add(policy.incumbent.sublayers)
-    assert (4, 5) in seen and not policy.searching
-
-
 def test_swift_rests_and_begins_again_when_acceptance_falls() -> None:
     traffic = Traffic(luck=0.0)
     policy = traffic.swift(patience=20)
@@ -211,26 +180,6 @@ def test_swift_rests_and_begins_again_when_acceptance_falls() -> None:
     assert policy.searching
     policy.step(2.0)
     assert traffic.calls[calls][0] == settled
-
-
-@pytest.mark.parametrize("importance", [0.3, 1e-4])
-def test_swift_moves_its_ratio_and_keeps_its_set(importance: float) -> None:
-    """The set that was found grows or shrinks by a notch: its sublayers stay among those of the next one."""
-    traffic = Traffic(luck=0.0)
-    traffic.importance[:] = importance
-    policy = traffic.swift(patience=10)
-    before, sizes = policy.incumbent, [len(policy.incumbent)]
-    policy.trials = 200.0
-    for _ in range(40):
-        policy.step(1e9)
-        now = policy.incumbent
-        if len(now) != len(before):
-            smaller, larger = sorted((set(before.sublayers), set(now.sublayers)), key=len)
-            assert smaller < larger and len(larger) - len(smaller) == 1
-            assert policy.trials == 0, "live acceptance was another set's"
-            sizes.append(len(now))
-        before = now
-    assert len(sizes) > 2 and sizes == sorted(sizes, reverse=importance > 0.1)
 
 
 # -- KnapSpec ----------------------------------------------------------------------------------------------------------
@@ -278,46 +227,6 @@ def test_knapspec_never_drafts_with_what_does_not_pay_and_searches_nothing_witho
     for _ in range(300):
         policy.step(1.0)
     assert not policy.incumbent and policy.candidates > 20
-
-
-def test_where_a_set_takes_a_second_to_score_one_is_scored_at_a_time() -> None:
-    policy = Traffic(seconds=1.0).knapspec()
-    for _ in range(200):
-        policy.step(1.0)
-    assert policy.candidates > 10 and policy.incumbent
-
-
-def test_sublayers_one_by_one_are_those_sets_in_one_pass() -> None:
-    """In parts of a pass's size, padded; attention mixes the rows of each stream. And sets in one pass are those sets
-    one by one."""
-    torch.manual_seed(0)
-    weights, width, size = [torch.randn(6, 6) / 3 for _ in range(2 * LAYERS)], 4, 6
-
-    def run(index: int, rows: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def attend(x: torch.Tensor) -> torch.Tensor:
-            assert len(x) == rows, "attention runs over a whole pass"
-            return torch.tanh((x.view(-1, width, size) @ weights[index]).cumsum(1)).flatten(0, 1)
-
-        return (lambda x: torch.tanh(x @ weights[index])) if index % 2 else attend
-
-    def sublayers(sets: int) -> list[Sublayer]:
-        return [Sublayer(torch.nn.functional.normalize, run(i, sets * width), i % 2 == 0) for i in range(2 * LAYERS)]
-
-    embedded = torch.randn(width, size)
-    for base in ((), (0, 3, 4, 19)):
-        found = search(embedded, partial(run_sublayer, sublayers(3), 3), 2 * LAYERS, (2, 1), 7, base=base)
-        assert found.weight.tolist() == list(range(8))
-        assert found.skipped[:, list(base)].all() and found.skipped[0].sum() == len(base)
-        besides = found.skipped.copy()
-        besides[:, list(base)] = False
-        assert (besides @ np.array([2, 1] * LAYERS) == found.weight).all()
-        together = forward(embedded.expand(8, -1, -1), sublayers(8), found.skipped)
-        torch.testing.assert_close(found.states, together)
-    for one, skipped in zip(together, found.skipped, strict=True):
-        stream = embedded
-        for (norm, sublayer, _), skip in zip(sublayers(1), skipped, strict=True):
-            stream = stream if skip else stream + sublayer(norm(stream))
-        torch.testing.assert_close(one, stream)
 
 
 # -- their time --------------------------------------------------------------------------------------------------------

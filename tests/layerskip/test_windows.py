@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from lookahead_tools import Driver, KnownCosts, Line, share
-from test_layerskip_method import CONFIG, VOCAB, Model
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from freedraft.config import ConfigError
@@ -17,11 +16,9 @@ from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import Candidate
 from layerskip_plugin.lookahead.trials import FIRST_TRIALS
-from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.recipes import Recipes
 from layerskip_plugin.skip_set import SkipSet
-from tests.support.steps import make_step
 
 
 def windows(given: dict[str, Any], config: Any = None, **context: Any) -> tuple[Window | None, ...]:
@@ -143,45 +140,6 @@ def test_requests_vote_for_their_skip_sets() -> None:
     assert counted(recipes, [one, one], 9000, 100) == [(small, 2, 2), (whole, 2, 2)]
     assert counted(recipes, [other, one, one], 90, 100, 100) == [(whole, 2, 3), (other_whole, 1, 3)]
     assert recipes.skip_set_of(other_whole) == other
-
-
-@pytest.mark.parametrize("lengths", [None, (0, 5)])
-def test_the_method_drafts_through_its_window(lengths: tuple[int, ...] | None) -> None:
-    """Of two requests the one that is longer than the window is drafted for, in passes that read it; also where the
-    engine decides how much."""
-    context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, max_draft_tokens=5, lengths=lengths)
-    method = LayerSkipMethod(LayerSkipOptions(window=8, sinks=2), context)
-    (recipe,) = method.recipes.all
-    assert recipe.window == Window(2, 6) and not recipe
-    known = KnownCosts({recipe: {1: 0.2}}, STEP)
-    if lengths is None:
-        method.auto.step_seconds, method.auto.pass_seconds = known.step_seconds, known.pass_seconds
-    built = []
-
-    class Windowed(Model):
-        def build(self, recipe, **options):
-            built.append(recipe.window)
-            return super().build(recipe, **options)
-
-    model = Windowed()
-    method.prepare(model)
-    assert built == [Window(2, 6)]
-    texts = {"short": [1], "long": list(range(20))}
-    for name, text in texts.items():
-        method.begin(name, np.array(text, np.int32), None, {})
-    counts = []
-    for number in range(12):
-        step = make_step(
-            list(texts),
-            [[text[-1]] for text in texts.values()],
-            capacities=5,
-            previous=(2, 2) if number else None,
-            texts=list(texts.values()),
-        )
-        counts.append(method.draft(step).counts.tolist())
-    short, long = np.transpose(counts)
-    assert short.max() == 1 and long.max() > 1
-    assert {row for _, _, rows, _ in model.passes for row in rows} == {1}
 
 
 def test_a_window_that_surprises_is_tried_again() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
-from tests.sglang.conftest import read_counts
+from tests.sglang.conftest import read_counts, sglang_engine
 from tests.support.models import save, tiny_model, weaken
 from tests.support.prompts import random_ids
 
@@ -42,6 +43,17 @@ def options(folder: Path, log: Path, sets: str = "empty weak mixed first", **mor
         "FREEDRAFT_SKIP_SET": ",".join(str(folder / f"{name}.json") for name in sets.split()),
         **more,
     }
+
+
+@contextmanager
+def checked_engine(folder: Path, sets: str, changed: dict[str, str], **more):
+    """An engine over this model with these skip sets, whose KV pool is looked at around every draft."""
+    log, counts = folder / "log.json", folder / "counts.json"
+    given = {"speculative_algorithm": "layerskip_checked", "skip_tokenizer_init": True} | more
+    with sglang_engine(folder, counts, options(folder, log, sets, **changed), **given) as engine:
+        engine.asked, engine.log, engine.counts = 0, log, counts
+        yield engine
+    read_counts(counts)
 
 
 def ids(outputs):

@@ -75,37 +75,17 @@ def drafting(widths=(1, 2, 4, NODES), max_batch=4, method="Recorder", **given):
     return Drafting(GuardedMethod(spec, None, EngineContext(widths=widths)), widths, max_batch, accepted, **given)
 
 
-def request(
-    rid,
-    prompt,
-    padded=None,
-    *,
-    extra_key=None,
-    cache_salt=None,
-    lora_id=None,
-    custom_logit_processor=None,
-    **parameters,
-):
-    """SGLang's Req, as its scheduler makes one from what a client sends."""
+def request(rid, prompt, **given):
+    """SGLang's Req, as its scheduler makes one from what a client sends; what is no field of it is for sampling."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    sampling = SamplingParams(**{"max_new_tokens": 1000} | parameters)
+    names = ("extra_key", "cache_salt", "lora_id", "custom_logit_processor")
+    fields = {name: given.pop(name) for name in names if name in given}
+    sampling = SamplingParams(**{"max_new_tokens": 1000} | given)
     sampling.normalize(None)
     sampling.verify(VOCAB_SIZE)
-    built = Req(
-        rid,
-        "",
-        array("q", prompt),
-        sampling,
-        extra_key=extra_key,
-        cache_salt=cache_salt,
-        lora_id=lora_id,
-        custom_logit_processor=custom_logit_processor,
-    )
-    if padded:  # as the scheduler does when it has counted a prompt's images
-        built.origin_input_ids = array("q", padded)
-    return built
+    return Req(rid, "", array("q", prompt), sampling, **fields)
 
 
 @functools.cache

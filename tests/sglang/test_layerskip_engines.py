@@ -7,8 +7,8 @@ import json
 import pytest
 
 from layerskip_plugin.skip_set import SkipSet
-from tests.sglang.conftest import SIX_TOKENS, read_counts, sglang_engine
-from tests.sglang.layerskip_tools import GREEDY, LAYERS, ask, ids, logged, make_model, options, prompts
+from tests.sglang.conftest import SIX_TOKENS, sglang_engine
+from tests.sglang.layerskip_tools import GREEDY, LAYERS, ask, checked_engine, ids, logged, make_model, prompts
 from tests.support.distributions import assert_distribution, enumerate_outputs
 from tests.support.models import continuations
 
@@ -26,30 +26,13 @@ def test_pages_retraction_and_the_end_of_the_context(tmp_path, kind, more, windo
     """Pages of 16, requests that are thrown out of the KV pool and prefilled again, that stop drafting at different
     depths, and one that runs into the end of the context; drafts that read a window of the cache."""
     folder = make_model(tmp_path / kind, kind, context=192)
-    log, counts = folder / "log.json", folder / "counts.json"
-    env = options(
-        folder,
-        log,
-        "weak mixed",
-        FREEDRAFT_LOOKAHEAD="confidence",
-        FREEDRAFT_THRESHOLD="0.4",
-        SGLANG_TEST_RETRACT="1",  # as if the KV pool were full, at every eleventh pass
-        SGLANG_TEST_RETRACT_INTERVAL="11",
-        **window,
-    )
+    # As if the KV pool were full, at every eleventh pass.
+    changed = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11", **window}
+    changed |= {"FREEDRAFT_LOOKAHEAD": "confidence", "FREEDRAFT_THRESHOLD": "0.4"}
     given = prompts((15, 16, 17, 31))
     expected = continuations(folder, given, 160)
-    with sglang_engine(
-        folder,
-        counts,
-        env,
-        speculative_algorithm="layerskip_checked",
-        speculative_num_draft_tokens=6,
-        skip_tokenizer_init=True,
-        max_total_tokens=768,
-        **more,
-    ) as engine:
-        engine.asked, engine.log, engine.counts = 0, log, counts
+    more = {**more, "speculative_num_draft_tokens": 6, "max_total_tokens": 768}
+    with checked_engine(folder, "weak mixed", changed, **more) as engine:
         outputs = ask(engine, given, "set1", {**GREEDY, "max_new_tokens": 120})
         assert ids(outputs) == [tokens[:120] for tokens in expected]
         assert sum(o["meta_info"].get("num_retractions", 0) for o in outputs) >= 3
@@ -67,25 +50,16 @@ def test_stops_by_itself_where_it_cannot_pay(tmp_path):
     """Default lookahead: with a skip set whose drafts are hardly ever accepted it stops, and looks again rarely."""
     folder = make_model(tmp_path / "Mistral", "Mistral")
     SkipSet(LAYERS, frozenset(range(LAYERS)), frozenset({0})).save(folder / "bad.json")
-    log, counts = folder / "log.json", folder / "counts.json"
-    env = options(folder, log, "bad", LAYERSKIP_TEST_TIMES="0.008 0.01")
     expected = continuations(folder, prompts()[:3], 400)
-    with sglang_engine(
-        folder,
-        counts,
-        env,
-        speculative_algorithm="layerskip_checked",
-        speculative_num_draft_tokens=4,
-        skip_tokenizer_init=True,
-    ) as engine:
+    changed = {"LAYERSKIP_TEST_TIMES": "0.008 0.01"}
+    with checked_engine(folder, "bad", changed, speculative_num_draft_tokens=4) as engine:
         sampling = {**GREEDY, "max_new_tokens": 400}
         assert ids(engine.generate(input_ids=prompts()[:1], sampling_params=sampling)) == expected[:1]
-        learnt = json.loads(log.read_text())
+        learnt = json.loads(engine.log.read_text())
         assert learnt["rounds"] > 0
         for prompt, answer in zip(prompts()[1:3], expected[1:], strict=True):
             assert engine.generate(input_ids=[prompt], sampling_params=sampling)[0]["output_ids"] == answer
-        done = json.loads(log.read_text())
-    read_counts(counts)
+        done = json.loads(engine.log.read_text())
     steps = done["steps"] - learnt["steps"]
     assert steps > 700
     # It looks again in 1 % of the steps; text that repeats itself may make it look better for a few more.

@@ -73,7 +73,6 @@ def test_backends_with_tree_masks_pass(resolved, backend):
         ({"enable_pdmux": True}, "multiplexing", "--enable-pdmux"),
         ({"enable_watermark": True}, "watermark", "--enable-watermark"),
         ({"speculative_accept_threshold_acc": 0.9}, "lossless", "1.0"),
-        ({"enable_deterministic_inference": True}, "seed", "--enable-deterministic-inference"),
         ({"speculative_num_draft_tokens": 0}, "0 nodes", "1..256"),
         ({"speculative_num_draft_tokens": 500}, "500 nodes", "1..256"),
         (ON_CPU, "stock SGLang lacks", "SGLANG_PLATFORM=freedraft_cpu"),
@@ -87,6 +86,11 @@ def test_refused(resolved, monkeypatch, changed, reason, remedy):
     message = str(caught.value)
     assert message.startswith("--speculative-algorithm sssd ")
     assert reason in message and remedy in message and "\n" not in message
+
+
+def test_deterministic_inference_passes(resolved):
+    args = resolved(**ON_GPU | {"enable_deterministic_inference": True})
+    assert args.speculative_algorithm == "SSSD" and args.sampling_backend == "pytorch"
 
 
 def test_the_backend_that_does_not_verify_may_be_any(resolved):

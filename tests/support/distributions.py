@@ -31,7 +31,7 @@ def same_distribution(a: Sequence[Output], b: Sequence[Output], lengths: Sequenc
 
 
 def enumerate_outputs(
-    model: Path, prompt: Sequence[int], tokens: int, *, temperature: float, top_k: int, top_p: float
+    model: Path, prompt: Sequence[int], tokens: int, *, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
 ) -> dict[Output, float]:
     """Probability of every output of this many tokens, by enumeration with the model itself."""
     import torch
@@ -48,7 +48,7 @@ def enumerate_outputs(
         for prefix, row in zip(prefixes, probs, strict=True):
             kept, mass = [], 0.0
             for rank, token in enumerate(sorted(range(len(row)), key=lambda t: -row[t])):
-                if rank < top_k and mass < top_p:
+                if rank < top_k and mass < top_p and row[token] >= min_p * row.max():
                     kept.append(token)
                 mass += float(row[token])
             total = sum(float(row[t]) for t in kept)

@@ -13,6 +13,7 @@ import pytest
 from vllm_cases import (
     MAX_MODEL_LEN,
     MIXED,
+    SAMPLED,
     SAMPLING_ENGINE,
     SETTINGS,
     STRUCTURED_PROMPTS,
@@ -23,9 +24,11 @@ from vllm_cases import (
     parameters,
     penalised,
     sample,
+    seeded,
     structured,
     token_prompts,
     tokens_of,
+    with_logprobs,
 )
 from vllm_engines import engine, runner_of
 
@@ -77,6 +80,7 @@ def plain_demo(demo_model: Path, demo_prompts: Prompts, long_prompts: Prompts) -
         "mixed": (MIXED, parameters(TOKENS)),
         "structured": (demo_prompts[STRUCTURED_PROMPTS], structured()),
         "penalised": (demo_prompts[:4], penalised()),
+        "sampled": ([prompts.SHORT[5]], parameters(60, ignore_eos=True, **SAMPLED)),
     }
     with engine(demo_model, max_model_len=MAX_MODEL_LEN, max_num_seqs=8) as llm:
         return {name: tokens_of(llm.generate(*given, use_tqdm=False)) for name, given in asked.items()}
@@ -92,10 +96,21 @@ def plain_tiny(tiny_model: Path, live_prompts: Prompts) -> PlainTiny:
     with engine(tiny_model, **SAMPLING_ENGINE) as llm:
         return PlainTiny(
             {setting: sample(llm, setting) for setting in SETTINGS},
+            with_logprobs(llm.generate(*seeded(), use_tqdm=False)),
             sample(llm, (0.0, 1.0, 0, False), 1)[0],
             tokens_of(llm.generate(live_prompts, parameters(30, ignore_eos=True, detokenize=False), use_tqdm=False)),
             runner_of(llm).model,
         )
+
+
+@pytest.fixture(scope="session")
+def plain_seeded(tiny_model: Path) -> list[list[int]]:
+    """What model runner V2 says without us to the requests of `seeded`, with room for everything."""
+    from test_vllm_v2 import serve
+
+    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "attention": "flash", "gpu_memory_utilization": 0.2}
+    answers: list[list[int]] = serve(tiny_model, cases={"seeded": seeded()}, **engine)["seeded"]
+    return answers
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,10 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm_cases import SAMPLED
 from vllm_server import Server, clients_that_go_away, command, get, serving
 
 from bench.lib.servers import free_port
@@ -28,34 +30,40 @@ def test_eight_clients_with_aborts_lose_nothing_and_leak_nothing(server: Server)
     clients_that_go_away(server, SHORT[:4])
 
 
-def accepted(server: Server, salt: str | None) -> int:
-    """Draft tokens accepted of one answer, to a client that sends this salt."""
+def accepted(server: Server, salt: str | None, **sampling: Any) -> tuple[int, list[int]]:
+    """Draft tokens accepted of one answer to a client that sends this salt, and its tokens; greedy by default."""
 
     def total() -> float:
         name = "vllm:spec_decode_num_accepted_tokens_total{"
         return sum(float(line.split()[-1]) for line in get(server.port, "/metrics")[1].splitlines() if name in line)
 
     before = total()
-    body = {"model": "m", "prompt": SHORT[5], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-    body |= {} if salt is None else {"cache_salt": salt}
+    body = {"model": "m", "prompt": SHORT[5], "max_tokens": 60, "temperature": 0, "ignore_eos": True} | sampling
+    body |= {"return_token_ids": True} | ({} if salt is None else {"cache_salt": salt})
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.port}/v1/completions",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        assert json.load(answer)["usage"]["completion_tokens"] == 60
-    return int(total() - before)
+    with urllib.request.urlopen(request, timeout=300) as response:
+        answer = json.load(response)
+    assert answer["usage"]["completion_tokens"] == 60
+    return int(total() - before), answer["choices"][0]["token_ids"]
 
 
 def test_clients_draft_from_their_own_text_only(server: Server) -> None:
     """What a client without a salt was told is drafted for nobody; what one with a salt was, for it alone."""
-    alone = accepted(server, None)
-    again, first, second = accepted(server, None), accepted(server, "one"), accepted(server, "one")
-    other, at_last = accepted(server, "two"), accepted(server, None)
+    salts = (None, None, "one", "one", "two", None)
+    alone, again, first, second, other, at_last = (accepted(server, salt)[0] for salt in salts)
     # The server counts the last step of an answer with the next one now and then.
     assert all(abs(count - alone) <= 2 for count in (again, first, other, at_last))
     assert second > alone + 20
+
+
+def test_a_seed_gives_plains_answer_while_the_server_learns(server: Server, plain_demo: dict) -> None:
+    counts, answers = zip(*(accepted(server, "seeds", **SAMPLED) for _ in range(4)), strict=True)
+    assert list(answers) == plain_demo["sampled"] * 4
+    assert min(counts[1:]) > counts[0] + 20, "nothing was learnt: the test does not test that"
 
 
 def test_metrics_are_true_where_they_are_shown(server: Server) -> None:

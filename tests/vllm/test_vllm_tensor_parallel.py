@@ -75,6 +75,14 @@ def test_two_ranks_answer_as_one_does_plainly(model: Path, plain: list[list[int]
     assert found["accepted"] > 60, "the second time they are drafted from what was learnt"
 
 
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+def test_two_ranks_draw_as_one_does_plainly(model: Path) -> None:
+    plain = answers(model, 1, {}, temperature=0.7)["answers"]
+    found = answers(model, 2, {}, temperature=0.7, speculative_config=SSSD)
+    assert found["answers"] == plain
+    assert found["accepted"] > 40, "the second time they are drafted from what was learnt"
+
+
 @pytest.fixture(scope="module")
 def layerskip(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A method whose first set skips nothing, which some requests get, and whose second one something."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_cases import SAMPLED_PROMPT, TINY, PlainTiny, Prompts, p_value, recycled
+from vllm_cases import TINY, PlainTiny, Prompts, alone, recycled, seeded
 
 from freedraft.guarded_method import GuardedMethod
 from freedraft.step import EngineContext
@@ -26,7 +26,7 @@ from tests.support.models import tiny_model as make_tiny
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
-SAMPLES, TOKENS = 80, 30
+TOKENS = 30
 SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
 
 
@@ -62,7 +62,9 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
         "aborted": {"prompts": ids, "parameters": greedy, "abort": 6},
         "long": {"prompts": [3 * ids[0], 3 * ids[1]], "parameters": greedy | {"max_tokens": 10}},
         "long again": {"prompts": [3 * ids[0], 3 * ids[1]], "parameters": greedy | {"max_tokens": 10}},
-        "sampled": {"prompts": [SAMPLED_PROMPT] * SAMPLES, "parameters": {"max_tokens": 4, "ignore_eos": True}},
+        "seeded": seeded(),
+        "seeded, aborted": seeded() | {"abort": 6},
+        "seeded, alone": alone(seeded(), 2),
     }
     engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
     # Steps of three and four requests are not drafted for: what they gain is taken later.
@@ -150,10 +152,13 @@ def test_requests_were_preempted_and_found_in_the_prefix_cache(served: dict[str,
     assert served["long"] == served["long again"]
 
 
-def test_sampled_answers_have_the_models_distribution(served: dict[str, Any], plain_tiny: PlainTiny) -> None:
-    plain = plain_tiny.sampled[1.0, 1.0, 0, False]
-    sampled = [tuple(tokens) for tokens in served["sampled"]]
-    assert p_value(sampled, plain) > 1e-3
+def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(
+    served: dict[str, Any], plain_seeded: list[list[int]]
+) -> None:
+    assert served["seeded"] == served["seeded, aborted"] == plain_seeded
+    assert served["seeded, alone"] == plain_seeded[2:3]
+    drafted, accepted = served["engine"]["counts"]["seeded, aborted"]
+    assert accepted > 10 and drafted - accepted > 10
 
 
 def test_requests_end_and_are_learnt_whole(served: dict[str, Any], plain_tiny: PlainTiny) -> None:
@@ -237,10 +242,7 @@ def skipped(
         name: {"prompts": ids, "parameters": greedy | {"extra_args": {"skip_set": name}}} for name in ("empty", "some")
     }
     cases["aborted"] = cases["some"] | {"abort": 6}
-    cases["sampled"] = {
-        "prompts": [SAMPLED_PROMPT] * SAMPLES,
-        "parameters": {"max_tokens": 4, "ignore_eos": True},
-    }
+    cases["seeded"] = seeded()
     engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64}
     found = serve(
         tiny_model, cases=cases, speculative_config=options, num_gpu_blocks_override=9, block_size=32, **engine
@@ -268,11 +270,10 @@ def test_everything_is_accepted_when_nothing_is_skipped(skipped: tuple[dict[str,
     assert 0 < accepted < drafted
 
 
-def test_layer_skipping_leaves_the_distribution_alone(
-    skipped: tuple[dict[str, Any], list[str]], plain_tiny: PlainTiny
+def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(
+    skipped: tuple[dict[str, Any], list[str]], plain_seeded: list[list[int]]
 ) -> None:
-    sampled = [tuple(tokens) for tokens in skipped[0]["sampled"]]
-    assert p_value(sampled, plain_tiny.sampled[1.0, 1.0, 0, False]) > 1e-3
+    assert skipped[0]["seeded"] == plain_seeded
 
 
 def test_recurrent_layers(tmp_path: Path) -> None:

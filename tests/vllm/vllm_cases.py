@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ def save_tiny(family: str, folder: Path, layers: int = 2) -> Path:
 
 
 Prompts = list[dict[str, list[int]]]
+Logprobs = list[dict[int, float]]
 
 
 def token_prompts(ids: list[list[int]]) -> Prompts:
@@ -35,10 +37,10 @@ def token_prompts(ids: list[list[int]]) -> Prompts:
 
 
 def parameters(max_tokens: int, **arguments: Any) -> Any:
-    """Greedy."""
+    """Greedy, unless told otherwise."""
     from vllm import SamplingParams
 
-    return SamplingParams(temperature=0, max_tokens=max_tokens, **arguments)
+    return SamplingParams(max_tokens=max_tokens, **{"temperature": 0} | arguments)
 
 
 def tokens_of(outputs: list[Any]) -> list[list[int]]:
@@ -70,8 +72,11 @@ def penalised(max_tokens: int = 40) -> Any:
     return parameters(max_tokens, repetition_penalty=1.3, logprobs=2)
 
 
+# One request of the server's: a temperature, a seed, and parameters that vLLM's rejection sampler does not know.
+SAMPLED = {"temperature": 0.8, "seed": 7, "top_p": 0.95, "min_p": 0.02, "logit_bias": {28: -2.0}}
+
 # Sampling: short outputs over a vocabulary of 24, so that each is seen often enough.
-SAMPLES = 3000
+SAMPLES = 1500
 SAMPLED_PROMPT = [5, 9, 17, 5, 9, 3, 5, 9, 17, 22, 5, 9]
 Setting = tuple[float, float, int, bool]
 # temperature, top_p, top_k, one seed per request
@@ -81,17 +86,46 @@ SAMPLING_ENGINE = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_s
                    "enable_prefix_caching": False}  # fmt: skip
 
 
-def sample(llm: Any, setting: Setting, samples: int = SAMPLES, seed: int = 0) -> list[tuple[int, ...]]:
+# What sampled requests ask for besides a temperature and a seed.
+ASKED: list[dict[str, Any]] = [
+    {},
+    {"top_k": 5},
+    {"top_p": 0.8, "top_k": 8},
+    {"min_p": 0.1},
+    {"logit_bias": {3: 2.0, 5: -4.0}, "repetition_penalty": 1.2, "frequency_penalty": 0.2},
+    {"min_tokens": 9, "stop_token_ids": [3, 4, 5, 6], "logprobs": 3},
+    {"allowed_token_ids": [*range(2, 12)], "presence_penalty": 0.4, "logprobs": 0},
+]
+
+
+def seeded() -> tuple[Prompts, list[Any]]:
+    """Eight prompts, three seeds, and four temperatures, one of them 0."""
+    cases = itertools.product(prompts.random_ids([12] * 8, 24, first=2, seed=5), (1, 2, 3), (0.0, 0.3, 0.9, 1.3))
+    given = list(zip(cases, itertools.cycle(ASKED)))
+    return token_prompts([ids for (ids, _, _), _ in given]), [
+        parameters(32, temperature=warm, seed=seed, ignore_eos=True, detokenize=False, **asked)
+        for (_, seed, warm), asked in given
+    ]
+
+
+def with_logprobs(outputs: list[Any]) -> list[tuple[list[int], Logprobs]]:
+    """Tokens, and what was said of each."""
+    answers = [output.outputs[0] for output in outputs]
+    said = [[{i: each.logprob for i, each in one.items()} for one in answer.logprobs or ()] for answer in answers]
+    return [(list(answer.token_ids), logprobs) for answer, logprobs in zip(answers, said, strict=True)]
+
+
+def sample(llm: Any, setting: Setting, samples: int = SAMPLES) -> list[tuple[int, ...]]:
     """Outputs of four tokens, without detokenising; each request has its own seed where the setting says so."""
     from vllm import SamplingParams
 
-    temperature, top_p, top_k, seeded = setting
+    temperature, top_p, top_k, has_seeds = setting
     requests = [
         SamplingParams(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
-            seed=seed + i if seeded else None,
+            seed=i if has_seeds else None,
             max_tokens=4,
             ignore_eos=True,
             detokenize=False,
@@ -107,16 +141,49 @@ def p_value(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
     return distributions.same_distribution(a, b, lengths=(2, 3, 4))
 
 
+# Sampling with seeds, on model runner V2: filters and penalties in turn. vLLM takes min_p and logit_bias with no drafts.
+SEEDED_PROMPTS = [*prompts.random_ids([12] * 6, 24, first=2, seed=3), SAMPLED_PROMPT, 4 * [2, 3, 4]]
+SEEDS, TEMPERATURES = (1, 2**40 + 3, 77), (0.3, 0.9, 1.3)
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"top_k": 8, "top_p": 0.9},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.3},
+]
+
+
+def seeded(share: int = 8) -> dict[str, Any]:
+    """A case of `serve.py`: of each prompt with each seed and temperature every so many, and a greedy request."""
+    product = list(itertools.product(SEEDED_PROMPTS, SEEDS, TEMPERATURES))
+    each = [
+        {"seed": product[i][1], "temperature": product[i][2]} | FILTERS[i % len(FILTERS)]
+        for i in range(0, len(product), share)
+    ]
+    return {
+        "prompts": [*(prompt for prompt, _, _ in product[::share]), SAMPLED_PROMPT],
+        "each": [*each, {"temperature": 0}],
+        "parameters": {"max_tokens": 24, "ignore_eos": True},
+    }
+
+
+def alone(case: dict[str, Any], i: int) -> dict[str, Any]:
+    """A case of the i-th request of another one."""
+    return case | {name: case[name][i : i + 1] for name in ("prompts", "each")}
+
+
 class PlainTiny(NamedTuple):
     """What the tiny model says without us, and the target that vLLM makes of it.
 
     Attributes:
         sampled: outputs by setting.
+        seeded: tokens and logprobs of the requests of `seeded`.
         greedy: the greedy output of the same prompt.
         answers: greedy answers of 30 tokens to `live_prompts`.
     """
 
     sampled: dict[tuple, list[tuple[int, ...]]]
+    seeded: list[tuple[list[int], Logprobs]]
     greedy: tuple[int, ...]
     answers: list[list[int]]
     target: Any

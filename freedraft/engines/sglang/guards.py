@@ -111,11 +111,6 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool) -> None:
         refuse(
             "is lossless and accepts nothing by threshold", "leave both --speculative-accept-threshold options at 1.0"
         )
-    if getattr(args, "enable_deterministic_inference", False):
-        refuse(
-            "cannot repeat the sampled tokens of plain decoding seed by seed",
-            "start without --enable-deterministic-inference (the distribution is the same)",
-        )
     for option in ("dcp_size", "attn_cp_size"):
         if (getattr(args, option, 1) or 1) > 1:
             refuse("does not run under context parallelism", f"start without --{option.replace('_', '-')}")

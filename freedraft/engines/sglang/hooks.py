@@ -67,7 +67,7 @@ HOOKS = table("""
     sglang.srt.model_executor.model_runner.ModelRunner:_get_attention_backend(init_new_workspace)
     sglang.srt.model_executor.model_runner:ModelRunner assigned attn_backend, decode_cuda_graph_runner,
         init_new_workspace, prefill_attention_backend_str, decode_attention_backend_str, sliding_window_size,
-        max_running_requests, model_config, server_args
+        max_running_requests, model_config, sampler, server_args
     sglang.srt.model_executor.model_runner.ModelRunner:init_decode_cuda_graph
     sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner:__init__(attn_backend,
         speculative_num_steps, speculative_num_draft_tokens)
@@ -77,17 +77,17 @@ HOOKS = table("""
     sglang.srt.speculative.ngram_info.NgramVerifyInput:__init__(draft_token, custom_mask, positions, retrieve_index,
         retrieve_next_token, retrieve_next_sibling, draft_token_num, new_seq_lens, accept_tokens, accept_lens)
     sglang.srt.managers.tp_worker.TpModelWorker:forward_batch_generation(is_verify)
-    sglang.srt.runtime_context:get_exec
     sglang.srt.model_executor.forward_batch_info:ForwardMode assigned TARGET_VERIFY, DECODE, is_decode, is_extend
     sglang.srt.speculative.spec_utils:build_grammar_vocab_mask(reqs, tree, sampling_info, device, barrier)
     sglang.srt.speculative.spec_utils.GrammarTree:from_host
     sglang.srt.layers.logprob_processor:compute_spec_logprobs(batch, logits_output, predict, accept_index)
     sglang.srt.layers.logits_processor:LogitsProcessorOutput fields next_token_logits, hidden_states
     sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo fields temperatures, top_ks, top_ps, min_ps,
-        is_all_greedy, need_top_k_sampling, need_top_p_sampling, need_min_p_sampling, sampling_seed, logit_bias,
-        grammar_mask, has_custom_logit_processor
+        is_all_greedy, sampling_seed, logit_bias, grammars, grammar_mask, has_custom_logit_processor
     sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo:apply_logits_bias(logits)
     sglang.srt.layers.sampler:apply_custom_logit_processor(num_tokens_in_batch)
+    sglang.srt.layers.sampler.Sampler:forward(logits_output, sampling_info, return_logprob, top_logprobs_nums,
+        token_ids_logprobs, positions)
 """)
 
 # What drafting does without, where it is not there.

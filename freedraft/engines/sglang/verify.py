@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from freedraft_kernels import KVPool, TreeBatch, Verification, target_probs, verify_greedy, verify_sampled, warm_up
+from freedraft_kernels import KVPool, TreeBatch, Verification, verify_greedy, warm_up
 from numpy.typing import NDArray
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -30,16 +32,16 @@ logger = logging.getLogger(__name__)
 # SGLang keeps it for what padding writes; no request ever has it.
 SPARE_SLOT = 0
 
-MAX_PROBABILITIES = 1 << 26  # Probabilities, float32, that sampled trees are verified with at once
+MAX_PROBABILITIES = 1 << 24  # that the sampler gets at once
+BYTES_OF_EACH = 48  # most that SGLang's samplers take for one: sorting keeps probabilities, ids, sums and noise
 
 
 class TreeVerifier:
-    """Verifies trees of B requests, of n nodes each: at most N. max_nodes: N."""
+    """Verifies trees of B requests, of n nodes each: at most N. max_nodes: N; sampler: that of SGLang's ModelRunner."""
 
-    def __init__(self, max_nodes: int, ranks: Ranks, device: Any, allocator: Any, sampling_backend: str) -> None:
-        # With min-p, SGLang's sampler of FlashInfer applies one filter to what the one before leaves.
-        self._in_turns_with_min_p = sampling_backend in ("flashinfer", "intel_xpu")
+    def __init__(self, max_nodes: int, ranks: Ranks, device: Any, allocator: Any, sampler: Any) -> None:
         self._max_nodes, self._ranks, self._device, self._allocator = max_nodes, ranks, device, allocator
+        self._sampler = sampler
         self._pool: KVPool | None = None
         kv = allocator.get_kvcache()
         # Subclasses keep more than K and V, or keep them by other slots, and know how to move them.
@@ -57,7 +59,8 @@ class TreeVerifier:
         """The outcome of a verifying pass, the same on every tensor-parallel rank. output: the pass's
         LogitsProcessorOutput, whose logits (float [B * n, V]) are processed in place."""
         self._process_logits(batch, output.next_token_logits, host_tree)
-        return self._ranks.share_outcome(self._verify(batch, tree, output.next_token_logits))
+        targets = self._targets(batch, tree, int(host_tree.counts.sum()), output.next_token_logits)
+        return self._ranks.share_outcome(verify_greedy(tree, targets.view(tree.tokens.shape)))
 
     def keep(self, batch: Any, verified: Verification, output: Any) -> None:
         """Let KV, logprobs and hidden states follow the outcome; arguments as in `verify`."""
@@ -97,29 +100,32 @@ class TreeVerifier:
             barrier=None,
         )
 
-    def _verify(self, batch: Any, tree: TreeBatch, logits: torch.Tensor) -> Verification:
-        """logits: [B * n, V], processed."""
+    def _targets(self, batch: Any, tree: TreeBatch, nodes: int, logits: torch.Tensor) -> torch.Tensor:
+        """int64 [B * n]: the token that SGLang's sampler draws after each node; anything at padding. A request's seed
+        and a node's position give the noise that plain decoding has there; unseeded, every node has noise of its own.
+
+        nodes: how many the trees have; logits: [B * n, V], processed, and left as they are."""
         sampling = batch.sampling_info
-        logits = logits.view(tree.batch_size, tree.max_nodes, -1)
         if sampling.is_all_greedy:
-            return verify_greedy(tree, logits.argmax(-1))
-        seeds = sampling.sampling_seed
-        if seeds is None:
-            seeds = torch.randint(2**62, (tree.batch_size,), device=self._device)
-        names = [name for name in ("top_k", "top_p", "min_p") if getattr(sampling, f"need_{name}_sampling")]
-        in_turns = self._in_turns_with_min_p and sampling.need_min_p_sampling
-
-        def verified(rows: slice) -> Verification:
-            filters = {f"{name}s": getattr(sampling, f"{name}s")[rows] for name in names}
-            trees = TreeBatch(tree.tokens[rows], tree.parents[rows], tree.depths[rows], tree.counts[rows])
-            temperatures = sampling.temperatures.view(-1)[rows]
-            probs = target_probs(logits[rows], temperatures, counts=trees.counts, in_turns=in_turns, **filters)
-            return verify_sampled(trees, probs, seeds[rows].to(torch.int64), batch.seq_lens[rows])
-
-        at_once = requests_at_once(logits[0].numel())
-        parts = [verified(slice(i, i + at_once)) for i in range(0, tree.batch_size, at_once)]
-        of_all = ([getattr(part, name) for part in parts] for name in ("accepted", "lengths", "tokens", "bonus"))
-        return parts[0] if len(parts) == 1 else Verification(*map(torch.cat, of_all))
+            return logits.argmax(-1)
+        seeds, positions = sampling.sampling_seed, batch.spec_info.positions
+        targets = torch.zeros_like(positions)
+        nodes_first = tree.valid().view(-1).argsort(descending=True, stable=True)
+        for rows in nodes_first[:nodes].split(rows_at_once(logits.shape[1])):
+            request = rows // tree.max_nodes
+            of_nodes = replace(
+                sampling,
+                temperatures=sampling.temperatures[request],
+                top_ks=sampling.top_ks[request],
+                top_ps=sampling.top_ps[request],
+                min_ps=sampling.min_ps[request],
+                sampling_seed=None if seeds is None else seeds[request],
+                has_custom_logit_processor=False,  # it has been applied
+                grammars=None,  # for which SGLang lets ranks agree: they do on the outcome
+            )
+            output = LogitsProcessorOutput(next_token_logits=logits[rows])
+            targets[rows] = self._sampler(output, of_nodes, False, [], [], positions[rows]).to(targets.dtype)
+        return targets
 
     def _compact(self, batch: Any, verified: Verification, width: int) -> None:
         if self._pool is not None:
@@ -139,10 +145,9 @@ class TreeVerifier:
         return F.pad(flat, (0, self._max_nodes - width), value=-1)
 
 
-def requests_at_once(probabilities: int) -> int:
-    """Sampled requests that are verified together, each with this number of probabilities."""
-    # A multiple of 4: parts of int32 tensors then begin where Triton's kernels, as compiled, take them to begin.
-    return max(MAX_PROBABILITIES // probabilities // 4, 1) * 4
+def rows_at_once(vocab_size: int) -> int:
+    """Nodes that are sampled together."""
+    return max(MAX_PROBABILITIES // vocab_size, 1)
 
 
 def tree_links(tree: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from freedraft_kernels import TreeBatch, tree_inputs
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_device, get_exec, get_parallel, get_spec
+from sglang.srt.runtime_context import get_device, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_registry import get_spec as algorithm_of
@@ -32,7 +32,7 @@ from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
 from freedraft.engines.sglang.ranks import Ranks
 from freedraft.engines.sglang.start_line import start_line
-from freedraft.engines.sglang.verify import TreeVerifier, requests_at_once
+from freedraft.engines.sglang.verify import BYTES_OF_EACH, TreeVerifier, rows_at_once
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import MethodSpec
 
@@ -91,11 +91,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
             self.model_runner.init_kv_index_translator()  # it keeps the tensor of all rows
         self._verifier = TreeVerifier(
-            self.max_nodes,
-            self._ranks,
-            self.device,
-            self.token_to_kv_pool_allocator,
-            get_exec().kernel.sampling_backend,
+            self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator, self.model_runner.sampler
         )
         self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes, self.device)
 
@@ -154,13 +150,14 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
 
     def prewarm_sampling(self) -> Any:
         """What verification takes besides, for SGLang to leave out of a KV cache that it sizes after its CUDA graphs:
-        float32 probabilities of the nodes that are verified at once, and what they are made of."""
+        what its sampler takes for the nodes that are sampled at once."""
         from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 
         runner = self.model_runner
-        of_each = self.max_nodes * runner.model_config.vocab_size
-        floats = 2 * min(runner.max_running_requests, requests_at_once(of_each)) * of_each
-        runner.sampling_prewarm_result = SamplingPrewarmResult(sampling_headroom_bytes=4 * floats)
+        vocab_size = runner.model_config.vocab_size
+        rows = min(runner.max_running_requests * self.max_nodes, rows_at_once(vocab_size))
+        taken = BYTES_OF_EACH * rows * vocab_size
+        runner.sampling_prewarm_result = SamplingPrewarmResult(sampling_headroom_bytes=taken)
         return runner.sampling_prewarm_result
 
     # -- one step ------------------------------------------------------------------------------------------------------

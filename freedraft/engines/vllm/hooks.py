@@ -28,6 +28,17 @@ RUNNER_HOOKS = table("""
     vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer(vllm_config)
     # drafting
     vllm.v1.worker.gpu_model_runner.GPUModelRunner:propose_draft_token_ids(scheduler_output, sampled_token_ids)
+    # verification
+    vllm.v1.worker.gpu_model_runner.GPUModelRunner:initialize_kv_cache
+    vllm.v1.worker.gpu_model_runner:GPUModelRunner assigned rejection_sampler, sampler
+    vllm.v1.sample.rejection_sampler.RejectionSampler:forward(metadata, draft_probs, logits, sampling_metadata)
+    vllm.v1.sample.sampler.Sampler:forward(logits, sampling_metadata, predict_bonus_token)
+    vllm.v1.sample.metadata.SamplingMetadata fields generators, output_token_ids, spec_token_ids, logitsprocs
+    vllm.v1.spec_decode.metadata.SpecDecodeMetadata fields draft_token_ids, num_draft_tokens
+    vllm.v1.outputs.SamplerOutput fields sampled_token_ids, logprobs_tensors
+    vllm.v1.outputs.LogprobsTensors fields logprob_token_ids, logprobs, selected_token_ranks
+    vllm.v1.sample.logits_processor:LogitsProcessors assigned all
+    vllm.v1.sample.logits_processor:MinTokensLogitsProcessor assigned min_toks, update_state
     # start and end of requests
     vllm.v1.worker.gpu_model_runner.GPUModelRunner:_update_states(scheduler_output)
     vllm.v1.core.sched.output.SchedulerOutput fields finished_req_ids, scheduled_new_reqs, scheduled_spec_decode_tokens
@@ -41,8 +52,6 @@ MODEL_HOOKS = table("""
     # KV slots for drafts
     vllm.config.VllmConfig:num_lookahead_tokens
     vllm.v1.worker.block_table.BlockTable:__init__(block_size, max_num_blocks_per_req)
-    # building draft passes
-    vllm.v1.worker.gpu_model_runner.GPUModelRunner:initialize_kv_cache
     # draft passes on tensor-parallel ranks
     vllm.distributed.parallel_state.GroupCoordinator:broadcast_object(obj, src)
     # attention of draft passes
@@ -65,6 +74,14 @@ TENANT_HOOKS = table("""
     # tenants of live datastores
     vllm.v1.core.sched.output.NewRequestData:from_request
     vllm.v1.request.Request:__init__(cache_salt)
+""")
+
+# Needed besides to serve all sampling parameters on V1.
+PROCESSOR_HOOKS = table("""
+    # min_p and logit_bias in model runner V1
+    vllm.sampling_params.SamplingParams:_validate_spec_decode(speculative_config)
+    vllm.v1.worker.gpu_model_runner:build_logitsprocs(vllm_config, device, is_pin_memory, custom_logitsprocs)
+    vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS
 """)
 
 # Needed besides for full CUDA graphs at every step of V1.
@@ -149,20 +166,25 @@ V2_LOGITS_HOOKS = table("""
     vllm.v1.worker.gpu.input_batch.InputBatch fields cu_num_logits_np, num_draft_tokens_per_req
 """)
 
-# Needed besides to verify trees there.
-V2_TREE_HOOKS = V2_LOGITS_HOOKS + table("""
-    # draft trees in model runner V2
+# Needed besides for sampled tokens that are those without drafts.
+V2_SAMPLING_HOOKS = V2_LOGITS_HOOKS + table("""
+    # the tokens of a seed, whatever is drafted, in model runner V2
+    vllm.config.SpeculativeConfig fields rejection_sample_method
     vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler:_verify(logits, draft_sampled, pos, cu_num_logits,
-        idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np)
-    vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler assigned sampler
+        idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np,
+        verify_draft_sampled)
+    vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler assigned sampler, num_speculative_steps
+    vllm.v1.worker.gpu.sample.sampler.Sampler:sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos,
+        input_ids, expanded_local_pos, seq_lens_upper_bound_np, return_logprobs)
+""")
+
+# Needed besides to verify trees there.
+V2_TREE_HOOKS = V2_SAMPLING_HOOKS + table("""
+    # draft trees in model runner V2
     vllm.v1.worker.gpu.model_runner.GPUModelRunner:prepare_attn(input_batch)
     vllm.v1.worker.gpu.model_runner:GPUModelRunner assigned kv_caches, cudagraph_manager, sampler, model_state,
         dcp_size, pcp_manager, ubatch_runner, batch_sharder, is_encoder_decoder, fast_prefill
-    vllm.v1.worker.gpu.sample.sampler:Sampler assigned sampling_states, logits_processors, trace_replay_state,
-        return_sampling_mask
-    vllm.v1.worker.gpu.sample.states:SamplingStates assigned temperature, seeds
-    vllm.v1.worker.gpu.sample.sampler.Sampler:apply_sampling_params(logits, expanded_idx_mapping, idx_mapping,
-        idx_mapping_np, pos, input_ids, expanded_local_pos, seq_lens_upper_bound_np)
+    vllm.v1.worker.gpu.sample.sampler:Sampler assigned logits_processors, trace_replay_state, return_sampling_mask
     vllm.v1.worker.gpu.input_batch.InputBatch fields positions, query_start_loc, seq_lens, logits_indices, cu_num_logits
     vllm.v1.attention.backends.triton_attn.TritonAttentionImpl:forward(query, kv_cache, attn_metadata, output)
     vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder:build(common_prefix_len, common_attn_metadata)
@@ -170,13 +192,14 @@ V2_TREE_HOOKS = V2_LOGITS_HOOKS + table("""
     vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder:build(common_prefix_len, common_attn_metadata)
     vllm.v1.attention.backends.registry:register_backend
     vllm.v1.kv_cache_interface:FullAttentionSpec
-    vllm.utils.torch_utils:async_tensor_h2d(data, device)
 """)
 
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # What drafting does without, where it is not there.
-OPTIONAL_HOOKS = TENANT_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + V2_HOOKS + V2_TREE_HOOKS
+OPTIONAL_HOOKS = (
+    TENANT_HOOKS + PROCESSOR_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + V2_HOOKS + V2_TREE_HOOKS
+)
 
 
 def setting() -> str:

@@ -28,6 +28,7 @@ from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
     CONFIG_HOOKS,
     MODEL_HOOKS,
+    PROCESSOR_HOOKS,
     RUNNER_HOOKS,
     SCHEDULER_HOOKS,
     V2_HOOKS,
@@ -65,14 +66,17 @@ def register(spec: MethodSpec) -> bool:
         return False
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
     from vllm.triton_utils import HAS_TRITON
 
-    apply_fixes(early=True)
+    apply_fixes()
     METHODS[spec.name] = spec
     if spec.runs_model and not check(MODEL_HOOKS):
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     wrap_once(EngineArgs, "create_engine_config", _with_the_rest)
+    if not check(PROCESSOR_HOOKS):
+        wrap_once(SamplingParams, "_validate_spec_decode", _accept_all_parameters)
     if not check(SCHEDULER_HOOKS):
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_lengths_of_replicas)
     if hasattr(VllmConfig, "_maybe_disable_dynamic_sd_for_v1"):
@@ -174,6 +178,17 @@ def _with_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return create_engine_config
+
+
+def _accept_all_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM refuses `min_p` and `logit_bias` with drafts, as its rejection samplers leave them out. Ours on V1 does
+    not."""
+
+    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        if getattr(speculative_config, "model", None) != PROPOSER:
+            original(self, speculative_config)
+
+    return _validate_spec_decode
 
 
 def _keep_lengths_of_replicas(original: Callable[..., Any]) -> Callable[..., Any]:

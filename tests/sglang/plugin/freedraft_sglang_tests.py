@@ -27,6 +27,11 @@ def register():
 
         widths = tuple(map(int, os.environ["TREE_TEST_WIDTHS"].split(",")))
         guards.widths_for = lambda backend, max_nodes: widths
+    if os.environ.get("TREE_TEST_PROBABILITIES"):
+        from freedraft.engines.sglang import verify
+
+        verify.MAX_PROBABILITIES = int(os.environ["TREE_TEST_PROBABILITIES"])
+    take_seeds_on_cpu()
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle", role=None))
     register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
     register(dataclasses.replace(REPEAT, factory=f"{__name__}:make_repeat"))
@@ -36,13 +41,49 @@ def register():
         record_ranks(Path(os.environ["TREE_TEST_RANKS"]))
 
 
+def take_seeds_on_cpu():
+    """Let `--enable-deterministic-inference` start here, with SGLang's sampler as it is: what stands in the way is that
+    no attention backend of a CPU is on its list, and that the hash of seeds and the matrix products that do not depend
+    on the batch are Triton's or of a package for Intel's processors."""
+    from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    add_deterministic_attention_backend_choices(["torch_native"])
+    HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, HookType.REPLACE)
+    batch_invariant = "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode"
+    HookRegistry.register(batch_invariant, lambda runner: None, HookType.REPLACE)
+
+
+def murmur_hash32(seed, positions, columns):
+    """int64 [rows, columns]: MurmurHash3 of 32 bits over the seed's two halves, the position and the column."""
+    import torch
+
+    ones = 2**32 - 1
+
+    def rotated(words, bits):
+        return (words << bits | words >> (32 - bits)) & ones
+
+    seed = seed.view(torch.int64)[:, None]
+    state = torch.zeros_like(seed)
+    for block in (seed & ones, seed >> 32 & ones, positions.to(torch.int64)[:, None] & ones, columns[None]):
+        state = state ^ rotated(block * 0xCC9E2D51 & ones, 15) * 0x1B873593 & ones
+        state = rotated(state, 13) * 5 + 0xE6546B64 & ones
+    state = state ^ 16  # bytes
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        state = (state ^ state >> shift) * factor & ones
+    return state
+
+
 def count_work(path):
     """Write, after every verified step, what the worker has done so far."""
+    from sglang.srt.layers.sampler import Sampler
+
     from freedraft.engines.sglang.drafting import Drafting
     from freedraft.engines.sglang.verify import TreeVerifier
 
     totals = collections.Counter()
     verify, step_of, draft, finish = TreeVerifier.verify, Drafting._step, Drafting.draft, Drafting.finish
+    sample = Sampler.forward
 
     def verifying(self, batch, host_tree, tree, output):
         verified = verify(self, batch, host_tree, tree, output)
@@ -57,6 +98,10 @@ def count_work(path):
         totals["batch 4"] += accepted.shape[0] == 4
         path.write_text(json.dumps(totals))
         return verified
+
+    def sampling(self, output, *arguments, **options):
+        totals["most rows sampled"] = max(totals["most rows sampled"], len(output.next_token_logits))
+        return sample(self, output, *arguments, **options)
 
     def stepping(self, upcoming, gained):
         step, batch = step_of(self, upcoming, gained), upcoming.batch
@@ -92,7 +137,7 @@ def count_work(path):
         totals["held"] = len(drafter) + len(self.guarded.running) + len(self._requests) + len(self._states)
         path.write_text(json.dumps(totals))
 
-    TreeVerifier.verify, Drafting._step = verifying, stepping
+    TreeVerifier.verify, Drafting._step, Sampler.forward = verifying, stepping, sampling
     Drafting.draft, Drafting.finish = drafting, finishing
 
 

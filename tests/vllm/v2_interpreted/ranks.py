@@ -1,6 +1,7 @@
 """An engine on so many tensor-parallel ranks: what it answers to the same prompts, twice, as a line of JSON.
 
-python ranks.py MODEL RANKS '{"prompts": ..., "speculative_config": ..., "skip_sets": one for each prompt}'
+python ranks.py MODEL RANKS '{"prompts": ..., "speculative_config": ..., "skip_sets": one for each prompt,
+    "temperature": 0 by default}'
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ def main() -> None:
     given = json.loads(sys.argv[3])
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in given.pop("prompts")]
     skip_sets = given.pop("skip_sets", [None] * len(prompts))
+    temperature = given.pop("temperature", 0)
     room = {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "block_size": 32}
     llm = LLM(
         sys.argv[1],
@@ -28,8 +30,8 @@ def main() -> None:
         **room,
         **given,
     )
-    greedy = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "detokenize": False}
-    parameters = [SamplingParams(**greedy, extra_args={"skip_set": name} if name else None) for name in skip_sets]
+    asked = {"temperature": temperature, "seed": 5, "max_tokens": 30, "ignore_eos": True, "detokenize": False}
+    parameters = [SamplingParams(**asked, extra_args={"skip_set": name} if name else None) for name in skip_sets]
     answers = [
         [list(output.outputs[0].token_ids) for output in llm.generate(prompts, parameters, use_tqdm=False)]
         for _ in range(2)

@@ -2,12 +2,13 @@
 
     python serve.py MODEL '{"speculative_config": ..., "cases": {name: {"prompts": ..., "parameters": ...}}, ...}'
 
-Cases come one after the other: all prompts of one at once. "abort" gives up each request after so many steps, and asks
-it anew under the same id; "chains" are requests whose parameters allow no trees, "greedy" such as are not sampled;
-"salt" stands in front of the prompts' own. "adaptive" asks the speculator for confidences, "kv" notes the KV of all
-steps, "drafts" those of chains, "graphs" lets draft passes run as CUDA graphs do, "graph_sizes" are those of vLLM's
-own, "warm_up" compiles kernels as vLLM does on devices, and notes which of ours are launched that were not then. The
-rest of the JSON are arguments of the engine.
+Cases come one after the other: all prompts of one at once. "each" has parameters of each request besides those of all;
+"abort" gives up each request after so many steps, and asks it anew under the same id; "chains" are requests whose
+parameters allow no trees; "salt" stands in front of the prompts' own. "adaptive" asks the speculator for confidences,
+"kv" notes the KV of all steps, "drafts" those of chains, "graphs" lets draft passes run as CUDA graphs do,
+"graph_sizes" are those of vLLM's own, "warm_up" compiles kernels as vLLM does on devices, and notes which of ours are
+launched that were not then, "rows" is how many rows of logits are verified at once. The rest of the JSON are arguments
+of the engine; without a "speculative_config" there are answers alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,12 @@ from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
 from freedraft.cost.batch_lengths import BatchLengths
@@ -44,7 +47,6 @@ from freedraft.engines.vllm.v2 import trees as v2_trees
 from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.tree_support import why_chains
-from tests.support.models import VOCAB_SIZE
 from tests.support.recycled import recorded
 from tests.support.triton_launches import record_launches
 
@@ -121,9 +123,9 @@ def answers(
     llm: Any,
     prompts: list[list[int]],
     parameters: dict[str, Any],
+    each: Sequence[dict[str, Any]] = (),
     abort: int = 0,
     chains: Collection[int] = (),
-    greedy: Collection[int] = (),
     salt: str = "",
 ) -> list[list[int]]:
     engine = llm.llm_engine
@@ -133,7 +135,7 @@ def answers(
 
     def add(i: int) -> None:
         prompt = TokensPrompt(prompt_token_ids=prompts[i], cache_salt=f"{salt}salt {i % 2}")
-        asked = parameters | ({"logprobs": 1} if i in chains else {}) | ({"temperature": 0} if i in greedy else {})
+        asked = parameters | (each[i] if each else {}) | ({"logprobs": 1} if i in chains else {})
         engine.add_request(f"request {i}", prompt, SamplingParams(detokenize=False, **asked))
 
     for i in range(len(prompts)):
@@ -175,6 +177,11 @@ def take_any_mask() -> None:
     InterpreterBuilder.create_masked_store = create_masked_store
 
 
+def filter_as_on_cpus() -> None:
+    """Top-k and top-p by PyTorch, vLLM's own way on CPUs: the interpreter does not run its kernel."""
+    topk_topp_sampler.HAS_TRITON = False
+
+
 def note_confidences(speculator: Any) -> list[Any]:
     """Of each step's requests: the confidences, which draft tokens are their own, and how many the step accepted.
 
@@ -209,7 +216,7 @@ def warm_up_as_on_devices() -> list[int]:
         warmup_kernels(worker.model_runner, execute_model, worker.sample_tokens)
         torch.accelerator.synchronize = synchronize
 
-    # The interpreter does not run vLLM's kernels for top-k and for what else is in its parameters.
+    # The interpreter does not run vLLM's kernels for all that is in its parameters.
     SamplingParams.for_sampler_warmup = classmethod(lambda cls: cls(logprobs=5))  # type: ignore[assignment, method-assign]
     gpu_worker.Worker.compile_or_warm_up_model = compile_or_warm_up_model  # type: ignore[assignment, method-assign]
     return steps
@@ -271,13 +278,17 @@ def note_tokens() -> None:
 
 
 def reasons_for_chains(runner: Any) -> list[str | None]:
-    """What speaks against trees as it is, in batch-invariant mode, and where routed experts are asked for."""
+    """What speaks against trees as it is, in batch-invariant mode, where routed experts are asked for, and with a
+    sampler of the model's own."""
     with pytest.MonkeyPatch.context() as patch:
         said = [why_chains(runner, runner.vllm_config)]
         patch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
         said.append(why_chains(runner, runner.vllm_config))
         patch.setattr(envs, "VLLM_BATCH_INVARIANT", False)
         patch.setattr(type(runner.vllm_config.aux_output_config), "enabled", True)
+        said.append(why_chains(runner, runner.vllm_config))
+        patch.setattr(type(runner.vllm_config.aux_output_config), "enabled", False)
+        patch.setattr(runner, "rejection_sampler", runner.sampler)
         return [*said, why_chains(runner, runner.vllm_config)]
 
 
@@ -319,40 +330,19 @@ def trees_of_graphs(runner: Any) -> dict[str, list[int]]:
     return noted
 
 
-def note_probabilities(trees: Any) -> list[list[int]]:
-    """Of each part of a step whose trees are verified: sampled requests, all requests, and those whose probabilities
-    were held at once."""
-    original, noted = trees._verify, list[list[int]]()
-
-    def verify(sampler: Any, logits: Any, given: Any, rows: Any, slots: Any, *args: Any) -> Any:
-        sampled = np.count_nonzero(sampler.sampling_states.temperature.np[slots])
-        noted.append([int(sampled), len(slots)])
-        return original(sampler, logits, given, rows, slots, *args)
-
-    def verify_sampled(tree: Any, probs: torch.Tensor, *args: Any) -> Any:
-        assert probs.numel() <= v2_trees._MOST_PROBABILITIES
-        noted[-1].append(len(probs))
-        return kernel(tree, probs, *args)
-
-    kernel = v2_trees.verify_sampled
-    trees._verify, v2_trees.verify_sampled = verify, verify_sampled  # type: ignore[assignment]
-    v2_trees._MOST_PROBABILITIES = 4 * VOCAB_SIZE  # one of the largest trees that are sampled here
-    return noted
-
-
-def note_branches(trees: Any) -> list[int]:
+def note_branches() -> list[int]:
     """How many accepted paths were chains of first nodes, and how many were not."""
-    original, counts = trees._verify, [0, 0]
+    original, counts = v2_trees.match, [0, 0]
 
-    def verify(*args: Any) -> Any:
-        verified = original(*args)
-        columns = torch.arange(verified.accepted.shape[1])
-        off = ((verified.accepted != columns) & (verified.accepted >= 0)).any(1)
+    def match(*args: Any) -> Any:
+        outcome = original(*args)
+        accepted = outcome.verification.accepted
+        off = ((accepted != torch.arange(accepted.shape[1])) & (accepted >= 0)).any(1)
         counts[0] += int((~off).sum())
         counts[1] += int(off.sum())
-        return verified
+        return outcome
 
-    trees._verify = verify
+    v2_trees.match = match
     return counts
 
 
@@ -400,14 +390,20 @@ def largest_difference(kv: dict[tuple[int, ...], torch.Tensor]) -> list[float]:
 
 def main() -> None:
     take_any_mask()
+    filter_as_on_cpus()
     schedule_asynchronously()
     given = json.loads(sys.argv[2])
     cases, adaptive = given.pop("cases"), given.pop("adaptive", False)
     with_kv, with_graphs, with_drafts = (given.pop(name, False) for name in ("kv", "graphs", "drafts"))
     graph_sizes, with_warm_up = given.pop("graph_sizes", None), given.pop("warm_up", False)
+    if rows := given.pop("rows", 0):
+        rejection_sampler.get_max_chunk_logits = lambda vocab_size: rows
     note_tokens()
     steps, graph_lengths = warm_up_as_on_devices(), profile_graphs_as_on_devices()
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
+    if "speculative_config" not in given:
+        print("\n" + json.dumps({name: answers(llm, **case) for name, case in cases.items()}))
+        return
     worker: Any = llm.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
     guarded = runner.speculator.guarded
@@ -418,8 +414,7 @@ def main() -> None:
     confidences = note_confidences(runner.speculator) if adaptive else []
     trees = runner.speculator.trees
     of_graphs = trees_of_graphs(runner) if trees is not None and trees.enabled else {}
-    branches = note_branches(trees) if trees is not None else []
-    probabilities = note_probabilities(trees) if trees is not None else []
+    branches = note_branches()
     kv = note_kv(runner) if with_kv else {}
     graphs, reads = record_graphs(runner, graph_sizes) if with_graphs else [], note_reads()
     drafts = note_drafts(guarded) if with_drafts else []
@@ -457,7 +452,6 @@ def main() -> None:
         "reasons for chains": reasons_for_chains(runner) if trees is not None else [],
         "built otherwise": prepared_without("fast_prefill", runner, trees) if trees is not None else [],
         "tokens on the host": runner.req_states.all_token_ids.on_host,
-        "probabilities": probabilities,
         "kv": largest_difference(kv),
         "replays": [graph.replays for graph in graphs],
         "reads": reads,

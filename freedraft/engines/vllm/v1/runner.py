@@ -21,9 +21,8 @@ from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.draft_model import PagedDraftModel
-from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.graph_memory import passes_on_all_ranks, with_draft_graphs
-from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS
+from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, PROCESSOR_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone
 from freedraft.engines.vllm.outputs import longest_answer, output_of
 from freedraft.engines.vllm.pages import Pages
@@ -31,6 +30,7 @@ from freedraft.engines.vllm.patching import share_logging, with_kv_cache, wrap_o
 from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.tenants import SALT
 from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
+from freedraft.engines.vllm.v1.matching import Matching
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
 from freedraft.step import Step
@@ -66,7 +66,6 @@ class MethodProposer:
 
         share_logging()
         install()
-        apply_fixes(early=False)
         ours = configured(vllm_config)
         self.spec = METHODS[ours.name]
         if not ours.graph_mode_given and not check(GRAPH_HOOKS):
@@ -237,14 +236,16 @@ def draft_lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[l
 
 def install() -> None:
     """Hook vLLM's model runner, once per process. Drafters of others see no difference."""
+    from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     wrap_once(GPUModelRunner, "propose_draft_token_ids", _propose)
     wrap_once(GPUModelRunner, "_update_states", _update)
     if hasattr(GPUModelRunner, "shutdown"):
         wrap_once(GPUModelRunner, "shutdown", _shutdown)
-    if hasattr(GPUModelRunner, "initialize_kv_cache"):
-        wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
+    wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
+    if not check(PROCESSOR_HOOKS):
+        wrap_once(gpu_model_runner, "build_logitsprocs", _build_processors)
     if not check(DRAFT_GRAPH_HOOKS):
         wrap_once(GPUModelRunner, "capture_model", _capture)
         if hasattr(GPUModelRunner, "profile_cudagraph_memory"):
@@ -316,6 +317,22 @@ def _capture(original: Callable[..., Any]) -> Callable[..., Any]:
     return capture_model
 
 
+def _build_processors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Have all of vLLM's own processors of logits, of which its rejection sampler knows `min_tokens` alone."""
+
+    def build_logitsprocs(
+        vllm_config: Any, device: Any, is_pin_memory: bool, is_pooling_model: bool, custom_logitsprocs: Any = ()
+    ) -> Any:
+        from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+
+        # Custom ones may read what has been written where drafts are not yet: vLLM refuses them.
+        if custom_logitsprocs or configured(vllm_config).name not in METHODS:
+            return original(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
+        return LogitsProcessors(made(vllm_config, device, is_pin_memory) for made in BUILTIN_LOGITS_PROCESSORS)
+
+    return build_logitsprocs
+
+
 def _passes(runner: Any) -> int | None:
     if not isinstance(drafter := getattr(runner, "drafter", None), MethodProposer):
         return None
@@ -325,6 +342,7 @@ def _passes(runner: Any) -> int | None:
 def _prepare(runner: Any) -> None:
     if not isinstance(drafter := getattr(runner, "drafter", None), MethodProposer):
         return
+    runner.rejection_sampler = Matching(runner.sampler)
     if drafter.drafts:
         drafter.guarded.call(lambda: drafter.prepare(runner))
         return

@@ -14,9 +14,10 @@ import torch
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.graph_memory import passes_on_all_ranks, with_draft_graphs
-from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, V2_LOGITS_HOOKS, V2_TREE_HOOKS
+from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, V2_LOGITS_HOOKS, V2_SAMPLING_HOOKS, V2_TREE_HOOKS
 from freedraft.engines.vllm.patching import with_kv_cache, wrap_once
 from freedraft.engines.vllm.v2.lengths import send_lengths
+from freedraft.engines.vllm.v2.matching import match
 from freedraft.engines.vllm.v2.speculator import GraphLengths, MethodSpeculator
 from freedraft.method import METHODS
 
@@ -30,6 +31,7 @@ def install() -> None:
     """Hook vLLM's model runner V2, once per process. Speculators of others see no difference."""
     from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
     from vllm.v1.worker.gpu.spec_decode.ngram import speculator
 
     wrap_once(gpu_worker.Worker, "compile_or_warm_up_model", _warm_up)
@@ -43,12 +45,11 @@ def install() -> None:
     if hasattr(model_runner.GPUModelRunner, "profile_cudagraph_memory") and not check(DRAFT_GRAPH_HOOKS):
         wrap_once(model_runner.GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(_passes))
     if not check(V2_LOGITS_HOOKS):
-        from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
-
-        wrap_once(RejectionSampler, "__call__", _take_logits)
-        if not check(V2_TREE_HOOKS):
-            wrap_once(RejectionSampler, "_verify", _verify)
-            wrap_once(model_runner.GPUModelRunner, "prepare_attn", _prepare_step)
+        wrap_once(rejection_sampler.RejectionSampler, "__call__", _take_logits)
+    if not check(V2_SAMPLING_HOOKS):
+        wrap_once(rejection_sampler.RejectionSampler, "_verify", _verify)
+    if not check(V2_TREE_HOOKS):
+        wrap_once(model_runner.GPUModelRunner, "prepare_attn", _prepare_step)
 
 
 def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,10 +176,10 @@ def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def verify(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
-        if ours is None or ours.trees is None:
+        if ours is None or not ours.matches:
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
-        return ours.trees.verify(self, original, {name: given[name] for name in [*given][1:]})
+        return match(self, given).sampled() if ours.trees is None else ours.trees.verify(self, given)
 
     return verify
 

@@ -29,7 +29,7 @@ from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.draft_model import PagedDraftModel
-from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
+from freedraft.engines.vllm.hooks import V2_SAMPLING_HOOKS, V2_TREE_HOOKS
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.start_line import start_line
@@ -124,6 +124,11 @@ class MethodSpeculator(BaseSpeculator):
         if getattr(config, ADAPTIVE, False):
             self.verify_adaptively(device)
 
+    @property
+    def matches(self) -> bool:
+        """Whether drafts are verified by `match`, and not by a way of vLLM's that the user has chosen."""
+        return bool(self._vllm_config.speculative_config.rejection_sample_method == "standard")
+
     def close(self) -> None:
         """The engine ends; the process may go on, and is to have its memory back."""
         if self.guarded is not None:
@@ -157,6 +162,12 @@ class MethodSpeculator(BaseSpeculator):
         setattr(self._vllm_config.speculative_config, SCHEDULE, self._schedule)
         if self.guarded is not None:
             logger.info(start_line(self._vllm_config, name, v2=True))
+            if missing := check(V2_SAMPLING_HOOKS):
+                logger.warning(
+                    "freedraft: method '%s': the tokens of a seed are not those without drafts: vLLM lacks %s",
+                    name,
+                    "; ".join(missing),
+                )
         if self.trees is not None:
             self.trees.prepare(runner)
             if self.trees.enabled and self.lengths is not None:
@@ -320,7 +331,7 @@ class MethodSpeculator(BaseSpeculator):
             else:
                 guarded.call(lambda: self._recycle(logits, input_batch))
         if trees is not None and self.warming_up:
-            trees.warm_up_verification(logits)
+            trees.warm_up_verification()
         if trees is not None:
             trees.restore_positions(input_batch)
 

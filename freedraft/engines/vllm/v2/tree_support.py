@@ -8,6 +8,7 @@ import torch
 from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from freedraft.engines.vllm.v2.tree_attention import TreeAttention
 
@@ -30,6 +31,7 @@ def why_chains(runner: Any, vllm_config: Any) -> str | None:
         "a KV connector": vllm_config.kv_transfer_config is not None,
         "watermarks": vllm_config.watermark_config is not None,
         "replay of traces": sampler is not None and sampler.trace_replay_state is not None,
+        "a sampler of the model's own": type(runner.rejection_sampler) is not RejectionSampler,
         "sampling masks": sampler is not None and sampler.return_sampling_mask,
         "logits processors": sampler is not None and len(sampler.logits_processors) > _STOCK_PROCESSORS,
         "positions of several dimensions": getattr(runner.model_state, "rope_state", None) is not None,

@@ -1,0 +1,71 @@
+"""Verification in vLLM's model runner V2: vLLM's own sampler draws a token behind every node of a draft, with the noise
+of its request and position, and draft tokens are accepted as far as they are the drawn ones.
+
+So a request gets the tokens that it gets without drafts, seed by seed, whatever is drafted. A draft token is accepted
+with its probability, as by rejection sampling of drafts that are given tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from freedraft_kernels import TreeBatch, Verification, verify_greedy
+
+# Arguments of RejectionSampler._verify that Sampler.sample takes, in its order
+_SAMPLED_BY = (
+    "logits",
+    "expanded_idx_mapping",
+    "idx_mapping",
+    "idx_mapping_np",
+    "pos",
+    "draft_sampled",
+    "expanded_local_pos",
+    "seq_lens_upper_bound_np",
+)
+
+
+class Outcome(NamedTuple):
+    """Of B requests, with R rows of logits, N of them at most of one request.
+
+    Attributes:
+        logits: float [R, V], processed.
+        verification: of the B drafts; N nodes each.
+        rows: int64 [B, N], each node's row of logits; beyond a request's nodes its last one.
+        inside: bool [B, N], which are nodes.
+    """
+
+    logits: torch.Tensor
+    verification: Verification
+    rows: torch.Tensor
+    inside: torch.Tensor
+
+    def sampled(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As vLLM's `_verify` returns it: processed logits; int64 [B, N], tokens; int32 [B], how many of them."""
+        return self.logits, self.verification.tokens.long(), self.verification.lengths
+
+
+def match(
+    sampler: Any, given: dict[str, Any], parents: torch.Tensor | None = None, counts: torch.Tensor | None = None
+) -> Outcome:
+    """Draw, and accept what is equal.
+
+    Args:
+        sampler: vLLM's RejectionSampler; given: arguments of its `_verify`, `pos` the position of each row's token.
+        parents: int32 [R], the node that each row's follows, -1 for roots; counts: int32 [B], nodes of each request.
+            Both None for chains.
+    """
+    targets, logits = sampler.sampler.sample(*(given[name] for name in _SAMPLED_BY), return_logprobs=True)
+    offsets = given["cu_num_logits"].long()[:, None]
+    starts, ends = offsets[:-1], offsets[1:]
+    column = torch.arange(1 + sampler.num_speculative_steps, device=logits.device)
+    rows = torch.minimum(starts + column, ends - 1)
+    drafted = given["verify_draft_sampled"][rows]  # -1 for what cannot be accepted
+    chain = column.int().expand_as(drafted).contiguous()
+    tree = TreeBatch(
+        drafted,
+        chain - 1 if parents is None else parents[rows],
+        chain,
+        (ends - starts)[:, 0].int() if counts is None else counts,
+    )
+    return Outcome(logits, verify_greedy(tree, targets[rows]), rows, starts + column < ends)
