@@ -102,7 +102,7 @@ def interpreted_engine(model: Path, speculative: dict[str, Any], **options: Any)
 
 def through_vllm(model: Path, arm: Arm, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], int]:
     """Answers, and steps of all requests."""
-    speculative = {"method": "sssd", "policy": "fixed", "isolation": "shared", "num_speculative_tokens": arm.nodes}
+    speculative = {"method": "sssd", "policy": "fixed", "live": "off", "num_speculative_tokens": arm.nodes}
     speculative |= {"shape": arm.shape, "recycle": arm.recycle}
     memory = {"num_gpu_blocks_override": 64, "block_size": 32, "gpu_memory_utilization": 0.25}
     llm = interpreted_engine(model, speculative, max_model_len=256, max_num_seqs=4, disable_log_stats=False, **memory)
