@@ -153,7 +153,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-def seeded(share: int = 8) -> dict[str, Any]:
+def seeded_case(share: int = 8) -> dict[str, Any]:
     """A case of `serve.py`: of each prompt with each seed and temperature every so many, and a greedy request."""
     product = list(itertools.product(SEEDED_PROMPTS, SEEDS, TEMPERATURES))
     each = [
