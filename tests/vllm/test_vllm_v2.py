@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_cases import TINY, PlainTiny, Prompts, alone, recycled
+from vllm_cases import TINY, PlainTiny, Prompts, alone, recycled, seeded_case
 
 from freedraft.guarded_method import GuardedMethod
 from freedraft.step import EngineContext

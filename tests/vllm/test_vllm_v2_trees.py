@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from test_vllm_v2 import serve
-from vllm_cases import PlainTiny, Prompts, alone, recycled
+from vllm_cases import PlainTiny, Prompts, alone, recycled, seeded_case
 
 TOKENS = 30
 SSSD = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "recycle": "on"}
