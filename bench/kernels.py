@@ -30,7 +30,7 @@ from freedraft_kernels import (
     Verification,
     tree_attention,
     tree_inputs,
-    verify_greedy,
+    verify,
 )
 from freedraft_kernels.dispatch import Backend, has_triton, use_triton
 from freedraft_kernels.newest_tokens import newest_tokens
@@ -233,7 +233,7 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
     operations: list[Operation] = [
         ("tree inputs, query mask", inputs("query"), query_bytes),
         ("tree inputs, full mask", inputs("full"), full_bytes),
-        ("verify", lambda b: verify_greedy(tree, targets, backend=b), trees + outcome + 8 * batch * nodes),
+        ("verify", lambda b: verify(tree, targets, backend=b), trees + outcome + 8 * batch * nodes),
         ("compact KV", compact, moved),
         ("tree attention", attend, attended_bytes),
         *rows_of_slots(shape, device),

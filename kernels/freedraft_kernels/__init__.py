@@ -13,7 +13,7 @@ from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree import TreeBatch
 from freedraft_kernels.tree_attention import TreeQueries, scratch_size, tree_attention
 from freedraft_kernels.tree_queries import NodeMasks, write_tree_queries
-from freedraft_kernels.verification import Verification, verify_greedy
+from freedraft_kernels.verification import Verification, verify
 from freedraft_kernels.warm_up import warm_up, warm_up_verification
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "top_tokens",
     "tree_attention",
     "tree_inputs",
-    "verify_greedy",
+    "verify",
     "warm_up",
     "warm_up_verification",
     "write_tree_queries",

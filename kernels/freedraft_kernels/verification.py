@@ -38,7 +38,7 @@ class Verification:
     bonus: Tensor
 
 
-def verify_greedy(tree: TreeBatch, targets: Tensor, *, backend: Backend = "auto") -> Verification:
+def verify(tree: TreeBatch, targets: Tensor, *, backend: Backend = "auto") -> Verification:
     """Accept the path whose tokens are the target's at their parents.
 
     Args:
@@ -50,9 +50,9 @@ def verify_greedy(tree: TreeBatch, targets: Tensor, *, backend: Backend = "auto"
     """
     check_tensor("targets", targets, tree.tokens.shape, (torch.int32, torch.int64), tree.device)
     if use_triton(tree.device, backend):
-        from freedraft_kernels.device.verification import launch_verify_greedy
+        from freedraft_kernels.device.verification import launch_verify
 
-        return Verification(*launch_verify_greedy(tree, targets))
+        return Verification(*launch_verify(tree, targets))
     valid = tree.valid()
     current, taken = tree.counts.clamp(max=1) - 1, torch.zeros_like(valid)
     taken[:, 0], want = valid[:, 0], targets[:, 0]

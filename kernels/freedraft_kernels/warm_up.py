@@ -13,7 +13,7 @@ from freedraft_kernels.inputs import tree_inputs
 from freedraft_kernels.kv_pool import KVPool
 from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree import TreeBatch
-from freedraft_kernels.verification import verify_greedy
+from freedraft_kernels.verification import verify
 
 
 def warm_up(
@@ -49,7 +49,7 @@ def warm_up_verification(
     kinds = {((nodes - 1).bit_length(), nodes % 16 == 0): nodes for nodes in widths}
     for nodes in kinds.values():
         tree = _roots(1, nodes, device)
-        verified = verify_greedy(tree, torch.zeros(1, nodes, dtype=torch.int64, device=device))
+        verified = verify(tree, torch.zeros(1, nodes, dtype=torch.int64, device=device))
         if pool is not None:
             pool.compact(torch.full((1, nodes), slot, dtype=torch.int64, device=device), verified)
 

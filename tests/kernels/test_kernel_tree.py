@@ -47,10 +47,10 @@ import torch, freedraft_kernels as k
 from freedraft_kernels.dispatch import use_triton
 ints = lambda *values: torch.tensor(values, dtype=torch.int32)
 tree = k.TreeBatch(ints([5, 7]), ints([-1, 0]), ints([0, 1]), ints(2))
-assert k.verify_greedy(tree, torch.tensor([[7, 8]])).tokens.tolist() == [[7, 8]]
+assert k.verify(tree, torch.tensor([[7, 8]])).tokens.tolist() == [[7, 8]]
 assert not use_triton(torch.device("cuda"))
 try:
-    k.verify_greedy(tree, torch.tensor([[7, 8]]), backend="triton")
+    k.verify(tree, torch.tensor([[7, 8]]), backend="triton")
 except ValueError as error:
     assert "not installed" in str(error)
 else:

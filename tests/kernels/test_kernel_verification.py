@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from freedraft_kernels import TreeBatch, verify_greedy
+from freedraft_kernels import TreeBatch, verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_trees import batches, children, on, random_batch
@@ -38,7 +38,7 @@ def test_greedy(case: tuple[DraftBatch, int, int]) -> None:
     drafts, vocab, seed = case
     kind = np.int64 if seed % 2 else np.int32
     targets = np.random.default_rng(seed).integers(0, vocab, drafts.tokens.shape).astype(kind)
-    got = verify_greedy(on("cpu", drafts), torch.from_numpy(targets), backend="reference")
+    got = verify(on("cpu", drafts), torch.from_numpy(targets), backend="reference")
     for b in range(drafts.batch_size):
         path, tokens = walk(drafts, b, targets)
         room = drafts.max_nodes
@@ -93,7 +93,7 @@ def test_drawn_targets_give_exactly_the_targets_distribution(seed: int, size: tu
     rows = random_rows(rng, count, vocab)
     drawn = np.array(list(itertools.product(range(vocab), repeat=count)))
     targets = np.pad(drawn, ((0, 0), (0, nodes - count)), constant_values=-7)
-    got = verify_greedy(on("cpu", repeated(drafts, len(drawn))), torch.from_numpy(targets), backend="reference")
+    got = verify(on("cpu", repeated(drafts, len(drawn))), torch.from_numpy(targets), backend="reference")
     outputs: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
     arrived: dict[int, Fraction] = defaultdict(Fraction)
     for draws, tokens, path, length in zip(drawn, got.tokens, got.accepted, got.lengths.tolist(), strict=True):
@@ -119,7 +119,7 @@ def test_large_token_ids_and_tokens_outside_the_vocabulary() -> None:
     tokens = torch.tensor([[5, last, last + 1, 2**31 - 1]] * 2, dtype=torch.int32)
     parents = torch.tensor([[-1, 0, 0, 0]] * 2, dtype=torch.int32)
     tree = TreeBatch(tokens, parents, parents + 1, torch.full((2,), 4, dtype=torch.int32))
-    got = verify_greedy(tree, torch.tensor([[last, last - 1, 0, 0], [last - 1, 0, 0, 0]]), backend="reference")
+    got = verify(tree, torch.tensor([[last, last - 1, 0, 0], [last - 1, 0, 0, 0]]), backend="reference")
     assert got.tokens.tolist() == [[last, last - 1, -1, -1], [last - 1, -1, -1, -1]]
     assert got.accepted.tolist() == [[0, 1, -1, -1], [0, -1, -1, -1]]
 
@@ -128,8 +128,8 @@ def test_bad_input() -> None:
     tree = on("cpu", random_batch(np.random.default_rng(0), 2, 4, 9))
     targets = torch.zeros(2, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"targets has shape \[2, 3\], expected \[2, 4\]"):
-        verify_greedy(tree, targets[:, :3])
+        verify(tree, targets[:, :3])
     with pytest.raises(ValueError, match="targets is torch"):
-        verify_greedy(tree, targets.float())
+        verify(tree, targets.float())
     with pytest.raises(ValueError, match="TRITON_INTERPRET"):
-        verify_greedy(on("cpu", random_batch(np.random.default_rng(0), 1, 1, 9)), targets[:1, :1], backend="triton")
+        verify(on("cpu", random_batch(np.random.default_rng(0), 1, 1, 9)), targets[:1, :1], backend="triton")

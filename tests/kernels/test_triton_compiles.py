@@ -30,7 +30,7 @@ def cases() -> dict[str, Case]:
     from freedraft_kernels.device.top_tokens import top_keys_kernel
     from freedraft_kernels.device.tree_attention import sum_parts_kernel, tree_attention_kernel
     from freedraft_kernels.device.tree_queries import tree_queries_kernel
-    from freedraft_kernels.device.verification import verify_greedy_kernel
+    from freedraft_kernels.device.verification import verify_kernel
 
     query = {"FULL": False, "BATCH_BLOCK": 64, "NODE_BLOCK": 32, "COLUMN_BLOCK": 1024}
     full, long = query | {"FULL": True}, {"seq_lens": "*i64"}
@@ -65,9 +65,9 @@ def cases() -> dict[str, Case]:
         "full mask": (tree_inputs_kernel, full, 4, long),
         "full mask of int32 lengths": (tree_inputs_kernel, full, 4, {}),
         "full mask of roots": (tree_inputs_kernel, full | roots | {"BATCH_BLOCK": 1}, 4, long | {"size": "i32"}),
-        "greedy": (verify_greedy_kernel, {"NODE_BLOCK": 32}, 1, {}),
-        "greedy, int32": (verify_greedy_kernel, {"NODE_BLOCK": 128}, 1, {"targets": "*i32"}),
-        "greedy of roots": (verify_greedy_kernel, roots, 1, {}),
+        "verify": (verify_kernel, {"NODE_BLOCK": 32}, 1, {}),
+        "verify, int32": (verify_kernel, {"NODE_BLOCK": 128}, 1, {"targets": "*i32"}),
+        "verify of roots": (verify_kernel, roots, 1, {}),
         "compact": (compact_kernel, {"BLOCK": 256}, 4, {}),
         "compact, short rows": (compact_kernel, {"BLOCK": 1}, 1, {"slots": "*i32"}),
     }

@@ -11,7 +11,7 @@ from freedraft_kernels import (
     Verification,
     top_tokens,
     tree_inputs,
-    verify_greedy,
+    verify,
     warm_up,
 )
 from freedraft_kernels.dispatch import use_triton
@@ -61,7 +61,7 @@ def test_a_warm_up_compiles_what_steps_launch(monkeypatch: pytest.MonkeyPatch) -
             tree_inputs(tree, lengths, layout="full", seq_lens_sum=int(lengths.sum()))
             logits = torch.randn(batch, nodes, vocab)
             top_tokens(logits.view(-1, vocab), 4)
-            verified = verify_greedy(tree, logits.argmax(-1))
+            verified = verify(tree, logits.argmax(-1))
             pool.compact(torch.randperm(400)[: batch * nodes].view(batch, nodes), verified)
     assert len({name for name, _ in launched}) >= 4
     assert launched <= warm, launched - warm
@@ -122,7 +122,7 @@ def test_greedy(case: tuple[DraftBatch, int, int]) -> None:
     tree = on(DEVICE, drafts)
     targets = torch.from_numpy(rng.integers(0, vocab, drafts.tokens.shape)).to(DEVICE)
     targets = targets.int() if seed % 2 else targets
-    same(*(verify_greedy(tree, targets, backend=b) for b in ("triton", "reference")))
+    same(*(verify(tree, targets, backend=b) for b in ("triton", "reference")))
 
 
 @runs_triton
@@ -156,7 +156,7 @@ def test_no_operation_synchronises() -> None:
     def step(backend: str) -> None:
         tree_inputs(tree, seq_lens, layout="query", backend=backend)  # type: ignore[arg-type]
         tree_inputs(tree, seq_lens, layout="full", seq_lens_sum=26, backend=backend)  # type: ignore[arg-type]
-        pool.compact(slots, verify_greedy(tree, targets, backend=backend), backend=backend)  # type: ignore[arg-type]
+        pool.compact(slots, verify(tree, targets, backend=backend), backend=backend)  # type: ignore[arg-type]
 
     for backend in ("triton", "reference"):
         step(backend)  # compiles, and copies the pool's table to the device once

@@ -25,6 +25,7 @@ from vllm_cases import (
     penalised,
     sample,
     seeded,
+    seeded_case,
     structured,
     token_prompts,
     tokens_of,
@@ -105,11 +106,11 @@ def plain_tiny(tiny_model: Path, live_prompts: Prompts) -> PlainTiny:
 
 @pytest.fixture(scope="session")
 def plain_seeded(tiny_model: Path) -> list[list[int]]:
-    """What model runner V2 says without us to the requests of `seeded`, with room for everything."""
+    """What model runner V2 says without us to the requests of `seeded_case`, with room for everything."""
     from test_vllm_v2 import serve
 
     engine = {"skip_tokenizer_init": True, "max_model_len": 64, "attention": "flash", "gpu_memory_utilization": 0.2}
-    answers: list[list[int]] = serve(tiny_model, cases={"seeded": seeded()}, **engine)["seeded"]
+    answers: list[list[int]] = serve(tiny_model, cases={"seeded": seeded_case()}, **engine)["seeded"]
     return answers
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_vllm_start import refusal
 from vllm_cases import MIXED as PROMPTS
 from vllm_cases import metric, parameters, tokens_of
 from vllm_engines import engine, failures, runner_of, settle
@@ -112,23 +111,3 @@ def metrics_of(part: Any) -> tuple[float, float]:
     """(drafted, accepted) of one drafter."""
     metrics = part.metrics
     return metrics.drafted._value.get(), metrics.accepted._value.get()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"draft": ["layerskip", "sssd"]}, ["unknown option 'draft'"]),
-        ({"lookahead": "fixed"}, ["'lookahead'", "cost"]),
-        ({"policy": "knee"}, ["'policy'", "auto"]),
-        ({"datastroe": "x"}, ["did you mean 'datastore'"]),
-        ({"skip_sets": "x"}, ["did you mean 'skip_set'"]),
-        ({"skip_set": "/no/such/set.json"}, ["/no/such/set.json"]),
-        ({"datastore": "/no/such/store"}, ["/no/such/store"]),
-    ],
-)
-def test_bad_input_stops_the_start_with_one_line(
-    demo_model: Path, config: dict[str, Any], change: dict[str, Any], words: list[str]
-) -> None:
-    message = refusal(demo_model, config | change)
-    for word in words:
-        assert word in message

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from vllm_cases import MAX_MODEL_LEN, STRUCTURED_PROMPTS, metric, parameters, penalised, structured, tokens_of
-from vllm_engines import batch_rows, engine, failures, runner_of, settle, spied
+from vllm_engines import cramped, drafting_to_the_end, engine, failures, runner_of, settle, spied
 
 TOKENS = 40
 K = 8
@@ -64,12 +64,8 @@ def test_one_at_a_time(sssd: Any, prompts: list, plain: dict) -> None:
 
 
 def test_a_batch_with_chunked_prefill_and_preemption(sssd: Any, prompts: list, plain: dict) -> None:
-    partial = []
-    before = metric(sssd, "vllm:num_preemptions")
-    with spied(runner_of(sssd).drafter, lambda step, drafts: partial.append(step.batch_size < batch_rows(step))):
+    with cramped(sssd):
         assert tokens_of(sssd.generate(prompts, parameters(TOKENS), use_tqdm=False)) == plain["prompts"]
-    assert any(partial), "no prompt was read in chunks beside others: the test does not test that"
-    assert metric(sssd, "vllm:num_preemptions") > before, "nobody was preempted: the test does not test that"
 
 
 def test_again_from_the_prefix_cache(sssd: Any, prompts: list, plain: dict) -> None:
@@ -91,21 +87,10 @@ def test_again_from_the_prefix_cache(sssd: Any, prompts: list, plain: dict) -> N
 
 
 def test_near_max_model_len_others_still_draft(sssd: Any, prompts: list, long_prompts: list, plain: dict) -> None:
-    lengths: list[tuple[int, int]] = []
-    ends: list[int] = []
-
-    def record(step: Any, drafts: list[list[int]]) -> None:
-        lengths.append((int(step.contexts.max(initial=0)), sum(map(len, drafts))))
-        # The token after the last draft is sampled too.
-        ends.extend(n + len(draft) + 1 for n, draft in zip(step.contexts.tolist(), drafts, strict=True) if draft)
-
-    with spied(runner_of(sssd).drafter, record):
+    with drafting_to_the_end(sssd, MAX_MODEL_LEN, K):
         for index, long in enumerate(long_prompts):
             outputs = sssd.generate([long, prompts[0]], parameters(TOKENS), use_tqdm=False)
             assert tokens_of(outputs) == [plain["long"][index], plain["prompts"][0]]
-    assert max(ends) == MAX_MODEL_LEN, "no draft reached the end: the test does not test that"
-    # vLLM itself drafts for nobody while any request is within K of max_model_len.
-    assert any(longest + K > MAX_MODEL_LEN and drafted for longest, drafted in lengths)
 
 
 def test_structured_output(sssd: Any, prompts: list, plain: dict) -> None:

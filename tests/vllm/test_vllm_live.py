@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 from vllm_cases import PlainTiny, Prompts, parameters, tokens_of
@@ -15,6 +14,7 @@ from freedraft.tenants import tenant_key
 from sssd_plugin import metrics as source_metrics
 from sssd_plugin.datastore.live.maintenance import forget
 from sssd_plugin.scoring.attribution import SOURCES
+from tests.support.stores import documents_of
 from tests.support.waiting import wait_until
 
 TOKENS = 30
@@ -40,6 +40,10 @@ def accepted(llm: Any, prompts: Prompts, salt: str | None = None) -> tuple[int, 
     return total, answers
 
 
+def learnt_by(method: Any, tenant: int) -> list[list[int]]:
+    return [text for run in method.live.tenants[tenant].all_runs for text in documents_of(run.sub)]
+
+
 def value(name: str, **labels: str) -> float:
     found = REGISTRY.get_sample_value(f"freedraft_{name}", labels)
     assert found is not None, name
@@ -48,8 +52,7 @@ def value(name: str, **labels: str) -> float:
 
 def counters() -> dict[str, float]:
     """Counters add up over all engines of this process."""
-    names = ["lookups", "live_documents", "live_inserted_tokens", "live_merges",
-             "live_merge_seconds"]  # fmt: skip
+    names = ["lookups", "live_documents", "live_inserted_tokens", "live_merges", "live_merge_seconds"]
     found = {name: value(f"{name}_total") for name in names}
     found |= {f"{s} hits": value("hits_total", source=s) for s in SOURCES}
     return found | {f"{s} tokens": value("sourced_tokens_total", source=s) for s in (*SOURCES, "other")}
@@ -81,10 +84,7 @@ def test_learns_from_what_it_said(
         before = counters()
         first, answers = accepted(llm, prompts, "main")
         assert answers == plain
-        runs = learning.live.tenants[1].all_runs
-        learnt = [tuple(x) for run in runs for x in np.split(run.sub.tokens[: run.n], np.flatnonzero(
-            run.sub.tokens[: run.n] == -1) + 1) if len(x)]  # fmt: skip
-        assert sorted(learnt) == sorted((*answer, -1) for answer in plain), "every output, whole, and nothing else"
+        assert sorted(learnt_by(learning, 1)) == sorted(plain), "every output, whole, and nothing else"
         show(learning)
         one = gained(before)
         assert sum(one[f"{source} tokens"] for source in (*SOURCES, "other")) == first
@@ -143,14 +143,8 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
         with torch.no_grad():
             given[i] = {"prompt_embeds": embedding(torch.tensor(live_prompts[i]["prompt_token_ids"]))}
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4, "enable_prompt_embeds": True}
-    method = {
-        "method": "sssd",
-        "num_speculative_tokens": 6,
-        "policy": "fixed",
-        "live": True,
-        "live_prompts": True,
-        "isolation": "shared",
-    }
+    method = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed"}
+    method |= {"live": True, "live_prompts": True, "isolation": "shared"}
     with engine(tiny_model, speculative_config=method, **settings) as llm:
         proposer = runner_of(llm).drafter
         texts: set[tuple[int, ...]] = set()
@@ -168,9 +162,7 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
         ]
         # A step may accept tokens beyond the end of an answer.
         assert texts and all(any(whole[: len(text)] == text[: len(whole)] for whole in known) for text in texts)
-        learnt = [run.sub.tokens[: run.n].tolist() for run in proposer.guarded.method.live.tenants[0].all_runs]
-        documents = {tuple(x[:-1]) for run in learnt for x in np.split(run, np.flatnonzero(np.array(run) == -1) + 1)}
-        assert documents - {()} == set(known)
+        assert set(map(tuple, learnt_by(proposer.guarded.method, 0))) == set(known)
         assert not failures(proposer) and not proposer.guarded.running and not proposer.without_text
         proposer.guarded.close()
 
@@ -178,7 +170,6 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
 def test_what_stands_behind_a_stop_string_is_not_learnt(demo_model: Path) -> None:
     method = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "live": True, "isolation": "shared"}
     with engine(demo_model, speculative_config=method, max_model_len=256, max_num_seqs=2) as llm:
-        live = runner_of(llm).drafter.guarded.method.live
         text = "Once upon a time, in a village by the sea, there lived"
 
         def ask(**settings: Any) -> Any:
@@ -190,5 +181,4 @@ def test_what_stands_behind_a_stop_string_is_not_learnt(demo_model: Path) -> Non
         stop = whole.text[len(whole.text) // 2 :][:6]
         ended = ask(stop=[stop])
         assert ended.finish_reason == "stop" and len(ended.token_ids) < len(whole.token_ids) - 8
-        runs = [run.sub.tokens[: run.n] for run in live.tenants[0].all_runs]
-        assert np.concatenate(runs).tolist() == [*whole.token_ids, -1, *ended.token_ids, -1]
+        assert learnt_by(runner_of(llm).drafter.guarded.method, 0) == [list(whole.token_ids), list(ended.token_ids)]

@@ -14,10 +14,15 @@ SEEDED = [1, 2, 3]  # rows; the first is greedy, and the last has no seed
 
 def metadata_of(generators: dict[int, Any], written: list[list[int]]) -> Any:
     import torch
-    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MinTokensLogitsProcessor
     from vllm.v1.sample.metadata import SamplingMetadata
 
     rows = len(TEMPERATURES)
+    # Half of the vocabulary may not be drawn before each row's `min_tokens`.
+    asked = [SamplingParams(min_tokens=5 + 6 * row, max_tokens=99, stop_token_ids=[*range(6)]) for row in range(rows)]
+    least: Any = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+    least.update_state(BatchUpdate(rows, [], [(row, asked[row], None, written[row]) for row in range(rows)], []))
     return SamplingMetadata(
         temperature=torch.tensor(TEMPERATURES),
         all_greedy=False,
@@ -34,7 +39,7 @@ def metadata_of(generators: dict[int, Any], written: list[list[int]]) -> Any:
         output_token_ids=written,
         allowed_token_ids_mask=None,
         bad_words_token_ids={1: [[3, 4]], 2: [[5]]},
-        logitsprocs=LogitsProcessors(),
+        logitsprocs=LogitsProcessors([least]),
     )
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import sysconfig
-import time
-import urllib.error
-import urllib.request
 import venv
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from vllm_server import complete, get
+
+from bench.lib.servers import free_port
+from tests.support.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPT = "one two three four one two three four one two three four one two"
@@ -52,16 +52,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def page(url: str, body: dict[str, object] | None = None) -> str:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return str(answer.read().decode())
-
-
-def accepted(url: str) -> float:
-    found = re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", page(f"{url}/metrics"), re.MULTILINE)
-    return sum(map(float, found))
+def accepted(port: int) -> float:
+    page = get(port, "/metrics")[1]
+    return sum(map(float, re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", page, re.MULTILINE)))
 
 
 def test_four_commands(environment: Path, wheel: Path, demo_model: Path, tmp_path: Path) -> None:
@@ -77,31 +70,28 @@ def test_four_commands(environment: Path, wheel: Path, demo_model: Path, tmp_pat
     assert environment.parent.parent in where.parents
 
     # 2: the engine's own command and one flag.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flag = ["--speculative-config", '{"method": "sssd", "num_speculative_tokens": 8}']
     command = [str(environment), "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_model.resolve())]
-    command += ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", "256", "--enforce-eager", *flag]
+    command += ["--served-model-name", "m", "--port", str(port), "--host", "127.0.0.1", "--max-model-len", "256"]
+    command += ["--enforce-eager", *flag]
     small = clean(VLLM_CPU_KVCACHE_SPACE="1", NUMBA_CACHE_DIR=str(tmp_path / "numba"))
     log = tmp_path / "log"
     with log.open("w") as out:
         server = subprocess.Popen(command, cwd=tmp_path, env=small, stdout=out, stderr=out)
-    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        assert server.poll() is None, log.read_text()[-4000:]
+        with suppress(OSError):
+            return get(port, "/health")[0] == 200
+        return False
+
     try:
-        deadline = time.monotonic() + 420
-        while True:
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            try:
-                page(f"{url}/health")
-                break
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
+        wait_until(answers, 420)
         # 3 and 4: ask, and look at vLLM's own metrics.
-        assert accepted(url) == 0
-        body = {"model": str(demo_model.resolve()), "prompt": PROMPT, "max_tokens": 32, "temperature": 0}
-        page(f"{url}/v1/completions", body)
-        assert accepted(url) > 0
+        assert accepted(port) == 0
+        complete(port, PROMPT)
+        assert accepted(port) > 0
     finally:
         server.terminate()
         server.wait(60)

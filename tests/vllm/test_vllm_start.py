@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
 from freedraft.engines.vllm.start_line import start_line
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
+SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3}
+BOTH = SKIPPING | {"method": "freedraft"}
 
 
 def config_of(model: Path, speculative_config: dict[str, Any] | None, **arguments: Any) -> Any:
@@ -46,16 +49,21 @@ def test_all_hooks_are_there() -> None:
     assert check(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS) == []
 
 
-def test_the_source_tells_what_the_installed_engine_tells() -> None:
-    """As `bench.versions` reads wheels that are not installed."""
+def installed_source(change: Callable[[str, str], str]) -> Any:
+    """vLLM's own files, each with a change."""
     from importlib.util import find_spec
 
-    from bench.versions import Source, parts
+    from bench.versions import Source
 
-    found = find_spec("vllm")
-    assert found is not None and found.origin is not None
-    root = Path(found.origin).parents[1]
-    source = Source(lambda name: (root / name).read_text() if (root / name).is_file() else None, ())
+    root = Path(str(find_spec("vllm").origin)).parents[1]  # type: ignore[union-attr]
+    return Source(lambda path: change(path, (root / path).read_text()) if (root / path).is_file() else None, ())
+
+
+def test_the_source_tells_what_the_installed_engine_tells() -> None:
+    """As `bench.versions` reads wheels that are not installed."""
+    from bench.versions import parts
+
+    source = installed_source(lambda path, text: text)
     hooks = [hook for table in parts("vllm").values() for hook in table]
     assert set(hooks) == set(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS)
     assert [problem for hook in hooks if (problem := source.problem(hook)) is not None] == []
@@ -79,19 +87,12 @@ def test_the_source_tells_what_the_installed_engine_tells() -> None:
 )
 def test_doctor_knows_what_is_read_of_model_runner_v2(module: str, name: str, said: str) -> None:
     """In vLLM's own files, in which this attribute has another name."""
-    from importlib.util import find_spec
 
-    from bench.versions import Source
+    def renamed(path: str, text: str) -> str:
+        changed = path == f"vllm/v1/worker/gpu/{module}.py"
+        return re.sub(rf"\bself\.{name}\b", "self.renamed", text) if changed else text
 
-    found = find_spec("vllm")
-    assert found is not None and found.origin is not None
-    root, changed = Path(found.origin).parents[1], f"vllm/v1/worker/gpu/{module}.py"
-
-    def read(path: str) -> str | None:
-        text = (root / path).read_text() if (root / path).is_file() else None
-        return re.sub(rf"\bself\.{name}\b", "self.renamed", text) if text is not None and path == changed else text
-
-    source = Source(read, ())
+    source = installed_source(renamed)
     assert any(said in (source.problem(hook) or "") for hook in OPTIONAL_HOOKS)
 
 
@@ -107,11 +108,10 @@ def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(
     assert envs.VLLM_USE_AOT_COMPILE, "by default"
     config_of(tiny_model, GOOD)
     assert envs.VLLM_USE_AOT_COMPILE
-    skipping = {"method": "layerskip", "num_speculative_tokens": 3}
-    config_of(tiny_model, skipping)
+    config_of(tiny_model, SKIPPING)
     assert (AOT_SWITCH.problem() is None) == envs.VLLM_USE_AOT_COMPILE
     os.environ["VLLM_USE_AOT_COMPILE"] = "1"
-    config_of(tiny_model, skipping)
+    config_of(tiny_model, SKIPPING)
     assert envs.VLLM_USE_AOT_COMPILE, "where the user says so"
 
 
@@ -176,7 +176,7 @@ def test_a_runner_that_the_method_cannot_have(tiny_model: Path, monkeypatch: pyt
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert config_of(tiny_model, dict(GOOD)).speculative_config.method == "custom_class"
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    message = refusal(tiny_model, {"method": "freedraft", "num_speculative_tokens": 3})
+    message = refusal(tiny_model, BOTH)
     assert "'freedraft'" in message and "VLLM_USE_V2_MODEL_RUNNER" in message and "custom_class" not in message
     monkeypatch.setattr(methods, "V2_HOOKS", (*methods.V2_HOOKS, Hook("vllm.no_such_module", purpose="a test")))
     message = refusal(tiny_model, dict(GOOD))
@@ -209,7 +209,7 @@ def test_options_that_need_times_are_served_by_the_first_runner(
     options: dict[str, Any],
     words: list[str],
 ) -> None:
-    given = {"method": "layerskip", "num_speculative_tokens": 3}
+    given = SKIPPING
     with log.at_level(logging.WARNING):
         config = config_of(tiny_model, given | {"window": 512})
         assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
@@ -226,7 +226,7 @@ def test_options_that_need_times_are_served_by_the_first_runner(
 
 @pytest.mark.parametrize("method", ["layerskip", "freedraft"])
 def test_a_window_below_the_page_that_vllm_chooses(tiny_model: Path, method: str) -> None:
-    given = {"method": method, "num_speculative_tokens": 3}
+    given = SKIPPING | {"method": method}
     message = refusal(tiny_model, given | {"window": 64})
     assert f"'{method}'" in message and "'window' is 64 tokens" in message and "set 128 or more" in message
     assert config_of(tiny_model, given | {"window": 64}, block_size=64).cache_config.block_size == 64
@@ -235,7 +235,7 @@ def test_a_window_below_the_page_that_vllm_chooses(tiny_model: Path, method: str
 
 def test_ranks_that_nobody_drafts_on(tiny_model: Path) -> None:
     for method in ("sssd", "layerskip"):
-        message = refusal(tiny_model, {"method": method, "num_speculative_tokens": 3}, pipeline_parallel_size=2)
+        message = refusal(tiny_model, SKIPPING | {"method": method}, pipeline_parallel_size=2)
         assert f"'{method}'" in message and "--pipeline-parallel-size 1" in message
 
 
@@ -262,10 +262,9 @@ def test_ranks_with_a_scheduler_each_are_refused(tiny_model: Path) -> None:
 
 def test_weights_that_are_fetched_layer_by_layer_are_refused(tiny_model: Path) -> None:
     """Draft passes call the layers' parts, behind what fetches them."""
-    skipping = {"method": "layerskip", "num_speculative_tokens": 3}
     for given in ({"offload_group_size": 4, "offload_num_in_group": 1}, {"offload_backend": "prefetch"}):
-        assert "--offload-group-size" in refusal(tiny_model, skipping, **given)
-    config_of(tiny_model, skipping | {"window": 64}, block_size=64, offload_backend="uva", offload_group_size=4)
+        assert "--offload-group-size" in refusal(tiny_model, SKIPPING, **given)
+    config_of(tiny_model, SKIPPING | {"window": 64}, block_size=64, offload_backend="uva", offload_group_size=4)
 
 
 def test_replicas_that_share_experts_draft_one_length(tiny_model: Path, tmp_path: Path) -> None:
@@ -330,6 +329,21 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (SKIPPING | {"skip_set": "/no/such/set.json"}, ["'skip_set'", "/no/such/set.json", "freedraft calibrate"]),
+        (SKIPPING | {"lookahead": "far"}, ["'lookahead'", "far"]),
+        (SKIPPING | {"lookahead": "disco"}, ["disco", "freedraft calibrate disco"]),
+        (SKIPPING | {"threshold": 2}, ["'threshold'", "2"]),
+        (SKIPPING | {"skip_sets": "x"}, ["'skip_sets'", "did you mean 'skip_set'"]),
+        (SKIPPING | {"window": 128, "sinks": 199}, ["'sinks' is 199"]),
+        (SKIPPING | {"window": "auto", "lookahead": "fixed"}, ["'window' auto"]),
+        (SKIPPING | {"window": "some"}, ["'window'"]),
+        (BOTH | {"draft": ["layerskip", "sssd"]}, ["unknown option 'draft'"]),
+        (BOTH | {"lookahead": "fixed"}, ["'lookahead'", "cost"]),
+        (BOTH | {"policy": "knee"}, ["'policy'", "auto"]),
+        (BOTH | {"datastroe": "x"}, ["did you mean 'datastore'"]),
+        (BOTH | {"skip_sets": "x"}, ["did you mean 'skip_set'"]),
+        (BOTH | {"skip_set": "/no/such/set.json"}, ["/no/such/set.json"]),
+        (BOTH | {"datastore": "/no/such/store"}, ["/no/such/store"]),
         ({"datastroe": "x"}, ["'datastroe'", "did you mean 'datastore'"]),
         ({"num_speculative_token": 3}, ["'num_speculative_token'", "did you mean 'num_speculative_tokens'"]),
         ({"model": "x"}, ["'model'"]),
@@ -348,9 +362,8 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
     ],
 )
 def test_bad_input_stops_the_start_with_one_line(tiny_model: Path, change: dict[str, Any], words: list[str]) -> None:
-    message = refusal(tiny_model, GOOD | change)
-    for word in words:
-        assert word in message
+    message = refusal(tiny_model, change if "method" in change else GOOD | change)
+    assert all(word in message for word in words)
 
 
 def test_a_store_of_another_tokenizer(demo_model: Path, tmp_path: Path) -> None:

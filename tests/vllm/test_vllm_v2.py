@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_cases import TINY, PlainTiny, Prompts, alone, recycled, seeded
+from vllm_cases import TINY, PlainTiny, Prompts, alone, recycled, seeded_case
 
 from freedraft.guarded_method import GuardedMethod
 from freedraft.step import EngineContext
@@ -62,9 +62,9 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
         "aborted": {"prompts": ids, "parameters": greedy, "abort": 6},
         "long": {"prompts": [3 * ids[0], 3 * ids[1]], "parameters": greedy | {"max_tokens": 10}},
         "long again": {"prompts": [3 * ids[0], 3 * ids[1]], "parameters": greedy | {"max_tokens": 10}},
-        "seeded": seeded(),
-        "seeded, aborted": seeded() | {"abort": 6},
-        "seeded, alone": alone(seeded(), 2),
+        "seeded": seeded_case(),
+        "seeded, aborted": seeded_case() | {"abort": 6},
+        "seeded, alone": alone(seeded_case(), 2),
     }
     engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
     # Steps of three and four requests are not drafted for: what they gain is taken later.
@@ -242,7 +242,7 @@ def skipped(
         name: {"prompts": ids, "parameters": greedy | {"extra_args": {"skip_set": name}}} for name in ("empty", "some")
     }
     cases["aborted"] = cases["some"] | {"abort": 6}
-    cases["seeded"] = seeded()
+    cases["seeded"] = seeded_case()
     engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64}
     found = serve(
         tiny_model, cases=cases, speculative_config=options, num_gpu_blocks_override=9, block_size=32, **engine

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from test_vllm_v2 import serve
-from vllm_cases import PlainTiny, Prompts, alone, recycled, seeded
+from vllm_cases import PlainTiny, Prompts, alone, recycled, seeded_case
 
 TOKENS = 30
 SSSD = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "recycle": "on"}
@@ -38,9 +38,9 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
         "mixed": {"prompts": ids, "parameters": GREEDY, "chains": [1, 3, 4], "abort": 5},
         "to the end": {"prompts": [*ids[:2], *ids[:2]], "parameters": GREEDY | {"max_tokens": 64}, "chains": [2, 3]},
         "read": {"prompts": whole[-2:], "parameters": GREEDY | {"max_tokens": 6}, "salt": "other "},
-        "seeded": seeded(),
-        "seeded, mixed": seeded() | {"chains": [1, 4, 7], "abort": 6},
-        "seeded, alone": alone(seeded(), 2),
+        "seeded": seeded_case(),
+        "seeded, mixed": seeded_case() | {"chains": [1, 4, 7], "abort": 6},
+        "seeded, alone": alone(seeded_case(), 2),
     }
     return serve(
         tiny_model,

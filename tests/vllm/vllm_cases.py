@@ -141,7 +141,7 @@ def p_value(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
     return distributions.same_distribution(a, b, lengths=(2, 3, 4))
 
 
-# Sampling with seeds, on model runner V2: filters and penalties in turn. vLLM takes min_p and logit_bias with no drafts.
+# Sampling with seeds, on model runner V2: filters and penalties in turn. vLLM refuses min_p and logit_bias with drafts.
 SEEDED_PROMPTS = [*prompts.random_ids([12] * 6, 24, first=2, seed=3), SAMPLED_PROMPT, 4 * [2, 3, 4]]
 SEEDS, TEMPERATURES = (1, 2**40 + 3, 77), (0.3, 0.9, 1.3)
 FILTERS: list[dict[str, Any]] = [
@@ -153,7 +153,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-def seeded(share: int = 8) -> dict[str, Any]:
+def seeded_case(share: int = 8) -> dict[str, Any]:
     """A case of `serve.py`: of each prompt with each seed and temperature every so many, and a greedy request."""
     product = list(itertools.product(SEEDED_PROMPTS, SEEDS, TEMPERATURES))
     each = [

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from vllm_cases import metric
+
 # Read by vLLM when it is imported.
 for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -92,3 +94,40 @@ def verified(step: Any) -> tuple[int, int]:
 def batch_rows(step: Any) -> int:
     """Requests in vLLM's batch, those in the midst of their prompt included."""
     return len(step.engine.arguments["sampled_token_ids"])
+
+
+@contextmanager
+def cramped(llm: Any, skip_sets: int = 0) -> Iterator[None]:
+    """Fail where no prompt is read in chunks beside others, nobody is preempted, or no batch has all skip sets."""
+    proposer, before = runner_of(llm).drafter, metric(llm, "vllm:num_preemptions")
+    partial: list[bool] = []
+    chosen: list[int] = []
+
+    def record(step: Any, drafts: list[list[int]]) -> None:
+        partial.append(step.batch_size < batch_rows(step))
+        if skip_sets:
+            chosen.append(len(set(proposer.guarded.method.selector.choose(step.request_ids, step.contexts))))
+
+    with spied(proposer, record):
+        yield
+    assert any(partial), "no prompt was read in chunks beside others: the test does not test that"
+    assert max(chosen, default=0) == skip_sets, "requests of the sets were never in one batch: it does not test that"
+    assert metric(llm, "vllm:num_preemptions") > before, "nobody was preempted: the test does not test that"
+
+
+@contextmanager
+def drafting_to_the_end(llm: Any, max_model_len: int, most: int) -> Iterator[None]:
+    """Fail where no draft reaches `max_model_len`, or nothing is drafted beside a request within `most` of it."""
+    lengths: list[tuple[int, int]] = []
+    ends: list[int] = []
+
+    def record(step: Any, drafts: list[list[int]]) -> None:
+        lengths.append((int(step.contexts.max(initial=0)), sum(map(len, drafts))))
+        # The token after the last draft is sampled too.
+        ends.extend(n + len(draft) + 1 for n, draft in zip(step.contexts.tolist(), drafts, strict=True) if draft)
+
+    with spied(runner_of(llm).drafter, record):
+        yield
+    assert max(ends) == max_model_len, "no draft reached the end: the test does not test that"
+    # vLLM itself drafts for nobody while any request is within `most` of max_model_len.
+    assert any(longest + most > max_model_len and drafted for longest, drafted in lengths)

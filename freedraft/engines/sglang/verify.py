@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from freedraft_kernels import KVPool, TreeBatch, Verification, verify_greedy, warm_up
+from freedraft_kernels import KVPool, TreeBatch, Verification, verify, warm_up
 from numpy.typing import NDArray
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
@@ -60,7 +60,7 @@ class TreeVerifier:
         LogitsProcessorOutput, whose logits (float [B * n, V]) are processed in place."""
         self._process_logits(batch, output.next_token_logits, host_tree)
         targets = self._targets(batch, tree, int(host_tree.counts.sum()), output.next_token_logits)
-        return self._ranks.share_outcome(verify_greedy(tree, targets.view(tree.tokens.shape)))
+        return self._ranks.share_outcome(verify(tree, targets.view(tree.tokens.shape)))
 
     def keep(self, batch: Any, verified: Verification, output: Any) -> None:
         """Let KV, logprobs and hidden states follow the outcome; arguments as in `verify`."""

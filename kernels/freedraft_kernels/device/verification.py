@@ -10,7 +10,7 @@ from freedraft_kernels.tree import TreeBatch
 
 
 @triton.jit
-def verify_greedy_kernel(
+def verify_kernel(
     tokens, parents,  # int32 [B, N]
     counts,  # int32 [B]
     targets,  # int32 or int64 [B, N]
@@ -47,11 +47,11 @@ def verify_greedy_kernel(
     tl.store(bonus + request, want)
 
 
-def launch_verify_greedy(tree: TreeBatch, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def launch_verify(tree: TreeBatch, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """accepted, lengths, tokens and bonus of a `Verification`."""
     outputs = tuple(torch.empty_like(like) for like in (tree.tokens, tree.counts, tree.tokens, tree.counts))
     if tree.batch_size:
-        verify_greedy_kernel[(tree.batch_size,)](
+        verify_kernel[(tree.batch_size,)](
             tree.tokens, tree.parents, tree.counts, targets, *outputs, tree.max_nodes,
             NODE_BLOCK=triton.next_power_of_2(tree.max_nodes), num_warps=1,
         )  # fmt: skip

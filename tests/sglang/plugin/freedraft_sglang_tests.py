@@ -7,6 +7,7 @@ trees over a tiny vocabulary. `repeat` is the example of a drafter; every other 
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -99,6 +100,7 @@ def count_work(path):
         path.write_text(json.dumps(totals))
         return verified
 
+    @functools.wraps(sample)  # whose parameters are checked
     def sampling(self, output, *arguments, **options):
         totals["most rows sampled"] = max(totals["most rows sampled"], len(output.next_token_logits))
         return sample(self, output, *arguments, **options)

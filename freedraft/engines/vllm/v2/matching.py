@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from freedraft_kernels import TreeBatch, Verification, verify_greedy
+from freedraft_kernels import TreeBatch, Verification, verify
 
 # Arguments of RejectionSampler._verify that Sampler.sample takes, in its order
 _SAMPLED_BY = (
@@ -68,4 +68,4 @@ def match(
         chain,
         (ends - starts)[:, 0].int() if counts is None else counts,
     )
-    return Outcome(logits, verify_greedy(tree, targets[rows]), rows, starts + column < ends)
+    return Outcome(logits, verify(tree, targets[rows]), rows, starts + column < ends)
