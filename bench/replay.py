@@ -3,6 +3,7 @@
     python bench/replay.py --trace FILE --tokenizer DIR --budget 16 --shape tree --drafter sssd --json OUT
     python bench/replay.py --trace FILE --tokenizer DIR --budget 4 8 16 32 --drafter sssd paper suffix lookup --json OUT
     python bench/replay.py --long --tokenizer DIR --drafter sssd suffix --json OUT
+    python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
 
 Several budgets or drafters print a table. Rivals: prompt lookup; `suffix`, ArcticInference's suffix decoding
 (`bench/arctic.py` builds it). One that cannot be imported is named, and the others go on.
@@ -15,6 +16,10 @@ The budget counts the root.
 
 --long replays answers that copy, or edit, 600 tokens of a prompt of 1 k to 128 k tokens of Python's library, without a
 datastore, as chains and as trees.
+
+--sessions replays every turn of the assistant in recorded sessions of agents (`bench/lib/sessions.py`), whose prompt is
+all before it. Drafters begin empty and learn each finished turn. With --suffix-defaults, `suffix` has the settings of
+vLLM's method of that name, which drafts chains, in place of opened limits.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +42,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib import long_texts
 from bench.lib.results import earlier_figures, write_json
+from bench.lib.sessions import Sessions
 from bench.lib.tables import pivot
 from bench.lib.trace import Row, Trace, load_tokenizer
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import BINS, Weights
 
@@ -115,18 +122,32 @@ def drafting(drafter: Drafter, budget: int, shape: Any = "tree") -> DraftFunctio
     return draft
 
 
-def suffix(documents: Sequence[NDArray[np.int32]], budget: int, shape: str) -> DraftFunction:
+class SuffixLimits(NamedTuple):
+    """Limits of ArcticInference's suffix decoding, opened as is best for it here: tokens of a match; drafted tokens for
+    each one matched; least probability of a drafted token."""
+
+    depth: int = 64
+    factor: float = 4.0
+    probability: float = 0.0
+
+
+OPENED, VLLM_DEFAULTS = SuffixLimits(), SuffixLimits(24, 1.0, 0.1)
+
+
+def suffix(
+    documents: Sequence[NDArray[np.int32]], budget: int, shape: str, limits: SuffixLimits = OPENED, learns: bool = False
+) -> DraftFunction:
     """ArcticInference's suffix decoding: a tree over the request, one over all answers, the better of both.
 
-    Its limits are opened (4 tokens for each one matched, no least probability), which is best for it here, and its tree
-    grows by the answers replayed so far, as when it serves; freedraft's datastore stays what it was.
+    Where there are `documents`, or it `learns`, its tree grows by the answers replayed so far, as when it serves;
+    freedraft's datastore stays what it was.
 
     Raises:
         ImportError: it is not installed.
     """
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
-    cache = SuffixDecodingCache(max_tree_depth=64, max_cached_requests=-1 if documents else 0)
+    cache = SuffixDecodingCache(max_tree_depth=limits.depth, max_cached_requests=-1 if len(documents) or learns else 0)
     for number, document in enumerate(documents):
         cache.start_request(("store", number), [])
         cache.add_active_response(("store", number), document.tolist())
@@ -147,10 +168,10 @@ def suffix(documents: Sequence[NDArray[np.int32]], budget: int, shape: str) -> D
             known = n
         found = cache.speculate(
             request,
-            tokens[max(0, n - 64) : n].tolist(),
+            tokens[max(0, n - limits.depth) : n].tolist(),
             max_spec_tokens=budget - 1,
-            max_spec_factor=4.0,
-            min_token_prob=0.0,
+            max_spec_factor=limits.factor,
+            min_token_prob=limits.probability,
             use_tree_spec=shape == "tree",
         )
         return tree(out, int(tokens[n - 1]), found.token_ids, [parent + 1 for parent in found.parents])
@@ -193,8 +214,21 @@ def lookup(budget: int) -> DraftFunction:
     return draft
 
 
-def replay(rows: list[Row], draft: DraftFunction, *, sources: bool = False) -> dict[str, Any]:
-    """Replay the rows; with `sources`, count accepted tokens by where the learned scorer found their context."""
+def replay(
+    rows: list[Row],
+    draft: DraftFunction,
+    *,
+    name: str = "",
+    sources: bool = False,
+    finished: Callable[[NDArray[np.int32]], object] = lambda answer: None,
+) -> dict[str, Any]:
+    """Replay the rows.
+
+    Args:
+        name: that no other rows of this drafter have.
+        sources: count accepted tokens by where the learned scorer found their context.
+        finished: called with each answer at its end.
+    """
     steps = produced = nodes = 0
     seconds = 0.0
     found: Counter[str] = Counter()
@@ -203,7 +237,7 @@ def replay(rows: list[Row], draft: DraftFunction, *, sources: bool = False) -> d
         position = len(prompt)
         while position < len(tokens):
             started = time.perf_counter()
-            batch = draft(str(number), tokens, position)
+            batch = draft(f"{name} {number}", tokens, position)
             seconds += time.perf_counter() - started
             path = accepted_path(batch, tokens[position:])
             if sources:
@@ -213,6 +247,7 @@ def replay(rows: list[Row], draft: DraftFunction, *, sources: bool = False) -> d
             produced += advance
             nodes += int(batch.counts[0])
             steps += 1
+        finished(output)
     return {
         "tokens_per_step": round(produced / steps, 4),
         "draft_us_per_step": round(seconds / steps * 1e6, 2),
@@ -263,14 +298,16 @@ def long_contexts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
-def run(trace: Trace, rows: list[Row], name: str, budget: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def run(
+    trace: Trace, rows: list[Row], name: str, shape: str, budget: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Replay one drafter with one budget.
 
     Raises:
         ImportError: a rival that is not installed.
     """
     scoring = {"sssd": arguments.scoring, "paper": "paper"}.get(name)
-    shape = SHAPES.get(name, arguments.shape)
+    shape = SHAPES.get(name, shape)
     weights = (arguments.weights or untainted_weights(trace)) if scoring == "learned" else None
     store = replace(trace, rows=[]) if arguments.no_store else trace
     draft = drafter(name, store, budget, shape, arguments.scoring, weights)
@@ -289,21 +326,76 @@ def run(trace: Trace, rows: list[Row], name: str, budget: int, arguments: argpar
     }
 
 
-def key_of(result: dict[str, Any]) -> tuple[Any, ...]:
-    """What two results of one file do not share."""
-    names = ("trace", "drafter", "scoring", "shape", "budget")
-    return (*(result[name] for name in names), bool(result["store_tokens"]))
+def session_rows(sessions: Sessions, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Replay recorded sessions: a row per drafter, shape and budget.
+
+    Raises:
+        ImportError: a rival that is not installed; ValueError: a drafter that learns nothing.
+    """
+    if not sessions.turns:
+        raise ValueError(f"sessions: {arguments.sessions} has no answer of an assistant")
+    results = []
+    for name, shape, budget in itertools.product(arguments.drafter, arguments.shape, arguments.budget):
+        limits = VLLM_DEFAULTS if arguments.suffix_defaults else OPENED
+        if name == "suffix" and arguments.suffix_defaults:
+            if shape != arguments.shape[0]:
+                continue
+            shape = "chain"
+        live = LiveStore(sessions.vocab_size, isolation="shared")
+        match name:
+            case "suffix":
+                draft = suffix([], budget, shape, limits, learns=True)
+            case "sssd":
+                options: dict[str, Any] = {"scoring": arguments.scoring, "weights": arguments.weights, "live": live}
+                draft = drafting(Drafter(vocab_size=sessions.vocab_size, max_nodes=budget, **options), budget, shape)
+            case _:
+                raise ValueError(f"--sessions is for drafters that learn, which '{name}' does not")
+        found = {}
+        for session, turns in sessions.turns.items():
+            found[session] = {"turns": len(turns)} | replay(turns, draft, name=session, finished=live.insert)
+        steps, produced = (sum(each[key] for each in found.values()) for key in ("steps", "output_tokens"))
+        results.append(
+            {
+                "file": arguments.sessions.name,
+                "drafter": name,
+                "shape": shape,
+                "budget": budget,
+                "limits": None if name != "suffix" else "vLLM's" if arguments.suffix_defaults else "opened",
+                "tokens_per_step": round(produced / steps, 4),
+                "turns": sum(each["turns"] for each in found.values()),
+                "steps": steps,
+                "output_tokens": produced,
+                "sessions": found,
+            }
+        )
+        live.close()
+    return results
+
+
+KEY = ("trace", "drafter", "scoring", "shape", "budget", "store_tokens")
+SESSION_KEY = ("file", "drafter", "limits", "shape", "budget")
+"""What two results of one file do not share."""
+
+
+def save(arguments: argparse.Namespace, results: list[dict[str, Any]], key: Sequence[str], data: Path) -> None:
+    """Add results to the file that --json names, in place of those of before with the same key."""
+    before = earlier_figures(arguments.json) or []
+    mine = {tuple(map(r.get, key)) for r in results}
+    kept = [r for r in before if tuple(map(r.get, key)) not in mine]
+    write_json(arguments.json, kept + results, data=[data], earlier=bool(before))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", type=Path, help='JSONL with "prompt" and "output"')
+    parser.add_argument("--sessions", type=Path, help='JSONL with "session" and "messages", in place of a trace')
+    parser.add_argument("--suffix-defaults", action="store_true", help="suffix with vLLM's settings, in --sessions")
     parser.add_argument("--long", action="store_true", help="copies and edits of long prompts, in place of a trace")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 8_000, 32_000, 128_000], help="of --long")
     parser.add_argument("--rows", type=int, default=4, help="of --long, per kind and length")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--budget", type=int, nargs="+", default=[16], help="nodes per step, root included")
-    parser.add_argument("--shape", choices=("tree", "chain"), default="tree")
+    parser.add_argument("--shape", choices=("tree", "chain"), nargs="+", default=["tree"])
     parser.add_argument("--drafter", choices=DRAFTERS, nargs="+", default=["sssd"])
     parser.add_argument("--scoring", choices=("learned", "paper"), default="learned")
     parser.add_argument("--weights", type=Path, help="scorer weights; default: shipped ones trained on another trace")
@@ -321,32 +413,37 @@ def main() -> int:
             print(pivot(results, "drafter={drafter} | shape={shape} | kind={kind}", "context", "{tokens_per_step:.2f}"))
             write_json(arguments.json, results)
             return 0
+        if arguments.sessions is not None:
+            results = session_rows(Sessions.load(arguments.sessions, arguments.tokenizer), arguments)
+            print(
+                pivot(results, "drafter={drafter} | limits={limits} | shape={shape}", "budget", "{tokens_per_step:.3f}")
+            )
+            save(arguments, results, SESSION_KEY, arguments.sessions)
+            return 0
         if arguments.trace is None:
-            raise ValueError("give --trace, or --long")
+            raise ValueError("give --trace, --sessions or --long")
         trace = Trace.load(arguments.trace, arguments.tokenizer)
         rows = test_rows(trace)
         if not rows:
             raise ValueError(f"trace: {arguments.trace} has no row to replay after its first {STORE_ROWS}")
         for name in arguments.drafter:
             try:
-                results += [run(trace, rows, name, budget, arguments) for budget in arguments.budget]
+                cells = itertools.product(arguments.shape, arguments.budget)
+                results += [run(trace, rows, name, shape, budget, arguments) for shape, budget in cells]
             except ImportError as error:
                 missing.append(name)
                 print(f"left out: {name} is not installed here ({error})", file=sys.stderr)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    many = len(arguments.budget) * len(arguments.drafter) > 1
+    many = len(results) > 1
     if many and results:
         form = "answers={trace} | drafter={drafter} | scoring={scoring} | shape={shape}"
         print(pivot(results, form, "budget", "{tokens_per_step:.3f}"))
     elif results:
         print(json.dumps(results[0], indent=1))
     if results:
-        before = earlier_figures(arguments.json) or []
-        mine = {key_of(r) for r in results}
-        kept = [r for r in before if key_of(r) not in mine]
-        write_json(arguments.json, kept + results, data=[arguments.trace], earlier=bool(before))
+        save(arguments, results, KEY, arguments.trace)
     return 1 if missing else 0
 
 

@@ -1,0 +1,67 @@
+"""Recorded sessions of agents, one JSON object per line: "session", "messages" of "role" and "content"."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.lib.results import sha256
+from bench.lib.trace import Row, load_tokenizer
+
+MIN_ANSWER, MIN_PROMPT = 4, 3
+END = "<|im_end|>"
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Tokens of sessions.
+
+    Attributes:
+        turns: by session, in file order: (prompt, answer) of each turn of the assistant, where the prompt is all before
+            it and the answer ends with the token that ends a turn; answers under 4 tokens are left out.
+        sha256: of the file.
+        vocab_size: of the tokenizer.
+    """
+
+    turns: dict[str, list[Row]]
+    sha256: str
+    vocab_size: int
+
+    @classmethod
+    def load(cls, path: Path, tokenizer: Path) -> Sessions:
+        """Read and tokenize `path` with the tokenizer.json at or in `tokenizer`; messages are framed as ChatML.
+
+        Raises:
+            ValueError: a missing or malformed file, named with its line.
+        """
+        encoder = load_tokenizer(tokenizer)
+        if not path.is_file():
+            raise ValueError(f"sessions: {path} does not exist")
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
+            return ids
+
+        turns: dict[str, list[Row]] = {}
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                name, messages = str(row["session"]), [(str(m["role"]), str(m["content"])) for m in row["messages"]]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f'sessions: {path} line {number} is no JSON object with "session" and "messages" of "role" and '
+                    '"content"'
+                ) from None
+            own, context = turns.setdefault(name, []), list[int]()
+            for role, content in messages:
+                head, text = encode(f"<|im_start|>{role}\n"), encode(f"{content}{END}")
+                prompt = context + head
+                if role == "assistant" and len(prompt) > MIN_PROMPT and len(text) >= MIN_ANSWER:
+                    own.append((np.array(prompt, np.int32), np.array(text, np.int32)))
+                context = prompt + text + encode("\n")
+        return cls({name: own for name, own in turns.items() if own}, sha256(path), encoder.get_vocab_size())
