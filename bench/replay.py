@@ -49,6 +49,7 @@ from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
+from sssd_plugin.method import LEADING, to_learn
 from sssd_plugin.scoring.weights import BINS, Weights
 
 STORE_ROWS, MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 605, 512, 4, 9
@@ -220,14 +221,14 @@ def replay(
     *,
     name: str = "",
     sources: bool = False,
-    finished: Callable[[NDArray[np.int32]], object] = lambda answer: None,
+    finished: Callable[[NDArray[np.int32], NDArray[np.int32]], object] = lambda prompt, answer: None,
 ) -> dict[str, Any]:
     """Replay the rows.
 
     Args:
         name: that no other rows of this drafter have.
         sources: count accepted tokens by where the learned scorer found their context.
-        finished: called with each answer at its end.
+        finished: called with each prompt and answer at the end of the answer.
     """
     steps = produced = nodes = 0
     seconds = 0.0
@@ -247,7 +248,7 @@ def replay(
             produced += advance
             nodes += int(batch.counts[0])
             steps += 1
-        finished(output)
+        finished(prompt, output)
     return {
         "tokens_per_step": round(produced / steps, 4),
         "draft_us_per_step": round(seconds / steps * 1e6, 2),
@@ -350,9 +351,14 @@ def session_rows(sessions: Sessions, arguments: argparse.Namespace) -> list[dict
                 draft = drafting(Drafter(vocab_size=sessions.vocab_size, max_nodes=budget, **options), budget, shape)
             case _:
                 raise ValueError(f"--sessions is for drafters that learn, which '{name}' does not")
+
+        def learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], live: LiveStore = live) -> None:
+            live.insert(to_learn(prompt, answer, LEADING))
+            live.settle()
+
         found = {}
         for session, turns in sessions.turns.items():
-            found[session] = {"turns": len(turns)} | replay(turns, draft, name=session, finished=live.insert)
+            found[session] = {"turns": len(turns)} | replay(turns, draft, name=session, finished=learn)
         steps, produced = (sum(each[key] for each in found.values()) for key in ("steps", "output_tokens"))
         results.append(
             {

@@ -84,7 +84,8 @@ def test_learns_from_what_it_said(
         runs = learning.live.tenants[1].all_runs
         learnt = [tuple(x) for run in runs for x in np.split(run.sub.tokens[: run.n], np.flatnonzero(
             run.sub.tokens[: run.n] == -1) + 1) if len(x)]  # fmt: skip
-        assert sorted(learnt) == sorted((*answer, -1) for answer in plain), "every output, whole, and nothing else"
+        said = [(*prompt["prompt_token_ids"][-8:], *answer, -1) for prompt, answer in zip(prompts, plain, strict=True)]
+        assert sorted(learnt) == sorted(said), "every output, whole, behind the end of its prompt, and nothing else"
         show(learning)
         one = gained(before)
         assert sum(one[f"{source} tokens"] for source in (*SOURCES, "other")) == first
@@ -97,9 +98,9 @@ def test_learns_from_what_it_said(
         assert sum(two[f"{source} tokens"] for source in (*SOURCES, "other")) == second
         assert two["live tokens"] > one["live tokens"] and two["live hits"] > one["live hits"]
         assert two["live hits"] <= two["lookups"]
-        assert two["live_documents"] == 6 and two["live_inserted_tokens"] == 6 * TOKENS
+        assert two["live_documents"] == 6 and two["live_inserted_tokens"] == 6 * (8 + TOKENS)
         assert 0 == two["live_merges"] == two["live_merge_seconds"]
-        assert value("live_tokens") == 12 * (TOKENS + 1)
+        assert value("live_tokens") == 12 * (8 + TOKENS + 1)
         assert value("live_sub_indices") == 1 and value("live_bytes") > 8 * value("live_tokens")
         assert value("static_tokens") == value("static_sub_indices") == 0
         assert value("drafting_seconds_count", method="sssd") > 0 < value("drafting_seconds_sum", method="sssd")
