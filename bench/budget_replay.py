@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.lib.results import write_json
 from bench.lib.trace import Trace
-from bench.replay import SHIPPED, build_store, test_rows
+from bench.replay import build_store, test_rows
 from freedraft.cost.controller import Auto
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
@@ -168,7 +168,7 @@ def main() -> None:
     args = parser.parse_args()
     trace = Trace.load(args.trace, args.tokenizer)
     snapshot, rows = build_store(trace), test_rows(trace)[: args.rows]
-    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, weights=SHIPPED / "default.json", snapshot=snapshot)
+    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, snapshot=snapshot)
     result: list[dict] = []
     for machine in args.machines:
         for batch in args.batches:

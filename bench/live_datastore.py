@@ -35,7 +35,6 @@ from bench.lib.machine import timed
 from bench.lib.results import earlier_figures, write_json
 from bench.lib.trace import Trace
 from bench.replay import MAX_OUTPUT, MIN_OUTPUT, MIN_PROMPT, STORE_ROWS, build_store, drafting, replay, test_rows
-from bench.replay import untainted_weights as weights_for
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import Run, merged, sorted_run
 from sssd_plugin.datastore.live.opening import open_live
@@ -46,9 +45,9 @@ HUNDRED = 100
 PACE = 50_000  # tokens per second of a server's answers
 
 
-def cold_start(trace: Trace, budget: int, weights: Path) -> dict[str, Any]:
+def cold_start(trace: Trace, budget: int) -> dict[str, Any]:
     live = LiveStore(trace.vocab_size, isolation="shared")
-    make = partial(Drafter, vocab_size=trace.vocab_size, max_nodes=budget, weights=weights)
+    make = partial(Drafter, vocab_size=trace.vocab_size, max_nodes=budget)
     drafter = make(live=live)
     by_hundred, steps, tokens = [], 0, 0
     for number, (prompt, output) in enumerate(trace.rows[:STORE_ROWS], 1):
@@ -108,7 +107,7 @@ def sort(documents: list[NDArray[np.int32]], vocab_size: int) -> Run:
     return sorted_run(documents, vocab_size, np.zeros((len(documents), 3), np.int64))
 
 
-def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, Any]:
+def rebuild(trace: Trace, budget: int, delta: int) -> dict[str, Any]:
     documents, vocab_size = list[NDArray[np.int32]](), trace.vocab_size
     order = np.random.default_rng(0).permutation(2 * len(trace.rows)) % len(trace.rows)
     while sum(len(document) + 1 for document in documents) < delta:
@@ -120,7 +119,7 @@ def rebuild(trace: Trace, budget: int, weights: Path, delta: int) -> dict[str, A
     for _, output in trace.rows[:STORE_ROWS]:
         live.insert(output)
     live.settle()
-    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=budget, weights=weights, live=live)
+    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=budget, live=live)
     rows = test_rows(trace)[:24]
     go, stop = threading.Event(), threading.Event()
     seconds: dict[str, list[float]] = {"idle": [], "rebuilding": []}
@@ -178,14 +177,13 @@ def main() -> int:
         trace = Trace.load(arguments.trace, arguments.tokenizer)
         if len(trace.rows) <= STORE_ROWS:
             raise ValueError(f"trace: {arguments.trace} has no row to replay after its first {STORE_ROWS}")
-        weights = weights_for(trace)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "update": lambda: update_cost(trace),
-        "rebuild": lambda: rebuild(trace, arguments.budget, weights, arguments.delta),
-        "cold_start": lambda: cold_start(trace, arguments.budget, weights),
+        "rebuild": lambda: rebuild(trace, arguments.budget, arguments.delta),
+        "cold_start": lambda: cold_start(trace, arguments.budget),
         "crashes": lambda: kills("learning", arguments.kills),
         "crashes_while_forgetting": lambda: kills("forgetting", arguments.kills),
         "crashes_while_compacting": lambda: kills("compacting", arguments.kills),

@@ -50,10 +50,12 @@ from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import LEADING, to_learn
-from sssd_plugin.scoring.weights import BINS, Weights
+from sssd_plugin.scoring.candidates import ORDERS
+from sssd_plugin.scoring.learned import KINDS
 
 STORE_ROWS, MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 605, 512, 4, 9
-SHIPPED = Path(__file__).resolve().parent.parent / "sssd_plugin" / "scoring" / "weights"
+DEPTHS = 8
+"""That predictions are compared at; deeper nodes count as the last."""
 
 DRAFTERS = ("sssd", "paper", "suffix", "lookup")
 SHAPES = {"lookup": "chain"}
@@ -98,8 +100,8 @@ def accepted_path(batch: DraftBatch, continuation: NDArray[np.int32]) -> list[in
 
 
 def source_of(kind: int) -> str:
-    """Where the learned scorer found the longer context of a node: its kind is its weight set."""
-    store, request = divmod(kind, BINS)
+    """Where the learned scorer found the longer context of a node, as its kind says."""
+    store, request = divmod(kind % KINDS, ORDERS + 1)
     if not (store or request):
         return "neither"
     if store == request:
@@ -227,12 +229,14 @@ def replay(
 
     Args:
         name: that no other rows of this drafter have.
-        sources: count accepted tokens by where the learned scorer found their context.
+        sources: count accepted tokens by where the learned scorer found their context, and compare its probabilities
+            with what was accepted, by depth.
         finished: called with each prompt and answer at the end of the answer.
     """
     steps = produced = nodes = 0
     seconds = 0.0
     found: Counter[str] = Counter()
+    predicted, accepted = np.zeros(DEPTHS + 1), np.zeros(DEPTHS + 1)
     for number, (prompt, output) in enumerate(rows):
         tokens = np.concatenate([prompt, output]).astype(np.int32)
         position = len(prompt)
@@ -243,6 +247,10 @@ def replay(
             path = accepted_path(batch, tokens[position:])
             if sources:
                 found.update(source_of(int(batch.kinds[0, node])) for node in path)
+                depths, scores = batch.depths[0, : batch.counts[0]], batch.scores[0, : batch.counts[0]]
+                known = depths <= len(tokens) - position
+                predicted += np.bincount(np.minimum(depths[known], DEPTHS), scores[known], DEPTHS + 1)
+                accepted += np.bincount(np.minimum(depths[path], DEPTHS), minlength=DEPTHS + 1)
             advance = min(len(path) + 1, len(tokens) - position)
             position += advance
             produced += advance
@@ -255,7 +263,15 @@ def replay(
         "nodes_per_step": round(nodes / steps, 2),
         "output_tokens": produced,
         "steps": steps,
-    } | ({"accepted_from": {name: found[name] for name in SOURCES}} if sources else {})
+    } | (
+        {
+            "accepted_from": {name: found[name] for name in SOURCES},
+            "predicted_by_depth": np.round(predicted[1:], 1).tolist(),
+            "accepted_by_depth": accepted[1:].astype(int).tolist(),
+        }
+        if sources
+        else {}
+    )
 
 
 def drafter(name: str, store: Trace, budget: int, shape: Any, scoring: str, weights: Path | None) -> DraftFunction:
@@ -271,14 +287,6 @@ def drafter(name: str, store: Trace, budget: int, shape: Any, scoring: str, weig
     options: dict[str, Any] = {"scoring": "paper" if name == "paper" else scoring, "weights": weights}
     options |= {"snapshot": build_store(store), "vocab_size": store.vocab_size}
     return drafting(Drafter(max_nodes=budget, **options), budget, shape)
-
-
-def untainted_weights(trace: Trace) -> Path:
-    """The shipped weights that were not trained on this trace."""
-    for path in sorted(SHIPPED.glob("*.json")):
-        if Weights.load(path).trace_sha256 != trace.sha256:
-            return path
-    raise ValueError(f"all weights in {SHIPPED} were trained on this trace; give --weights")
 
 
 def long_contexts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -309,10 +317,8 @@ def run(
     """
     scoring = {"sssd": arguments.scoring, "paper": "paper"}.get(name)
     shape = SHAPES.get(name, shape)
-    weights = (arguments.weights or untainted_weights(trace)) if scoring == "learned" else None
     store = replace(trace, rows=[]) if arguments.no_store else trace
-    draft = drafter(name, store, budget, shape, arguments.scoring, weights)
-    used = Weights.load(weights) if weights else None
+    draft = drafter(name, store, budget, shape, arguments.scoring, arguments.weights)
     return {
         **replay(rows, draft, sources=scoring == "learned"),
         "store_tokens": sum(len(d) + 1 for d in store_documents(store)) if name != "lookup" else 0,
@@ -322,8 +328,6 @@ def run(
         "scoring": scoring,
         "shape": shape,
         "budget": budget,
-        "weights_trained_on": used.trained_on if used else None,
-        "weights_saw_this_trace": used.trace_sha256 == trace.sha256 if used else None,
     }
 
 
@@ -358,7 +362,9 @@ def session_rows(sessions: Sessions, arguments: argparse.Namespace) -> list[dict
 
         found = {}
         for session, turns in sessions.turns.items():
-            found[session] = {"turns": len(turns)} | replay(turns, draft, name=session, finished=learn)
+            found[session] = {"turns": len(turns)} | replay(
+                turns, draft, name=session, sources=name == "sssd", finished=learn
+            )
         steps, produced = (sum(each[key] for each in found.values()) for key in ("steps", "output_tokens"))
         results.append(
             {
@@ -404,7 +410,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=("tree", "chain"), nargs="+", default=["tree"])
     parser.add_argument("--drafter", choices=DRAFTERS, nargs="+", default=["sssd"])
     parser.add_argument("--scoring", choices=("learned", "paper"), default="learned")
-    parser.add_argument("--weights", type=Path, help="scorer weights; default: shipped ones trained on another trace")
+    parser.add_argument("--weights", type=Path, help="scorer weights; default: the shipped ones")
     parser.add_argument("--no-store", action="store_true", help="draft from prompt and output only")
     parser.add_argument("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built")
     parser.add_argument("--json", type=Path, help="results are added to those of before, of the same code and machine")

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.lib import plots, summary, tables
+from bench.lib import plots, sessions, summary, tables
 from bench.lib.plots import Plot, Rows, names, nice, overall, plt
 from bench.lib.results import checked
 
@@ -169,6 +169,11 @@ def section(path: Path) -> tuple[str, list[str], list[Plot]] | None:
     if isinstance(result, dict) and result.get("benchmark") == "serve":
         checked(path)
         return f"Serving: {path.stem}", *serving(path.stem, result)
+    if path.stem.startswith("sessions") and isinstance(result, list):
+        checked(path)
+        defaults, opened = (sessions.comparison(result, limits) for limits in ("vLLM's", "opened"))
+        notes = "Both as they are by default:", "`suffix` with opened limits:"
+        return "Draft quality on agents' sessions", [notes[0], defaults, notes[1], opened], []
     if path.stem.startswith("replay") and isinstance(result, list):
         checked(path)
         return "Draft quality, by replay of recorded answers", *replay(result)

@@ -35,8 +35,8 @@ LEADING = 8  # last tokens of a prompt that are learnt in front of its answer, s
 
 
 def to_learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], leading: int) -> NDArray[np.int32]:
-    """Return what is learnt of a request: the last `leading` tokens of its prompt, from behind those that are not of the
-    vocabulary (negative), and its answer; nothing without one. All are int32 [n]."""
+    """Return what is learnt of a request: the last `leading` tokens of its prompt, from behind those that are not of
+    the vocabulary (negative), and its answer; nothing without one. All are int32 [n]."""
     lead = prompt[max(0, len(prompt) - leading) :] if len(answer) else prompt[:0]
     return np.concatenate([lead[np.flatnonzero(lead < 0).max(initial=-1) + 1 :], answer])
 

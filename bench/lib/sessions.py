@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bench.lib.results import sha256
+from bench.lib.tables import markdown
 from bench.lib.trace import Row, load_tokenizer
 
 MIN_ANSWER, MIN_PROMPT = 4, 3
@@ -65,3 +68,27 @@ class Sessions:
                     own.append((np.array(prompt, np.int32), np.array(text, np.int32)))
                 context = prompt + text + encode("\n")
         return cls({name: own for name, own in turns.items() if own}, sha256(path), encoder.get_vocab_size())
+
+
+def comparison(rows: Sequence[dict[str, Any]], limits: str) -> str:
+    """A table of freedraft beside `suffix` with these limits: tokens per step, their ratio to those of `suffix` (of
+    trees to its trees, where it has any), and the lowest ratio of chains in one session."""
+    found = {(r["file"], r["drafter"], r["shape"], r["budget"]): r for r in rows if r["limits"] in (None, limits)}
+    lines = []
+    for (file, drafter, shape, budget), theirs in found.items():
+        if drafter != "suffix" or shape != "chain":
+            continue
+        ours, our_tree, tree = (
+            found.get((file, *key, budget)) for key in (("sssd", "chain"), ("sssd", "tree"), ("suffix", "tree"))
+        )
+        if ours is None or our_tree is None:
+            continue
+        rates = [r["tokens_per_step"] for r in (ours, our_tree, theirs, tree or theirs)]
+        own = ours["sessions"]
+        each = [own[name]["tokens_per_step"] / r["tokens_per_step"] for name, r in theirs["sessions"].items()]
+        cells = [f"{rate:.2f}" for rate in (rates if tree else rates[:3])]
+        ratios = [f"{a:.2f}" for a in (rates[0] / rates[2], rates[1] / rates[3], min(each))]
+        name = file.removesuffix(".jsonl").removesuffix("_dev").replace("_", " ")
+        lines.append([name, str(budget), *cells, *([] if tree else [""]), *ratios])
+    head = ["sessions", "nodes", "chain", "tree", "`suffix`, chain", "its tree", "chain / its chain", "tree / its tree"]
+    return markdown([*head, "lowest session, chains"], lines)

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import oracle
-from numpy.typing import NDArray
 
+from bench.lib.results import sha256
 from bench.scorer.__main__ import main
-from bench.scorer.training import initial_weights
 from freedraft.step import TOP_TOKENS
-from sssd_plugin.scoring.weights import Weights
+from sssd_plugin.scoring.weights import NODE_INPUTS, Weights, initial_weights
 from tests.support.models import save_word_tokenizer
 
 VOCAB = 40
@@ -48,7 +47,7 @@ def recording(row: Row) -> dict[str, list]:
     return {"prompt": prompt, "output": output, "top_tokens": tokens, "top_log_probs": log_probs}
 
 
-def log_loss(weights: NDArray[np.float64], held_out: list[Row], store: oracle.OracleStore) -> float:
+def log_loss(weights: Weights, held_out: list[Row], store: oracle.OracleStore) -> float:
     """Mean of -ln P(true next token, or "none of the shortlist"), at every third position."""
     losses = []
     for prompt, output in held_out:
@@ -61,19 +60,26 @@ def log_loss(weights: NDArray[np.float64], held_out: list[Row], store: oracle.Or
 
 
 def test_training_lowers_the_loss_on_held_out_text(tmp_path: Path) -> None:
-    rows = source(0, 48)
+    rows = source(0, 64)
     save_word_tokenizer(tmp_path, VOCAB)
-    words = [{"prompt": p, "output": o} for p, o in ((" ".join(f"w{t}" for t in x) for x in row) for row in rows)]
-    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, words)))
-    (tmp_path / "recorded.jsonl").write_text("\n".join(json.dumps(recording(row)) for row in rows[:8]))
-    files = [str(tmp_path / name) for name in ("trace.jsonl", "weights.json", "recorded.jsonl")]
-    main([files[0], "--tokenizer", str(tmp_path), "--out", files[1], "--recorded", files[2]])
-    trained = Weights.load(Path(files[1]))
-    assert trained.trained_on == "trace"
+    texts = [tuple(" ".join(f"w{t}" for t in part) for part in row) for row in rows]
+    turns = [[{"role": "user", "content": p}, {"role": "assistant", "content": o}] for p, o in texts[:8]]
+    written = {
+        "trace": [{"prompt": p, "output": o} for p, o in texts],
+        "sessions": [{"session": str(i), "messages": messages} for i, messages in enumerate(turns)],
+        "recorded": [recording(row) for row in rows[:8]],
+    }
+    paths = {name: tmp_path / f"{name}.jsonl" for name in written}
+    for name, lines in written.items():
+        paths[name].write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "weights.json"
+    files = [part for name, path in paths.items() for part in (f"--{name}", str(path))]
+    main([*files, "--tokenizer", str(tmp_path), "--out", str(out)])
+    trained = Weights.load(out)
+    assert trained.trained_on == {path.name: sha256(path) for path in paths.values()} and "--trace" in trained.recipe
     store = oracle.OracleStore([[t for _, output in rows for t in [*output, oracle.SEPARATOR]]], VOCAB)
     held_out = source(1, 4)
-    before, after = (log_loss(w, held_out, store) for w in (initial_weights(), trained.values))
+    before, after = (log_loss(w, held_out, store) for w in (initial_weights(), trained))
     assert after < before - 0.1, (before, after)
-    shipped = Weights.load()
-    assert after < log_loss(shipped.values, held_out, store)
-    assert not np.allclose(trained.recycled, shipped.recycled)
+    assert after < log_loss(Weights.load(), held_out, store)
+    assert trained.layer[NODE_INPUTS - 3 : NODE_INPUTS + 1].any(), "what logits were found by counts, too"
