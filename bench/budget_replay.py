@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from bench.lib.machine import rounded
 from bench.lib.results import write_json
 from bench.lib.trace import Row, Trace
-from bench.replay import SHIPPED, build_store, test_rows
+from bench.replay import build_store, test_rows
 from freedraft.cost.controller import Auto
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
@@ -150,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     trace = Trace.load(args.trace, args.tokenizer)
     snapshot, rows = build_store(trace), test_rows(trace)[: args.rows]
-    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, weights=SHIPPED / "default.json", snapshot=snapshot)
+    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, snapshot=snapshot)
     result: list[dict] = []
     for machine in MACHINES:
         for batch in args.batches:

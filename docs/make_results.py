@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import report
 from bench.lib.results import checked
+from bench.lib.sessions import comparison
 from bench.lib.tables import markdown, pivot, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,12 +120,23 @@ def budget_replay(result: Any) -> str:
 
 @section("Draft quality, by replay", "replay.json")
 def replay(rows: Any) -> str:
-    """Recorded answers, scorer weights trained on the other trace. Deterministic."""
+    """Recorded answers; the scorer was trained on the first 603 answers of Llama-3.1-8B and on none of Qwen2-72B, and
+    these are those from the 606th on. Deterministic."""
     for r in rows:
         r["name"] = NAMES[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "") + f", {r['shape']}"
         r["name"] += ", no store" if r["drafter"] == "sssd" and not r["store_tokens"] else ""
         r["trace"] = r["trace"].removeprefix("replay_").removesuffix(".jsonl")
     return pivot(rows, "answers of={trace} | tokens per step, by nodes={name}", "budget", "{tokens_per_step:.3f}")
+
+
+@section("Agents' sessions, by replay", "sessions.json")
+def agents(rows: Any) -> str:
+    """Recorded sessions, every turn of the assistant replayed behind all that came before; both learn each finished
+    turn. The scorer was trained on the first three quarters of these two files, so they say less than sessions that it
+    has not seen. First `suffix` as vLLM sets it, at most 32 draft tokens for either:"""
+    opened = [r for r in rows if r["budget"] == 16]
+    defaults = comparison([r for r in rows if r["budget"] == 33], "vLLM's")
+    return f"{defaults}\n\n`suffix` with opened limits, 16 nodes:\n\n{comparison(opened, 'opened')}"
 
 
 @section("Long copies and edits", "long-copies.json")

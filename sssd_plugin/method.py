@@ -38,6 +38,14 @@ _RULES = {
     "shared": "all requests share what they wrote",
     "off": "all requests share what they wrote",
 }
+LEADING = 8  # last tokens of a prompt that are learnt in front of its answer, so that the first tokens of one are found
+
+
+def to_learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], leading: int) -> NDArray[np.int32]:
+    """Return what is learnt of a request: the last `leading` tokens of its prompt, from behind those that are not of
+    the vocabulary (negative), and its answer; nothing without one. All are int32 [n]."""
+    lead = prompt[max(0, len(prompt) - leading) :] if len(answer) else prompt[:0]
+    return np.concatenate([lead[np.flatnonzero(lead < 0).max(initial=-1) + 1 :], answer])
 
 
 def check(options: SssdOptions, context: EngineContext) -> None:
@@ -170,13 +178,11 @@ class SssdMethod(Method):
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         prompt_length = self._prompt_lengths.pop(request_id, None)
         if self.live is not None and prompt_length is not None:
-            if output is None or self.options.live_prompts:
-                tokens = self.drafter.tokens(request_id)
-                output = tokens[prompt_length:] if output is None else output
-                if self.options.live_prompts:
-                    output = np.concatenate([tokens[:prompt_length], output])
-            tenant = self.drafter.tenant_of(request_id)
-            self.live.insert(output, tenant, conversation=self.options.live_prompts)
+            tokens = self.drafter.tokens(request_id)
+            prompt, answer = tokens[:prompt_length], tokens[prompt_length:] if output is None else output
+            prompts = self.options.live_prompts
+            learnt = to_learn(prompt, answer, len(prompt) if prompts else LEADING)
+            self.live.insert(learnt, self.drafter.tenant_of(request_id), conversation=prompts)
             self.live_metrics.show(self.live)
         self.drafter.finish([request_id])
 

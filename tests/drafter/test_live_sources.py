@@ -37,16 +37,22 @@ def serve(method: SssdMethod, name: str, prompt: list[int], output: list[int], k
     method.begin(name, np.array(prompt, np.int32), key, {})
     drafted = [draft(method, name, prompt + output[: i + 1], output[i : i + 1]) for i in range(len(output))]
     method.finish(name, np.array(output, np.int32), aborted=False)
-    return drafted[0]
+    return drafted[0] if drafted else []
 
 
 @pytest.mark.parametrize("prompts", [False, True])
 def test_it_learns_from_finished_requests(prompts: bool) -> None:
     one = method(live_prompts=prompts, isolation="shared")
-    assert serve(one, "a", [1, 2, 3, 150], [10, 11, 12, 13, 14]) == []
+    image = [2**31 - 1]  # no token of the vocabulary
+    assert serve(one, "a", [1, 2, 3, 150, *range(160, 168)], [10, 11, 12, 13, 14]) == []
     assert serve(one, "b", [5, 6], [10, 11, 12])[:3] == [11, 12, 13]
     seen = serve(one, "c", [9, 1, 2], [3])
     assert (150 in seen) == prompts
+    assert serve(one, "d", [*image, 165, 166], [167])[:3] == [10, 11, 12], "the last tokens of the prompt lead there"
+    assert serve(one, "e", [20, *image, 21], [22, 23, 24]) == []
+    assert serve(one, "f", [25, 21], [22])[:2] == [23, 24]
+    serve(one, "g", [30, 31], [])
+    assert serve(one, "h", [29, 30], [31]) == []
     one.close()
 
 
@@ -72,7 +78,7 @@ def test_a_retracted_request_is_learnt_from_once(tmp_path: Path) -> None:
     one.finish("a", None, aborted=True)  # the engine does not say what it wrote
     one.finish("unknown", None, aborted=False)
     one.finish("a", None, aborted=False)
-    assert one.live is not None and one.live.stats().inserted == 3
+    assert one.live is not None and one.live.stats().inserted == 5
     one.close()
     again = method(datastore=tmp_path, isolation="shared")
     assert serve(again, "b", [3], [10, 11])[:2] == [11, 12], "on disk, in a folder that began empty"
