@@ -120,8 +120,7 @@ def budget_replay(result: Any) -> str:
 
 @section("Draft quality, by replay", "replay.json")
 def replay(rows: Any) -> str:
-    """Recorded answers; the scorer was trained on the first 603 answers of Llama-3.1-8B and on none of Qwen2-72B, and
-    these are those from the 606th on. Deterministic."""
+    """Recorded answers, scorer weights trained on the other trace. Deterministic."""
     for r in rows:
         r["name"] = NAMES[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "") + f", {r['shape']}"
         r["name"] += ", no store" if r["drafter"] == "sssd" and not r["store_tokens"] else ""
@@ -132,8 +131,8 @@ def replay(rows: Any) -> str:
 @section("Agents' sessions, by replay", "sessions.json")
 def agents(rows: Any) -> str:
     """Recorded sessions, every turn of the assistant replayed behind all that came before; both learn each finished
-    turn. The scorer was trained on the first three quarters of these two files, so they say less than sessions that it
-    has not seen. First `suffix` as vLLM sets it, at most 32 draft tokens for either:"""
+    turn. The scorer was trained on these two files, which flatters it here. First `suffix` as vLLM sets it, at most 32
+    draft tokens for either:"""
     opened = [r for r in rows if r["budget"] == 16]
     defaults = comparison([r for r in rows if r["budget"] == 33], "vLLM's")
     return f"{defaults}\n\n`suffix` with opened limits, 16 nodes:\n\n{comparison(opened, 'opened')}"

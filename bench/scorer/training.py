@@ -37,7 +37,8 @@ SHAPES = ((16, False), (32, False), (16, True))
 FOLDS, STORE_EVERY, RECYCLED_MEGABYTES = 4, 16, 64
 LONG_ROWS, REPEATED = 2, 3
 """One answer over a long prompt is made for each LONG_ROWS recorded ones; one turn in REPEATED comes again, edited."""
-EPOCHS, BATCH, RATE, CANDIDATES = 14, 1024, 6e-3, FEW_CANDIDATES
+ROUNDS, EPOCHS, BATCH, RATE, CANDIDATES = 2, 14, 1024, 6e-3, FEW_CANDIDATES
+"""The second round replays with the network of the first, whose drafts are those that it is for."""
 
 
 class Examples(NamedTuple):
@@ -233,7 +234,10 @@ def train(
     """
     if not (traces or sessions or recordings):
         raise ValueError("there is nothing to train on: give a trace, sessions or answers with logits")
-    lessons = [lessons_of_rows(rows, vocab_size) for rows in traces]
-    lessons += [lessons_of_sessions(each) for each in sessions]
-    lessons += [lessons_of_recordings(each, vocab_size) for each in recordings]
-    return fit(collect(chain.from_iterable(lessons), initial_weights()))
+    weights = initial_weights()
+    for _ in range(ROUNDS):
+        lessons = [lessons_of_rows(rows, vocab_size) for rows in traces]
+        lessons += [lessons_of_sessions(each) for each in sessions]
+        lessons += [lessons_of_recordings(each, vocab_size) for each in recordings]
+        weights = fit(collect(chain.from_iterable(lessons), weights))
+    return weights
