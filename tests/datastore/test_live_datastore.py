@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -66,8 +67,9 @@ def test_drafts_equal_those_of_a_static_store_with_the_same_text(store: LiveStor
     assert store.settle()
     one = LiveStore(VOCAB, isolation="shared", max_tokens=1 << 16)
     one.tenants[0].runs = [sorted_run(texts, VOCAB, np.zeros((40, 3), np.int64))]
-    static = Drafter(vocab_size=VOCAB, max_nodes=16, snapshot=snapshot_of([texts], VOCAB))
-    single, several = (Drafter(vocab_size=VOCAB, max_nodes=16, live=s) for s in (one, store))
+    make = partial(Drafter, vocab_size=VOCAB, max_nodes=16, scoring="paper")  # "learned" tells what was learnt apart
+    static = make(snapshot=snapshot_of([texts], VOCAB))
+    single, several = (make(live=s) for s in (one, store))
     found = 0
     for seed in range(30):
         prompt = [*document(seed + 100, 10).tolist(), *texts[seed][5:9].tolist()]
