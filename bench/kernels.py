@@ -23,15 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from freedraft_kernels import (
-    KVPool,
-    TreeBatch,
-    TreeQueries,
-    Verification,
-    tree_attention,
-    tree_inputs,
-    verify,
-)
+from freedraft_kernels import KVPool, TreeBatch, TreeQueries, Verification, tree_attention, tree_inputs, verify
 from freedraft_kernels.dispatch import Backend, has_triton, use_triton
 from freedraft_kernels.newest_tokens import newest_tokens
 from freedraft_kernels.top_tokens import top_tokens
