@@ -115,7 +115,7 @@ def row(kind: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
     found["identical"] = all(p.identical for p in prompts)
     found["prompts"] = each = []
     for p in prompts:
-        tokens, steps = len(p.answers[BASELINE][-1].tokens), p.answers[SSSD][-1].steps
-        each.append({"prompt": p.text, "tokens": tokens, "steps": steps, "identical": p.identical})
+        tokens, passes = len(p.answers[BASELINE][-1].tokens), p.answers[SSSD][-1].steps
+        each.append({"prompt": p.text, "tokens": tokens, "steps": passes, "identical": p.identical})
         each[-1] |= {f"{name}_s": [round(a.seconds, 3) for a in p.answers[name]] for name in (BASELINE, SSSD)}
     return found
