@@ -28,8 +28,6 @@ import argparse
 import itertools
 import json
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,19 +48,13 @@ from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import LEADING, to_learn
-from sssd_plugin.scoring.candidates import ORDERS
-from sssd_plugin.scoring.learned import KINDS
 
 STORE_ROWS = 605
 COPIES = 4
 """Of each kind and length."""
-DEPTHS = 8
-"""That predictions are compared at; deeper nodes count as the last."""
-
 DRAFTERS = ("sssd", "paper", "suffix", "lookup")
 SHAPES = {"lookup": "chain"}
 """Drafters that know one shape only."""
-SOURCES = ("request", "datastore", "both alike", "neither")
 
 # Draft for the first n tokens of a row; called with n rising within a request, and with a fresh id per request, first
 # with the length of its prompt.
@@ -82,28 +74,16 @@ def test_rows(trace: Trace) -> list[Row]:
     return replayed(trace.rows[STORE_ROWS:])
 
 
-def accepted_path(batch: DraftBatch, continuation: NDArray[np.int32]) -> list[int]:
-    """Nodes of the longest drafted path that equals the continuation, root left out."""
+def accepted_length(batch: DraftBatch, continuation: NDArray[np.int32]) -> int:
+    """Tokens of the longest drafted path that equals the continuation, root left out."""
     n = int(batch.counts[0])
     children = {(int(batch.parents[0, i]), int(batch.tokens[0, i])): i for i in range(1, n)}
-    path: list[int] = []
     node = 0
-    for token in continuation.tolist():
+    for length, token in enumerate(continuation.tolist()):
         if (node, token) not in children:
-            break
+            return length
         node = children[node, token]
-        path.append(node)
-    return path
-
-
-def source_of(kind: int) -> str:
-    """Where the learned scorer found the longer context of a node, as its kind says."""
-    store, request = divmod(kind % KINDS, ORDERS + 1)
-    if not (store or request):
-        return "neither"
-    if store == request:
-        return "both alike"
-    return "request" if request > store else "datastore"
+    return len(continuation)
 
 
 def drafting(drafter: Drafter, budget: int, shape: Any = "tree") -> DraftFunction:
@@ -142,8 +122,7 @@ def suffix(
     Where there are `documents`, or it `learns`, its tree grows by the answers replayed so far, as when it serves;
     freedraft's datastore stays what it was.
 
-    Raises:
-        ImportError: it is not installed.
+    Raises ImportError: it is not installed.
     """
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
@@ -166,14 +145,10 @@ def suffix(
         if n > known:
             cache.add_active_response(request, tokens[known:n].tolist())
             known = n
-        found = cache.speculate(
-            request,
-            tokens[max(0, n - limits.depth) : n].tolist(),
-            max_spec_tokens=budget - 1,
-            max_spec_factor=limits.factor,
-            min_token_prob=limits.probability,
-            use_tree_spec=shape == "tree",
-        )
+        newest = tokens[max(0, n - limits.depth) : n].tolist()
+        options = {"max_spec_factor": limits.factor, "min_token_prob": limits.probability}
+        options |= {"max_spec_tokens": budget - 1, "use_tree_spec": shape == "tree"}
+        found = cache.speculate(request, newest, **options)
         return tree(out, int(tokens[n - 1]), found.token_ids, [parent + 1 for parent in found.parents])
 
     return draft
@@ -219,56 +194,30 @@ def replay(
     draft: DraftFunction,
     *,
     name: str = "",
-    sources: bool = False,
     finished: Callable[[NDArray[np.int32], NDArray[np.int32]], object] = lambda prompt, answer: None,
 ) -> dict[str, Any]:
     """Replay the rows.
 
     Args:
         name: that no other rows of this drafter have.
-        sources: count accepted tokens by where the learned scorer found their context, and compare its probabilities
-            with what was accepted, by depth.
         finished: called with each prompt and answer at the end of the answer.
     """
-    steps = produced = nodes = 0
-    seconds = 0.0
-    found: Counter[str] = Counter()
-    predicted, accepted = np.zeros(DEPTHS + 1), np.zeros(DEPTHS + 1)
+    steps = produced = 0
     for number, (prompt, output) in enumerate(rows):
         tokens = np.concatenate([prompt, output]).astype(np.int32)
         position = len(prompt)
         while position < len(tokens):
-            started = time.perf_counter()
             batch = draft(f"{name} {number}", tokens, position)
-            seconds += time.perf_counter() - started
-            path = accepted_path(batch, tokens[position:])
-            if sources:
-                found.update(source_of(int(batch.kinds[0, node])) for node in path)
-                depths, scores = batch.depths[0, : batch.counts[0]], batch.scores[0, : batch.counts[0]]
-                known = depths <= len(tokens) - position
-                predicted += np.bincount(np.minimum(depths[known], DEPTHS), scores[known], DEPTHS + 1)
-                accepted += np.bincount(np.minimum(depths[path], DEPTHS), minlength=DEPTHS + 1)
-            advance = min(len(path) + 1, len(tokens) - position)
-            position += advance
-            produced += advance
-            nodes += int(batch.counts[0])
+            position += accepted_length(batch, tokens[position:]) + 1
             steps += 1
+        produced += len(output)
         finished(prompt, output)
-    row: dict[str, Any] = {"tokens_per_step": round(produced / steps, 4), "nodes_per_step": round(nodes / steps, 2)}
-    row |= {"draft_us_per_step": round(seconds / steps * 1e6, 2), "output_tokens": produced, "steps": steps}
-    if sources:
-        row["accepted_from"] = {name: found[name] for name in SOURCES}
-        row["predicted_by_depth"] = np.round(predicted[1:], 1).tolist()
-        row["accepted_by_depth"] = accepted[1:].astype(int).tolist()
-    return row
+    return {"tokens_per_step": round(produced / steps, 4), "output_tokens": produced, "steps": steps}
 
 
 def drafter(name: str, store: Trace, budget: int, shape: Any, scoring: str, weights: Path | None) -> DraftFunction:
-    """Make a drafter that knows the first 605 rows' outputs of `store`.
-
-    Raises:
-        ImportError: a rival that is not installed.
-    """
+    """Make a drafter that knows the first 605 rows' outputs of `store`. Raises ImportError: a rival that is not
+    installed."""
     if name == "lookup":
         return lookup(budget)
     if name == "suffix":
@@ -279,11 +228,8 @@ def drafter(name: str, store: Trace, budget: int, shape: Any, scoring: str, weig
 
 
 def long_contexts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Replay answers that copy or edit a part of a long prompt: a row per drafter, shape, kind and length.
-
-    Raises:
-        ImportError: a rival that is not installed; ValueError: no tokenizer.
-    """
+    """Replay answers that copy or edit a part of a long prompt: a row per drafter, shape, kind and length. Raises
+    ImportError: a rival that is not installed; ValueError: no tokenizer."""
     encoder = tokenizer.load(arguments.tokenizer)
     text = python_sources(encoder, 2 * max(arguments.lengths))
     store, budget, results = Trace([], "", encoder.get_vocab_size()), arguments.budget[0], []
@@ -299,27 +245,20 @@ def long_contexts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def run(
     trace: Trace, rows: list[Row], name: str, shape: str, budget: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Replay one drafter with one budget.
-
-    Raises:
-        ImportError: a rival that is not installed.
-    """
+    """Replay one drafter with one budget. Raises ImportError: a rival that is not installed."""
     scoring = {"sssd": arguments.scoring, "paper": "paper"}.get(name)
     shape = SHAPES.get(name, shape)
     store = replace(trace, rows=[]) if arguments.no_store else trace
     draft = drafter(name, store, budget, shape, arguments.scoring, arguments.weights)
-    row = replay(rows, draft, sources=scoring == "learned")
+    row = replay(rows, draft)
     row["store_tokens"] = sum(len(d) + 1 for d in store_documents(store)) if name != "lookup" else 0
     row |= {"rows": len(rows), "trace": arguments.trace.name, "drafter": "sssd" if scoring else name}
     return row | {"scoring": scoring, "shape": shape, "budget": budget}
 
 
 def session_rows(sessions: Sessions, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Replay recorded sessions: a row per drafter, shape and budget.
-
-    Raises:
-        ImportError: a rival that is not installed; ValueError: a drafter that learns nothing.
-    """
+    """Replay recorded sessions: a row per drafter, shape and budget. Raises ImportError: a rival that is not installed;
+    ValueError: a drafter that learns nothing."""
     if not sessions.turns:
         raise ValueError(f"sessions: {arguments.sessions} has no answer of an assistant")
     results = []
@@ -344,7 +283,7 @@ def session_rows(sessions: Sessions, arguments: argparse.Namespace) -> list[dict
             live.settle()
 
         found = {
-            session: {"turns": len(turns)} | replay(turns, draft, name=session, sources=name == "sssd", finished=learn)
+            session: {"turns": len(turns)} | replay(turns, draft, name=session, finished=learn)
             for session, turns in sessions.turns.items()
         }
         turns, steps, produced = (sum(r[key] for r in found.values()) for key in ("turns", "steps", "output_tokens"))
@@ -398,9 +337,8 @@ def main() -> int:
             return 0
         if arguments.sessions is not None:
             results = session_rows(Sessions.load(arguments.sessions, arguments.tokenizer), arguments)
-            print(
-                pivot(results, "drafter={drafter} | limits={limits} | shape={shape}", "budget", "{tokens_per_step:.3f}")
-            )
+            form = "drafter={drafter} | limits={limits} | shape={shape}"
+            print(pivot(results, form, "budget", "{tokens_per_step:.3f}"))
             save(arguments, results, SESSION_KEY, arguments.sessions)
             return 0
         if arguments.trace is None:
@@ -419,8 +357,7 @@ def main() -> int:
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    many = len(results) > 1
-    if many and results:
+    if len(results) > 1:
         form = "answers={trace} | drafter={drafter} | scoring={scoring} | shape={shape}"
         print(pivot(results, form, "budget", "{tokens_per_step:.3f}"))
     elif results:

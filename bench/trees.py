@@ -72,13 +72,9 @@ def verify_greedily(
 
 def interpreted() -> dict[str, str]:
     """The environment of a process in which model runner V2 runs in Triton's interpreter."""
-    return os.environ | {
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_AOT_COMPILE": "0",
-        "INTERPRETED_ATTENTION": "triton",
-        "PYTHONPATH": os.pathsep.join([str(INTERPRETED), str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
+    env = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_AOT_COMPILE": "0"}
+    env["PYTHONPATH"] = os.pathsep.join([str(INTERPRETED), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return os.environ | env | {"INTERPRETED_ATTENTION": "triton"}
 
 
 def interpreted_engine(model: Path, speculative: dict[str, Any], **options: Any) -> Any:

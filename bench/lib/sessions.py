@@ -36,11 +36,8 @@ class Sessions:
 
     @classmethod
     def load(cls, path: Path, tokenizer: Path) -> Sessions:
-        """Read and tokenize `path` with the tokenizer.json at or in `tokenizer`; messages are framed as ChatML.
-
-        Raises:
-            ValueError: a missing or malformed file, named with its line.
-        """
+        """Read and tokenize `path` with the tokenizer.json at or in `tokenizer`; messages are framed as ChatML. Raises
+        ValueError: a missing or malformed file, named with its line."""
         encoder = tokenizers.load(tokenizer)
         if not path.is_file():
             raise ValueError(f"sessions: {path} does not exist")

@@ -142,8 +142,7 @@ def lessons_of_rows(rows: Sequence[Row], vocab_size: int) -> Iterator[Lesson]:
     """Each row, and answers over long prompts made from rows of the same fold, against a store of the outputs of all
     other folds, built or learnt in turns.
 
-    Raises:
-        ValueError: there are too few rows to split.
+    Raises ValueError: there are too few rows to split.
     """
     if len(rows) < 2 * FOLDS:
         raise ValueError(f"training needs at least {2 * FOLDS} rows with a prompt and an output, not {len(rows)}")
@@ -227,11 +226,7 @@ def train(
     recordings: Sequence[Sequence[Recording]],
     vocab_size: int,
 ) -> Weights:
-    """Train on all of these.
-
-    Raises:
-        ValueError: a trace has too few rows, or there is nothing at all to train on.
-    """
+    """Train on all of these. Raises ValueError: a trace has too few rows, or there is nothing at all to train on."""
     if not (traces or sessions or recordings):
         raise ValueError("there is nothing to train on: give a trace, sessions or answers with logits")
     weights = initial_weights()

@@ -35,13 +35,8 @@ def test_shipped_weights() -> None:
     assert all(len(digest) == 64 for digest in shipped.trained_on.values())
 
 
-GOOD = {
-    "format": "freedraft-scorer-4",
-    "trained_on": {"x": "y"},
-    "recipe": "z",
-    "layer": random_weights(0).layer.tolist(),
-    "out": random_weights(0).out.tolist(),
-}
+GOOD = {"format": "freedraft-scorer-4", "trained_on": {"x": "y"}, "recipe": "z"}
+GOOD |= {"layer": random_weights(0).layer.tolist(), "out": random_weights(0).out.tolist()}
 
 
 @pytest.mark.parametrize(
