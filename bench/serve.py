@@ -288,7 +288,7 @@ def main() -> int:
     finally:
         report.write()
     rows = summary.rows(report.blocks, baseline_of(report.settings["arms"]))
-    print(pivot(rows, "at a time={concurrency} | questions={group}", "arm", "{tokens_per_second:.1f}, {?ratio:.2f}"))
+    print(pivot(rows, "at a time={concurrency} | questions={group}", "arm", "{tokens_per_second:.1f} {?ratio:.2f}"))
     print(f"tokens per second, and over plain; figures: {args.json}")
     if not finished:
         console.print(f"stopped after {args.minutes:g} minutes: the same command goes on")
