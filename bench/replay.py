@@ -52,6 +52,8 @@ from sssd_plugin.method import LEADING, to_learn
 STORE_ROWS = 605
 COPIES = 4
 """Of each kind and length."""
+DEPTHS = 8
+"""By which predictions are compared with what is accepted; deeper nodes count as the last."""
 DRAFTERS = ("sssd", "paper", "suffix", "lookup")
 SHAPES = {"lookup": "chain"}
 """Drafters that know one shape only."""
@@ -76,8 +78,7 @@ def test_rows(trace: Trace) -> list[Row]:
 
 def accepted_length(batch: DraftBatch, continuation: NDArray[np.int32]) -> int:
     """Tokens of the longest drafted path that equals the continuation, root left out."""
-    n = int(batch.counts[0])
-    children = {(int(batch.parents[0, i]), int(batch.tokens[0, i])): i for i in range(1, n)}
+    children = {(int(batch.parents[0, i]), int(batch.tokens[0, i])): i for i in range(1, int(batch.counts[0]))}
     node = 0
     for length, token in enumerate(continuation.tolist()):
         if (node, token) not in children:
@@ -203,16 +204,23 @@ def replay(
         finished: called with each prompt and answer at the end of the answer.
     """
     steps = produced = 0
+    predicted, accepted = np.zeros(DEPTHS + 1), np.zeros(DEPTHS + 1)
     for number, (prompt, output) in enumerate(rows):
         tokens = np.concatenate([prompt, output]).astype(np.int32)
         position = len(prompt)
         while position < len(tokens):
             batch = draft(f"{name} {number}", tokens, position)
-            position += accepted_length(batch, tokens[position:]) + 1
-            steps += 1
+            length = accepted_length(batch, tokens[position:])
+            depths, scores = (part[0, 1 : batch.counts[0]] for part in (batch.depths, batch.scores))
+            inside = depths <= len(tokens) - position
+            predicted += np.bincount(np.minimum(depths[inside], DEPTHS), scores[inside], DEPTHS + 1)
+            accepted += np.bincount(np.minimum(np.arange(1, length + 1), DEPTHS), minlength=DEPTHS + 1)
+            position, steps = position + length + 1, steps + 1
         produced += len(output)
         finished(prompt, output)
-    return {"tokens_per_step": round(produced / steps, 4), "output_tokens": produced, "steps": steps}
+    row: dict[str, Any] = {"tokens_per_step": round(produced / steps, 4), "output_tokens": produced, "steps": steps}
+    row["accepted_by_depth"] = accepted[1:].astype(int).tolist()
+    return row | {"predicted_by_depth": predicted[1:].round(1).tolist()} if predicted.any() else row
 
 
 def drafter(name: str, store: Trace, budget: int, shape: Any, scoring: str, weights: Path | None) -> DraftFunction:
