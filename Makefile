@@ -107,7 +107,7 @@ demo-sglang test-sglang: ENV := $(SGLANG)
 
 model: $(VLLM)/project.done $(MODEL)/config.json
 $(MODEL)/config.json: bench/demo/model.py
-	@$(call quietly,model: SmolLM2-135M-Instruct,model,$(ENV)/bin/python bench/demo/model.py --force $(MODEL))
+	@$(call quietly,model: SmolLM2-135M-Instruct,model,$(ENV)/bin/python bench/demo/model.py $(MODEL))
 	@touch $@
 
 # --- what it is for --------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from bench.lib.machine import rounded
 from bench.lib.results import write_json
 from bench.lib.trace import Row, Trace
-from bench.replay import SHIPPED, build_store, test_rows
+from bench.replay import build_store, test_rows
 from freedraft.cost.controller import Auto
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
@@ -32,14 +32,11 @@ from freedraft.cost.roofline import Roofline
 from freedraft.step import Step
 from sssd_plugin.drafter import Drafter
 
-ARMS = {
-    "plain": ("fixed", 0),
-    **{f"fixed {n}": ("fixed", n) for n in (2, 4, 8)},
-    "knee": ("knee", 8),
-    "auto": ("auto", 8),
-}
+ARMS = {"plain": ("fixed", 0)} | {f"fixed {n}": ("fixed", n) for n in (2, 4, 8)}
+ARMS |= {"knee": ("knee", 8), "auto": ("auto", 8)}
 """Policy and draft tokens at most."""
 NOISE = 0.08
+ROWS = 199  # answers that are replayed
 SMALL = ModelShape(
     hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152,
     weight_bytes=4, activation_bytes=4, kv_bytes=4, dtype="float32",
@@ -145,12 +142,11 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 64, 256])
-    parser.add_argument("--rows", type=int, default=199, help="answers that are replayed")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     trace = Trace.load(args.trace, args.tokenizer)
-    snapshot, rows = build_store(trace), test_rows(trace)[: args.rows]
-    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, weights=SHIPPED / "default.json", snapshot=snapshot)
+    snapshot, rows = build_store(trace), test_rows(trace)[:ROWS]
+    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, snapshot=snapshot)
     result: list[dict] = []
     for machine in MACHINES:
         for batch in args.batches:
@@ -159,8 +155,8 @@ def main() -> None:
             rates = {arm: replay(shown, batch, arm, machine, drafter) for arm in ARMS}
             best = max(rate for arm, rate in rates.items() if arm != "auto")
             ratios = {arm: rate / rates["plain"] for arm, rate in rates.items()}
-            result.append({"machine": machine, "batch": batch, "ratio": ratios, "auto_of_best": rates["auto"] / best})
-            result[-1] = rounded(result[-1], 3)
+            row = {"machine": machine, "batch": batch, "ratio": ratios, "auto_of_best": rates["auto"] / best}
+            result.append(rounded(row, 3))
             print(result[-1], flush=True)
     write_json(args.json, {"trace": args.trace.name, "noise": NOISE, "rows": result}, data=[args.trace])
 

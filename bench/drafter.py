@@ -18,6 +18,7 @@ import sysconfig
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,13 +156,10 @@ def main() -> None:
                         arm.run(row[None], timed=round_ > 0)
                 elif arm.batch == BATCH or start == 0:
                     arm.run(np.resize(rows if arm.batch > BATCH else part, (arm.batch, need)), timed=round_ > 0)
-    result = {
-        "draft_us_per_call": {arm.name: spread(arm.draft_us) for arm in arms},
-        "append_us_per_token": {arm.name: spread(arm.append_us)["median"] for arm in arms if arm.batch == 1},
-        "prompt": context_cost(documents),
-        "store_bytes_per_token": store_bytes,
-        "store_build": in_fresh_process(build_cost, flatten(stored, max(arguments.stores)), vocab),
-    }
+    result: dict[str, Any] = {"draft_us_per_call": {arm.name: spread(arm.draft_us) for arm in arms}}
+    result["append_us_per_token"] = {arm.name: spread(arm.append_us)["median"] for arm in arms if arm.batch == 1}
+    result |= {"prompt": context_cost(documents), "store_bytes_per_token": store_bytes}
+    result["store_build"] = in_fresh_process(build_cost, flatten(stored, max(arguments.stores)), vocab)
     print(json.dumps(result, indent=1))
     write_json(arguments.json, result)
 

@@ -1,6 +1,6 @@
 """Check and time every kernel of `freedraft_kernels` on whatever device there is. Needs torch and triton only.
 
-    python bench/kernels.py [--json OUT] [--quick]
+    python bench/kernels.py [--json OUT]
 
 On a GPU: each Triton kernel against its torch reference (equal bit for bit; attention within a bfloat16's rounding) and
 against the bytes it must move, as a share of the bandwidth of a device-to-device copy measured here. Elsewhere the
@@ -23,15 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from freedraft_kernels import (
-    KVPool,
-    TreeBatch,
-    TreeQueries,
-    Verification,
-    tree_attention,
-    tree_inputs,
-    verify,
-)
+from freedraft_kernels import KVPool, TreeBatch, TreeQueries, Verification, tree_attention, tree_inputs, verify
 from freedraft_kernels.dispatch import Backend, has_triton, use_triton
 from freedraft_kernels.newest_tokens import newest_tokens
 from freedraft_kernels.top_tokens import top_tokens
@@ -267,7 +259,6 @@ COLUMNS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures there")
-    parser.add_argument("--quick", action="store_true", help="the smallest shape only, few repeats")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()})"
@@ -277,8 +268,8 @@ def main() -> int:
     print(f"{name}, torch {torch.__version__}, triton {triton_version}, copy {bandwidth / 1e9:.0f} GB/s")
     if not use_triton(device):
         print("no GPU and no TRITON_INTERPRET=1: references only")
-    repeats = 5 if args.quick or device.type == "cpu" else 50
-    rows = [row for s in (shapes[:1] if args.quick else shapes) for row in measure(s, device, bandwidth, repeats)]
+    repeats = 5 if device.type == "cpu" else 50
+    rows = [row for shape in shapes for row in measure(shape, device, bandwidth, repeats)]
     print(table(rows, COLUMNS))
     if args.json:
         figures = {"device": name, "torch": torch.__version__, "triton": triton_version, "copy_bytes_per_s": bandwidth}

@@ -130,7 +130,8 @@ def exact(args: argparse.Namespace) -> dict[str, Any]:
 
 def composed(args: argparse.Namespace) -> dict[str, Any]:
     """By kind of prompt: ratios to plain decoding, medians over prompts and rounds, with the quarters."""
-    speculative = {"method": "freedraft", "num_speculative_tokens": COMPOSED_K, "skip_set": str(args.skip_set)}
+    speculative = {"method": "freedraft", "live": "off", "num_speculative_tokens": COMPOSED_K}
+    speculative["skip_set"] = str(args.skip_set)
     engine = Engine(args.model, speculative)
     method: HybridMethod = engine.method
     off = {

@@ -30,7 +30,7 @@ from bench.lib.kills import engine_kills, kills
 from bench.lib.machine import timed
 from bench.lib.results import earlier_figures, write_json
 from bench.lib.trace import Trace, replayed
-from bench.replay import STORE_ROWS, build_store, drafting, replay, test_rows, untainted_weights
+from bench.replay import STORE_ROWS, build_store, drafting, replay, test_rows
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import Run, merged, sorted_run
 from sssd_plugin.datastore.live.opening import open_live
@@ -45,9 +45,9 @@ ENGINE_KILLS = 3
 PACE = 50_000  # tokens per second of a server's answers
 
 
-def cold_start(trace: Trace, weights: Path) -> dict[str, Any]:
+def cold_start(trace: Trace) -> dict[str, Any]:
     live = LiveStore(trace.vocab_size, isolation="shared")
-    make = partial(Drafter, vocab_size=trace.vocab_size, max_nodes=NODES, weights=weights)
+    make = partial(Drafter, vocab_size=trace.vocab_size, max_nodes=NODES)
     drafter = make(live=live)
     by_hundred, steps, tokens = [], 0, 0
     for number, (prompt, output) in enumerate(trace.rows[:STORE_ROWS], 1):
@@ -107,7 +107,7 @@ def sort(documents: list[NDArray[np.int32]], vocab_size: int) -> Run:
     return sorted_run(documents, vocab_size, np.zeros((len(documents), 3), np.int64))
 
 
-def rebuild(trace: Trace, weights: Path) -> dict[str, Any]:
+def rebuild(trace: Trace) -> dict[str, Any]:
     documents, vocab_size = list[NDArray[np.int32]](), trace.vocab_size
     order = np.random.default_rng(0).permutation(2 * len(trace.rows)) % len(trace.rows)
     while sum(len(document) + 1 for document in documents) < DELTA:
@@ -119,7 +119,7 @@ def rebuild(trace: Trace, weights: Path) -> dict[str, Any]:
     for _, output in trace.rows[:STORE_ROWS]:
         live.insert(output)
     live.settle()
-    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=NODES, weights=weights, live=live)
+    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=NODES, live=live)
     rows = test_rows(trace)[:24]
     seconds: dict[str, list[float]] = {"idle": [], "rebuilding": []}
     draft, rebuilds, name, last = drafting(drafter, NODES), 0, "", ""
@@ -150,13 +150,8 @@ def rebuild(trace: Trace, weights: Path) -> dict[str, Any]:
         thread.join()
     live.close()
     figures = {name: {f"{at}_us": us for at, us in percentiles(each, 1e-6).items()} for name, each in seconds.items()}
-    return {
-        "delta_tokens": older.n,
-        "sort_seconds": round(sorting, 4),
-        "merge_with_as_many_seconds": round(merging, 4),
-        "rebuilds_meanwhile": rebuilds,
-        "drafting": figures,
-    }
+    times = {"sort_seconds": round(sorting, 4), "merge_with_as_many_seconds": round(merging, 4)}
+    return times | {"delta_tokens": older.n, "rebuilds_meanwhile": rebuilds, "drafting": figures}
 
 
 def main() -> None:
@@ -169,11 +164,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     trace = Trace.load(arguments.trace, arguments.tokenizer)
-    weights = untainted_weights(trace)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "update": lambda: update_cost(trace),
-        "rebuild": lambda: rebuild(trace, weights),
-        "cold_start": lambda: cold_start(trace, weights),
+        "rebuild": lambda: rebuild(trace),
+        "cold_start": lambda: cold_start(trace),
         "crashes": lambda: kills("learning", arguments.kills),
         **{f"crashes_while_{name}": partial(kills, name, arguments.kills) for name in ("forgetting", "compacting")},
     }

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.lib import plots, summary, tables
+from bench.lib import plots, sessions, summary, tables
 from bench.lib.plots import Plot, Rows, names, nice, overall, plt
 from bench.lib.results import checked
 
@@ -154,10 +154,14 @@ def build(folder: Path) -> tuple[str, list[Plot]]:
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(result, dict) or result.get("benchmark") != "serve":
+            if isinstance(result, dict) and result.get("benchmark") == "serve":
+                parts, drawn = serving(path.stem, result)
+            elif path.stem.startswith("sessions"):
+                both = (sessions.comparison(result, limits) for limits in ("vLLM's", "opened"))
+                parts, drawn = ["## Sessions of agents: defaults, then opened limits", *both], []
+            else:
                 continue
             checked(path)
-            parts, drawn = serving(path.stem, result)
         except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
             parts, drawn = [f"## {path.name}", f"> problem: left out: {type(error).__name__}: {error}"], []
         body, shown = body + parts, shown + drawn

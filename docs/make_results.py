@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import report
 from bench.lib.results import checked
+from bench.lib.sessions import comparison
 from bench.lib.tables import markdown, pivot, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,6 +126,16 @@ def replay(rows: Any) -> str:
         r["name"] += ", no store" if r["drafter"] == "sssd" and not r["store_tokens"] else ""
         r["trace"] = r["trace"].removeprefix("replay_").removesuffix(".jsonl")
     return pivot(rows, "answers of={trace} | tokens per step, by nodes={name}", "budget", "{tokens_per_step:.3f}")
+
+
+@section("Agents' sessions, by replay", "sessions.json")
+def agents(rows: Any) -> str:
+    """Recorded sessions, every turn of the assistant replayed behind all that came before; both learn each finished
+    turn. The scorer was trained on these two files, which flatters it here. First `suffix` as vLLM sets it, at most 32
+    draft tokens for either:"""
+    opened = [r for r in rows if r["budget"] == 16]
+    defaults = comparison([r for r in rows if r["budget"] == 33], "vLLM's")
+    return f"{defaults}\n\n`suffix` with opened limits, 16 nodes:\n\n{comparison(opened, 'opened')}"
 
 
 @section("Long copies and edits", "long-copies.json")

@@ -197,6 +197,7 @@ class MethodSpec:
         takes_corpora: whether it takes corpora over HTTP.
         schedule: called with (options, context); draft lengths by batch size, for engines that decide them beforehand.
         role: which part of the hybrid method it can be; None for neither.
+        default_length: draft tokens of a request at most, where the user names no number; None if one must be named.
     """
 
     name: str
@@ -207,6 +208,7 @@ class MethodSpec:
     takes_corpora: bool = False
     schedule: Callable[[Any, EngineContext], Schedule | None] | None = None
     role: Literal["host", "model"] | None = None
+    default_length: int | None = None
 
     @property
     def option_type(self) -> type[PluginOptions]:

@@ -42,12 +42,12 @@ def _draft_batch(slots, arrays, view, how, weights, learned_scratch, paper_scrat
     Args:
         slots: `RequestIndex.slots`.
         arrays: int64 [B] each, slots, groups in the view, owners of recycled logits; those of the `DraftBatch`.
-        view: table, bounds and sizes of a `View`.
+        view: table, bounds, sizes and static_rows of a `View`.
         how: recycled logits' entries, none to draft without; max_nodes, chain, min_score as in `learned.draft_tree`.
         weights, learned_scratch, paper_scratch: of the scorers; None for the one that is not used.
     """
     slot_ids, groups, owners, tokens, parents, depths, scores, counts, kinds = arrays
-    table, bounds, sizes = view
+    table, bounds, sizes, static_rows = view
     entries, max_nodes, chain, min_score = how
     for b in range(len(slot_ids)):
         counts[b] = 0
@@ -55,7 +55,7 @@ def _draft_batch(slots, arrays, view, how, weights, learned_scratch, paper_scrat
             continue
         request = request_at(slots, slot_ids[b])
         group = groups[b]
-        store = Store(table[bounds[group] : bounds[group + 1]], sizes[group])
+        store = Store(table[bounds[group] : bounds[group + 1]], sizes[group], static_rows[group])
         tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
         if learned_scratch is not None:
             counts[b] = learned.draft_tree(
@@ -127,7 +127,7 @@ class Drafter:
         self._weights = None
         if scoring == "learned":
             loaded = Weights.load(weights)
-            self._weights = loaded.values, loaded.recycled
+            self._weights = loaded.layer, loaded.out
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
         self._owners: dict[str, int] = {}  # of requests whose logits are not everyone's
@@ -254,7 +254,7 @@ class Drafter:
 
     def _draft_part(self, thread: int, arrays: tuple[NDArray[Any], ...], how: tuple[Any, ...]) -> None:
         view = self._view
-        of_view = view.table, view.bounds, view.sizes
+        of_view = view.table, view.bounds, view.sizes, view.static_rows
         _draft_batch(self._index.slots, arrays, of_view, how, self._weights, *self._scratch[thread])
 
     def attribute(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:

@@ -19,6 +19,7 @@ from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
 from freedraft.metrics import check_address, serve, where_to_look
 from freedraft.step import EngineContext, NodeLogits, Step
+from sssd_plugin.datastore.disk.format import TENANTS_APART
 from sssd_plugin.options import SssdOptions
 from sssd_plugin.recycled_logits import owner_of
 
@@ -31,6 +32,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("freedraft.sssd")
 
 NAME = "sssd"
+_RULES = {
+    "salt": "requests with the same cache_salt share what they wrote, and so do those without one",
+    "strict": "requests with the same cache_salt share what they wrote; those without one neither teach nor are taught",
+    "shared": "all requests share what they wrote",
+    "off": "all requests share what they wrote",
+}
+LEADING = 8  # last tokens of a prompt that are learnt in front of its answer, so that the first tokens of one are found
+
+
+def to_learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], leading: int) -> NDArray[np.int32]:
+    """Return what is learnt of a request: the last `leading` tokens of its prompt, from behind those that are not of
+    the vocabulary (negative), and its answer; nothing without one. All are int32 [n]."""
+    lead = prompt[max(0, len(prompt) - leading) :] if len(answer) else prompt[:0]
+    return np.concatenate([lead[np.flatnonzero(lead < 0).max(initial=-1) + 1 :], answer])
 
 
 def check(options: SssdOptions, context: EngineContext) -> None:
@@ -44,12 +59,12 @@ def check(options: SssdOptions, context: EngineContext) -> None:
         Weights.load(options.weights)
     if options.static_store is not None:
         _open_store(options, context, verify=True).close()
-    if options.live and options.datastore is not None:
+    if options.live == "store" and options.datastore is not None:
         from sssd_plugin.datastore.live.opening import check_live
 
         if isinstance(options.datastore, str) and options.datastore_sha256:
             raise ValueError(
-                "option 'datastore_sha256' does not go with 'live' and a URL, whose store changes: remove one of them"
+                "option 'datastore_sha256' does not go with `live: store` at a URL, whose store changes: remove one"
             )
         check_live(options.datastore, context.vocab_size, context.tokenizer_fingerprint(), options.isolation)
 
@@ -60,7 +75,14 @@ def schedule(options: SssdOptions, context: EngineContext) -> Schedule | None:
 
 
 SPEC = MethodSpec(
-    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule, role="host"
+    NAME,
+    "sssd_plugin.method:SssdMethod",
+    SssdOptions,
+    check,
+    takes_corpora=True,
+    schedule=schedule,
+    role="host",
+    default_length=32,
 )
 
 
@@ -97,7 +119,7 @@ class SssdMethod(Method):
         if options.static_store is not None:
             # The front-end process has verified every byte already.
             self.store = _open_store(options, context, verify=False)
-        self.live = self._open_live() if options.live else None
+        self.live = self._open_live() if options.live != "off" else None
         self.live_metrics = LiveMetrics()
         can_recycle = context.gives_logits and options.scoring == "learned"
         if options.recycle == "on" and not can_recycle:
@@ -105,7 +127,7 @@ class SssdMethod(Method):
             logger.warning("freedraft: option 'recycle' is on, but %s: n-grams are drafted without them", lacks)
         self._recycles = can_recycle and options.recycle != "off"
         self._prompt_lengths: dict[str, int] = {}  # where it learns
-        self._requests = 0  # begun; requests of no tenant keep their logits for themselves
+        self._requests = 0  # begun; under "strict", those of no tenant keep their logits for themselves
         self.drafter = Drafter(
             vocab_size=context.vocab_size, max_nodes=context.max_draft_tokens + 1, scoring=options.scoring,
             weights=options.weights, snapshot=self._snapshot() if self.live is None else None, live=self.live,
@@ -121,11 +143,12 @@ class SssdMethod(Method):
         from sssd_plugin.datastore.live.opening import open_live
 
         options, context = self.options, self.context
-        if options.isolation == "tenant":
-            logger.warning(
-                "freedraft: isolation is 'tenant', so requests without a cache_salt neither teach nor are taught: have "
-                "your gateway set one for each tenant, or set isolation 'shared' if everybody may see everybody's text"
-            )
+        place = options.datastore if options.live == "store" else None
+        logger.info(
+            "freedraft: learning from finished requests, %s, up to %d tokens; isolation '%s': %s",
+            "in memory" if place is None else f"in {place}", options.live_tokens, options.isolation,
+            _RULES[options.isolation],
+        )  # fmt: skip
         static = self.store.snapshot if self.store else None
         max_age = None if options.live_max_age is None else 3600 * options.live_max_age
         open_at = partial(
@@ -133,7 +156,7 @@ class SssdMethod(Method):
             isolation=options.isolation, max_tokens=options.live_tokens, max_age=max_age,
         )  # fmt: skip
         try:
-            return open_at(options.datastore)
+            return open_at(place)
         except DatastoreError as error:
             if context.rank == 0:
                 raise
@@ -146,21 +169,20 @@ class SssdMethod(Method):
             self.drafter.set_tenant(request_id, self.live.tenant(tenant))
             # A request that was preempted begins anew, with what it wrote behind its prompt.
             self._prompt_lengths.setdefault(request_id, len(tokens))
-        if self._recycles and self.options.isolation == "tenant":
+        if self._recycles and self.options.isolation in TENANTS_APART:
             self._requests += 1
-            self.drafter.set_owner(request_id, owner_of(tenant) or self._requests)
+            alone = self._requests if self.options.isolation == "strict" else 0
+            self.drafter.set_owner(request_id, owner_of(tenant) or alone)
         self.drafter.begin(request_id, tokens)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         prompt_length = self._prompt_lengths.pop(request_id, None)
         if self.live is not None and prompt_length is not None:
-            if output is None or self.options.live_prompts:
-                tokens = self.drafter.tokens(request_id)
-                output = tokens[prompt_length:] if output is None else output
-                if self.options.live_prompts:
-                    output = np.concatenate([tokens[:prompt_length], output])
-            tenant = self.drafter.tenant_of(request_id)
-            self.live.insert(output, tenant, conversation=self.options.live_prompts)
+            tokens = self.drafter.tokens(request_id)
+            prompt, answer = tokens[:prompt_length], tokens[prompt_length:] if output is None else output
+            prompts = self.options.live_prompts
+            learnt = to_learn(prompt, answer, len(prompt) if prompts else LEADING)
+            self.live.insert(learnt, self.drafter.tenant_of(request_id), conversation=prompts)
             self.live_metrics.show(self.live)
         self.drafter.finish([request_id])
 

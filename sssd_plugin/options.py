@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from freedraft.config import LOCAL, PluginOptions, UserPath, expand_path
 from freedraft.cost.policies import Controller, Policy
 from freedraft.step import EngineContext
+from sssd_plugin.datastore.disk.format import Isolation
 
 Scoring = Literal["learned", "paper"]
 
@@ -22,25 +23,35 @@ def _store(value: object) -> object:
 StorePath = Annotated[Path | str | None, BeforeValidator(_store)]
 
 
+def _live(value: object) -> object:
+    """The names of the switch that `live` was, from a flag, a file or the environment."""
+    return {"true": "store", "1": "store", "false": "off", "0": "off"}.get(str(value).strip().lower(), value)
+
+
+Live = Annotated[Literal["memory", "store", "off"], BeforeValidator(_live)]
+
+
 class SssdOptions(PluginOptions):
     """Options of SSSD.
 
     Attributes:
-        live: learn from finished requests: what they wrote is drafted from at the next step, and kept in the folder of
-            the datastore if one is named, or at its URL, which may then begin empty.
+        live: learn from finished requests: what they wrote is drafted from at the next step. "memory": until the
+            server ends; "store" (or true): kept in the folder of the datastore, or at its URL, either of which may
+            begin empty; "off" (or false).
         datastore: folder that `freedraft datastore build` wrote, or a URL of one that fsspec opens (it is copied to a
-            local cache); None drafts from prompt and output only. With `live`, servers with the same URL learn from
-            each other.
+            local cache); None: no text but that of requests. With `live: store`, servers with the same URL
+            learn from each other.
         datastore_sha256: digest that the datastore must have, as `freedraft datastore info` shows it, for a store that
             others could change; None checks for damage only.
-        live_prompts: with `live`, learn from the prompts of finished requests, too.
+        live_prompts: learn from the prompts of finished requests, too.
         live_tokens: learnt tokens held at most, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond them, who
             holds most loses its oldest text first.
         live_max_age: hours after which learnt text is erased; None for never. At a URL the least age of a server holds
             for all.
-        isolation: whose text a request is drafted from: "tenant": of requests with the same cache_salt (in SGLang
-            also extra_key), while requests without one neither teach nor are taught; "shared": of all; "off": of all,
-            and the files do not tell tenants apart either.
+        isolation: whose text a request is drafted from. "salt": of requests with the same cache_salt (in SGLang also
+            extra_key), as with the engine's prefix cache; requests without one share one pool. "strict" (or
+            "tenant"): the same, but requests without one neither teach nor are taught. "shared": of all; "off": of
+            all, and the files do not tell tenants apart either.
         scoring: "learned" (calibrated probabilities) or "paper" (Algorithms 1-3 with their constants).
         weights: file of the learned scorer; None takes the shipped one.
         hardware: name of a shipped profile, path of a .yaml file, or "auto".
@@ -64,13 +75,13 @@ class SssdOptions(PluginOptions):
 
     source_name: ClassVar[str] = "sssd"
 
-    live: bool = False
+    live: Live = "memory"
     datastore: StorePath = None
     datastore_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     live_prompts: bool = False
-    live_tokens: int = Field(default=1 << 24, ge=1 << 14, le=1 << 30)
+    live_tokens: int = Field(default=1 << 22, ge=1 << 14, le=1 << 30)
     live_max_age: float | None = Field(default=None, gt=0.0, le=1e6)
-    isolation: Literal["tenant", "shared", "off"] = "tenant"
+    isolation: Isolation = "salt"
     scoring: Scoring = "learned"
     weights: UserPath = None
     hardware: str = Field(default="auto", min_length=1)
@@ -99,8 +110,8 @@ class SssdOptions(PluginOptions):
         if isinstance(self.datastore, str):
             from sssd_plugin.datastore.disk.remote import local_copy
 
-            return None if self.live else local_copy(self.datastore)
-        if self.datastore is not None and self.live and not (self.datastore / "manifest.json").exists():
+            return None if self.live == "store" else local_copy(self.datastore)
+        if self.datastore is not None and self.live == "store" and not (self.datastore / "manifest.json").exists():
             return None
         return self.datastore
 

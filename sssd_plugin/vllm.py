@@ -18,8 +18,9 @@ def register() -> None:
 def check(options: SssdOptions, context: EngineContext) -> None:
     """See `MethodSpec.check`. Raises ValueError."""
     method.check(options, context)
-    if options.live and options.isolation == "tenant" and not carry_salt():
+    learns = options.live != "off" and options.isolation == "strict"
+    if (learns or options.isolation == "salt") and not carry_salt():
         raise ValueError(
-            "this vLLM does not tell drafters whose a request is, so live datastores cannot keep tenants apart: "
-            "remove option 'live', or set isolation 'shared' if there is one tenant only (see 'freedraft doctor')"
+            "this vLLM does not tell drafters whose a request is, so nothing can be kept apart by cache_salt: set "
+            "isolation 'shared' if there is one tenant only, or isolation 'strict' and live 'off' ('freedraft doctor')"
         )

@@ -53,13 +53,11 @@ class Client:
         """Ask as a tenant, who sees nothing of what others have made the drafter learn; None is nobody."""
         accepted = self._accepted()
         start = time.perf_counter()
+        extra = self.extra | ({"cache_salt": tenant} if tenant else {})
         answer = self.openai.chat.completions.create(
-            model=servers.MODEL_NAME,
-            messages=[{"role": "user", "content": text}],
-            max_tokens=max_tokens or self.max_tokens,
-            temperature=0.0,
-            extra_body=self.extra | ({"cache_salt": tenant} if tenant else {}),
-        )
+            model=servers.MODEL_NAME, messages=[{"role": "user", "content": text}], temperature=0.0,
+            max_tokens=max_tokens or self.max_tokens, extra_body=extra,
+        )  # fmt: skip
         seconds = time.perf_counter() - start
         choice: Any = answer.choices[0]
         if self.engine == "vllm":
@@ -115,14 +113,9 @@ def row(kind: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
     found |= {"ratio_min": round(min(ratios), 3), "ratio_max": round(max(ratios), 3)}
     found["tokens_per_step"] = round(sum(len(a.tokens) for a in last) / sum(steps), 3) if steps else None
     found["identical"] = all(p.identical for p in prompts)
-    found["prompts"] = [
-        {
-            "prompt": p.text,
-            "tokens": len(p.answers[BASELINE][-1].tokens),
-            **{f"{name}_s": [round(a.seconds, 3) for a in p.answers[name]] for name in (BASELINE, SSSD)},
-            "steps": p.answers[SSSD][-1].steps,
-            "identical": p.identical,
-        }
-        for p in prompts
-    ]
+    found["prompts"] = each = []
+    for p in prompts:
+        tokens, passes = len(p.answers[BASELINE][-1].tokens), p.answers[SSSD][-1].steps
+        each.append({"prompt": p.text, "tokens": tokens, "steps": passes, "identical": p.identical})
+        each[-1] |= {f"{name}_s": [round(a.seconds, 3) for a in p.answers[name]] for name in (BASELINE, SSSD)}
     return found

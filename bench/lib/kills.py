@@ -49,7 +49,7 @@ def open_store(place: str, work: Work) -> LiveStore:
 
 
 def log_of(place: str) -> Log | Exchange:
-    return Exchange(place, VOCAB) if "://" in place else Log.open(Path(place), VOCAB, 1 << 24, None, "tenant")
+    return Exchange(place, VOCAB) if "://" in place else Log.open(Path(place), VOCAB, 1 << 24, None, "strict")
 
 
 def documents_in(place: str) -> list[Record]:

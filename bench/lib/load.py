@@ -40,12 +40,7 @@ class Outcome:
 
 
 def ask(
-    url: str,
-    model: str,
-    texts: Sequence[str],
-    concurrency: int,
-    max_tokens: int,
-    template: dict[str, Any] | None = None,
+    url: str, model: str, texts: Sequence[str], concurrency: int, max_tokens: int, template: dict[str, Any] | None
 ) -> Outcome:
     """Put the texts to the server as chats, with arguments of the model's chat template, and wait for all answers.
 
@@ -82,16 +77,10 @@ def ask(
     if verifications is not None:  # each, and each prompt, brought a token of the model's own
         passes = (sglang_verifications(url) or 0) - verifications + len(failed) - sum(failed)
         accepted = sum(lengths) - passes
-    return Outcome(
-        seconds=result["duration"],
-        tokens=list(lengths),
-        latency_s=of_each("latencies", nan),
-        ttft_s=of_each("ttfts", nan),
-        answers=[text and hashlib.sha256(text.encode()).hexdigest()[:12] for text in of_each("generated_texts", None)],
-        drafted=result.get("spec_decode_draft_tokens"),
-        accepted=accepted,
-        errors=sorted({(error.strip() or short).splitlines()[-1] for error in compress(result["errors"], failed)}),
-    )
+    said = [text and hashlib.sha256(text.encode()).hexdigest()[:12] for text in of_each("generated_texts", None)]
+    errors = sorted({(error.strip() or short).splitlines()[-1] for error in compress(result["errors"], failed)})
+    times, drafted = (of_each("latencies", nan), of_each("ttfts", nan)), result.get("spec_decode_draft_tokens")
+    return Outcome(result["duration"], list(lengths), *times, said, drafted, accepted, errors)
 
 
 def sglang_verifications(url: str) -> int | None:

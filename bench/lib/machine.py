@@ -42,13 +42,9 @@ def cores() -> int:
 
 
 def machine() -> dict[str, Any]:
-    return {
-        "cpu": cpu(),
-        "instructions": instructions(),
-        "cores": cores(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
+    memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    found = {"cpu": cpu(), "instructions": instructions(), "cores": cores(), "memory_gib": memory}
+    return found | {"system": f"{platform.system()} {platform.machine()}"}
 
 
 def gpu(device: str = "cuda") -> dict[str, str]:

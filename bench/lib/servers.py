@@ -207,7 +207,8 @@ def build(
             command += ["--disable-cuda-graph", "--max-total-tokens", str(max_model_len * max(4, at_most))]
         if speculative is not None:
             command += ["--speculative-algorithm", str(own["method"])]
-            command += ["--speculative-num-draft-tokens", str(own["num_speculative_tokens"])]
+            if "num_speculative_tokens" in own:
+                command += ["--speculative-num-draft-tokens", str(own["num_speculative_tokens"])]
         keys = own.keys() - {"method", "num_speculative_tokens"}
         env |= {f"FREEDRAFT_{key.upper()}": str(own[key]) for key in sorted(keys)}
     command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype, *flags]

@@ -40,7 +40,7 @@ class Arm:
     url: str | None = None
 
 
-_SSSD = {"method": "sssd", "num_speculative_tokens": 8, "live": True, "isolation": "shared"}
+_SSSD = {"method": "sssd"}
 # The rivals' settings are those of vLLM's and SGLang's own documentation.
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
 _PRESETS = (
@@ -50,7 +50,7 @@ _PRESETS = (
     Arm("ngram", "vllm", _NGRAM),
     Arm("suffix", "vllm", {"method": "suffix", "num_speculative_tokens": 32}, learns=True),
     Arm("sglang", "sglang"),
-    Arm("sglang-sssd", "sglang", _SSSD | {"num_speculative_tokens": 16}, learns=True),
+    Arm("sglang-sssd", "sglang", _SSSD, learns=True),
     Arm("sglang-ngram", "sglang", {"method": "NGRAM", "num_speculative_tokens": 12}, learns=True),
 )
 PRESETS = {arm.name: arm for arm in _PRESETS}
@@ -70,7 +70,8 @@ def parse_arm(text: str) -> Arm:
         engine = settings.pop("engine", "vllm")
     except (ValueError, AttributeError, TypeError):
         raise argparse.ArgumentTypeError(f"arm '{name}': {value!r} is neither a JSON object nor a URL") from None
-    learns = bool(settings.get("live")) or settings.get("method") in ("suffix", "NGRAM")
+    method = settings.get("method")
+    learns = method in ("suffix", "NGRAM") or (method in ("sssd", "freedraft") and settings.get("live") != "off")
     searches = settings.get("selection") in ("swift", "knapsack") and not settings.get("selection_file")
     return Arm(name, engine, settings or None, learns or searches)
 

@@ -119,8 +119,7 @@ def measures(blocks: Sequence[Block]) -> dict[str, Any]:
         row["tokens_per_step"] = produced / passes
         if all(b["drafted"] is not None for b in counted):
             drafted = sum(b["drafted"] for b in counted)
-            row["drafted_per_step"] = drafted / passes
-            row["acceptance"] = accepted / drafted if drafted else None
+            row |= {"drafted_per_step": drafted / passes, "acceptance": accepted / drafted if drafted else None}
     return row
 
 

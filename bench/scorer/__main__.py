@@ -1,43 +1,46 @@
-"""Train the weights of SSSD's learned scorer, for its option "weights", from a trace: real answers of any model.
+"""Train the weights of SSSD's learned scorer, for its option "weights", from recorded answers of any models.
 
-    python -m bench.scorer trace.jsonl --tokenizer MODEL_DIR --out weights.json
+    python -m bench.scorer --tokenizer MODEL_DIR --trace trace.jsonl --sessions agents.jsonl --recorded logits.jsonl \\
+        --out weights.json
 
-The trace has an object with "prompt" and "output" in each line. Without recorded logits (`bench.scorer.record`), the
-weights of recycled logits are the shipped ones.
+A trace has an object with "prompt" and "output" in each line; sessions are what `bench/replay.py --sessions` reads;
+answers with logits are recorded by `bench.scorer.record`.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
+from bench.lib.results import command_line, sha256
+from bench.lib.sessions import Sessions
 from bench.lib.trace import Trace, replayed
 from bench.scorer.record import load_recordings
-from bench.scorer.training import train, train_recycled
-from sssd_plugin.scoring.weights import Weights
+from bench.scorer.training import train
+from sssd_plugin.datastore import tokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
+    parser.add_argument("--trace", type=Path, nargs="*", default=[])
+    parser.add_argument("--rows", type=int, help="of each trace, the first ones (default: all)")
+    parser.add_argument("--sessions", type=Path, nargs="*", default=[])
+    parser.add_argument("--recorded", type=Path, nargs="*", default=[])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recorded", type=Path, help="answers with logits, for the weights of recycled logits")
     options = parser.parse_args(arguments)
-    recordings = [] if options.recorded is None else load_recordings(options.recorded)
-    trace = Trace.load(options.trace, options.tokenizer)
-    rows = replayed(trace.rows)
-    recycled = Weights.load().recycled
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns) as bar:
-        values = train(rows, trace.vocab_size, bar)
-        if recordings:
-            recycled = train_recycled(values, recordings, trace.vocab_size, bar)
-    Weights(values, options.trace.stem, trace.sha256, recycled).save(options.out)
-    print(f"wrote {options.out}: trained on {len(rows)} answers of {options.trace}")
+    traces = [replayed(Trace.load(path, options.tokenizer).rows[: options.rows]) for path in options.trace]
+    sessions = [Sessions.load(path, options.tokenizer) for path in options.sessions]
+    recordings = [load_recordings(path) for path in options.recorded]
+    vocab_size = tokenizer.load(options.tokenizer).get_vocab_size()
+    weights = train(traces, sessions, recordings, vocab_size)
+    files = {path.name: sha256(path) for path in (*options.trace, *options.sessions, *options.recorded)}
+    recipe = command_line(sys.orig_argv[1:] if arguments is None else ["-m", "bench.scorer", *arguments])
+    replace(weights, trained_on=files, recipe=recipe).save(options.out)
+    print(f"wrote {options.out}: trained on {', '.join(files)}")
 
 
 if __name__ == "__main__":

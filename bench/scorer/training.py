@@ -1,133 +1,89 @@
-"""Training the learned scorer: online logistic regression over the nodes that a replayed trace passes through.
+"""Training the learned scorer: replayed answers give examples, of which PyTorch makes a small network.
 
-Recycled logits have weights of their own, on top of those of the n-grams, because few traces have logits: they are
-learnt from `Recording`s while the others stay as they are.
+An example is a node on the true path of a draft: the inputs of its candidates, and which of them came next, or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
-from rich.progress import Progress
 
+from bench.lib.sessions import Sessions
 from bench.lib.trace import Row, store_of
-from bench.scorer.long_contexts import long_rows
+from bench.scorer.long_contexts import EDITS, edit, long_rows
 from bench.scorer.record import Recording
+from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
+from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.index.sub_index import Snapshot
+from sssd_plugin.datastore.live.store import LiveStore
+from sssd_plugin.method import LEADING, to_learn
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
-from sssd_plugin.scoring.learned import Recorded, draft_tree
+from sssd_plugin.scoring.learned import FEW_CANDIDATES, Recorded, draft_tree
 from sssd_plugin.scoring.views import Store, Tree, write_context
-from sssd_plugin.scoring.weights import CONTEXT_SETS, FEATURES, RECYCLED_FEATURES, SETS, initial_recycled_weights
+from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, ROWS, WIDTH, Weights, initial_weights
 
-EPSILON = 1e-3
 NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
 NO_LIMIT = 1 << 31
 WITHOUT_LOGITS = Recycled(entries(0), np.int64(0))
-SCHEDULE = ((1, 0.05), (1, 0.05), (16, 0.05), (16, 0.03), (16, 0.015))
-"""(nodes, learning rate) of each pass: roots of every position first, then the trees that will be drafted."""
-RECYCLED_SCHEDULE = ((1, 0.05), (16, 0.05), (32, 0.02))
-STORE_EVERY, RECYCLED_MEGABYTES = 16, 64
-LONG_ROWS = 2
-"""One answer over a long prompt is made for each so many recorded ones."""
+SHAPES = ((16, False), (32, False), (16, True))
+"""(nodes, chain) of the drafts that answers are replayed with, in turns."""
+FOLDS, STORE_EVERY, RECYCLED_MEGABYTES = 4, 16, 64
+LONG_ROWS, REPEATED = 2, 3
+"""One answer over a long prompt is made for each LONG_ROWS recorded ones; one turn in REPEATED comes again, edited."""
+ROUNDS, EPOCHS, BATCH, RATE, CANDIDATES = 2, 14, 1024, 6e-3, FEW_CANDIDATES
+"""The second round replays with the network of the first, whose drafts are those that it is for."""
 
 
-class Model(NamedTuple):
-    """Weights in training, and AdaGrad's sums of their squared gradients.
+class Examples(NamedTuple):
+    """Nodes, and what followed there."""
 
-    Attributes:
-        weights: float64 [SETS, FEATURES], what the scorer uses: gated, and shared too in the sets by context.
-        shared, shared_sum: float64 [FEATURES]; gated, gated_sum: float64 [SETS, FEATURES].
-        recycled, recycled_sum: float64 [RECYCLED_SETS, RECYCLED_FEATURES].
-    """
-
-    weights: NDArray[np.float64]
-    shared: NDArray[np.float64]
-    gated: NDArray[np.float64]
-    shared_sum: NDArray[np.float64]
-    gated_sum: NDArray[np.float64]
-    recycled: NDArray[np.float64]
-    recycled_sum: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, weights: NDArray[np.float64], recycled: NDArray[np.float64]) -> Model:
-        """Begin with these weights."""
-        gated = np.zeros((SETS, FEATURES))
-        sums = np.zeros(FEATURES), np.zeros_like(gated)
-        return cls(weights, weights[0].copy(), gated, *sums, recycled, np.zeros_like(recycled))
+    node_inputs: NDArray[np.floating]  # [E, NODE_INPUTS]
+    inputs: NDArray[np.floating]  # [E, SHORTLIST, INPUTS]
+    sizes: NDArray[np.int32]  # [E], number of candidates
+    labels: NDArray[np.int32]  # [E], which of them it was, -1 for none
 
 
-def initial_weights() -> NDArray[np.float64]:
-    """Return the weights that training starts from: a mix of both interpolated probabilities."""
-    weights = np.zeros((SETS, FEATURES))
-    weights[:CONTEXT_SETS, :3] = (1.0, 0.4, 0.5)
-    return weights
+class Lesson(NamedTuple):
+    """An answer to replay, and the store that it is drafted from."""
+
+    view: View
+    answer: Recording
+    recycled: Recycled = WITHOUT_LOGITS
 
 
-@njit(nogil=True)
-def _gradient(seen, features, node, token, f):
-    """Of the log-loss of `token`, for the weight of one feature."""
-    total = 0.0
-    for i in range(seen.sizes[node]):
-        hit = 1.0 if seen.tokens[node, i] == token else 0.0
-        total += features[node, i, f] * (seen.probabilities[node, i] - hit)
-    return total
-
-
-@njit(nogil=True)
-def _learn(model, seen, node, token, rate):
-    """Take one step of AdaGrad, for the shared weights and those of the node's sets."""
-    first, second = seen.weight_sets[node]
-    for f in range(FEATURES):
-        gradient = _gradient(seen, seen.features, node, token, f)
-        model.shared_sum[f] += gradient * gradient
-        model.shared[f] -= rate * gradient / np.sqrt(model.shared_sum[f] + EPSILON)
-        for g in (first, second):
-            model.gated_sum[g, f] += gradient * gradient
-            model.gated[g, f] -= rate * gradient / np.sqrt(model.gated_sum[g, f] + EPSILON)
-        model.weights[second, f] = model.gated[second, f]
-        model.weights[:CONTEXT_SETS, f] = model.shared[f] + model.gated[:CONTEXT_SETS, f]
-
-
-@njit(nogil=True)
-def _learn_recycled(model, seen, node, token, rate):
-    """The same for the weights of recycled logits."""
-    own = seen.recycled_sets[node]
-    for f in range(RECYCLED_FEATURES):
-        gradient = _gradient(seen, seen.recycled, node, token, f)
-        model.recycled_sum[own, f] += gradient * gradient
-        model.recycled[own, f] -= rate * gradient / np.sqrt(model.recycled_sum[own, f] + EPSILON)
-
-
-@njit(nogil=True)
+@compiled(nogil=True)
 def _replay(
-    slots, s, truth, position, store, max_nodes, rate, model, tree, scratch, seen, recycled, start, top_tokens,
-    top_log_probs,
+    slots, s, truth, position, store, max_nodes, is_chain, weights, tree, scratch, seen, recycled, start, top_tokens,
+    top_log_probs, examples, filled,
 ):  # fmt: skip
-    """Replay one request and learn at every expanded node on the true path; return where its slot has to grow.
+    """Replay one request and add examples from `filled` on; return where its slot has to grow, and their number.
 
     Args:
-        recycled: a `Recycled`; where it has entries its weights are learnt, and the logits before `truth[start + i]`
-            are `top_tokens[i]` and `top_log_probs[i]`.
+        recycled: a `Recycled`; where it has entries, the logits before `truth[start + i]` are `top_tokens[i]` and
+            `top_log_probs[i]`.
     """
-    weights = model.weights, model.recycled
     while position < len(truth) and ingest(slots, s, truth, 0, position):
         request = request_at(slots, s)
-        n = draft_tree(request, store, recycled, weights, max_nodes, False, 0.0, tree, scratch, seen)
+        seen.sizes[:] = -1
+        n = draft_tree(request, store, recycled, weights, max_nodes, is_chain, 0.0, tree, scratch, seen)
         current, accepted = 0, 0
         while position + accepted < len(truth):
             token = truth[position + accepted]
-            if seen.weight_sets[current, 0] >= 0 and rate > 0:
-                if len(recycled.entries) == 0:
-                    _learn(model, seen, current, token, rate)
-                elif seen.recycled_sets[current] >= 0:
-                    _learn_recycled(model, seen, current, token, rate)
+            if seen.sizes[current] > 0:
+                examples.node_inputs[filled] = seen.node_inputs[current]
+                examples.inputs[filled] = seen.inputs[current]
+                examples.sizes[filled], examples.labels[filled] = seen.sizes[current], -1
+                for i in range(seen.sizes[current]):
+                    if seen.tokens[current, i] == token:
+                        examples.labels[filled] = i
+                filled += 1
             following = -1
             for i in range(1, n):
                 if tree.parents[i] == current and tree.tokens[i] == token:
@@ -137,94 +93,146 @@ def _replay(
                 break
             current = following
             accepted += 1
-        seen.weight_sets[:] = -1
-        gained = 1 if max_nodes == 1 else accepted + 1
         if len(recycled.entries) > 0:
-            for at in range(position, min(position + gained, len(truth))):
-                filled = write_context(truth[:at], tree.tokens, tree.parents, 0, scratch.context)
+            for at in range(position, min(position + accepted + 1, len(truth))):
+                known = write_context(truth[:at], tree.tokens, tree.parents, 0, scratch.context)
                 put(
-                    recycled, scratch.context, filled, scratch.keys, top_tokens[at - start], top_log_probs[at - start],
+                    recycled, scratch.context, known, scratch.keys, top_tokens[at - start], top_log_probs[at - start],
                     NO_LIMIT, scratch.clock[0],
                 )  # fmt: skip
-        position += gained
-    return position
+        position += accepted + 1
+    return position, filled
 
 
-def replay(
-    model: Model,
-    snapshot: Snapshot,
-    answer: Recording,
-    max_nodes: int,
-    rate: float,
-    recycled: Recycled = WITHOUT_LOGITS,
-) -> None:
-    """Learn from one answer; with `max_nodes` 1 at the root of every position, else along accepted tree paths."""
-    n = max_nodes + 1
+def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> Examples:
+    """Return the examples of one answer."""
+    view, answer, n = lesson.view, lesson.answer, max_nodes + 1
     out = DraftBatch.empty(1, n)
     tree = Tree(out.tokens[0], out.parents[0], out.depths[0], out.scores[0], out.kinds[0])
     seen = Recorded(
-        np.full((n, 2), -1, np.int32), np.zeros(n, np.int32), np.zeros((n, SHORTLIST), np.int32),
-        np.zeros((n, SHORTLIST)), np.zeros((n, SHORTLIST, FEATURES)), np.full(n, -1, np.int32),
-        np.zeros((n, SHORTLIST, RECYCLED_FEATURES)),
+        np.full(n, -1, np.int32), np.zeros((n, SHORTLIST), np.int32), np.zeros((n, NODE_INPUTS), np.float32),
+        np.zeros((n, SHORTLIST, INPUTS), np.float32),
     )  # fmt: skip
-    store = Store(snapshot.table, snapshot.n_tokens)
-    space = scratch(n, len(snapshot.sub_indices))
+    most = 2 * len(answer.output) + 1  # nodes on the true path: one a token, and one a step
+    examples = Examples(
+        np.zeros((most, NODE_INPUTS), np.float32), np.zeros((most, SHORTLIST, INPUTS), np.float32),
+        np.zeros(most, np.int32), np.zeros(most, np.int32),
+    )  # fmt: skip
+    store, space = Store(view.table, view.sizes[0], view.static_rows[0]), scratch(n, len(view.table))
     truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
-    index = RequestIndex(1)
-    position = len(answer.prompt)
+    index, position, filled = RequestIndex(1), len(answer.prompt), 0
     while position < len(truth):
         index.replace("r", truth[:position])
-        slot = index.slot_ids(["r"])[0]
-        position = _replay(
-            index.slots, slot, truth, position, store, max_nodes, rate, model, tree, space, seen, recycled,
-            len(answer.prompt), answer.top_tokens, answer.top_log_probs,
+        position, filled = _replay(
+            index.slots, index.slot_ids(["r"])[0], truth, position, store, max_nodes, is_chain,
+            (weights.layer, weights.out), tree, space, seen, lesson.recycled, len(answer.prompt), answer.top_tokens,
+            answer.top_log_probs, examples, filled,
         )  # fmt: skip
+    halves = np.float16, np.float16, np.int32, np.int32
+    return Examples(*(part[:filled].astype(form) for part, form in zip(examples, halves, strict=True)))
 
 
-def lessons(
-    rows: Sequence[Row], vocab_size: int, folds: int = 4
-) -> list[tuple[Snapshot, NDArray[np.int32], NDArray[np.int32]]]:
-    """Return (store, prompt, output) of each row, and of answers over long prompts made from rows of the same fold.
-
-    Each fold is replayed against a store of the outputs of all the others. Raises ValueError: there are too few rows to
-    split."""
-    if len(rows) < 2 * folds:
-        raise ValueError(f"training needs at least {2 * folds} rows with a prompt and an output, not {len(rows)}")
-    taught = []
-    for fold in range(folds):
-        snapshot = store_of([output for i, (_, output) in enumerate(rows) if i % folds != fold], vocab_size)
-        own = rows[fold::folds]
-        for many in (own, long_rows(own, len(own) // LONG_ROWS + 1, seed=fold)):
-            # Rows of all folds, recorded and made, take turns.
-            taught += [((i + 0.5) / len(many), fold, snapshot, *row) for i, row in enumerate(many)]
-    taught.sort(key=lambda lesson: lesson[:2])
-    return [lesson[2:] for lesson in taught]
+def view_of(outputs: Sequence[NDArray[np.int32]], vocab_size: int, learnt: bool) -> View:
+    """A store of these outputs, that was built, or of what was learnt."""
+    view = View.of(store_of(outputs, vocab_size))
+    return view if not learnt else View(view.table, view.bounds, view.sizes, 0 * view.static_rows, view.keeps, 1)
 
 
-def train(rows: Sequence[Row], vocab_size: int, bar: Progress) -> NDArray[np.float64]:
-    """Train float64 [SETS, FEATURES] on `lessons` made of (prompt, output) rows."""
-    taught = lessons(rows, vocab_size)
-    model = Model.of(initial_weights(), initial_recycled_weights())
-    task = bar.add_task("training", total=len(SCHEDULE) * len(taught))
-    for max_nodes, rate in SCHEDULE:
-        for snapshot, prompt, output in taught:
-            replay(model, snapshot, Recording(prompt, output, *NO_LOGITS), max_nodes, rate)
-            bar.advance(task)
-    return model.weights
+def lessons_of_rows(rows: Sequence[Row], vocab_size: int) -> Iterator[Lesson]:
+    """Each row, and answers over long prompts made from rows of the same fold, against a store of the outputs of all
+    other folds, built or learnt in turns.
+
+    Raises ValueError: there are too few rows to split.
+    """
+    if len(rows) < 2 * FOLDS:
+        raise ValueError(f"training needs at least {2 * FOLDS} rows with a prompt and an output, not {len(rows)}")
+    for fold in range(FOLDS):
+        others = [output for i, (_, output) in enumerate(rows) if i % FOLDS != fold]
+        views = [view_of(others, vocab_size, learnt) for learnt in (False, True)]
+        own = rows[fold::FOLDS]
+        for i, row in enumerate([*own, *long_rows(own, len(own) // LONG_ROWS + 1, seed=fold)]):
+            yield Lesson(views[i % 2], Recording(*row, *NO_LOGITS))
 
 
-def train_recycled(
-    weights: NDArray[np.float64], recordings: Sequence[Recording], vocab_size: int, bar: Progress
-) -> NDArray[np.float64]:
-    """Train float64 [RECYCLED_SETS, RECYCLED_FEATURES], over n-gram weights that stay as they are: the answers are
-    replayed in their order, with the logits, and a store, of those before."""
-    model = Model.of(weights, initial_recycled_weights())
-    task = bar.add_task("with logits", total=len(RECYCLED_SCHEDULE) * len(recordings))
-    for max_nodes, rate in RECYCLED_SCHEDULE:
-        recycled, snapshot = Recycled(entries(RECYCLED_MEGABYTES), np.int64(0)), Snapshot.empty()
-        for i, recording in enumerate(recordings):
-            if i % STORE_EVERY == 0 and i > 0:
-                snapshot = store_of([r.output for r in recordings[:i]], vocab_size)
-            replay(model, snapshot, recording, max_nodes, rate, recycled)
-            bar.advance(task)
-    return model.recycled
+def lessons_of_sessions(sessions: Sessions) -> Iterator[Lesson]:
+    """Each turn in its order, over what was learnt of those before; then some of them once more, edited, as where a
+    task comes again."""
+    live, rng = LiveStore(sessions.vocab_size, isolation="shared"), np.random.default_rng(0)
+    turns = list(chain.from_iterable(sessions.turns.values()))
+    again = [turns[i] for i in range(0, len(turns), REPEATED)]
+    edited = [(p, edit(a, EDITS[rng.integers(4)], float(rng.uniform(0.01, 0.12)), a, rng)) for p, a in again]
+    for prompt, answer in [*turns, *edited]:
+        yield Lesson(live.view()[0], Recording(prompt, answer, *NO_LOGITS))
+        live.insert(to_learn(prompt, answer, LEADING))
+        live.settle()
+    live.close()
+
+
+def lessons_of_recordings(recordings: Sequence[Recording], vocab_size: int) -> Iterator[Lesson]:
+    """Each answer in its order, with the logits, and a store, of those before."""
+    recycled, view = Recycled(entries(RECYCLED_MEGABYTES), np.int64(0)), View.of(Snapshot.empty())
+    for i, recording in enumerate(recordings):
+        if i % STORE_EVERY == 0 and i > 0:
+            view = view_of([r.output for r in recordings[:i]], vocab_size, learnt=True)
+        yield Lesson(view, recording, recycled)
+
+
+def collect(lessons: Iterator[Lesson], weights: Weights) -> Examples:
+    """Replay answers, with drafts of SHAPES in turns."""
+    found = [replay(lesson, weights, *SHAPES[i % len(SHAPES)]) for i, lesson in enumerate(lessons)]
+    return Examples(*map(np.concatenate, zip(*found, strict=True)))
+
+
+def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0) -> Weights:
+    """Train a network on the log-loss of what followed, among the first CANDIDATES of each node."""
+    import torch
+
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    mask = torch.arange(CANDIDATES)[None] < torch.from_numpy(examples.sizes)[:, None]
+    labels = torch.from_numpy(np.where(examples.labels < CANDIDATES, examples.labels, -1) + 1).long()
+    nodes, inputs = torch.from_numpy(examples.node_inputs).float(), torch.from_numpy(examples.inputs).float()
+    inputs = inputs[:, :CANDIDATES] * mask[..., None]
+    some = nodes, inputs[mask]
+    spread = [part.square().mean(0).sqrt() + 0.05 for part in some]  # inputs are trained at one size
+    inputs /= spread[1]
+    largest = inputs.masked_fill(~mask[..., None], -torch.inf).amax(1)
+    shared = torch.cat([torch.ones(len(nodes), 1), nodes / spread[0], largest], 1)
+    scale = torch.cat([torch.ones(1), spread[0], spread[1], spread[1]])[:, None]
+    first = torch.from_numpy(initial_weights().layer) * scale
+    first[:, :-1] = torch.randn(ROWS, WIDTH - 1) * ROWS**-0.5
+    layer, out = torch.nn.Parameter(first), torch.nn.Parameter(torch.randn(WIDTH - 1) * 0.1)
+    optimizer = torch.optim.Adam([layer, out], lr=RATE)
+    steps = epochs * (len(labels) // BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps)
+    none = torch.zeros(BATCH, 1)
+    for _ in range(epochs):
+        for batch in torch.randperm(len(labels))[: len(labels) // BATCH * BATCH].split(BATCH):
+            hidden = (shared[batch] @ layer[:-INPUTS])[:, None] + inputs[batch] @ layer[-INPUTS:]
+            logits = torch.relu(hidden[..., :-1]) @ out + hidden[..., -1]
+            logits = torch.cat([none, logits.masked_fill(~mask[batch], -1e9)], 1)
+            loss = torch.nn.functional.cross_entropy(logits, labels[batch])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    linear = torch.cat([out, torch.ones(1)])
+    return Weights((layer / scale).detach().numpy().copy(), linear.detach().numpy().copy())
+
+
+def train(
+    traces: Sequence[Sequence[Row]],
+    sessions: Sequence[Sessions],
+    recordings: Sequence[Sequence[Recording]],
+    vocab_size: int,
+) -> Weights:
+    """Train on all of these. Raises ValueError: a trace has too few rows, or there is nothing at all to train on."""
+    if not (traces or sessions or recordings):
+        raise ValueError("there is nothing to train on: give a trace, sessions or answers with logits")
+    weights = initial_weights()
+    for _ in range(ROUNDS):
+        lessons = [lessons_of_rows(rows, vocab_size) for rows in traces]
+        lessons += [lessons_of_sessions(each) for each in sessions]
+        lessons += [lessons_of_recordings(each, vocab_size) for each in recordings]
+        weights = fit(collect(chain.from_iterable(lessons), weights))
+    return weights

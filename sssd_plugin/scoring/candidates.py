@@ -22,9 +22,9 @@ from sssd_plugin.scoring.matches import (
     match_child,
     match_root,
 )
-from sssd_plugin.scoring.ranges import STORE_ORDERS, sample_orders
+from sssd_plugin.scoring.ranges import STORE_ORDERS, newest_follower, sample_orders
 from sssd_plugin.scoring.views import record
-from sssd_plugin.scoring.weights import FEATURES, RECYCLED_FEATURES
+from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, WIDTH
 
 SHORT_ORDERS = 3  # contexts of 1 to 3 tokens are looked up in the request by their last token
 LONG_ORDERS = np.array([4, 5, 6, 8, 16, 32])  # and longer ones by their last four: tokens that match, at least
@@ -73,13 +73,17 @@ class Scratch(NamedTuple):
     skip_samples: NDArray[np.int32]  # [SKIP_ORDERS, 1 + MAX_SAMPLES], the same for contexts that skip their last token
     matches: NDArray[np.int32]  # [N, 1 + MAX_MATCHES, 2], see `matches.match_root`
     alignments: NDArray[np.int32]  # [N, 1 + MAX_ALIGNMENTS, 3], see `matches.align_root`
-    # [4], rows of the candidates of the longest match and of the newest one, -1 for none; what `align_root` returns.
+    # [6], rows of the candidates of the longest match and of the newest one, -1 for none; what `align_root` returns;
+    # what `newest_follower` returns.
     leading: NDArray[np.int32]
     shortlist: NDArray[np.int32]  # [SHORTLIST], rows of the most promising candidates, best first
     keys: NDArray[np.uint64]  # [ORDERS], of recycled logits
-    seen: NDArray[np.int32]  # [COLUMNS, 2], features of columns with observations, and these columns
-    features: NDArray[np.float64]  # [SHORTLIST, FEATURES]
-    recycled: NDArray[np.float64]  # [SHORTLIST, RECYCLED_FEATURES]
+    seen: NDArray[np.int32]  # [COLUMNS, 2], inputs of columns with observations, and these columns
+    node_inputs: NDArray[np.float32]  # [1, NODE_INPUTS]
+    inputs: NDArray[np.float32]  # [SHORTLIST, INPUTS]
+    largest: NDArray[np.float32]  # [1, INPUTS], the largest of each input among the shortlist
+    common: NDArray[np.float32]  # [WIDTH], what the candidates of a node share of the hidden layer
+    hidden: NDArray[np.float32]  # [WIDTH], of one candidate
     probabilities: NDArray[np.float64]  # [SHORTLIST]
     frontier: NDArray[Any]  # [N], the best nodes that are not in the tree yet, best first
     path_scores: NDArray[np.float64]  # [N], score of each node of the tree
@@ -101,12 +105,15 @@ def scratch(max_nodes: int, max_sub_indices: int) -> Scratch:
         np.zeros((SKIP_ORDERS, 1 + MAX_SAMPLES), np.int32),
         np.zeros((n, 1 + MAX_MATCHES, 2), np.int32),
         np.zeros((n, 1 + MAX_ALIGNMENTS, 3), np.int32),
-        np.zeros(4, np.int32),
+        np.zeros(6, np.int32),
         np.zeros(SHORTLIST, np.int32),
         np.zeros(recycled_logits.ORDERS, np.uint64),
         np.zeros((COLUMNS, 2), np.int32),
-        np.zeros((SHORTLIST, FEATURES)),
-        np.zeros((SHORTLIST, RECYCLED_FEATURES)),
+        np.zeros((1, NODE_INPUTS), np.float32),
+        np.zeros((SHORTLIST, INPUTS), np.float32),
+        np.zeros((1, INPUTS), np.float32),
+        np.zeros(WIDTH, np.float32),
+        np.zeros(WIDTH, np.float32),
         np.zeros(SHORTLIST),
         np.zeros(n, _LEAF),
         np.zeros(n),
@@ -228,6 +235,8 @@ def gather(store, request, scratch, node, parent, max_samples, context_length):
     if parent >= 0:
         sample_orders(store.table, scratch.ranges, parent, SKIP_ORDERS, 0, 1, max_samples, scratch.skip_samples)
     n = _count_orders(samples, STORE, 0, scratch, 0)
+    newest, learnt = newest_follower(store, scratch.ranges, node, scratch.many[node], max_samples)
+    scratch.leading[4], scratch.leading[5] = newest, learnt
 
     i = request.heads[find(request, context[0])]
     seen, longest = 0, 0

@@ -1,4 +1,4 @@
-"""The learned scorer: a gated log-linear model over the counts at a node; its scores are calibrated probabilities.
+"""The learned scorer: a small network over the counts at a node; its scores are calibrated probabilities.
 
 What is called once at a node is inlined: calls copy their bundles of arrays, which took a fifth of a draft's time.
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at
-from sssd_plugin.recycled_logits import MAX_COST, SCALE
+from sssd_plugin.recycled_logits import SCALE
 from sssd_plugin.request_index import find
 from sssd_plugin.scoring.candidates import (
     INPUT,
@@ -32,8 +32,9 @@ from sssd_plugin.scoring.candidates import (
 )
 from sssd_plugin.scoring.matches import DELETED, EVIDENCE, INSERTED, MAX_MATCH, MIN_RUN
 from sssd_plugin.scoring.ranges import MANY, STORE_ORDERS, advance, find_many
+from sssd_plugin.scoring.vectors import add_rows, keep_largest, sum_of_units
 from sssd_plugin.scoring.views import add_node, write_context
-from sssd_plugin.scoring.weights import BINS, CONTEXT_SETS, EVIDENCES, FEATURES, RECYCLED_FEATURES, VARIETIES
+from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root, where it is MAX_SAMPLES
 FEW_NODES = 16  # larger trees choose among more candidates, from more samples
@@ -44,32 +45,30 @@ EXPAND_MARGIN = 0.7  # the best child a node can hope for, as a share of its own
 ALIGNED = 0.2  # what an alignment adds to the promise of a candidate
 RECYCLED = 0.3  # and a probability by recycled logits, times this
 LIKELY = 4.0  # -ln p of a token that recycled logits speak neither for nor against
+KINDS = (STORE_ORDERS + 1) * (ORDERS + 1)  # of a draft's nodes: longest contexts in store and request
 
 _LOG_COUNT = np.log(np.arange(512) + 0.1)
 _LOG_TOTAL = np.log(np.arange(512) + 1.0)
 
 _LOG_MATCH = np.log(np.maximum(np.arange(MAX_MATCH + 1), 6) / 6)
 
-# First feature, first column and number of the features ln(count + 0.1) - ln(total + 1), 0 without observations.
-_COUNT_FEATURES = (
-    (5, STORE + 1, STORE_ORDERS - 1),
-    (8, INPUT, 4),
-    (12, SKIP_STORE, 5),
-    (17, STORE + MANY, 1),
-    (18, INPUT + SHORT_ORDERS + 3, 3),
+# First input, first column and number of the inputs ln(count + 0.1) - ln(total + 1), 0 without observations.
+_COUNT_INPUTS = (
+    (3, STORE + 1, STORE_ORDERS - 1),
+    (6, INPUT, 4),
+    (10, SKIP_STORE, 5),
+    (15, STORE + MANY, 1),
+    (16, INPUT + SHORT_ORDERS + 3, 3),
 )
 
 
 class Recorded(NamedTuple):
     """What was seen at each expanded node of a tree, for training."""
 
-    weight_sets: NDArray[np.int32]  # [N, 2], the weight sets that scored the node's candidates
-    sizes: NDArray[np.int32]  # [N], number of candidates
+    sizes: NDArray[np.int32]  # [N], number of candidates; -1 where a node is not expanded
     tokens: NDArray[np.int32]  # [N, SHORTLIST]
-    probabilities: NDArray[np.float64]  # [N, SHORTLIST]
-    features: NDArray[np.float64]  # [N, SHORTLIST, FEATURES]
-    recycled_sets: NDArray[np.int32]  # [N], the set of weights of recycled logits that was used, -1 for none
-    recycled: NDArray[np.float64]  # [N, SHORTLIST, RECYCLED_FEATURES]
+    node_inputs: NDArray[np.float32]  # [N, NODE_INPUTS]
+    inputs: NDArray[np.float32]  # [N, SHORTLIST, INPUTS]
 
 
 @compiled(nogil=True)
@@ -147,7 +146,7 @@ def _choose(store, scratch, n, limit):
 
 @compiled(nogil=True)
 def variety(column):
-    """Return how much the followers of a context differ: one of VARIETIES classes.
+    """Return how much the followers of a context differ, as a class.
 
     0: none were seen; 1: a single one; 2, 3: two or three alike, more alike; 4: all differ; 5: each three times or more
     on average; 6: anything between.
@@ -163,90 +162,98 @@ def variety(column):
 
 
 @compiled(nogil=True, inline="always")
-def score(store, request, scratch, node, n, order, limit, weights, recycled_weights):
-    """Score the most promising of the n candidates that `gather` has counted at a node, at most `limit`.
+def _write_node_inputs(scratch, node, store_order, input_order, order):
+    """Write what the candidates of a node share: whether it is below the root; the longest contexts that store and
+    request have, and how much their followers differ, one of each; ln of many tokens; what logits were found by."""
+    x, columns = scratch.node_inputs[0], scratch.columns
+    x[:] = 0.0
+    x[0] = 1.0 if node > 0 else 0.0
+    if store_order > 0:
+        x[store_order] = 1.0
+        x[14 + variety(columns[STORE + store_order - 1])] = 1.0
+    if input_order > 0:
+        x[5 + input_order] = 1.0
+        x[20 + variety(columns[INPUT + input_order - 1])] = 1.0
+    x[27] = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
+    if order > 0:
+        x[27 + order] = 1.0
 
-    The shortlist, its features and its probabilities P(next token = candidate) are written; with P(none of these) they
-    sum to 1. Returns the length of the shortlist, the two weight sets used, and the one of recycled logits, -1 where
-    `order`, the number of tokens that these were found by, is 0.
-    """
-    m, store_order, input_order = _choose(store, scratch, n, limit)
-    evidence = scratch.leading[3] / EVIDENCE
-    context = input_order if input_order <= SHORT_ORDERS + 1 else input_order - 1
-    if input_order <= SHORT_ORDERS and scratch.alignments[node, 0, 0] > 0:
-        context = BINS - 2 if evidence < 0.5 else BINS - 1
-    weight_set = min(store_order, STORE_ORDERS) * BINS + context
-    probabilities, columns, counts = scratch.probabilities, scratch.columns, scratch.counts
+
+@compiled(nogil=True, inline="always")
+def _write_inputs(request, scratch, node, m):
+    """Write the inputs of the m candidates of a node's shortlist."""
+    columns, counts, shortlist, candidates = scratch.columns, scratch.counts, scratch.shortlist, scratch.candidates
     many = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
     run = math.log(max(scratch.leading[2], MIN_RUN) / MIN_RUN)
-    followers = variety(columns[STORE + max(store_order, 1) - 1]), variety(columns[INPUT + max(input_order, 1) - 1])
-    second_set = CONTEXT_SETS + VARIETIES * followers[0] + followers[1]
-    weights, second = weights[weight_set], weights[second_set]
+    evidence = scratch.leading[3] / EVIDENCE
+    newest, learnt = scratch.leading[4], scratch.leading[5]
     seen, n_seen = scratch.seen, 0
-    for first, column, number in _COUNT_FEATURES:
+    for first, column, number in _COUNT_INPUTS:
         for k in range(number):
             if columns[column + k].total > 0:
                 seen[n_seen, 0], seen[n_seen, 1] = first + k, column + k
                 n_seen += 1
     for i in range(m):
-        c = scratch.shortlist[i]
-        candidate, x = scratch.candidates[c], scratch.features[i]
+        c = shortlist[i]
+        candidate, x = candidates[c], scratch.inputs[i]
         x[:] = 0.0
         occurrences = np.int64(request.counts[find(request, candidate.token)])
-        x[0] = 1.0
-        x[1] = math.log(max(candidate.store, 1e-7))
-        x[2] = math.log(max(candidate.input, 1e-6))
-        x[3] = _LOG_COUNT[occurrences] if occurrences < 512 else math.log(occurrences + 0.1)
-        x[3] -= math.log(len(request.tokens) * candidate.share + 0.5)
-        x[4] = 1.0 if occurrences > 0 else 0.0
-        z = 0.0
-        for f in range(5):
-            z += x[f] * (weights[f] + second[f])
+        x[0] = math.log(max(candidate.store, 1e-7))
+        x[1] = math.log(max(candidate.input, 1e-6))
+        log_occurrences = _LOG_COUNT[occurrences] if occurrences < 512 else math.log(occurrences + 0.1)
+        x[2] = log_occurrences - math.log(len(request.tokens) * candidate.share + 0.5)
         for s in range(n_seen):
             f, column = seen[s]
             x[f] = _LOG_COUNT[counts[c, column]] - _LOG_TOTAL[columns[column].total]
-            z += x[f] * (weights[f] + second[f])
         if counts[c, STORE + MANY] > 0:
-            x[21] = many
+            x[19] = many
         if candidate.match > 0:
-            x[22] = _LOG_MATCH[candidate.match]
-            x[23] = 1.0 if c == scratch.leading[0] else 0.0
-            x[24] = 1.0 if c == scratch.leading[1] else 0.0
-        for f in range(21, 25):
-            z += x[f] * (weights[f] + second[f])
+            x[20] = _LOG_MATCH[candidate.match]
+            x[21] = 1.0 if c == scratch.leading[0] else 0.0
+            x[22] = 1.0 if c == scratch.leading[1] else 0.0
         if candidate.since >= 0:
-            x[25] = 1.0
-            x[26] = math.log(1.0 + candidate.since)
-            x[27] = run
-            x[28] = 1.0 if candidate.kind == INSERTED else 0.0
-            x[29] = 1.0 if candidate.kind == DELETED else 0.0
-            x[30] = evidence
-            for f in range(25, FEATURES):
-                z += x[f] * (weights[f] + second[f])
-        probabilities[i] = z
-    recycled_set = -1
-    if order > 0:
-        recycled_set = (order - 1) * EVIDENCES + min(max(store_order, input_order), EVIDENCES - 1)
-        least = MAX_COST
-        for i in range(m):
-            cost = scratch.candidates[scratch.shortlist[i]].cost
-            if 0 <= cost < least:
-                least = cost
-        for i in range(m):
-            cost, y = scratch.candidates[scratch.shortlist[i]].cost, scratch.recycled[i]
-            y[:] = 0.0
-            y[0] = probabilities[i]
-            if cost < 0:
-                y[1] = 1.0
-            else:
-                y[2] = 1.0
-                y[3] = LIKELY - cost * (1 / SCALE)
-                y[4] = 1.0 if cost == least else 0.0
-            z = 0.0
-            for f in range(RECYCLED_FEATURES):
-                z += y[f] * recycled_weights[recycled_set, f]
-            probabilities[i] = z
-    top = 0.0
+            x[23] = 1.0
+            x[24] = math.log(1.0 + candidate.since)
+            x[25] = run
+            x[26] = 1.0 if candidate.kind == INSERTED else -1.0 if candidate.kind == DELETED else 0.0
+            x[27] = evidence
+        if candidate.token == newest:
+            x[28] = 1.0
+            x[29] = learnt
+        if candidate.cost >= 0:
+            x[30] = 1.0
+            x[31] = LIKELY - candidate.cost * (1 / SCALE)
+
+
+@compiled(nogil=True, inline="always")
+def _evaluate(scratch, m, layer, out):
+    """Write the network's logits of m candidates, in float32: the rows of the inputs are added up in their order, those
+    that the candidates share first; then the units in halves."""
+    inputs, largest, common, hidden = scratch.inputs, scratch.largest, scratch.common, scratch.hidden
+    keep_largest(inputs, m, largest)
+    add_rows(layer[0], layer, 1, scratch.node_inputs, 0, common)
+    add_rows(common, layer, 1 + NODE_INPUTS, largest, 0, common)
+    for i in range(m):
+        add_rows(common, layer, 1 + NODE_INPUTS + INPUTS, inputs, i, hidden)
+        scratch.probabilities[i] = sum_of_units(hidden, out)
+
+
+@compiled(nogil=True, inline="always")
+def score(store, request, scratch, node, n, order, limit, weights):
+    """Score the most promising of the n candidates that `gather` has counted at a node, at most `limit`.
+
+    The shortlist, its inputs and its probabilities P(next token = candidate) are written; with P(none of these) they
+    sum to 1. Returns the length of the shortlist and the node's kind. `order`: tokens that recycled logits were found
+    by, 0 for none.
+    """
+    m, store_order, input_order = _choose(store, scratch, n, limit)
+    kind = min(store_order, STORE_ORDERS) * (ORDERS + 1) + input_order + (KINDS if order > 0 else 0)
+    if m == 0:
+        return m, kind
+    _write_node_inputs(scratch, node, store_order, input_order, order)
+    _write_inputs(request, scratch, node, m)
+    _evaluate(scratch, m, weights[0], weights[1])
+    probabilities, top = scratch.probabilities, 0.0
     for i in range(m):
         top = max(top, probabilities[i])
     total = math.exp(-top)
@@ -255,7 +262,7 @@ def score(store, request, scratch, node, n, order, limit, weights, recycled_weig
         total += probabilities[i]
     for i in range(m):
         probabilities[i] /= total
-    return m, weight_set, second_set, recycled_set
+    return m, kind
 
 
 @compiled(nogil=True, inline="always")
@@ -298,11 +305,11 @@ def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, t
 
     Args:
         request, store, recycled, scratch: as their types are called; recorded: a `Recorded`, or None.
-        weights: float64 [SETS, FEATURES] and [RECYCLED_SETS, RECYCLED_FEATURES].
+        weights: layer and out, as in `Weights`.
         chain: only ever extend the newest node, by its best candidate.
         min_score: leave out nodes below this probability of being accepted.
-        tree: a `Tree`, written; a node's kind is the weight set that scored it, and so the matching contexts, with
-            recycled logits CONTEXT_SETS more.
+        tree: a `Tree`, written; a node's kind says how long the contexts are that store and request have, and
+            with recycled logits is KINDS more.
     """
     if len(request.tokens) == 0:
         return 0
@@ -330,21 +337,14 @@ def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, t
             samples = deep_samples if current else MAX_SAMPLES
             n_candidates = gather(store, request, scratch, current, parent, samples, filled)
             n_candidates, order = gather_recycled(recycled, scratch, filled, n_candidates)
-            m, weight_set, second_set, recycled_set = score(
-                store, request, scratch, current, n_candidates, order, limit, weights[0], weights[1]
-            )
-            kind = weight_set if recycled_set < 0 else weight_set + CONTEXT_SETS
+            m, kind = score(store, request, scratch, current, n_candidates, order, limit, weights)
             if recorded is not None:
-                recorded.weight_sets[current, 0] = weight_set
-                recorded.weight_sets[current, 1] = second_set
                 recorded.sizes[current] = m
                 for i in range(m):
                     recorded.tokens[current, i] = scratch.candidates[scratch.shortlist[i]].token
-                    recorded.probabilities[current, i] = scratch.probabilities[i]
-                    recorded.features[current, i] = scratch.features[i]
-                recorded.recycled_sets[current] = recycled_set
-                if recycled_set >= 0:
-                    recorded.recycled[current] = scratch.recycled
+                    recorded.inputs[current, i] = scratch.inputs[i]
+                if m > 0:
+                    recorded.node_inputs[current] = scratch.node_inputs[0]
             first = 0
             if chain and m > 0:
                 first = int(np.argmax(scratch.probabilities[:m]))

@@ -9,7 +9,7 @@ from sssd_plugin.datastore.index.search import bucket, find_ngram, narrow, narro
 
 STORE_ORDERS = 4  # contexts of 1 to 4 tokens, and one of many
 MANY = STORE_ORDERS
-MANY_SIZES = (8, 12, 16, 24, 32, 48, 64)
+MANY_SIZES = (6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @compiled(nogil=True)
@@ -140,3 +140,21 @@ def sample_orders(table, ranges, node, orders, many, skip, max_samples, out):
         else:
             _sample(table, ranges, node, k, (many if k == MANY else k + 1) + skip, size, max_samples, out[k])
         longer = size
+
+
+@compiled(nogil=True)
+def newest_follower(store, ranges, node, many, max_samples):
+    """Return the token behind the newest place of the node's longest context, four tokens or many, and whether it was
+    learnt; -1 and 0 for none. Documents stand in the order in which they were learnt; of a part of more than
+    `max_samples` places, evenly spaced ones are looked at."""
+    k, length = (MANY, many) if many > 0 else (STORE_ORDERS - 1, STORE_ORDERS)
+    for j in range(len(store.table) - 1, -1, -1):
+        start = np.int64(ranges[node, j, k, 0])
+        size = np.int64(ranges[node, j, k, 1]) - start
+        if size > 0:
+            tokens, suffixes = suffixes_of(store.table, j)
+            take, newest = min(size, max_samples), 0
+            for q in range(take):
+                newest = max(newest, suffixes[start + q * size // take])
+            return tokens[newest + length], 1 if j >= store.static_rows else 0
+    return np.int32(-1), 0

@@ -15,6 +15,7 @@ class Store(NamedTuple):
 
     table: NDArray[np.int64]  # [J, 7], rows as in `Snapshot.table`
     size: int  # tokens in all of them
+    static_rows: int  # how many of them, the first ones, are of the store that was built; the others were learnt
 
 
 class Tree(NamedTuple):

@@ -12,22 +12,10 @@ def block(arm: str, group: str, number: int, concurrency: int = 1, **changes: An
     """A block of two requests of eight tokens; `SPEED` tokens per second."""
     seconds = 16 / SPEED[arm]
     drafted = None if ACCEPTED[arm] is None else 8
-    return {
-        "arm": arm,
-        "concurrency": concurrency,
-        "repeat": 0,
-        "block": number,
-        "group": group,
-        "served": 0,
-        "seconds": seconds,
-        "tokens": [8, 8],
-        "latency_s": [seconds / 2, seconds / 2],
-        "ttft_s": [seconds / 4, seconds / 4],
-        "answers": [f"a{number}", f"b{number}"],
-        "drafted": drafted,
-        "accepted": ACCEPTED[arm],
-        "errors": [],
-    } | changes
+    made = {"arm": arm, "concurrency": concurrency, "repeat": 0, "block": number, "group": group, "served": 0}
+    made |= {"seconds": seconds, "latency_s": [seconds / 2] * 2, "ttft_s": [seconds / 4] * 2, "tokens": [8, 8]}
+    made |= {"answers": [f"a{number}", f"b{number}"], "drafted": drafted, "accepted": ACCEPTED[arm], "errors": []}
+    return made | changes
 
 
 def blocks() -> list[dict[str, Any]]:

@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_refused_in_one_line(folder_url: str, tmp_path: Pat
     check_live(folder_url, VOCAB, "a" * 64, "shared")
     folder = tmp_path / "bucket"
     cases: list[tuple[tuple[int, str, str], str]] = [
-        ((VOCAB, "a" * 64, "tenant"), "learn with isolation 'shared', not 'tenant'"),
+        ((VOCAB, "a" * 64, "salt"), "learn with isolation 'shared', not 'salt'"),
         ((VOCAB, "b" * 64, "shared"), "another model's tokenizer"),
         ((VOCAB - 1, "a" * 64, "shared"), "another model's tokenizer"),
     ]
@@ -340,14 +340,14 @@ def test_a_host_whose_clock_is_ahead_erases_nothing_that_comes(folder_url: str) 
 def test_a_forget_that_was_killed_is_finished_by_a_server(
     folder_url: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, tenants = member(folder_url, isolation="tenant"), (b"a" * 16, b"b" * 16)
+    one, tenants = member(folder_url, isolation="strict"), (b"a" * 16, b"b" * 16)
     for tenant, text in zip(tenants, (SECRET, [1, 2, 3]), strict=True):
         publish(one, text, tenant=tenant, at=5)
-    other = member(folder_url, isolation="tenant")
+    other = member(folder_url, isolation="strict")
     with monkeypatch.context() as killed:
         killed.setattr(Exchange, step, lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            member(folder_url, isolation="tenant").forget([Erasure(tenants[0], 10)])
+            member(folder_url, isolation="strict").forget([Erasure(tenants[0], 10)])
     monkeypatch.setattr(exchange, "FINISH_SECONDS", 0.05)
     erased = [sync(other).erasures]
     time.sleep(0.1)
@@ -454,7 +454,7 @@ def test_a_built_store_at_the_url_is_drafted_from(folder_url: str, tmp_path: Pat
 
 
 def test_commands_at_a_url(folder_url: str, tmp_path: Path) -> None:
-    one = member(folder_url, isolation="tenant")
+    one = member(folder_url, isolation="strict")
     assert one.key is not None
     for name, text in ((A, [1, 2, 3]), (B, [4, 5])):
         publish(one, text, tenant=tenant_digest(one.key, name))

@@ -67,7 +67,7 @@ def held(store: LiveStore, tenant: int) -> list[list[int]]:
     return [text for text in texts if text[0] // 1000 == tenant + 1]
 
 
-@pytest.mark.parametrize("isolation", ["tenant", "shared"])
+@pytest.mark.parametrize("isolation", ["salt", "strict", "shared"])
 def test_nothing_is_left_of_a_tenant_on_disk(tmp_path: Path, isolation: str) -> None:
     store = open_live(tmp_path, VOCAB, isolation=isolation)  # type: ignore[arg-type]
     teach(store, 4, 120)

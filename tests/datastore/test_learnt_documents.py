@@ -48,7 +48,7 @@ while True:
 
 
 def log_of(directory: Path, **settings) -> Log:
-    given = {"vocab_size": VOCAB, "max_tokens": 1 << 20, "fingerprint": None, "isolation": "tenant"} | settings
+    given = {"vocab_size": VOCAB, "max_tokens": 1 << 20, "fingerprint": None, "isolation": "strict"} | settings
     return Log.open(directory, **given)
 
 
@@ -82,7 +82,7 @@ def file_of(directory: Path) -> Path:
 
 
 def check(directory: Path, **settings) -> None:
-    check_live(directory, **({"vocab_size": VOCAB, "fingerprint": None, "isolation": "tenant"} | settings))
+    check_live(directory, **({"vocab_size": VOCAB, "fingerprint": None, "isolation": "strict"} | settings))
 
 
 def refused(directory: Path, words: str, **settings) -> None:
@@ -227,7 +227,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_a_wider_isolation_is_refused(tmp_path: Path) -> None:
     log_of(tmp_path, isolation="shared").close()
-    log_of(tmp_path, isolation="tenant").close()  # from now on there may be text of one tenant only
+    log_of(tmp_path, isolation="strict").close()  # from now on there may be text of one tenant only
     for wider in ("shared", "off"):
         refused(tmp_path, f"'{wider}' would show it to everybody: .* {wider} --accept", isolation=wider)
     log_of(tmp_path).close()
@@ -236,9 +236,9 @@ def test_a_wider_isolation_is_refused(tmp_path: Path) -> None:
 def test_a_narrower_isolation_waits_until_a_wider_server_has_ended(tmp_path: Path) -> None:
     """Which would follow what is learnt of one tenant, and draft from it for everybody."""
     wide = log_of(tmp_path, isolation="shared")
-    refused(tmp_path, "a server with isolation 'shared' learns in .*: stop it first", isolation="tenant")
+    refused(tmp_path, "a server with isolation 'shared' learns in .*: stop it first", isolation="strict")
     wide.close()
-    log_of(tmp_path, isolation="tenant").close()
+    log_of(tmp_path, isolation="strict").close()
 
 
 def test_two_servers_learn_in_one_folder_and_from_each_other(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_forget_says_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_a_wider_isolation_must_be_accepted(tmp_path: Path) -> None:
-    open_live(tmp_path, VOCAB, isolation="tenant").close()
+    open_live(tmp_path, VOCAB, isolation="strict").close()
     with pytest.raises(DatastoreError, match="--accept"):
         learnt(tmp_path)
     refused = run("isolation", tmp_path, "shared")
@@ -78,7 +78,7 @@ def test_a_wider_isolation_must_be_accepted(tmp_path: Path) -> None:
     assert "stop it first" in run("isolation", tmp_path, "shared", "--accept").stderr
     held.close()
     accepted = run("isolation", tmp_path, "shared", "--accept")
-    assert accepted.exit_code == 0 and "isolation 'shared', before 'tenant'" in accepted.output
+    assert accepted.exit_code == 0 and "isolation 'shared', before 'strict'" in accepted.output
     assert learnt(tmp_path) == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -66,8 +67,9 @@ def test_drafts_equal_those_of_a_static_store_with_the_same_text(store: LiveStor
     assert store.settle()
     one = LiveStore(VOCAB, isolation="shared", max_tokens=1 << 16)
     one.tenants[0].runs = [sorted_run(texts, VOCAB, np.zeros((40, 3), np.int64))]
-    static = Drafter(vocab_size=VOCAB, max_nodes=16, snapshot=snapshot_of([texts], VOCAB))
-    single, several = (Drafter(vocab_size=VOCAB, max_nodes=16, live=s) for s in (one, store))
+    make = partial(Drafter, vocab_size=VOCAB, max_nodes=16, scoring="paper")  # "learned" tells what was learnt apart
+    static = make(snapshot=snapshot_of([texts], VOCAB))
+    single, several = (make(live=s) for s in (one, store))
     found = 0
     for seed in range(30):
         prompt = [*document(seed + 100, 10).tolist(), *texts[seed][5:9].tolist()]
@@ -129,21 +131,24 @@ def test_drafting_while_merging_sees_whole_documents() -> None:
     store.close()
 
 
-def test_tenants_see_only_their_own_and_nobody_nothing() -> None:
-    store = LiveStore(VOCAB, max_tokens=1 << 16)
+@pytest.mark.parametrize("isolation", ["salt", "strict"])
+def test_tenants_see_only_their_own(isolation: str) -> None:
+    """And requests of none only that of one another, or nothing."""
+    store = LiveStore(VOCAB, isolation=isolation, max_tokens=1 << 16)  # type: ignore[arg-type]
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
-    one, two = store.tenant("one"), store.tenant("two")
-    assert len({0, one, two}) == 3 and store.tenant("one") == one and store.tenant(None) == store.tenant("") == 0
+    one, two, none = store.tenant("one"), store.tenant("two"), store.tenant(None)
+    assert len({none, one, two}) == 3 and store.tenant("one") == one and store.tenant("") == none
     store.insert(np.array([1, 2, 3, 101, 102], np.int32), one)
     store.insert(np.array([1, 2, 3, 201, 202], np.int32), two)
-    assert not store.insert(np.array([1, 2, 3, 301, 302], np.int32)) and store.stats().dropped == {"tenant": 1}
+    taken = store.insert(np.array([1, 2, 3, 301, 302], np.int32), none)
+    assert taken == (isolation == "salt") and store.stats().dropped == ({} if taken else {"tenant": 1})
     ids = ["a", "b", "c", "d"]
-    for request, tenant in zip(ids, (one, two, 0, one), strict=True):
+    for request, tenant in zip(ids, (one, two, none, one), strict=True):
         drafter.set_tenant(request, tenant)
         drafter.replace(request, np.array([1, 2, 3], np.int32))
     batch = drafter.draft(ids, max_nodes=8)
     seen = [set(batch.tokens[b, 1 : batch.counts[b]].tolist()) & {101, 201, 301} for b in range(4)]
-    assert seen == [{101}, {201}, set(), {101}]
+    assert seen == [{101}, {201}, {301} if taken else set(), {101}]
     drafter.finish(["a"])
     assert drafter.tenant_of("a") == 0 and drafter.tenant_of("b") == two
     store.close()
@@ -188,7 +193,7 @@ def test_without_isolation_all_see_all(isolation: str) -> None:
 
 def test_who_floods_the_store_drops_its_own_text() -> None:
     store = LiveStore(VOCAB, max_tokens=1 << 14)
-    quiet, loud, other = (store.tenant(name) for name in ("quiet", "loud", "other"))
+    quiet, loud, other = (store.tenant(name) for name in ("quiet", None, "other"))  # requests without a salt flood it
     for seed in range(30):
         assert store.insert(document(seed), quiet)
     for seed in range(3000):

@@ -17,21 +17,15 @@ from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.draft import DraftBatch
 from freedraft.step import NodeLogits
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.scoring.weights import FEATURES, RECYCLED_FEATURES, RECYCLED_SETS, SETS, Weights
+from sssd_plugin.scoring.weights import Weights, initial_weights
 from tests.support.stores import Documents, int32, joined, snapshot_of
 
 
-def random_weights(seed: int) -> NDArray[np.float64]:
-    """Around sensible ones, different in each weight set, as precise as a weights file."""
-    rng = np.random.default_rng(seed)
-    values = rng.normal(0, 0.15, (SETS, FEATURES))
-    values[:, :3] += (1.0, 0.4, 0.5)
-    return np.array([[float(f"{v:.6g}") for v in row] for row in values])
-
-
-def random_recycled_weights(seed: int) -> NDArray[np.float64]:
-    values = np.random.default_rng(seed).normal((0.7, -0.5, 0.2, 0.4, 0.1), 0.2, (RECYCLED_SETS, RECYCLED_FEATURES))
-    return np.array([[float(f"{v:.6g}") for v in row] for row in values])
+def random_weights(seed: int) -> Weights:
+    """Around sensible ones, so that every input and unit counts, as precise as a weights file."""
+    rng, start = np.random.default_rng(seed), initial_weights()
+    values = start.layer + rng.normal(0, 0.15, start.layer.shape), rng.normal(0, 0.3, start.out.shape)
+    return Weights(*(np.array([float(f"{v:.5g}") for v in x.flat], np.float32).reshape(x.shape) for x in values))
 
 
 def replace(drafter: Drafter, requests: dict[str, Sequence[int]]) -> None:
@@ -75,8 +69,7 @@ class Pair:
         self.vocab_size = vocab_size
         options = {"scoring": scoring, "weights": weights, "recycle_megabytes": recycle_megabytes}
         self.drafter = Drafter(vocab_size=vocab_size, max_nodes=max_nodes, **options)  # type: ignore[arg-type]
-        loaded = Weights.load(weights)
-        self.weights, self.recycled_weights = loaded.values, loaded.recycled
+        self.weights = Weights.load(weights)
         self.owners: dict[str, int] = {}
         self.logits: dict[int, oracle.Logits] = defaultdict(dict)
         self.requests: dict[str, list[int]] = {}
@@ -132,8 +125,7 @@ class Pair:
         batch = self.drafter.draft(names, **options)
         requests = [self.requests.get(name, []) for name in names]
         logits = [self.logits[self.owners.get(name, 0)] for name in names]
-        weights = {"weights": self.weights, "recycled_weights": self.recycled_weights}
-        trees = oracle.draft(self.store, requests, scoring=self.scoring, logits=logits, **weights, **options)
+        trees = oracle.draft(self.store, requests, scoring=self.scoring, logits=logits, weights=self.weights, **options)
         assert_equal(batch, trees)
         return batch
 

@@ -13,10 +13,11 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sssd_plugin.scoring.weights import Weights
 
 SEPARATOR = -1
 
@@ -50,6 +51,7 @@ class OracleStore:
     def __init__(self, sub_indices: Sequence[Sequence[int]], vocab_size: int) -> None:
         self.sub_indices = [list(map(int, tokens)) for tokens in sub_indices]
         self.size = sum(map(len, self.sub_indices))
+        self.static = len(self.sub_indices)  # the first ones, that were built; the others were learnt
         self._counted = min(vocab_size, 2**20)  # unigram counts of larger ids are not kept
         self._starts: list[dict[tuple[int, ...], list[int]]] = []
         self._unigrams: dict[int, int] = defaultdict(int)
@@ -173,7 +175,7 @@ class Copies:
         if max((length for _, length in matches), default=0) < 8:
             alignments, run, evidence = align(request)
         many = 0
-        for k in (8, 12, 16, 24, 32, 48, 64):
+        for k in (6, 8, 12, 16, 24, 32, 48, 64):
             if k > len(request) or not store.members(request[-k:]):
                 break
             many = k
@@ -310,6 +312,18 @@ def gather(
     return seen
 
 
+def newest_follower(store: OracleStore, context: list[int], many: int, samples: int) -> tuple[int, float]:
+    """What came behind the newest place of the longest context, and 1 if that was learnt; documents are in the order in
+    which they came, one sub-index after the other.
+    """
+    length = many or 4
+    for j in range(len(store.sub_indices) - 1, -1, -1):
+        places = store.range(j, context[-length:]) if len(context) >= length else []
+        if places:
+            return store.token(j, max(evenly(places, samples)) + length), float(j >= store.static)
+    return SEPARATOR, 0.0
+
+
 def interpolate(base: float, columns: list[Column], token: int, discount: float) -> float:
     p = base
     for column in columns:
@@ -342,16 +356,46 @@ def remember(logits: Logits, text: list[int], tokens: Sequence[int], log_probs: 
         logits[tuple(text[-k:])] = costs
 
 
+def one_hot(value: int, size: int) -> list[float]:
+    """Which of 1..size a value is; 0 is none of them."""
+    return [float(value == k) for k in range(1, size + 1)]
+
+
+def network(weights: Weights, node: list[float], candidates: list[list[float]]) -> list[float]:
+    """The logits of a node's candidates: a hidden layer of rectified units and a linear one, in float32, rows of inputs
+    that are not 0 in their order.
+    """
+    f, layer = np.float32, weights.layer
+    n, x = len(node), [[f(value) for value in candidate] for candidate in candidates]
+    largest = [max(values) for values in zip(*x, strict=True)]
+
+    def add(hidden: NDArray[np.float32], values: list, first: int) -> NDArray[np.float32]:
+        for i, value in enumerate(values):
+            if value:
+                hidden = hidden + f(value) * layer[first + i]
+        return hidden
+
+    common = add(add(layer[0], node, 1), largest, 1 + n)
+    logits = []
+    for own in x:
+        hidden = add(common, own, 1 + n + len(own))
+        terms = np.append(np.maximum(hidden[:-1], f(0)), hidden[-1]) * weights.out
+        while len(terms) > 1:  # in halves
+            terms = terms[: len(terms) // 2] + terms[len(terms) // 2 :]
+        logits.append(float(terms[0]))
+    return logits
+
+
 def score(
     store: OracleStore,
     request: list[int],
     context: list[int],
     samples: int,
-    weights: NDArray[np.float64],
+    weights: Weights,
     copies: Copies | None = None,
     shortlisted: int = 10,
     logits_of: Logits | None = None,
-    recycled_weights: NDArray[np.float64] | None = None,
+    below_root: bool = False,
 ) -> list[tuple[int, float]]:
     """(token, P(token follows context)) of the shortlist, most promising first; without `copies`, at the root."""
     copies = copies or Copies.of_root(store, request)
@@ -379,51 +423,46 @@ def score(
         if x in costs:
             promise[x] += 0.3 * math.exp(costs[x] * (-1 / 1024))
     shortlist = sorted(seen.candidates, key=lambda x: -promise[x])[:shortlisted]
-    request_bin = (0, 1, 2, 3, 4, 4, 5, 6, 7, 8)[longest(seen.request)]
-    if copies.alignments and request_bin < 4:
-        request_bin = 10 if copies.evidence >= 16 else 9
+    if not shortlist:
+        return []
     store_order, request_order = longest([*seen.store, seen.many]), longest(seen.request)
-    by_context = weights[min(store_order, 4) * 11 + request_bin]
-    by_variety = weights[55 + 7 * variety([*seen.store, seen.many], store_order) + variety(seen.request, request_order)]
-    w = [float(a) + float(b) for a, b in zip(by_context, by_variety, strict=True)]
-
-    logits = []
+    many = math.log((copies.many or 4) / 4)
+    node = [
+        float(below_root),
+        *one_hot(store_order, 5),
+        *one_hot(request_order, 9),
+        *one_hot(variety([*seen.store, seen.many], store_order), 6),
+        *one_hot(variety(seen.request, request_order), 6),
+        many,
+        *one_hot(known_by, 4),
+    ]
+    newest, learnt = newest_follower(store, context, copies.many, samples)
+    inputs = []
     for x in shortlist:
         in_request = min(request.count(x), 65535)
         log_in_request = float(LOG_COUNT[in_request]) if in_request < 512 else math.log(in_request + 0.1)
-        features = [
-            1.0,
+        own = [
             math.log(max(store_p[x], 1e-7)),
             math.log(max(request_p[x], 1e-6)),
             log_in_request - math.log(len(request) * store.share(x) + 0.5),
-            1.0 if in_request else 0.0,
             *(column.log_ratio(x) for column in seen.store[1:4]),
             *(column.log_ratio(x) for column in seen.request[:4]),
             *(column.log_ratio(x) for column in seen.skip_store),
             *(column.log_ratio(x) for column in seen.skip_request),
             seen.many.log_ratio(x),
             *(column.log_ratio(x) for column in seen.request[6:]),
-            math.log(copies.many / 4) if seen.many.count.get(x) else 0.0,
+            many if seen.many.count.get(x) else 0.0,
             float(LOG_MATCH[seen.matches.get(x, 0)]),
             1.0 if x == seen.longest else 0.0,
             1.0 if x == seen.newest else 0.0,
         ]
         since, kind = seen.alignments.get(x, (-1, ""))
-        features += [1.0, math.log(1.0 + since), math.log(copies.run / 8)] if since >= 0 else [0.0] * 3
-        features += [float(kind == "inserted"), float(kind == "deleted"), copies.evidence / 32 if since >= 0 else 0.0]
-        z = 0.0
-        for f, value in enumerate(features):
-            z += value * w[f]
-        logits.append(z)
-    if known_by and recycled_weights is not None:
-        v = [float(a) for a in recycled_weights[6 * (known_by - 1) + min(5, max(store_order, request_order))]]
-        first = min((costs[x] for x in shortlist if x in costs), default=None)
-        for i, x in enumerate(shortlist):
-            z = logits[i] * v[0]
-            if x in costs:
-                logits[i] = z + v[2] + (4.0 - costs[x] * (1 / 1024)) * v[3] + (v[4] if costs[x] == first else 0.0)
-            else:
-                logits[i] = z + v[1]
+        own += [1.0, math.log(1.0 + since), math.log(copies.run / 8)] if since >= 0 else [0.0] * 3
+        own += [{"inserted": 1.0, "deleted": -1.0}.get(kind, 0.0), copies.evidence / 32 if since >= 0 else 0.0]
+        own += [1.0, learnt] if x == newest else [0.0, 0.0]
+        own += [1.0, 4.0 - costs[x] * (1 / 1024)] if x in costs else [0.0, 0.0]
+        inputs.append(own)
+    logits = network(weights, node, inputs)
     top = max([0.0, *logits])
     total = math.exp(-top)
     for z in logits:
@@ -434,11 +473,11 @@ def score(
 def learned_tree(
     store: OracleStore,
     request: list[int],
-    weights: NDArray[np.float64],
+    weights: Weights,
     max_nodes: int,
     chain: bool,
     min_score: float,
-    *recycled: Any,
+    logits: Logits | None,
 ) -> Tree:
     tree = Tree()
     if not request:
@@ -455,9 +494,8 @@ def learned_tree(
             context = request + tree.path(current)
             if current:
                 copies[current] = copies[tree.parents[current]].child(store, request, context)
-            scored = score(
-                store, request, context, samples, weights, copies[current], 10 if max_nodes <= 16 else 16, *recycled
-            )
+            many = 10 if max_nodes <= 16 else 16
+            scored = score(store, request, context, samples, weights, copies[current], many, logits, current > 0)
             if chain:
                 frontier = [(base * p, current, x) for x, p in scored if p == max(p for _, p in scored)][:1]
             else:
@@ -592,20 +630,19 @@ def draft(
     requests: Sequence[Sequence[int]],
     *,
     scoring: str,
-    weights: NDArray[np.float64],
+    weights: Weights,
     max_nodes: int,
     shape: str = "tree",
     min_score: float = 0.0,
     logits: Sequence[Logits] | None = None,
-    recycled_weights: NDArray[np.float64] | None = None,
 ) -> list[Tree]:
     """One tree per request; `logits` are what each request sees of recycled ones."""
     trees = []
     for b, request in enumerate(requests):
         tokens = [int(t) for t in request]
         if scoring == "learned":
-            recycled = (logits[b], recycled_weights) if logits else ()
-            trees.append(learned_tree(store, tokens, weights, max_nodes, shape == "chain", min_score, *recycled))
+            own = logits[b] if logits else None
+            trees.append(learned_tree(store, tokens, weights, max_nodes, shape == "chain", min_score, own))
         else:
             trees.append(paper_tree(store, tokens, max_nodes, shape == "chain", min_score))
     return trees

@@ -28,7 +28,7 @@ def longest(texts: list[list[int]], context: list[int], token: list[int]) -> int
     return 0
 
 
-@pytest.mark.parametrize("isolation", ["tenant", "shared"])
+@pytest.mark.parametrize("isolation", ["salt", "shared"])
 def test_the_longest_match_decides(isolation: Any) -> None:
     rng = np.random.default_rng(2)
 
@@ -42,7 +42,7 @@ def test_the_longest_match_decides(isolation: Any) -> None:
         name = "ab"[number % 2]
         document = text(30)
         live.insert(int32(document), live.tenant(name))
-        for other in (name,) if isolation == "tenant" else "ab":
+        for other in (name,) if isolation == "salt" else "ab":
             seen[other].append(document)
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=live)
     tally, expected = np.zeros(SIZE, np.int64), np.zeros(SIZE, np.int64)

@@ -12,20 +12,18 @@ from drafting import Pair, python_sources, random_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sssd_plugin.scoring.weights import Weights
-
 SCORINGS = ("learned", "paper")
 EXAMPLES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
 
 @pytest.fixture(scope="module")
 def weight_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path | None]:
-    """The weights that ship, and others that tell every feature and weight set from the rest."""
+    """The weights that ship, and others that tell every input and unit from the rest."""
     folder = tmp_path_factory.mktemp("weights")
     paths: list[Path | None] = [None]
     for seed in range(2):
         path = folder / f"{seed}.json"
-        Weights(random_weights(seed)).save(path)
+        random_weights(seed).save(path)
         paths.append(path)
     return paths
 

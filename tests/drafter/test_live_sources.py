@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +37,35 @@ def serve(method: SssdMethod, name: str, prompt: list[int], output: list[int], k
     method.begin(name, np.array(prompt, np.int32), key, {})
     drafted = [draft(method, name, prompt + output[: i + 1], output[i : i + 1]) for i in range(len(output))]
     method.finish(name, np.array(output, np.int32), aborted=False)
-    return drafted[0]
+    return drafted[0] if drafted else []
 
 
 @pytest.mark.parametrize("prompts", [False, True])
 def test_it_learns_from_finished_requests(prompts: bool) -> None:
     one = method(live_prompts=prompts, isolation="shared")
-    assert serve(one, "a", [1, 2, 3, 150], [10, 11, 12, 13, 14]) == []
+    image = [2**31 - 1]  # no token of the vocabulary
+    assert serve(one, "a", [1, 2, 3, 150, *range(160, 168)], [10, 11, 12, 13, 14]) == []
     assert serve(one, "b", [5, 6], [10, 11, 12])[:3] == [11, 12, 13]
     seen = serve(one, "c", [9, 1, 2], [3])
     assert (150 in seen) == prompts
+    assert serve(one, "d", [*image, 165, 166], [167])[:3] == [10, 11, 12], "the last tokens of the prompt lead there"
+    assert serve(one, "e", [20, *image, 21], [22, 23, 24]) == []
+    assert serve(one, "f", [25, 21], [22])[:2] == [23, 24]
+    serve(one, "g", [30, 31], [])
+    assert serve(one, "h", [29, 30], [31]) == []
     one.close()
 
 
-def test_it_keeps_tenants_apart() -> None:
-    one = method()
+@pytest.mark.parametrize("isolation", ["salt", "strict", "tenant"])
+def test_it_keeps_tenants_apart(isolation: str) -> None:
+    """Where some requests carry a salt and others none."""
+    one = method(isolation=isolation)
     serve(one, "a", [1, 2], [10, 11, 12, 13], key="x")
     assert serve(one, "b", [3, 4], [10, 11], key="y") == []
-    assert serve(one, "c", [3, 4], [10, 11, 12]) == [] == serve(one, "e", [3, 4], [10, 11]), "of nobody"
+    assert serve(one, "c", [3, 4], [10, 15, 16]) == []
+    assert serve(one, "e", [3, 4], [10, 15]) == ([15, 16] if isolation == "salt" else []), "of those without a salt"
     assert serve(one, "d", [3, 4], [10, 11], key="x")[:2] == [11, 12]
-    assert one.live is not None and one.live.stats().documents == 3
+    assert one.live is not None and one.live.stats().documents == (5 if isolation == "salt" else 3)
     one.close()
 
 
@@ -68,7 +78,7 @@ def test_a_retracted_request_is_learnt_from_once(tmp_path: Path) -> None:
     one.finish("a", None, aborted=True)  # the engine does not say what it wrote
     one.finish("unknown", None, aborted=False)
     one.finish("a", None, aborted=False)
-    assert one.live is not None and one.live.stats().inserted == 3
+    assert one.live is not None and one.live.stats().inserted == 5
     one.close()
     again = method(datastore=tmp_path, isolation="shared")
     assert serve(again, "b", [3], [10, 11])[:2] == [11, 12], "on disk, in a folder that began empty"
@@ -82,11 +92,36 @@ def test_tenants_have_keys_of_their_own() -> None:
     assert parse_tenant("") is None and parse_tenant("[1]") == tenant_key("[1]")
 
 
-def test_the_default_says_what_it_does_to_clients_without_salts(caplog: pytest.LogCaptureFixture) -> None:
-    for isolation, said in (("tenant", 1), ("shared", 0)):
+def test_one_line_says_who_learns_from_whom(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level("INFO")
+    for options, words in (
+        ({}, "in memory, up to 4194304 tokens; isolation 'salt': .*, and so do those without one"),
+        ({"live": True, "datastore": tmp_path}, f"in {tmp_path}, "),
+        ({"isolation": "tenant"}, "isolation 'strict': .* neither teach nor are taught"),
+        ({"isolation": "shared"}, "isolation 'shared': all requests share"),
+    ):
         caplog.clear()
-        method(isolation=isolation).close()
-        assert [("neither teach nor are taught" in r.message) for r in caplog.records].count(True) == said
+        SssdMethod(SssdOptions.parse({"policy": "fixed"} | options), EngineContext(vocab_size=VOCAB)).close()
+        (line,) = [r.getMessage() for r in caplog.records if "learning from finished requests" in r.getMessage()]
+        assert re.search(words, line)
+    assert SssdMethod(SssdOptions.parse({"live": "false"}), EngineContext(vocab_size=VOCAB)).live is None
+
+
+def test_a_folder_served_with_another_isolation(tmp_path: Path) -> None:
+    """What a salt's requests wrote stays theirs, and nothing is shown to more requests than when it was learnt."""
+
+    def served(isolation: str) -> SssdMethod:
+        return method(live="store", datastore=tmp_path, isolation=isolation)
+
+    for isolation in ("strict", "salt", "strict", "salt"):
+        one = served(isolation)
+        serve(one, "a", [1, 2], [10, 11, 12, 13], key="x")
+        assert serve(one, "b", [3, 4], [10], key="y") == [] == serve(one, "c", [3, 4], [10])
+        assert serve(one, "d", [3, 4], [10, 11], key="x")[:2] == [11, 12]
+        one.close()
+    for wider in ("shared", "off"):
+        with pytest.raises(ValueError, match=r"was learnt with isolation 'strict', and .* show it to everybody"):
+            served(wider)
 
 
 def test_a_replica_on_another_host_learns_in_memory(tmp_path: Path, monkeypatch, caplog) -> None:
@@ -105,13 +140,14 @@ def test_a_replica_on_another_host_learns_in_memory(tmp_path: Path, monkeypatch,
     one.close(), other.close()
 
 
-def test_requests_of_nobody_keep_their_logits_for_themselves() -> None:
+@pytest.mark.parametrize("isolation", ["salt", "strict"])
+def test_logits_are_shared_as_texts_are(isolation: str) -> None:
     context = EngineContext(vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=(1, NODES), gives_logits=True)
-    one = SssdMethod(SssdOptions(policy="fixed", recycle="on"), context)
+    one = SssdMethod(SssdOptions(policy="fixed", recycle="on", isolation=isolation), context)
     for name, key in (("a", None), ("b", None), ("c", "x"), ("d", "x")):
         one.begin(name, np.array([1, 2], np.int32), key, {})
     a, b, c, d = (one.drafter._owners.get(name, 0) for name in "abcd")
-    assert len({0, a, b, c}) == 4 and c == d
+    assert c == d != 0 and (a == b == 0 if isolation == "salt" else len({0, a, b, c}) == 4)
     one.close()
 
 

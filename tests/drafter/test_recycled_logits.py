@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafting import Pair, random_recycled_weights, random_weights
+from drafting import Pair, random_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -16,14 +16,13 @@ from freedraft.draft import DraftBatch
 from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.recycled_logits import owner_of
-from sssd_plugin.scoring.weights import Weights
 from tests.support.stores import int32
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "w.json"
-    Weights(random_weights(5), recycled=random_recycled_weights(5)).save(path)
+    random_weights(5).save(path)
     return path
 
 

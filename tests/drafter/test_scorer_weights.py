@@ -3,52 +3,40 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from drafting import random_recycled_weights, random_weights
+from drafting import random_weights
 
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.scoring.weights import (
-    FEATURES,
-    RECYCLED_FEATURES,
-    RECYCLED_SETS,
-    SETS,
-    Weights,
-    initial_recycled_weights,
-)
+from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, ROWS, WIDTH, Weights
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    values = random_weights(0)
-    values[0, :3] = 1e-9, -123456.0, 0.0
+    weights = replace(random_weights(0), trained_on={'a trace called "x"': "0" * 64}, recipe="python -m bench.scorer")
+    weights.layer[0, :3] = 1e-9, -123450.0, 0.0
     path = tmp_path / "weights.json"
-    Weights(values, 'a trace called "x"', "0" * 64, random_recycled_weights(0)).save(path)
+    weights.save(path)
     loaded = Weights.load(path)
-    assert loaded.values.dtype == np.float64
-    assert loaded.values.tolist() == values.tolist()
-    assert loaded.recycled.tolist() == random_recycled_weights(0).tolist()
-    assert (loaded.trained_on, loaded.trace_sha256) == ('a trace called "x"', "0" * 64)
+    assert loaded.layer.dtype == loaded.out.dtype == np.float32
+    assert loaded.layer.tolist() == weights.layer.tolist() and loaded.out.tolist() == weights.out.tolist()
+    assert (loaded.trained_on, loaded.recipe) == (weights.trained_on, weights.recipe)
     loaded.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == path.read_text()
 
 
 def test_shipped_weights() -> None:
     shipped = Weights.load()
-    assert shipped.values.shape == (SETS, FEATURES)
-    assert shipped.values[:, 3:].any() and np.isfinite(shipped.values).all()
-    assert not np.array_equal(shipped.recycled, initial_recycled_weights())
-    assert shipped.trained_on and len(shipped.trace_sha256) == 64
+    assert shipped.layer.shape == (ROWS, WIDTH) == (1 + NODE_INPUTS + 2 * INPUTS, WIDTH)
+    assert shipped.out.all() and (shipped.layer != 0).mean() > 0.9
+    assert "bench.scorer" in shipped.recipe and len(shipped.trained_on) >= 2
+    assert all(len(digest) == 64 for digest in shipped.trained_on.values())
 
 
-GOOD = {
-    "format": "freedraft-scorer-3",
-    "trained_on": "x",
-    "trace_sha256": "y",
-    "weights": random_weights(0).tolist(),
-    "recycled": initial_recycled_weights().tolist(),
-}
+GOOD = {"format": "freedraft-scorer-4", "trained_on": {"x": "y"}, "recipe": "z"}
+GOOD |= {"layer": random_weights(0).layer.tolist(), "out": random_weights(0).out.tolist()}
 
 
 @pytest.mark.parametrize(
@@ -59,15 +47,16 @@ GOOD = {
         (b"[1, 2]", ""),
         (b'"text"', ""),
         (b"\xff\xfe\x00\x80", ""),
-        (GOOD | {"format": "freedraft-scorer-2"}, "freedraft-scorer-2"),
-        (GOOD | {"weights": GOOD["weights"][:-1]}, f"{SETS} x {FEATURES}"),
-        (GOOD | {"weights": [*GOOD["weights"][:-1], [1.0]]}, ""),
-        (GOOD | {"weights": [["x"] * FEATURES] * SETS}, ""),
-        (GOOD | {"weights": [[float("nan")] * FEATURES] * SETS}, "finite"),
-        (GOOD | {"weights": [[1e400] * FEATURES] * SETS}, "finite"),
-        (GOOD | {"weights": 3}, f"{SETS} x {FEATURES}"),
-        (GOOD | {"recycled": GOOD["recycled"][1:]}, f"{RECYCLED_SETS} x {RECYCLED_FEATURES}"),
-        *(({key: GOOD[key] for key in GOOD if key != gone}, gone) for gone in GOOD if gone != "trained_on"),
+        (GOOD | {"format": "freedraft-scorer-3"}, "freedraft-scorer-3"),
+        (GOOD | {"layer": GOOD["layer"][:-1]}, f"({ROWS}, {WIDTH})"),
+        (GOOD | {"layer": [*GOOD["layer"][:-1], [1.0]]}, ""),
+        (GOOD | {"layer": [["x"] * WIDTH] * ROWS}, ""),
+        (GOOD | {"layer": [[float("nan")] * WIDTH] * ROWS}, "finite"),
+        (GOOD | {"layer": [[1e300] * WIDTH] * ROWS}, "finite"),
+        (GOOD | {"layer": 3}, f"({ROWS}, {WIDTH})"),
+        (GOOD | {"trained_on": 3}, ""),
+        (GOOD | {"out": GOOD["out"][1:]}, f"({WIDTH - 1},)"),
+        *(({key: GOOD[key] for key in GOOD if key != gone}, gone) for gone in GOOD),
     ],
 )
 def test_malformed_or_missing(tmp_path: Path, content: bytes | dict | None, reason: str) -> None:

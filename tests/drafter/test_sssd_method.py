@@ -76,7 +76,7 @@ def test_policies(options: dict[str, Any], kind: type) -> None:
 
 def test_requests_of_no_tenant_are_counted_as_not_learnt_from() -> None:
     """Which is what an alert goes by, where nobody has a `cache_salt`."""
-    sssd = method(live=True)
+    sssd = method(isolation="strict")
     for tenant, dropped in ((None, {"tenant": 1}), ("somebody", {"tenant": 1})):
         sssd.begin("a", np.array(PROMPT, np.int32), tenant, {})
         sssd.finish("a", np.array([1, 2, 3], np.int32), False)

@@ -5,15 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from freedraft_kernels import (
-    KVPool,
-    TreeBatch,
-    Verification,
-    top_tokens,
-    tree_inputs,
-    verify,
-    warm_up,
-)
+from freedraft_kernels import KVPool, TreeBatch, Verification, top_tokens, tree_inputs, verify, warm_up
 from freedraft_kernels.dispatch import use_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -39,12 +39,7 @@ def slow(root, tokens, probabilities, drafted, max_nodes, siblings_too):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 10**6),
-    st.integers(1, 4),
-    st.integers(0, 6),
-    st.integers(1, 10),
-    st.integers(1, 20),
-    st.booleans(),
+    st.integers(0, 10**6), st.integers(1, 4), st.integers(0, 6), st.integers(1, 10), st.integers(1, 20), st.booleans()
 )
 def test_equals_the_slow_version(seed, batch, depth, candidates, max_nodes, siblings_too):
     rng = np.random.default_rng(seed)

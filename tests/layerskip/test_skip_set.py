@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
-SMOL = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-}
+SMOL = {"model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMOL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))

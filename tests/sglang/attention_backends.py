@@ -33,18 +33,9 @@ BATCH, NODES = len(LENGTHS), 8
 
 def model_runner(model: str) -> ModelRunner:
     load_plugins()
-    args = ServerArgs(
-        model_path=model,
-        device="cpu",
-        dtype="float32",
-        attention_backend="torch_native",
-        disable_cuda_graph=True,
-        max_total_tokens=256,
-        max_running_requests=len(LENGTHS),
-        skip_tokenizer_init=True,
-        speculative_algorithm="sssd",
-        speculative_num_draft_tokens=8,
-    )
+    on_cpu = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "disable_cuda_graph": True}
+    sizes = {"max_total_tokens": 256, "max_running_requests": BATCH, "speculative_num_draft_tokens": NODES}
+    args = ServerArgs(model_path=model, skip_tokenizer_init=True, speculative_algorithm="sssd", **on_cpu, **sizes)
     args.resolve_once()
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     return load_model(args, PortArgs.init_new(args), 0, 0)[0].torch_runner
@@ -81,10 +72,7 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int) -> None:
             out_cache_loc=torch.cat(windows).to(torch.int64),
             positions=inputs.positions,
             spec_info=NgramVerifyInput(
-                draft_token=inputs.input_ids,
-                custom_mask=inputs.mask,
-                positions=inputs.positions,
-                draft_token_num=nodes,
+                draft_token=inputs.input_ids, custom_mask=inputs.mask, positions=inputs.positions, draft_token_num=nodes
             ),
         )
     )

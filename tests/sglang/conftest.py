@@ -76,19 +76,10 @@ def sglang_engine(model: Path, counts: Path | None = None, env: dict[str, str] |
     try:
         import sglang
 
-        defaults = {
-            "model_path": str(model),
-            "device": "cpu",
-            "dtype": "float32",
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "disable_cuda_graph": True,
-            "max_total_tokens": 8192,
-            "max_running_requests": 4,
-            "skip_server_warmup": True,
-            "log_level": "warning",
-            "random_seed": 1,
-        }
+        defaults = {"model_path": str(model), "device": "cpu", "dtype": "float32", "disable_cuda_graph": True}
+        defaults |= {"attention_backend": "torch_native", "sampling_backend": "pytorch", "random_seed": 1}
+        defaults |= {"max_total_tokens": 8192, "max_running_requests": 4}
+        defaults |= {"skip_server_warmup": True, "log_level": "warning"}
         engine = sglang.Engine(**{**defaults, **options})
         try:
             yield engine

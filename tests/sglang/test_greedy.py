@@ -15,16 +15,9 @@ from tests.support.prompts import REPETITIVE as PROMPTS
 
 HIDDEN = 64
 GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
-SCHEMA = json.dumps(
-    {
-        "type": "object",
-        "properties": {
-            "a": {"type": "array", "items": {"enum": ["x", "yy"]}, "minItems": 6, "maxItems": 6},
-            "b": {"type": "boolean"},
-        },
-        "required": ["a", "b"],
-    }
-)
+SIX = {"type": "array", "items": {"enum": ["x", "yy"]}, "minItems": 6, "maxItems": 6}
+PROPERTIES = {"a": SIX, "b": {"type": "boolean"}}
+SCHEMA = json.dumps({"type": "object", "properties": PROPERTIES, "required": ["a", "b"]})
 
 
 def ids(outputs):

@@ -7,17 +7,7 @@ import pytest
 
 from layerskip_plugin.skip_set import SkipSet
 from tests.sglang.conftest import read_counts, sglang_engine
-from tests.sglang.layerskip_tools import (
-    GREEDY,
-    LAYERS,
-    SETS,
-    ask,
-    ids,
-    logged,
-    make_model,
-    options,
-    prompts,
-)
+from tests.sglang.layerskip_tools import GREEDY, LAYERS, SETS, ask, ids, logged, make_model, options, prompts
 from tests.support.models import continuations
 
 

@@ -78,15 +78,9 @@ def test_sampled_distribution(six, tmp_path):
         "FREEDRAFT_THRESHOLD": "0.5",
     }
     env["LAYERSKIP_TEST_LOG"] = str(tmp_path / "log.json")
-    with sglang_engine(
-        six,
-        env=env,
-        speculative_algorithm="layerskip_checked",
-        speculative_num_draft_tokens=8,
-        skip_tokenizer_init=True,
-        max_running_requests=64,
-        max_total_tokens=4096,
-    ) as engine:
+    options = {"speculative_algorithm": "layerskip_checked", "speculative_num_draft_tokens": 8}
+    options |= {"max_running_requests": 64, "max_total_tokens": 4096, "skip_tokenizer_init": True}
+    with sglang_engine(six, env=env, **options) as engine:
         for shape, temperature, top_p in (("tree", 1.5, 1.0), ("chain", 2.0, 0.9)):
             sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": TOKENS, "ignore_eos": True}
             names = [f"{shape}-{i}" for i in range(SAMPLES)]

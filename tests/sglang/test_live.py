@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 import pytest
 
@@ -31,12 +32,13 @@ def test_learns_for_its_tenant(tiny, tmp_path, overlap):
     with sglang_engine(tiny, counts, env, disable_overlap_schedule=not overlap, **options) as engine:
         prompt = "one two three four"
         answer, first = ask(engine, prompt, extra_key="a")
+        lead = engine.tokenizer_manager.tokenizer.encode(prompt)[-8:]
         same, second = ask(engine, prompt, extra_key="a")
         assert same == answer and second > first + 0.5
         others = [{"extra_key": "b"}, {"cache_salt": "c"}, {"extra_key": "a", "cache_salt": "c"}, {}]
         for keys in others:
             assert ask(engine, prompt, **keys) == (answer, first), keys
-        assert ask(engine, prompt) == (answer, first), "of nobody"
+        assert ask(engine, prompt) == (answer, second), "of those without a key"
         assert ask(engine, prompt, cache_salt="c") == (answer, second)
         gone = forget(store, [str(tenant_key("c"))])
         assert gone.documents >= 1 and not gone.alone
@@ -45,18 +47,19 @@ def test_learns_for_its_tenant(tiny, tmp_path, overlap):
         assert ask(engine, prompt, extra_key="a") == (answer, second)
         time.sleep(1.0)
     # SGLang kills its processes at the end.
-    log = Log.open(store, 49152, 1 << 20, None, "tenant")
+    log = Log.open(store, 49152, 1 << 20, None, "strict")
     records = log.load()
     log.close()
-    assert [record.tokens.tolist() for record in records] == [answer] * 6, "each answer of a tenant, whole"
-    assert len({record.tenant for record in records}) == 4
+    learnt = [record.tokens.tolist() for record in records]
+    assert learnt == [[*lead, *answer]] * len(learnt), "each answer, whole, behind the end of its prompt"
+    assert sorted(Counter(record.tenant for record in records).values()) == [1, 1, 1, 2, 3]
     read_counts(counts)
 
 
 def test_recycles_for_its_tenant(tiny, tmp_path):
     """The logits at verified nodes serve later requests of the tenant, with nothing learnt from the answers."""
     counts = tmp_path / "counts.json"
-    env = {"FREEDRAFT_SCORING": "learned", "FREEDRAFT_RECYCLE": "on"}
+    env = {"FREEDRAFT_SCORING": "learned", "FREEDRAFT_RECYCLE": "on", "FREEDRAFT_LIVE": "off"}
     options = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": 8, "disable_radix_cache": True}
     with sglang_engine(tiny, counts, env, **options) as engine:
         prompt = "one two three four"

@@ -27,15 +27,9 @@ def selecting(tmp_path_factory):
         "FREEDRAFT_LOOKAHEAD": "fixed",
         "FREEDRAFT_LENGTH": "3",
     }
-    with sglang_engine(
-        folder,
-        folder / "counts.json",
-        env,
-        speculative_algorithm="layerskip_selecting",
-        speculative_num_draft_tokens=8,
-        chunked_prefill_size=32,
-        skip_tokenizer_init=True,
-    ) as engine:
+    options = {"speculative_algorithm": "layerskip_selecting", "speculative_num_draft_tokens": 8}
+    options |= {"chunked_prefill_size": 32, "skip_tokenizer_init": True}
+    with sglang_engine(folder, folder / "counts.json", env, **options) as engine:
         engine.folder, engine.asked = folder, 0
         engine.expected = continuations(folder, prompts(), GREEDY["max_new_tokens"])
         yield engine

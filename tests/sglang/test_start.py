@@ -120,16 +120,10 @@ ATTENTION = {
     "plain": {},
     "windows": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 16},
     "chunks": {"attention_chunk_size": 64},
-    "latent": {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
+    "latent": {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"},
 }
+ATTENTION["latent"] |= dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16)
+ATTENTION["latent"] |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_MODEL = Path(os.environ.get("FREEDRAFT_TEST_MODEL", REPOSITORY / "build" / "model"))
 
 VOCAB_SIZE = 96
-SHAPE = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.3,
-}
+SHAPE = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.3}
+SHAPE |= {"tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def tiny_model(family: str = "Llama", *, seed: int, **changes: Any) -> Any:

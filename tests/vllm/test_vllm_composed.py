@@ -30,12 +30,7 @@ def skip_set(demo_fingerprint: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def config(skip_set: Path) -> dict[str, Any]:
-    return {
-        "method": "freedraft",
-        "num_speculative_tokens": K,
-        "skip_set": str(skip_set),
-        "hardware": "cpu",
-    }
+    return {"method": "freedraft", "num_speculative_tokens": K, "skip_set": str(skip_set), "hardware": "cpu"}
 
 
 @pytest.fixture(scope="module")

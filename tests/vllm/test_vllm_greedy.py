@@ -31,16 +31,10 @@ def sssd(plain: dict, demo_model: Path) -> Iterator[Any]:
 
     It depends on `plain` only so that this engine is not there yet when that one is.
     """
-    with engine(
-        demo_model,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=8,
-        max_num_batched_tokens=160,
-        block_size=32,
-        num_gpu_blocks_override=24,
-        enable_prefix_caching=True,
-        speculative_config={"method": "sssd", "num_speculative_tokens": K, "knee": 40},
-    ) as llm:
+    cramped = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 160, "block_size": 32}
+    cramped |= {"num_gpu_blocks_override": 24, "enable_prefix_caching": True}
+    given = {"method": "sssd", "num_speculative_tokens": K, "knee": 40}
+    with engine(demo_model, speculative_config=given, **cramped) as llm:
         yield llm
 
 

@@ -40,22 +40,12 @@ def layerskip(
     folder = tmp_path_factory.mktemp("skip_sets")
     SkipSet.empty(30, demo_fingerprint).save(folder / "empty.json")
     SkipSet(30, SOME.attention, SOME.mlp, demo_fingerprint).save(folder / "some.json")
-    with engine(
-        demo_model,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=8,
-        max_num_batched_tokens=160,
-        block_size=BLOCK,
-        num_gpu_blocks_override=24,
-        enable_prefix_caching=True,
-        speculative_config={
-            "method": "layerskip",
-            "num_speculative_tokens": K,
-            "skip_set": [str(folder / "empty.json"), str(folder / "some.json")],
-            "lookahead": "confidence",
-            "threshold": 0.0,
-        },
-    ) as llm:
+    given: dict[str, Any] = {"method": "layerskip", "num_speculative_tokens": K}
+    given |= {"skip_set": [str(folder / "empty.json"), str(folder / "some.json")]}
+    given |= {"lookahead": "confidence", "threshold": 0.0}
+    cramped = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 160, "block_size": BLOCK}
+    cramped |= {"num_gpu_blocks_override": 24, "enable_prefix_caching": True}
+    with engine(demo_model, speculative_config=given, **cramped) as llm:
         yield llm
 
 

@@ -84,7 +84,8 @@ def test_learns_from_what_it_said(
         before = counters()
         first, answers = accepted(llm, prompts, "main")
         assert answers == plain
-        assert sorted(learnt_by(learning, 1)) == sorted(plain), "every output, whole, and nothing else"
+        said = [[*prompt["prompt_token_ids"][-8:], *answer] for prompt, answer in zip(prompts, plain, strict=True)]
+        assert sorted(learnt_by(learning, 1)) == sorted(said), "every output, whole, behind the end of its prompt"
         show(learning)
         one = gained(before)
         assert sum(one[f"{source} tokens"] for source in (*SOURCES, "other")) == first
@@ -97,9 +98,9 @@ def test_learns_from_what_it_said(
         assert sum(two[f"{source} tokens"] for source in (*SOURCES, "other")) == second
         assert two["live tokens"] > one["live tokens"] and two["live hits"] > one["live hits"]
         assert two["live hits"] <= two["lookups"]
-        assert two["live_documents"] == 6 and two["live_inserted_tokens"] == 6 * TOKENS
+        assert two["live_documents"] == 6 and two["live_inserted_tokens"] == 6 * (8 + TOKENS)
         assert 0 == two["live_merges"] == two["live_merge_seconds"]
-        assert value("live_tokens") == 12 * (TOKENS + 1)
+        assert value("live_tokens") == 12 * (8 + TOKENS + 1)
         assert value("live_sub_indices") == 1 and value("live_bytes") > 8 * value("live_tokens")
         assert value("static_tokens") == value("static_sub_indices") == 0
         assert value("drafting_seconds_count", method="sssd") > 0 < value("drafting_seconds_sum", method="sssd")
@@ -175,10 +176,12 @@ def test_what_stands_behind_a_stop_string_is_not_learnt(demo_model: Path) -> Non
         def ask(**settings: Any) -> Any:
             output = llm.generate(text, parameters(60, ignore_eos=True, **settings), use_tqdm=False)
             settle(llm)
-            return output[0].outputs[0]
+            return output[0]
 
-        whole = ask()
+        first = ask()
+        whole, lead = first.outputs[0], first.prompt_token_ids[-8:]
         stop = whole.text[len(whole.text) // 2 :][:6]
-        ended = ask(stop=[stop])
+        ended = ask(stop=[stop]).outputs[0]
         assert ended.finish_reason == "stop" and len(ended.token_ids) < len(whole.token_ids) - 8
-        assert learnt_by(runner_of(llm).drafter.guarded.method, 0) == [list(whole.token_ids), list(ended.token_ids)]
+        learnt = learnt_by(runner_of(llm).drafter.guarded.method, 0)
+        assert learnt == [[*lead, *whole.token_ids], [*lead, *ended.token_ids]]

@@ -23,24 +23,13 @@ def metadata_of(generators: dict[int, Any], written: list[list[int]]) -> Any:
     asked = [SamplingParams(min_tokens=5 + 6 * row, max_tokens=99, stop_token_ids=[*range(6)]) for row in range(rows)]
     least: Any = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
     least.update_state(BatchUpdate(rows, [], [(row, asked[row], None, written[row]) for row in range(rows)], []))
-    return SamplingMetadata(
-        temperature=torch.tensor(TEMPERATURES),
-        all_greedy=False,
-        all_random=False,
-        top_p=torch.tensor(TOP_PS),
-        top_k=torch.tensor(TOP_KS, dtype=torch.int32),
-        generators=generators,
-        max_num_logprobs=2,
-        no_penalties=False,
-        prompt_token_ids=torch.full((rows, 1), VOCABULARY),
-        frequency_penalties=torch.full((rows,), 0.3),
-        presence_penalties=torch.zeros(rows),
-        repetition_penalties=torch.full((rows,), 1.1),
-        output_token_ids=written,
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={1: [[3, 4]], 2: [[5]]},
-        logitsprocs=LogitsProcessors([least]),
-    )
+    given: dict[str, Any] = {"temperature": torch.tensor(TEMPERATURES), "all_greedy": False, "all_random": False}
+    given |= {"top_p": torch.tensor(TOP_PS), "top_k": torch.tensor(TOP_KS, dtype=torch.int32)}
+    given |= {"frequency_penalties": torch.full((rows,), 0.3), "presence_penalties": torch.zeros(rows)}
+    given |= {"repetition_penalties": torch.full((rows,), 1.1), "no_penalties": False, "output_token_ids": written}
+    given |= {"allowed_token_ids_mask": None, "bad_words_token_ids": {1: [[3, 4]], 2: [[5]]}, "max_num_logprobs": 2}
+    given |= {"prompt_token_ids": torch.full((rows, 1), VOCABULARY), "generators": generators}
+    return SamplingMetadata(**given, logitsprocs=LogitsProcessors([least]))
 
 
 @pytest.mark.parametrize("path", ["forward_cpu", "forward_native"])

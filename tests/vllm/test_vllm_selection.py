@@ -48,21 +48,10 @@ def generate(llm: Any, prompts: list) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def swift_engine(plain: list, demo_model: Path) -> Iterator[Any]:
     """Searching for half of the time, so that a short test sees sets change."""
-    with engine(
-        demo_model,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=4,
-        max_num_batched_tokens=160,
-        enable_prefix_caching=True,
-        speculative_config={
-            "method": "layerskip",
-            "num_speculative_tokens": K,
-            "selection": "swift",
-            "search_share": 0.5,
-            "lookahead": "confidence",
-            "threshold": 0.0,
-        },
-    ) as llm:
+    given: dict[str, Any] = {"method": "layerskip", "num_speculative_tokens": K, "selection": "swift"}
+    given |= {"search_share": 0.5, "lookahead": "confidence", "threshold": 0.0}
+    sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "max_num_batched_tokens": 160}
+    with engine(demo_model, enable_prefix_caching=True, speculative_config=given, **sizes) as llm:
         yield llm
 
 

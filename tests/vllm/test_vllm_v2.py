@@ -165,7 +165,7 @@ def test_requests_end_and_are_learnt_whole(served: dict[str, Any], plain_tiny: P
     engine = served["engine"]
     assert engine["held"] == [0, 0, 0]
     learnt = [document for tokens in engine["learnt"] for document in split(tokens)]
-    whole = [document for document in learnt if len(document) == TOKENS]
+    whole = [document[8:] for document in learnt if len(document) == 8 + TOKENS]  # behind the end of its prompt
     # Each answer three times: greedy, again, and after the abort.
     assert sorted(whole) == sorted(3 * plain_tiny.answers)
     assert 0 < engine["ours"][1] < engine["ours"][0]

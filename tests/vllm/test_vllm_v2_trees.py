@@ -14,15 +14,8 @@ from vllm_cases import PlainTiny, Prompts, alone, recycled, seeded_case
 
 TOKENS = 30
 SSSD = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "recycle": "on"}
-ENGINE = {
-    "skip_tokenizer_init": True,
-    "max_model_len": 64,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "num_gpu_blocks_override": 18,
-    "block_size": 16,
-    "gpu_memory_utilization": 0.2,
-}
+ENGINE = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_gpu_blocks_override": 18}
+ENGINE |= {"block_size": 16, "gpu_memory_utilization": 0.2, "skip_tokenizer_init": True}
 FLASH, TRITON = {"attention": "flash"}, {"attention": "triton"}
 GREEDY = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
 
@@ -42,16 +35,8 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
         "seeded, mixed": seeded_case() | {"chains": [1, 4, 7], "abort": 6},
         "seeded, alone": alone(seeded_case(), 2),
     }
-    return serve(
-        tiny_model,
-        cases=cases,
-        speculative_config=SSSD | {"shape": "tree"},
-        kv=True,
-        warm_up=True,
-        drafts=True,
-        rows=20,
-        **ENGINE | FLASH,
-    )
+    noted = {"kv": True, "warm_up": True, "drafts": True, "rows": 20}
+    return serve(tiny_model, cases=cases, speculative_config=SSSD | {"shape": "tree"}, **noted, **ENGINE | FLASH)
 
 
 def test_drafts_are_trees(served: dict[str, Any]) -> None:

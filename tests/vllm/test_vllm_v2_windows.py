@@ -24,20 +24,15 @@ def test_drafts_are_those_of_a_masked_reference(tmp_path: Path, graphs: bool) ->
     prompts = random_ids((90, 45, 70), TINY["vocab_size"])
     greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
     options = {"method": "layerskip", "num_speculative_tokens": K, "lookahead": "fixed"}
+    noted = {"drafts": True, "graphs": graphs, "graph_sizes": [1, 2], "skip_tokenizer_init": True}
+    sizes = {"max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 64, "block_size": PAGE}
     found = serve(
         model,
         cases={"greedy": {"prompts": prompts, "parameters": greedy}},
         speculative_config=options | {"window": WINDOW.tokens, "sinks": WINDOW.sinks},
         attention="flash",
-        drafts=True,
-        graphs=graphs,
-        graph_sizes=[1, 2],
-        skip_tokenizer_init=True,
-        max_model_len=128,
-        max_num_seqs=3,
-        max_num_batched_tokens=64,
-        block_size=PAGE,
-    )
+        **noted, **sizes,
+    )  # fmt: skip
     assert found["greedy"] == continuations(model, prompts, TOKENS)
     engine = found["engine"]
     assert engine["v2"] and engine["async"] and not engine["failures"]

@@ -39,17 +39,9 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     model = make(request.param, folder / "model")
     sets = [skip_set_of(model, folder, set(), set(), "empty"), skip_set_of(model, folder, {1}, set(), "some")]
     given = {"skip_set": sets, "lookahead": "fixed", "window": WINDOW.tokens, "sinks": WINDOW.sinks}
-    with engine(
-        model,
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        max_num_seqs=8,
-        max_num_batched_tokens=96,
-        block_size=BLOCK,
-        num_gpu_blocks_override=16,
-        enable_prefix_caching=True,
-        speculative_config=GOOD | given,
-    ) as llm:
+    cramped = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 96, "block_size": BLOCK}
+    cramped |= {"num_gpu_blocks_override": 16, "enable_prefix_caching": True, "skip_tokenizer_init": True}
+    with engine(model, speculative_config=GOOD | given, **cramped) as llm:
         llm.family, llm.folder = request.param, folder / "model"
         yield llm
         settle(llm)

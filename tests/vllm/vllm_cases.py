@@ -9,16 +9,8 @@ from typing import Any, NamedTuple
 from tests.support import distributions, prompts
 from tests.support.models import save, tiny_model
 
-TINY = {
-    "vocab_size": 24,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+TINY = {"vocab_size": 24, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+TINY |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
 MAX_MODEL_LEN = 512
 TOKENS = 48
 
@@ -120,18 +112,9 @@ def sample(llm: Any, setting: Setting, samples: int = SAMPLES) -> list[tuple[int
     from vllm import SamplingParams
 
     temperature, top_p, top_k, has_seeds = setting
-    requests = [
-        SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=i if has_seeds else None,
-            max_tokens=4,
-            ignore_eos=True,
-            detokenize=False,
-        )
-        for i in range(samples)
-    ]
+    how = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    how |= {"max_tokens": 4, "ignore_eos": True, "detokenize": False}
+    requests = [SamplingParams(**how, seed=i if has_seeds else None) for i in range(samples)]
     outputs = llm.generate([{"prompt_token_ids": SAMPLED_PROMPT}] * samples, requests, use_tqdm=False)
     return [tuple(tokens) for tokens in tokens_of(outputs)]
 

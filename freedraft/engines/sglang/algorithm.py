@@ -63,7 +63,8 @@ class TreeAlgorithm(CustomSpecAlgo):
         args = server_args
         refuse_unsupported(args, self.name, cpu_platform=selected())
         if args.speculative_num_draft_tokens is None:
-            args.speculative_num_draft_tokens = DEFAULT_NODES
+            length = self.spec.default_length if self.spec is not None else None
+            args.speculative_num_draft_tokens = DEFAULT_NODES if length is None else length
         # FA3 reads the tree mask only with topk > 1. The product stays within the nodes, so that no more slots are
         # reserved.
         args.speculative_eagle_topk = 2

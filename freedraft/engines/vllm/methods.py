@@ -299,7 +299,7 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
         if K in config:
             raise ConfigError(f"{source}: {K} is given twice: remove --spec-tokens or the key in --speculative-config")
         config[K] = spec_tokens
-    tokens = config.get(K)
+    tokens = config.setdefault(K, spec.default_length)
     if tokens is None:
         raise ConfigError(f"{source}: option '{K}' is missing: add \"{K}\": 8")
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_DRAFT_TOKENS:

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 import freedraft
 from freedraft.files import write_atomically
@@ -41,7 +41,10 @@ Role = Literal["tokens", "suffix_array", "bucket_starts", "sparse_index"]
 ROLES: tuple[Role, ...] = ("tokens", "suffix_array", "bucket_starts", "sparse_index")
 Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-Isolation = Literal["tenant", "shared", "off"]
+Isolation = Annotated[
+    Literal["salt", "strict", "shared", "off"], BeforeValidator(lambda name: "strict" if name == "tenant" else name)
+]
+TENANTS_APART: tuple[Isolation, ...] = ("salt", "strict")
 
 
 def file_name(role: Role) -> str:

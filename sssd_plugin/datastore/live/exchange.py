@@ -33,7 +33,7 @@ from sssd_plugin.datastore.disk.remote import UnreachableError, cache_folder, lo
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import Snapshot
-from sssd_plugin.datastore.live.folder import LiveManifest
+from sssd_plugin.datastore.live.folder import REACH, LiveManifest
 from sssd_plugin.datastore.records import Changes, Erasure, PendingRecords, Record, now_ms
 
 logger = logging.getLogger("freedraft.datastore")
@@ -108,7 +108,7 @@ class Exchange:
     Args:
         url: whatever fsspec opens and writes to; it need not answer yet.
         vocab_size, fingerprint: of the model and its tokenizer.
-        isolation: all servers at the URL have the same one.
+        isolation: all servers at the URL have the same one; "salt" and "strict" go together.
         max_tokens: of the newest documents that are read at first.
         max_age: seconds after which a document is erased; None for never.
 
@@ -122,7 +122,7 @@ class Exchange:
         url: str,
         vocab_size: int = MAX_VOCAB_SIZE,
         fingerprint: str | None = None,
-        isolation: Isolation = "tenant",
+        isolation: Isolation = "salt",
         max_tokens: int = 1 << 24,
         max_age: float | None = None,
     ) -> None:
@@ -203,7 +203,7 @@ class Exchange:
             manifest = self.manifest()  # that of whoever was first
             assert manifest is not None
         manifest.check_fits(f"{self.url}/learnt", self._vocab_size, self._fingerprint, manifest.isolation)
-        if manifest.isolation != self._isolation:
+        if REACH[manifest.isolation] != REACH[self._isolation]:
             raise DatastoreError(
                 f"servers at {self.url} learn with isolation '{manifest.isolation}', not '{self._isolation}': set that "
                 "one, or choose another URL"

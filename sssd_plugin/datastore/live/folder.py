@@ -28,7 +28,7 @@ LOCK = "lock"
 FILE = "learnt.sqlite"
 _WAIT_SECONDS = 30.0
 
-_WIDTH = {"tenant": 0, "shared": 1, "off": 1}  # who sees a text: its tenant, or everybody
+REACH = {"salt": 0, "strict": 0, "shared": 1, "off": 1}  # who sees a text: its tenant, or everybody
 
 
 class LiveManifest(ChecksummedManifest, frozen=True):
@@ -69,7 +69,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
             raise DatastoreError(
                 f"{folder} was learnt with another model's tokenizer: choose another datastore, or remove this folder"
             )
-        if _WIDTH[isolation] > _WIDTH[self.isolation]:
+        if REACH[isolation] > REACH[self.isolation]:
             raise DatastoreError(
                 f"{folder} was learnt with isolation '{self.isolation}', and '{isolation}' would show it to everybody: "
                 f"set isolation '{self.isolation}', choose another datastore, or run "
@@ -82,12 +82,12 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     def narrowed(self, isolation: Isolation, folder: Path, alone: bool) -> LiveManifest:
         """Return the manifest after something was learnt with this isolation. Raises DatastoreError: a server with a
         wider one learns in the folder now."""
-        if _WIDTH[isolation] < _WIDTH[self.isolation] and not alone:
+        if REACH[isolation] < REACH[self.isolation] and not alone:
             raise DatastoreError(
                 f"a server with isolation '{self.isolation}' learns in {folder}, and would draft for everybody from "
                 "what this one learns: stop it first, or choose another path"
             )
-        return self.with_isolation(min(self.isolation, isolation, key=_WIDTH.__getitem__))
+        return self.with_isolation(min(self.isolation, isolation, key=REACH.__getitem__))
 
 
 class FolderLock:

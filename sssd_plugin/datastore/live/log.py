@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from sssd_plugin.datastore.disk.format import LIVE, Isolation
+from sssd_plugin.datastore.disk.format import LIVE, TENANTS_APART, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.live.folder import FILE, MANIFEST, FolderLock, LiveManifest
 from sssd_plugin.datastore.records import Changes, Erasure, PendingRecords, Record, keep_shares, now_ms
@@ -120,7 +120,7 @@ class Log:
             if known != manifest:
                 with reporting("write", folder):
                     known.write(folder / MANIFEST)
-            log = cls(folder, lock, known, max_tokens, isolation == "tenant")
+            log = cls(folder, lock, known, max_tokens, isolation in TENANTS_APART)
             if lock.alone:
                 log.end_erasures(alone=True)
                 lock.share()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sssd_plugin.datastore.disk.format import LIVE, Isolation
+from sssd_plugin.datastore.disk.format import LIVE, TENANTS_APART, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import SEPARATOR
 from sssd_plugin.datastore.live import exchange as exchanges
@@ -140,7 +140,7 @@ def export(place: str, out: Path, tenants: Sequence[str], *, accept: bool = Fals
         folder, manifest = _learnt(Path(place))
         with FolderLock(folder) as lock, _log(folder, lock, manifest) as log:
             records = log.load()
-    if manifest.isolation == "tenant" and len(tenants) != 1 and not accept:
+    if manifest.isolation in TENANTS_APART and len(tenants) != 1 and not accept:
         raise DatastoreError(
             f"{place} keeps tenants apart, and who drafts from {out} sees all: name one with --tenants, or say --accept"
         )

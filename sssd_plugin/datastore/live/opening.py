@@ -21,7 +21,7 @@ def open_live(
     *,
     static: Snapshot | None = None,
     fingerprint: str | None = None,
-    isolation: Isolation = "tenant",
+    isolation: Isolation = "salt",
     max_tokens: int = MAX_TOKENS,
     max_age: float | None = None,
 ) -> LiveStore:

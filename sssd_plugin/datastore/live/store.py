@@ -22,7 +22,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.disk.format import Isolation
+from sssd_plugin.datastore.disk.format import TENANTS_APART, Isolation
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.runs import Run, View, merged, release, sorted_run, warm_up, with_document, without
 from sssd_plugin.datastore.index.sub_index import Snapshot
@@ -34,8 +34,10 @@ from sssd_plugin.datastore.records import Changes, Erasure, Record, in_parts, ke
 
 logger = logging.getLogger("freedraft.datastore")
 
-MAX_TOKENS = 16 << 20
+MAX_TOKENS = 4 << 20
 MIN_TOKENS = 1 << 14
+NOBODY = -1
+"""Number of no tenant: it sees the static store only and teaches nobody."""
 SEARCHED = 8
 """Sub-indices that are searched at most, static ones included (arXiv 2411.05894, 3.1.3)."""
 MIN_RUNS = 2
@@ -83,15 +85,15 @@ class LiveStore:
     Args:
         vocab_size: token ids must be below it; documents with others are left out.
         static: what every tenant drafts from in addition.
-        isolation: "tenant": what a tenant's requests wrote is seen by that tenant only, and requests of none neither
-            teach nor learn; "shared": it is seen by all; "off": by all, and not even the digest of a tenant's name is
-            recorded.
+        isolation: "salt": what a tenant's requests wrote is seen by that tenant only, and requests of none are one
+            tenant; "strict": the same, but requests of none neither teach nor learn; "shared": it is seen by all;
+            "off": by all, and not even the digest of a tenant's name is recorded.
         max_tokens: held at most, separators included. Beyond it, tenants that hold most lose their oldest documents.
         max_age: seconds after which a document is erased; None for never.
         log: where documents are kept; closed with this. Documents on disk are taken over.
 
     Attributes:
-        tenants: by number; 0 is that of requests of none.
+        tenants: by number; 0 is that of requests of none, and of all where they are not kept apart.
         on_erased: called, in a background thread, when something was erased.
 
     Raises:
@@ -103,7 +105,7 @@ class LiveStore:
         vocab_size: int,
         *,
         static: Snapshot | None = None,
-        isolation: Isolation = "tenant",
+        isolation: Isolation = "salt",
         max_tokens: int = MAX_TOKENS,
         max_age: float | None = None,
         log: Log | Exchange | None = None,
@@ -111,7 +113,7 @@ class LiveStore:
         if max_tokens < MIN_TOKENS:
             raise ValueError(f"a live datastore holds at least {MIN_TOKENS} tokens, not {max_tokens}")
         self.vocab_size, self.isolation, self.max_tokens, self.max_age = vocab_size, isolation, max_tokens, max_age
-        self.isolated = isolation == "tenant"
+        self.isolated = isolation in TENANTS_APART
         self.on_erased: Callable[[], None] = lambda: None
         self.lock = threading.Lock()
         self.tenants = {0: Tenant(b"")}
@@ -145,9 +147,12 @@ class LiveStore:
         self._keeper.start()
 
     def tenant(self, name: str | None) -> int:
-        """Return the number of a tenant, 0 for requests of none. Only a keyed digest of the name is kept."""
-        if not name or self.isolation == "off" or self.key is None:
-            return 0
+        """Return the number of a tenant: 0 for requests of none, NOBODY where nothing may be shared. Only a keyed
+        digest of the name is kept."""
+        if not name or self.isolation == "off":
+            return NOBODY if self.isolation == "strict" else 0
+        if self.key is None:
+            return NOBODY if self.isolated else 0
         digest = tenant_digest(self.key, name)
         with self.lock:
             return self._number(digest)
@@ -326,7 +331,7 @@ class LiveStore:
             parts: list[list[Record]] = [[record] for record in documents]
             if sum(record.size for record in documents) > _BULK_TOKENS:
                 parts = list(in_parts(documents, self.max_tokens // 2))
-            for part in parts if digest or not self.isolated else ():
+            for part in parts if digest or self.isolation != "strict" else ():
                 with self.lock:
                     self._take(*part)
 
@@ -363,7 +368,7 @@ class LiveStore:
         """Return why a document cannot be taken, in a word; nothing if it can."""
         if self.key is None:
             return "bucket"
-        if (self.isolated and tenant == 0) or tenant not in self.tenants:
+        if tenant not in self.tenants:
             return "tenant"
         if len(tokens) >= self.max_tokens // 16:
             return "size"

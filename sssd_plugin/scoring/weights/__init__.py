@@ -1,4 +1,4 @@
-"""Weights of the learned scorer, and the files that ship with the package."""
+"""The network of the learned scorer, and the file that ships with the package."""
 
 from __future__ import annotations
 
@@ -12,22 +12,14 @@ from numpy.typing import NDArray
 
 from freedraft.files import write_atomically
 
-FEATURES = 31
-BINS = 11
-CONTEXT_SETS = 5 * BINS
-"""One set of weights for each of 5 lengths of the longest matching store context x 11 bins of the request's: 0, 1, 2,
-3, 4, 6, 8, 16, 32 tokens at least; up to 3 behind an edit of a copy, and of one edited before."""
-VARIETIES = 7
-SETS = CONTEXT_SETS + VARIETIES * VARIETIES
-"""A second set, which is added, by how much the followers of either context differ (`learned.variety`)."""
+WIDTH = 32
+"""Units of the hidden layer. The last one is linear, the others are rectified."""
+NODE_INPUTS, INPUTS = 32, WIDTH
+"""Inputs of a node, and of each of its candidates: `learned._write_node_inputs`, `learned._write_inputs`."""
+ROWS = 1 + NODE_INPUTS + 2 * INPUTS
+"""Of the layer: the bias; the node's inputs; the largest of each input among the candidates; the candidate's inputs."""
 
-EVIDENCES, RECYCLED_FEATURES = 6, 5
-RECYCLED_SETS = 4 * EVIDENCES
-"""Weights of recycled logits: a set for each of 4 orders they are found by x the longest matching context of n-grams, 0
-to 5 tokens and more. Features: the logit by n-grams; whether the token is not among the likeliest; whether it is;
-LIKELY + ln p; whether it is the first."""
-
-_FORMAT = "freedraft-scorer-3"
+_FORMAT = "freedraft-scorer-4"
 
 
 @dataclass(frozen=True)
@@ -35,22 +27,20 @@ class Weights:
     """Weights of the learned scorer.
 
     Attributes:
-        values: float64 [SETS, FEATURES].
-        trained_on: what they were trained on, for people to read.
-        trace_sha256: checksum of the trace, so that an evaluation can tell its own training data.
-        recycled: float64 [RECYCLED_SETS, RECYCLED_FEATURES], of recycled logits.
+        layer: float32 [ROWS, WIDTH]; out: float32 [WIDTH], that the units are multiplied by.
+        trained_on: sha256 of each file that they were trained on, by its name.
+        recipe: the command that trained them.
     """
 
-    values: NDArray[np.float64]
-    trained_on: str = ""
-    trace_sha256: str = ""
-    recycled: NDArray[np.float64] = field(default_factory=lambda: initial_recycled_weights())
+    layer: NDArray[np.float32]
+    out: NDArray[np.float32]
+    trained_on: dict[str, str] = field(default_factory=dict)
+    recipe: str = ""
 
     def __post_init__(self) -> None:
-        shapes = ((self.values, (SETS, FEATURES)), (self.recycled, (RECYCLED_SETS, RECYCLED_FEATURES)))
-        for values, shape in shapes:
-            if values.shape != shape or not np.isfinite(values).all():
-                raise ValueError(f"scorer weights must be {shape[0]} x {shape[1]} finite numbers, not {values.shape}")
+        for values, shape in ((self.layer, (ROWS, WIDTH)), (self.out, (WIDTH,))):
+            if values.dtype != np.float32 or values.shape != shape or not np.isfinite(values).all():
+                raise ValueError(f"scorer weights must be {shape} finite float32 numbers, not {values.shape}")
 
     @classmethod
     def load(cls, path: Path | None = None) -> Weights:
@@ -61,8 +51,8 @@ class Weights:
             data = json.loads(source.read_text())
             if data["format"] != _FORMAT:
                 raise ValueError(f"format {data['format']!r}")
-            values, recycled = (np.array(data[name], np.float64) for name in ("weights", "recycled"))
-            return cls(values, str(data["trained_on"]), str(data["trace_sha256"]), recycled)
+            layer, out = (np.array(data[name], np.float32) for name in ("layer", "out"))
+            return cls(layer, out, dict(data["trained_on"]), str(data["recipe"]))
         except FileNotFoundError:
             raise ValueError(f"weights: {source} does not exist; train one with bench/scorer") from None
         except (KeyError, TypeError, ValueError, OSError) as error:
@@ -71,14 +61,18 @@ class Weights:
             ) from None
 
     def save(self, path: Path) -> None:
-        head = {"format": _FORMAT, "trained_on": self.trained_on, "trace_sha256": self.trace_sha256}
-        parts = [json.dumps(head)[:-1]]
-        for name, values in (("weights", self.values), ("recycled", self.recycled)):
-            rows = ",\n  ".join(json.dumps([float(f"{v:.6g}") for v in row]) for row in values)
-            parts.append(f' "{name}": [\n  {rows}\n ]')
-        write_atomically(path, (",\n".join(parts) + "}\n").encode(), mode=0o666)
+        """Write them, rounded to five digits."""
+        head = {"format": _FORMAT, "trained_on": self.trained_on, "recipe": self.recipe, "out": _rounded(self.out)}
+        rows = ",\n  ".join(json.dumps(_rounded(row)) for row in self.layer)
+        write_atomically(path, f'{json.dumps(head)[:-1]},\n "layer": [\n  {rows}\n ]}}\n'.encode(), mode=0o666)
 
 
-def initial_recycled_weights() -> NDArray[np.float64]:
-    """Return the weights that training starts from: half of either logit."""
-    return np.tile([0.5, -1.0, 0.0, 0.5, 0.0], (RECYCLED_SETS, 1))
+def _rounded(values: NDArray[np.float32]) -> list[float]:
+    return [float(f"{v:.5g}") for v in values]
+
+
+def initial_weights() -> Weights:
+    """Return the weights that training starts from: a mix of both interpolated probabilities, in the linear unit."""
+    layer = np.zeros((ROWS, WIDTH), np.float32)
+    layer[0, -1], layer[-INPUTS, -1], layer[1 - INPUTS, -1] = 1.0, 0.4, 0.5
+    return Weights(layer, np.append(np.zeros(WIDTH - 1, np.float32), np.float32(1.0)))

@@ -15,16 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seqused_k: torch.Tensor,
-    softmax_scale: float,
-    block_table: torch.Tensor,
-    **_: Any,
-) -> None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor, softmax_scale: float, block_table: torch.Tensor, **_: Any,
+) -> None:  # fmt: skip
     """Causal attention, as both stock kernels compute it: the queries of a request are its last tokens."""
     for row, (start, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
         length = int(seqused_k[row])

@@ -19,17 +19,9 @@ def main() -> None:
     skip_sets = given.pop("skip_sets", [None] * len(prompts))
     temperature = given.pop("temperature", 0)
     room = {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "block_size": 32}
-    llm = LLM(
-        sys.argv[1],
-        tensor_parallel_size=int(sys.argv[2]),
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        **room,
-        **given,
-    )
+    options = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
+    options |= {"enable_prefix_caching": False, "disable_log_stats": False}
+    llm = LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), **options, **room, **given)
     asked = {"temperature": temperature, "seed": 5, "max_tokens": 30, "ignore_eos": True, "detokenize": False}
     parameters = [SamplingParams(**asked, extra_args={"skip_set": name} if name else None) for name in skip_sets]
     answers = [

@@ -50,6 +50,9 @@ from freedraft.engines.vllm.v2.tree_support import why_chains
 from tests.support.recycled import recorded
 from tests.support.triton_launches import record_launches
 
+METRICS = {"drafted": "spec_decode_num_draft_tokens", "accepted": "spec_decode_num_accepted_tokens"}
+METRICS |= {"preempted": "num_preemptions", "cached": "prefix_cache_hits"}
+
 
 class Recorded:
     """In place of vLLM's CUDAGraphWrapper: a replay computes anew, with the very tensors of the capture and with the
@@ -120,14 +123,9 @@ def note_waits() -> list[int]:
 
 
 def answers(
-    llm: Any,
-    prompts: list[list[int]],
-    parameters: dict[str, Any],
-    each: Sequence[dict[str, Any]] = (),
-    abort: int = 0,
-    chains: Collection[int] = (),
-    salt: str = "",
-) -> list[list[int]]:
+    llm: Any, prompts: list[list[int]], parameters: dict[str, Any], each: Sequence[dict[str, Any]] = (), abort: int = 0,
+    chains: Collection[int] = (), salt: str = "",
+) -> list[list[int]]:  # fmt: skip
     engine = llm.llm_engine
     if "structured_outputs" in parameters:
         parameters = parameters | {"structured_outputs": StructuredOutputsParams(**parameters["structured_outputs"])}
@@ -314,16 +312,9 @@ def trees_of_graphs(runner: Any) -> dict[str, list[int]]:
     requests = min(2, runner.max_num_reqs)
     for name, query_len in {"half": 1 + most // 2, "all": 1 + most, "any step": None}.items():
         state = cudagraph_utils.prepare_inputs_to_capture(
-            requests,
-            requests * (query_len or 2 + most),
-            runner.model_state,
-            runner.input_buffers,
-            runner.block_tables,
-            runner.attn_groups,
-            runner.kv_cache_config,
-            full_cudagraph=True,
-            max_query_len=query_len,
-        )
+            requests, requests * (query_len or 2 + most), runner.model_state, runner.input_buffers, runner.block_tables,
+            runner.attn_groups, runner.kv_cache_config, full_cudagraph=True, max_query_len=query_len,
+        )  # fmt: skip
         trees = next(iter(state.attn_metadata.values())).trees
         noted[name] = [1 + len(trees.compiled_for), trees.max_queries, int(trees.mixed)]
     runner.speculator.warm_up(False)
@@ -435,39 +426,26 @@ def main() -> None:
     live = getattr(guarded.method, "live", None)
     tenants = () if live is None else live.tenants.values()
     tokens = [run.sub.tokens[: run.n].tolist() for tenant in tenants for run in tenant.all_runs]
-    result["engine"] = {
-        "v2": isinstance(runner, GPUModelRunner),
-        "async": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
-        "schedule": llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens_per_batch_size,
-        "drafted": figures["vllm:spec_decode_num_draft_tokens"],
-        "accepted": figures["vllm:spec_decode_num_accepted_tokens"],
-        "preempted": figures["vllm:num_preemptions"],
-        "cached": figures["vllm:prefix_cache_hits"],
-        "failures": guarded.metrics.failures._value.get(),
-        "ours": [drafted.get(), accepted.get()],
-        "counts": counts,
-        "trees": trees is not None and trees.enabled,
-        "branches": branches,
-        "trees of graphs": of_graphs,
-        "reasons for chains": reasons_for_chains(runner) if trees is not None else [],
-        "built otherwise": prepared_without("fast_prefill", runner, trees) if trees is not None else [],
-        "tokens on the host": runner.req_states.all_token_ids.on_host,
-        "kv": largest_difference(kv),
-        "replays": [graph.replays for graph in graphs],
-        "reads": reads,
-        "waits": waits,
-        "drafts": drafts,
-        "graph lengths": [sorted(lengths) for lengths in graph_lengths],
-        "lookup": core.scheduler.dynamic_sd_lookup,
-        "decided": [[*batches, length] for batches, (length, _) in getattr(controller, "_decided", {}).items()],
-        "verified": sorted({length for _, length, _ in getattr(controller, "_errors", {})}),
-        "confidences": confidences,
-        "compiled": len(compiled),
-        "compiled late": [str(kind) for kind in launched - compiled],
-        "said": [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1],
-        "held": [len(drafter), len(guarded.running), len(runner.speculator.requests.slots)],
-        "learnt": tokens,
-    }
+    config = llm.llm_engine.vllm_config
+    schedule = config.speculative_config.num_speculative_tokens_per_batch_size
+    figures = {name: figures[f"vllm:{metric}"] for name, metric in METRICS.items()}
+    engine = figures | {"v2": isinstance(runner, GPUModelRunner), "async": config.scheduler_config.async_scheduling}
+    engine |= {"failures": guarded.metrics.failures._value.get(), "ours": [drafted.get(), accepted.get()]}
+    engine |= {"counts": counts, "branches": branches, "reads": reads, "waits": waits, "drafts": drafts}
+    engine |= {"confidences": confidences, "schedule": schedule, "lookup": core.scheduler.dynamic_sd_lookup}
+    engine |= {"trees": trees is not None and trees.enabled, "trees of graphs": of_graphs, "learnt": tokens}
+    engine["reasons for chains"] = reasons_for_chains(runner) if trees is not None else []
+    engine["built otherwise"] = prepared_without("fast_prefill", runner, trees) if trees is not None else []
+    engine |= {"tokens on the host": runner.req_states.all_token_ids.on_host, "kv": largest_difference(kv)}
+    engine["replays"] = [graph.replays for graph in graphs]
+    engine["graph lengths"] = [sorted(lengths) for lengths in graph_lengths]
+    decided = getattr(controller, "_decided", {})
+    engine["decided"] = [[*batches, length] for batches, (length, _) in decided.items()]
+    engine["verified"] = sorted({length for _, length, _ in getattr(controller, "_errors", {})})
+    engine |= {"compiled": len(compiled), "compiled late": [str(kind) for kind in launched - compiled]}
+    engine["said"] = [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1]
+    engine["held"] = [len(drafter), len(guarded.running), len(runner.speculator.requests.slots)]
+    result["engine"] = engine
     print("\n" + json.dumps(result))
 
 

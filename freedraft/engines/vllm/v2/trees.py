@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from freedraft_kernels import KVPool, NodeMasks, warm_up_verification, write_tree_queries
 from numpy.typing import NDArray
+from vllm.v1.worker.gpu.states import RequestState
 
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.v2.matching import match
@@ -28,14 +29,14 @@ class Trees:
     """The trees of a runner, in each tensor-parallel rank. B requests of a step, K = most draft tokens of a request.
 
     Args:
-        vllm_config: vLLM's VllmConfig; device: of the model; states: the runner's RequestState.
+        device: of the model; states: the runner's RequestState.
 
     Attributes:
         enabled: whether drafts may be trees; False until the KV cache is there.
         allowed: bool [slots], whether the request there may have one.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, states: Any) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, states: RequestState) -> None:
         self._vllm_config, self._states = vllm_config, states
         self._asked = configured(vllm_config).options.get("shape") == "tree"
         slots, width = states.max_num_reqs, vllm_config.speculative_config.num_speculative_tokens
