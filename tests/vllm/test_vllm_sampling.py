@@ -34,7 +34,7 @@ def drafting(request: pytest.FixtureRequest, plain: dict, tiny_model: Path, tmp_
     config = {"method": request.param, "num_speculative_tokens": K}
     if request.param == "sssd":
         build_store(folder / "store", [np.arange(3000) % 20], 24)
-        config |= {"scoring": "paper", "policy": "fixed", "datastore": str(folder / "store")}
+        config |= {"scoring": "paper", "policy": "fixed", "datastore": str(folder / "store"), "live": "off"}
     else:
         SkipSet(2, frozenset({1}), frozenset({0})).save(folder / "half.json")
         config |= {"skip_set": str(folder / "half.json"), "lookahead": "fixed"}

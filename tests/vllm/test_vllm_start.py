@@ -81,8 +81,6 @@ def test_the_source_tells_what_the_installed_engine_tells() -> None:
         ("buffer_utils", "np", "UvaBackedTensor has no np"),
         ("model_runner", "block_tables", "GPUModelRunner has no block_tables"),
         ("model_runner", "fast_prefill", "GPUModelRunner has no fast_prefill"),
-        ("sample/sampler", "sampling_states", "Sampler has no sampling_states"),
-        ("sample/states", "seeds", "SamplingStates has no seeds"),
     ],
 )
 def test_doctor_knows_what_is_read_of_model_runner_v2(module: str, name: str, said: str) -> None:
