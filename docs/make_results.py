@@ -120,8 +120,8 @@ def budget_replay(result: Any) -> str:
 
 @section("Draft quality, by replay", "replay.json")
 def replay(rows: Any) -> str:
-    """Recorded answers; of these, the scorer was trained on the first 240 rows of the Llama trace, which are in the store
-    and not replayed. Deterministic."""
+    """Recorded answers; of these, the scorer was trained on the first 240 rows of the Llama trace, which are in the
+    store and not replayed. Deterministic."""
     for r in rows:
         r["name"] = NAMES[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "") + f", {r['shape']}"
         r["name"] += ", no store" if r["drafter"] == "sssd" and not r["store_tokens"] else ""

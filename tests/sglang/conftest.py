@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "FREEDRAFT_POLICY": "fixed",
     "FREEDRAFT_SCORING": "paper",
+    "FREEDRAFT_LIVE": "off",  # the same prompts are asked again
     "FREEDRAFT_DRAFT_TIMEOUT_MS": "60000",  # what is counted is not to depend on how busy the machine is
 }
 

@@ -59,7 +59,7 @@ def test_learns_for_its_tenant(tiny, tmp_path, overlap):
 def test_recycles_for_its_tenant(tiny, tmp_path):
     """The logits at verified nodes serve later requests of the tenant, with nothing learnt from the answers."""
     counts = tmp_path / "counts.json"
-    env = {"FREEDRAFT_SCORING": "learned", "FREEDRAFT_RECYCLE": "on", "FREEDRAFT_LIVE": "off"}
+    env = {"FREEDRAFT_SCORING": "learned", "FREEDRAFT_RECYCLE": "on"}
     options = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": 8, "disable_radix_cache": True}
     with sglang_engine(tiny, counts, env, **options) as engine:
         prompt = "one two three four"
