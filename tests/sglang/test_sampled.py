@@ -1,18 +1,12 @@
-"""Through the real engine: sampled requests have exactly the target's distribution, whatever trees are drafted, and
-seeded ones the tokens of stock SGLang."""
+"""Through the real engine: sampled requests have exactly the target's distribution, whatever trees are drafted."""
 
 from __future__ import annotations
-
-import asyncio
-import contextlib
-import itertools
 
 import pytest
 
 from tests.sglang.conftest import SIX_TOKENS as VOCAB
-from tests.sglang.conftest import make_tiny, read_counts, sglang_engine
+from tests.sglang.conftest import sglang_engine
 from tests.support.distributions import assert_distribution, enumerate_outputs
-from tests.support.prompts import random_ids
 
 TOKENS, SAMPLES = 3, 1500
 PROMPT = [1, 3, 5, 4]
@@ -48,103 +42,3 @@ def test_drafts_were_accepted(engine):
     options = {"temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True}
     outputs = engine.generate(input_ids=[PROMPT] * 16, sampling_params=options)
     assert sum(o["meta_info"]["spec_accept_length"] for o in outputs) / 16 > 1.2
-
-
-# Seeds are heeded by stock SGLang under --enable-deterministic-inference alone, where a request without one has 42, and
-# one with min_p ends the server. See the tests' plugin for what it takes on a CPU.
-SEEDED_VOCAB, ROWS = 200, 5
-SEEDS = (1, 2**40 + 7, None)
-# Noise belongs to ranks where some request of a batch has a filter, and to token ids where none has: not to be mixed.
-FILTERED = [
-    {"temperature": 0.3, "top_k": 20},
-    {"temperature": 0.9, "top_p": 0.9},
-    {"temperature": 1.3, "top_k": 30, "top_p": 0.8},
-    {"temperature": 0.0},
-]
-PLAIN = [{"temperature": 0.3}, {"temperature": 0.9}, {"temperature": 1.3}]
-
-
-def seeded_requests(kinds):
-    """(prompt, sampling parameters), those of one seed after those of the other."""
-    prompts = random_ids((3, 5, 8, 13, 21, 34, 55, 89), SEEDED_VOCAB)
-    for seed, prompt, kind in itertools.product(SEEDS, prompts, kinds):
-        yield prompt, {"max_new_tokens": 16, "ignore_eos": True, "sampling_seed": seed} | kind
-
-
-@contextlib.contextmanager
-def seeded_engine(model, counts=None, env=None, **options):
-    env = {"TORCHDYNAMO_DISABLE": "1"} | (env or {})  # SGLang would compile its sampler with a C++ compiler
-    options |= {"enable_deterministic_inference": True, "skip_tokenizer_init": True}
-    with sglang_engine(model, counts, env, **options) as engine:
-        yield engine
-
-
-def answer(engine, given, together):
-    """Tokens and mean accepted lengths of a tenant's requests, of this many at a time."""
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    async def one(ids, sampling):
-        request = GenerateReqInput(input_ids=ids, sampling_params=dict(sampling), extra_key="tenant")
-        return await anext(engine.tokenizer_manager.generate_request(request, None))
-
-    async def all_of_them():
-        return [
-            got
-            for first in range(0, len(given), together)
-            for got in await asyncio.gather(*(one(*each) for each in given[first : first + together]))
-        ]
-
-    outputs = engine.loop.run_until_complete(all_of_them())
-    return [o["output_ids"] for o in outputs], [o["meta_info"].get("spec_accept_length", 1.0) for o in outputs]
-
-
-async def give_up(engine, given):
-    """Start requests beside whatever runs, and abort them soon."""
-    names = [f"given-up-{i}" for i in range(len(given))]
-    long = {"max_new_tokens": 150}
-    running = [
-        asyncio.create_task(engine.async_generate(input_ids=ids, sampling_params=sampling | long, rid=name))
-        for name, (ids, sampling) in zip(names, given, strict=True)
-    ]
-    await asyncio.sleep(0.5)
-    for name in names:
-        engine.tokenizer_manager.abort_request(rid=name)
-    await asyncio.gather(*running, return_exceptions=True)
-
-
-@pytest.fixture(scope="module")
-def seeded(tmp_path_factory):
-    """A model, and requests with stock SGLang's answers: with filters, and without."""
-    model = make_tiny(tmp_path_factory.mktemp("seeded"), vocab_size=SEEDED_VOCAB, tokenizer=None)
-    cases = []
-    with seeded_engine(model) as engine:
-        for kinds in (FILTERED, PLAIN):
-            given = list(seeded_requests(kinds))
-            expected, _ = answer(engine, given, 4)
-            of_each_seed = len(given) // len(SEEDS)
-            others = sum(a != b for a, b in zip(expected[:of_each_seed], expected[of_each_seed:], strict=False))
-            assert others > of_each_seed / 2, "seeds are not heeded"
-            cases.append((given, expected))
-    return model, cases
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_seeded_requests_have_the_tokens_of_stock_sglang(seeded, tmp_path, overlap):
-    """While the drafter learns from their answers: what is drafted changes, and what is said does not."""
-    model, cases = seeded
-    counts, options = tmp_path / "counts.json", {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": 8}
-    env = {"FREEDRAFT_LIVE": "true", "FREEDRAFT_DATASTORE": str(tmp_path / "store")}
-    env["TREE_TEST_PROBABILITIES"] = str(ROWS * SEEDED_VOCAB)  # batches are sampled in parts
-    with seeded_engine(model, counts, env, disable_overlap_schedule=not overlap, **options) as engine:
-        for given, expected in cases:
-            first, before = answer(engine, given, 4)
-            assert first == expected
-            beside = engine.loop.create_task(give_up(engine, given[:4]))
-            again, _ = answer(engine, given[::3], 4)
-            engine.loop.run_until_complete(beside)
-            assert again == expected[::3]
-            alone, learned = answer(engine, given[1::3], 1)
-            assert alone == expected[1::3]
-            assert sum(learned) / len(learned) > 1.2 * sum(before) / len(before), "the answers were not learned"
-    done = read_counts(counts)
-    assert done["batch 4"] > 0 and done["most rows sampled"] == ROWS
