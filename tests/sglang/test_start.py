@@ -44,9 +44,9 @@ def resolved(weightless, monkeypatch):
 @pytest.mark.parametrize("backend", ["triton", "flashinfer", "fa3"])
 def test_backends_with_tree_masks_pass(resolved, backend):
     args = resolved(**ON_GPU | {"attention_backend": backend})
-    assert args.speculative_num_draft_tokens == 16
+    assert args.speculative_num_draft_tokens == 32
     assert args.speculative_eagle_topk > 1, "FA3 ignores the tree mask otherwise"
-    assert args.speculative_num_steps * args.speculative_eagle_topk <= 16, "more KV slots than nodes would be reserved"
+    assert args.speculative_num_steps * args.speculative_eagle_topk <= 32, "more KV slots than nodes would be reserved"
     assert args.enable_mixed_chunk is False and args.max_running_requests == 48
 
 
@@ -101,9 +101,9 @@ def test_the_backend_that_does_not_verify_may_be_any(resolved):
 
 
 def test_ranks(resolved, monkeypatch):
-    for name in ("sssd", "layerskip", "freedraft"):
+    for name, nodes in {"sssd": 32, "layerskip": 16, "freedraft": 16}.items():
         args = resolved(**ON_GPU, tp_size=2, speculative_algorithm=name)
-        assert args.tp_size == 2 and args.speculative_num_draft_tokens == 16
+        assert args.tp_size == 2 and args.speculative_num_draft_tokens == nodes
     monkeypatch.setenv("FREEDRAFT_SELECTION", "swift")
     for name in ("layerskip", "freedraft"):
         with pytest.raises(ValueError, match=r"selection 'swift'.* rank only, not 2: .*'knn'"):
