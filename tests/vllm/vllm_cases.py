@@ -137,7 +137,7 @@ FILTERS: list[dict[str, Any]] = [
 
 
 def seeded_case(share: int = 8) -> dict[str, Any]:
-    """A case of `serve.py`: of each prompt with each seed and temperature every so many, and a greedy request."""
+    """A case of `serve.py`: each `share`-th of prompts by seeds by temperatures, and a greedy request."""
     product = list(itertools.product(SEEDED_PROMPTS, SEEDS, TEMPERATURES))
     each = [
         {"seed": product[i][1], "temperature": product[i][2]} | FILTERS[i % len(FILTERS)]

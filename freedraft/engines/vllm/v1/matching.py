@@ -72,7 +72,7 @@ class Matching:
 
 
 def _ahead(processors: Any, tokens: int) -> Any:
-    """vLLM's LogitsProcessors when each request has written so many more tokens: `min_tokens` alone counts them."""
+    """vLLM's LogitsProcessors after `tokens` more tokens of each request, which `min_tokens` alone counts."""
     from vllm.v1.sample.logits_processor import LogitsProcessors, MinTokensLogitsProcessor
 
     def later(processor: Any) -> Any:
