@@ -70,7 +70,7 @@ def main() -> int:
     started = time.monotonic()
     ensure_store(args.store, args.model, console)
     speculative = {"method": "sssd", "num_speculative_tokens": DRAFT_TOKENS, "datastore": str(args.store.resolve())}
-    speculative |= {"live": "off"}  # prompts are repeated, and an answer seen before would be copied
+    speculative |= {"isolation": "strict"}  # prompts are repeated, and what is learnt of one would be copied
     pair = {}
     for name, settings in ((BASELINE, None), (SSSD, speculative)):
         log = args.json.parent / "logs" / f"demo-{args.engine}-{name}.log"
