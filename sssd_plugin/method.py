@@ -75,15 +75,9 @@ def schedule(options: SssdOptions, context: EngineContext) -> Schedule | None:
 
 
 SPEC = MethodSpec(
-    NAME,
-    "sssd_plugin.method:SssdMethod",
-    SssdOptions,
-    check,
-    takes_corpora=True,
-    schedule=schedule,
-    role="host",
+    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule, role="host",
     default_length=32,
-)
+)  # fmt: skip
 
 
 def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:

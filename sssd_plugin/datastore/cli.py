@@ -74,34 +74,22 @@ class BuildOptions:
     """
 
     out: OutPath
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="INPUT...",
-            help="JSON lines (.jsonl), token ids (.npy; -1 between documents), text, or folders of these.",
-        ),
-    ]
+    inputs: Annotated[list[Path], typer.Argument(
+        metavar="INPUT...",
+        help="JSON lines (.jsonl), token ids (.npy; -1 between documents), text, or folders of these.")]
     tokenizer: TokenizerOption = None
-    field: Annotated[
-        list[str] | None,
-        typer.Option(help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. (default: text)"),
-    ] = None
+    field: Annotated[list[str] | None, typer.Option(
+        help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. (default: text)")] = None
     glob: Annotated[str, typer.Option(help="Which files of a folder.")] = "**/*"
     memory: MemoryOption = "2GiB"
-    sub_index_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Largest sub-index (default: what the memory allows).")
-    ] = None
-    vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Ids are below it (default: the tokenizer's; needed without one).")
-    ] = None
+    sub_index_tokens: Annotated[int | None, typer.Option(
+        metavar="N", help="Largest sub-index (default: what the memory allows).")] = None
+    vocab_size: Annotated[int | None, typer.Option(
+        metavar="N", help="Ids are below it (default: the tokenizer's; needed without one).")] = None
     force: ForceOption = False
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Keep the tokens read so far beside OUT if interrupted, and go on from there when called again.",
-        ),
-    ] = False
+    resume: Annotated[bool, typer.Option(
+        "--resume",
+        help="Keep the tokens read so far beside OUT if interrupted, and go on from there when called again.")] = False
     workers: WorkersOption = 1
     ray: RayOption = None
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False
@@ -138,13 +126,8 @@ class BuildOptions:
         with (
             _progress(self.quiet) as progress,
             StoreBuilder(
-                self.out,
-                vocab_size=vocab_size,
-                tokenizer=entry,
-                memory=parse_size(self.memory),
-                sub_index_tokens=self.sub_index_tokens,
-                replace=self.force,
-                sorter=self._sorter(),
+                self.out, vocab_size=vocab_size, tokenizer=entry, memory=parse_size(self.memory),
+                sub_index_tokens=self.sub_index_tokens, replace=self.force, sorter=self._sorter(),
                 on_phase=lambda phase: progress.update(task, description=phase),
             ) as builder,
             BuildCheckpoint(self.out, files, fields, entry.fingerprint if entry else None, vocab_size)

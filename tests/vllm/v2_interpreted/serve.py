@@ -4,8 +4,8 @@
 
 Cases come one after the other: all prompts of one at once. "each" has parameters of each request besides those of all;
 "abort" is a number of steps after which each request is given up, and asked anew under the same id; "chains" are the
-requests with parameters that allow no trees; "salt" stands in front of the prompts' own. "adaptive" asks the speculator for confidences,
-"kv" notes the KV of all steps, "drafts" those of chains, "graphs" lets draft passes run as CUDA graphs do,
+requests with parameters that allow no trees; "salt" stands in front of the prompts' own. "adaptive" asks the speculator
+for confidences, "kv" notes the KV of all steps, "drafts" those of chains, "graphs" runs draft passes as CUDA graphs do,
 "graph_sizes" are those of vLLM's own, "warm_up" compiles kernels as vLLM does on devices, and notes which of ours are
 launched that were not then, "rows" is how many rows of logits are verified at once. The rest of the JSON are arguments
 of the engine; without a "speculative_config" there are answers alone.
