@@ -95,7 +95,8 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv > "$OUT/gpu
 "$VLLM/bin/freedraft" doctor || true
 "$VLLM/bin/python" bench/kernels.py --json "$OUT/kernels.json" || failed=1
 "$VLLM/bin/freedraft" profile --out "$OUT/profile.yaml" --force || true
-"$VLLM/bin/python" bench/forward_times.py --json "$OUT/forward-times.json" || failed=1
+"$VLLM/bin/python" bench/first_hour.py --model "$MODEL" --json "$OUT/first-hour.json" \
+    --arms plain-bf16 auto-bf16 tree-bf16 8b-plain 8b-chain 8b-auto 8b-chain-mp || failed=1
 
 # One server at a time: an engine takes most of the device's memory. bf16 and CUDA graphs, as people serve. Each arm runs
 # on the model runner that its users get; plain is stock plain.
