@@ -94,3 +94,54 @@ def test_tokens_logprobs_and_generators_are_plain_decodings(path: str) -> None:
     for row in (0, *SEEDED):
         assert written[row][: TOKENS + 1] == plain[row][: TOKENS + 1]
         assert all(torch.equal(a, b) for a, b in zip(logprobs[row][:TOKENS], plain_logprobs[row], strict=False))
+
+
+@pytest.mark.parametrize("least", [0, 4], ids=["at once", "position by position"])
+def test_greedy_batches_are_sampled_at_once_where_logits_alone_decide(least: int) -> None:
+    import torch
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MinTokensLogitsProcessor
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    from freedraft.engines.vllm.v1.matching import Matching
+
+    choose, rows, sampler = random.Random(3), len(TEMPERATURES), Sampler()
+    model = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5))
+    calls: list[int] = []
+
+    def counting(**given: Any) -> Any:
+        calls.append(len(given["logits"]))
+        return sampler(**given)
+
+    for _ in range(50):
+        asked = SamplingParams(min_tokens=least, stop_token_ids=[VOCABULARY - 1], max_tokens=99)
+        processor: Any = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+        processor.update_state(BatchUpdate(rows, [], [(row, asked, None, []) for row in range(rows)], []))
+        metadata = metadata_of({}, [[] for _ in range(rows)])
+        metadata.temperature, metadata.all_greedy, metadata.no_penalties = None, True, True
+        metadata.bad_words_token_ids, metadata.max_num_logprobs = {}, None
+        metadata.output_token_ids, metadata.logitsprocs = [], LogitsProcessors([processor])
+        last = [choose.randrange(VOCABULARY) for _ in range(rows)]
+        plain, drafts = [], []
+        for token in last:
+            follows = []
+            for position in range(MAX_DRAFT + 1):
+                token = int(model[token][: VOCABULARY - (position < least)].argmax())
+                follows.append(token)
+            plain.append(follows)
+            draft = follows[: choose.randint(0, MAX_DRAFT)]
+            if draft and choose.random() < 0.5:
+                draft[choose.randrange(len(draft))] = choose.randrange(VOCABULARY)
+            drafts.append(draft)
+        before = [token for at, draft in zip(last, drafts, strict=True) for token in (at, *draft)]
+        calls.clear()
+        dummy = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
+        output = Matching(counting)(dummy, None, model[before].clone(), metadata)
+        gained, _ = RejectionSampler.parse_output(output.sampled_token_ids, VOCABULARY)
+        for tokens, follows, draft in zip(gained, plain, drafts, strict=True):
+            same = next((i for i, (a, b) in enumerate(zip(draft, follows, strict=False)) if a != b), len(draft))
+            assert tokens == follows[: same + 1]
+        if not least:
+            assert calls == [len(before)]

@@ -2,8 +2,9 @@
 
 At each position of a request's draft, vLLM's `Sampler` is called as plain decoding calls it: with the same logits,
 parameters, earlier tokens and random generator. While it draws the draft's token, the next position is sampled; another
-token ends the request's step. So output does not depend on what was drafted: with a seed it is plain decoding's, and
-the request's generator has drawn once for each token gained.
+token ends the request's step. Where every token is the likeliest of its logits and nothing else decides it, one call
+samples all positions. So output does not depend on what was drafted: with a seed it is plain decoding's, and the
+request's generator has drawn once for each token gained.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Matching:
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
         drafts, counts = metadata.draft_token_ids.tolist(), metadata.num_draft_tokens
+        if _by_logits_alone(sampling):
+            return SamplerOutput(self._greedy(logits, sampling, drafts, counts), None)
         last = torch.tensor(counts, device=logits.device)
         first = torch.cumsum(last + 1, 0) - last - 1
         starts = (first - torch.arange(len(counts), device=first.device)).tolist()
@@ -69,6 +72,38 @@ class Matching:
         parts = zip(*(each[:3] for each in logprobs), strict=True)
         made: Any = (torch.stack(part, 1).flatten(0, 1) for part in parts)
         return SamplerOutput(ids, LogprobsTensors(*made))
+
+    def _greedy(self, logits: Any, sampling: Any, drafts: list[int], counts: list[int]) -> Any:
+        """Return the tokens gained, int32 [B, most draft tokens + 1]."""
+        import torch
+
+        output = self._sampler(logits=logits, sampling_metadata=sampling, predict_bonus_token=True)
+        drawn = output.sampled_token_ids[:, 0].tolist()
+        gained = [[-1] * (max(counts) + 1) for _ in counts]
+        row = 0
+        for request, count in enumerate(counts):
+            start = row - request  # of its drafts
+            for position in range(count + 1):
+                gained[request][position] = drawn[row + position]
+                if position < count and drawn[row + position] != drafts[start + position]:
+                    break
+            row += count + 1
+        return torch.tensor(gained, dtype=torch.int32, device=logits.device)
+
+
+def _by_logits_alone(sampling: Any) -> bool:
+    """Whether all requests are greedy, and no parameter of theirs goes by the row or by earlier tokens."""
+    from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
+
+    def idle(processor: Any) -> bool:
+        if isinstance(processor, MinTokensLogitsProcessor):
+            return not processor.min_toks
+        return isinstance(processor, LogitBiasLogitsProcessor) and not processor.biases
+
+    asked = (sampling.output_token_ids, sampling.bad_words_token_ids, getattr(sampling, "logprob_token_ids", None))
+    free = sampling.allowed_token_ids_mask is None and sampling.max_num_logprobs is None and not any(asked)
+    greedy = sampling.all_greedy and sampling.no_penalties
+    return greedy and free and all(map(idle, sampling.logitsprocs.non_argmax_invariant))
 
 
 def _ahead(processors: Any, tokens: int) -> Any:
