@@ -389,3 +389,33 @@ def test_drafts_are_the_same_in_a_thread():
     for one, other in zip(inside, outside, strict=True):
         for name in ("tokens", "parents", "depths", "counts"):
             assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_lengths_come_with_the_tokens():
+    """What SGLang's relay sets of a step is what it sets by its own copy, without that copy."""
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.speculative.ngram_info import NgramVerifyInput
+
+    from freedraft.engines.sglang.algorithm import TreeAlgorithm
+
+    seam = drafting()
+    batch = decoding_batch({request("a", [1, 2, 3]): [4, 5], request("b", [6]): [7]}, seam.accepted)
+    lengths, pool = batch.seq_lens, ReqToTokenPool(size=8, max_context_len=8, device="cpu", enable_memory_saver=False)
+    algorithm = TreeAlgorithm("sssd", None)
+    algorithm.prepare = seam.prepare
+    early = algorithm.create_future_map("cpu", pool)
+    stock = FutureMap("cpu", algorithm, pool)
+    for relay in (early, stock):
+        relay.publish_ready = None
+        relay.new_seq_lens_buf[batch.req_pool_indices] = lengths
+        batch.spec_info = NgramVerifyInput(custom_mask=lengths, draft_token_num=NODES)
+        batch.spec_info.future_indices = batch.req_pool_indices
+        batch.seq_lens = batch.seq_lens_cpu = batch.seq_lens_sum = None
+        relay.resolve_seq_lens_cpu(batch)
+        assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == lengths.tolist()
+        assert batch.seq_lens_sum == int(lengths.sum()) and relay.needs_cpu_seq_lens
+    early.new_seq_lens_buf[:] = -1  # it is not copied to the host again
+    batch.spec_info.future_indices, batch.seq_lens_cpu = batch.req_pool_indices, None
+    early.resolve_seq_lens_cpu(batch)
+    assert batch.seq_lens_cpu.tolist() == lengths.tolist()

@@ -24,7 +24,7 @@ class TreeAlgorithm(CustomSpecAlgo):
 
     spec: MethodSpec | None = None
     # Callback for each overlapped decode step, called while the previous step is still running; set by the worker
-    prepare: Callable[[Any], None] | None = None
+    prepare: Callable[[Any], Any] | None = None
 
     def is_ngram(self) -> bool:
         return True
@@ -53,9 +53,8 @@ class TreeAlgorithm(CustomSpecAlgo):
         future_map.prepare = self._prepare
         return future_map
 
-    def _prepare(self, batch: Any) -> None:
-        if self.prepare is not None:
-            self.prepare(batch)
+    def _prepare(self, batch: Any) -> Any:
+        return None if self.prepare is None else self.prepare(batch)
 
     def handle_server_args(self, server_args: Any) -> None:
         """Set what the user left open, and refuse what cannot work. Raises ValueError: an argument does not go with

@@ -179,8 +179,9 @@ class Drafting:
             ids = [request.rid for request in batch.reqs]
             self.guarded.call(lambda: self._logits.put(ids, draft, logits))
 
-    def prepare(self, batch: Any) -> None:
-        """A decoding step of SGLang's ScheduleBatch is next; the last one may still be running."""
+    def prepare(self, batch: Any) -> torch.Tensor:
+        """A decoding step of SGLang's ScheduleBatch is next; the last one may still be running, and is waited for.
+        Returns its requests' tokens in the KV cache, int64 [B]."""
         self._next = step = self.guarded.call(partial(self._next_step, batch))
         if self._thread is not None and step is not None:
             self._drafts = self._thread.start(partial(self._draft, step))
@@ -188,6 +189,7 @@ class Drafting:
                 for row in step.new:
                     self._tell(self._begin(step.requests[row], tokens_of(step.requests[row])))
                 self._tell(partial(self.guarded.call, partial(self._take_in, step)))
+        return torch.from_numpy(self.accepted.newest.read(batch.req_pool_indices_cpu.numpy()).seq_lens)
 
     def draft(self, batch: Any) -> DraftBatch:
         """Trees [B, n] for SGLang's ScheduleBatch, where n is the smallest prepared width that holds them all. Whatever

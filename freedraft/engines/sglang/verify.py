@@ -145,6 +145,15 @@ class TreeVerifier:
         return F.pad(flat, (0, self._max_nodes - width), value=-1)
 
 
+def alters_logits(batch: Any) -> bool:
+    """Whether verification processes the logits of a pass, in place."""
+    sampling = batch.sampling_info
+    added = (sampling.logit_bias, sampling.acc_additive_penalties, sampling.acc_scaling_penalties)
+    penalised = sampling.penalizer_orchestrator is not None and sampling.penalizer_orchestrator.is_required
+    custom = batch.has_grammar or sampling.has_custom_logit_processor
+    return custom or penalised or any(each is not None for each in added)
+
+
 def rows_at_once(vocab_size: int) -> int:
     """Nodes that are sampled together."""
     return max(MAX_PROBABILITIES // vocab_size, 1)

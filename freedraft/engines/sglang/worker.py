@@ -32,7 +32,7 @@ from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
 from freedraft.engines.sglang.ranks import Ranks
 from freedraft.engines.sglang.start_line import start_line
-from freedraft.engines.sglang.verify import BYTES_OF_EACH, TreeVerifier, rows_at_once
+from freedraft.engines.sglang.verify import BYTES_OF_EACH, TreeVerifier, alters_logits, rows_at_once
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import MethodSpec
 
@@ -248,12 +248,15 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         )
         with self._graphs.use(width):
             result = self._target_worker.forward_batch_generation(batch, is_verify=True)
-        if self._drafting is not None:  # before the logits are processed, in place
-            self._drafting.take_logits(batch, host_tree, result.logits_output.next_token_logits)
+        logits, altered = result.logits_output.next_token_logits, alters_logits(batch)
+        if self._drafting is not None and altered:
+            self._drafting.take_logits(batch, host_tree, logits)
         verified = self._verifier.verify(batch, host_tree, tree, result.logits_output)
         new_seq_lens = batch.seq_lens + verified.lengths
         tokens = F.pad(verified.tokens.clamp(min=0), (0, self.max_nodes - width))
         self._publish(batch, tokens, verified.lengths, new_seq_lens, on_publish)
+        if self._drafting is not None and not altered:  # behind what the next step waits for
+            self._drafting.take_logits(batch, host_tree, logits)
         self._verifier.keep(batch, verified, result.logits_output)
         batch.forward_mode = ForwardMode.DECODE
         return self._result(result, tokens.flatten(), tokens, verified.lengths, new_seq_lens)
