@@ -29,10 +29,10 @@ AGENT_TURNS = 64
 QUOTES = 32
 OF_A_TEXT = 4_000
 """Characters of the text from which a passage is quoted."""
-OF_A_PROMPT = 15_000
-"""Characters of a session's turn at most: 6,000 tokens of tables and JSON, fewer of prose."""
+OF_A_PROMPT = 17_000
+"""Characters of a session's turn at most, of which three or four make a token."""
 TURNS = 4
-"""Of a session, the first ones: with them it shares its prefix."""
+"""Of a session at most, as far apart as they can be: each begins with the one before."""
 NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "tkinter"}
 """Folders of the library that some distributions leave out, or fill with packages."""
 
@@ -114,7 +114,7 @@ def session_turns(path: Path) -> list[Question]:
             fitting = [said[:i] for i in asked if sum(len(text) for _, text in said[:i]) <= OF_A_PROMPT]
             made += [
                 Question(f"{path.stem}:{row['session']}:{len(turn)}", path.stem, turn[-1][1], tuple(turn[:-1]))
-                for turn in fitting[:TURNS]
+                for turn in fitting[:: -(-len(fitting) // TURNS) or 1]
             ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise QuestionError(f"sessions {path}: not as bench/lib/sessions.py reads them ({error!r})") from None

@@ -109,12 +109,12 @@ def test_quotes_ask_for_what_stands_in_their_text() -> None:
 
 
 def test_turns_of_sessions_have_all_before_them(tmp_path: Path) -> None:
-    path, said = tmp_path / "shop.jsonl", [("system", "rules"), ("user", "x" * 16_000), ("user", "hello")]
+    path, said = tmp_path / "shop.jsonl", [("system", "rules"), ("user", "x" * 18_001), ("user", "hello")]
     said += [
         ("assistant", "look"),
         ("tool", "found"),
         ("assistant", "done"),
-        ("user", "y" * 14_995),
+        ("user", "y" * 16_995),
         ("assistant", "z"),
     ]
     messages = [{"role": role, "content": content} for role, content in said]
