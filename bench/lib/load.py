@@ -88,14 +88,14 @@ def ask(
 
 
 def full_load(result: dict[str, Any], concurrency: int) -> tuple[float, float]:
-    """Seconds in which all `concurrency` requests at a time were under way, and the tokens that left in them: from the
-    first token of the last of the first requests to the moment when the last of all was sent. The chunks of an answer
-    count as equally many of its tokens, but for the first one, which only names the role."""
+    """Seconds in which `concurrency` requests were under way all the time, and the tokens that left in them: from the
+    request that took the first free place to the last one that was sent, so that as many prompts as answers count. The
+    chunks of an answer have equally many of its tokens, but for the first one, which only names the role."""
     each = zip(*(result[name] for name in ("start_times", "ttfts", "itls")), strict=True)
-    starts, times = result["start_times"], [start + ttft + np.cumsum(gaps or [0.0]) for start, ttft, gaps in each]
-    begin, end = max(times[i][0] for i in np.argsort(starts, kind="stable")[:concurrency]), max(starts)
+    times = [start + ttft + np.cumsum(gaps or [0.0]) for start, ttft, gaps in each]
+    begin, end = sorted(result["start_times"])[min(concurrency, len(times) - 1)], max(result["start_times"])
     shares = [float(np.mean((begin < at) & (at <= end))) for at in times]
-    return max(float(end - begin), 0.0), float(np.dot(shares, result["output_lens"]))
+    return float(end - begin), float(np.dot(shares, result["output_lens"]))
 
 
 def sglang_verifications(url: str) -> int | None:

@@ -14,22 +14,23 @@ def run(*requests: tuple[float, float, list[float], int]) -> dict[str, object]:
     )
 
 
-def test_tokens_between_the_first_of_all_slots_and_the_last_request() -> None:
-    """Two at a time: full from 101.5 s, when the second one begins to answer, to 105 s, when the last one is sent."""
+def test_tokens_between_the_first_free_place_and_the_last_request() -> None:
+    """Two at a time; the first answer ends at 103 s, and another request takes its place; the last is sent at 106 s."""
     result = run(
-        (100.0, 1.0, [0.0, 1.0, 1.0], 3),  # tokens at 101 (too early), 102, 103
-        (100.0, 1.4, [0.1, 1.0, 2.5], 9),  # three tokens a chunk, at 101.5, which is the ramp, 102.5 and 105
-        (103.0, 0.5, [0.0, 0.5, 2.0], 3),  # at 103.5, 104, and 106, which is the tail
-        (105.0, 0.5, [0.0, 0.5], 2),
+        (100.0, 1.0, [0.0, 1.0, 1.0], 3),  # tokens at 101, 102, 103: before
+        (100.0, 1.5, [0.0, 2.5, 2.0], 9),  # three tokens a chunk, at 101.5, which is before, 104 and 106
+        (103.0, 0.5, [0.0, 0.5, 2.5], 3),  # at 103.5, 104, and 106.5, which is the tail
+        (106.0, 0.5, [0.0, 0.5], 2),
     )
     seconds, tokens = full_load(result, 2)
-    assert seconds == pytest.approx(3.5)
-    assert tokens == pytest.approx(2 + 6 + 2)
+    assert seconds == pytest.approx(3)
+    assert tokens == pytest.approx(6 + 2)
 
 
 def test_one_at_a_time_and_runs_that_are_never_full() -> None:
-    one = run((0.0, 1.0, [0.0, 1.0], 2), (2.0, 1.0, [0.0, 1.0], 2), (4.0, 1.0, [0.0], 1))
-    assert full_load(one, 1) == (pytest.approx(3.0), pytest.approx(1 + 2))
-    assert full_load(one, 3)[0] == 0.0
-    failed = run((0.0, 0.0, [], 0), (0.1, 0.5, [0.0, 0.4], 2))
-    assert full_load(failed, 1) == (pytest.approx(0.1), 0.0)
+    """Of four requests of a second for the prompt and one for a second token the two in the middle count."""
+    one = run(*[(2.0 * i, 1.0, [0.0, 1.0], 2) for i in range(4)])
+    assert full_load(one, 1) == (pytest.approx(4), pytest.approx(4))
+    assert full_load(one, 3) == full_load(one, 9) == (0.0, 0.0)
+    failed = run((0.0, 0.0, [], 0), (0.1, 0.5, [0.0, 0.4], 2), (0.5, 0.1, [0.0], 1))
+    assert full_load(failed, 1) == (pytest.approx(0.4), 0.0)
