@@ -125,7 +125,7 @@ def conditions(result: dict[str, Any]) -> str:
     turns = "One server at a time, arm after arm" if settings.get("in_turns") else "Arms took turns, block by block"
     return (
         f"{settings['model']}, {settings['dtype']}, {mode}; {engines(result)}; {hardware}; "
-        f"questions of {asked}, {settings['max_tokens']} tokens each, greedy"
+        f"questions of {asked}, answers of about {settings['max_tokens']} tokens, greedy"
         f"{f', chat template with {json.dumps(template)}' if template else ''}; {result['finished'][:10]}. {turns}."
     )
 

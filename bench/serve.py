@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import random
 import shlex
 import signal
 import subprocess
@@ -133,16 +134,16 @@ class Bench:
 
     def warm_up(self, running: Running, concurrency: int) -> None:
         """Compiled code, thread pools, measured step times; on the demo's prompts, which are no questions."""
-        chats = [[{"role": "user", "content": text}] for text in BY_KIND] * math.ceil(2 * concurrency / len(BY_KIND))
-        outcome = self.ask(running, chats, concurrency, WARM_UP)
+        asked: list[load.Request] = [([{"role": "user", "content": text}], WARM_UP) for text in BY_KIND]
+        outcome = self.ask(running, asked * math.ceil(2 * concurrency / len(BY_KIND)), concurrency)
         if outcome and outcome.errors:
             self.give_up(running, f"warm-up: {outcome.errors[0]}")
 
-    def ask(self, running: Running, chats: Sequence[load.Chat], concurrency: int, tokens: int) -> load.Outcome | None:
+    def ask(self, running: Running, asked: Sequence[load.Request], concurrency: int) -> load.Outcome | None:
         """None where the arm had to be given up."""
         model = self.args.url_model if running.arm.url else servers.MODEL_NAME
         try:
-            return load.ask(running.url, model, chats, concurrency, tokens, self.args.chat_template_kwargs)
+            return load.ask(running.url, model, asked, concurrency, self.args.chat_template_kwargs)
         except Exception as error:
             self.give_up(running, f"{type(error).__name__}: {error}")
             return None
@@ -150,7 +151,7 @@ class Bench:
     def measure(self, running: Running, step: Step, block: Sequence[questions.Question]) -> None:
         of = f"block {step.block + 1} of {len(self.blocks[step.concurrency])}, pass {step.repeat + 1}"
         self.status.update(f"{step.arm}, {step.concurrency} at a time, {of}")
-        outcome = self.ask(running, [q.chat for q in block], step.concurrency, self.args.max_tokens)
+        outcome = self.ask(running, [request(q, self.args.max_tokens) for q in block], step.concurrency)
         if outcome is None:
             return
         if running.arm.engine == "vllm" and running.arm.speculative and outcome.accepted is None:  # nothing was drafted
@@ -173,6 +174,12 @@ class Bench:
     def stop(self, running: Running) -> None:
         if running.server is not None:
             running.server.stop()
+
+
+def request(question: questions.Question, tokens: int) -> load.Request:
+    """Half to one and a half `tokens`, the same for every arm: of equal lengths, plain decoding would answer in
+    lockstep, and read prompts only between answers."""
+    return question.chat, max(2, round(tokens * (0.5 + random.Random(question.name).random())))
 
 
 def versions_in(python: Path) -> dict[str, str]:
@@ -210,7 +217,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
     add("--limit", type=int, metavar="N", help="questions of each group at most, but a block in all")
     add("--rounds", type=int, default=8, metavar="N", help="questions of a block, for each request at a time")
-    add("--max-tokens", type=int, default=128, metavar="N", help="length of every answer")
+    add("--max-tokens", type=int, default=128, metavar="N", help="length of answers, on average")
     add("--max-model-len", type=int, default=8192, metavar="N", help="tokens of a request at most")
     add("--repeats", type=int, default=1, metavar="N", help="passes over all questions")
     add("--model", type=Path, default=Path("build/model"), help="folder or name of the model")

@@ -46,9 +46,9 @@ def served_figures() -> dict[str, str]:
     whole = [row for row in rows if row["group"] == "all"]
     groups = [row for row in rows if row["group"] != "all" and row["concurrency"] == at[0]]
     said, names = (" / ".join(dict.fromkeys(texts)) for texts in (map(str, at), (nice(row["group"]) for row in groups)))
-    rivals = ", ".join(f"`{arm}`: {ratios(arm, whole)}" for arm in ("ngram", "suffix") if ratios(arm, whole))
+    rivals = "".join(f"; `{arm}`: {ratios(arm, whole)}" for arm in ("ngram", "suffix") if ratios(arm, whole))
     return {
-        f"the one flag over HTTP, vLLM, {said} at a time, throughput ({rivals})": ratios("sssd", whole),
+        f"the one flag over HTTP, vLLM, {said} at a time, throughput{rivals}": ratios("sssd", whole),
         f"the same, {at[0]} at a time, tokens of a request: {names}": ratios("sssd", groups),
     }
 

@@ -89,7 +89,7 @@ def serve(result: Any) -> str:
 
     ![Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)"""
     said = f"{report.conditions(result)} {report.below_plain(result)}"
-    return "\n\n".join([said, report.markdown(result), report.rivals(result)])
+    return "\n\n".join(filter(None, [said, report.markdown(result), report.rivals(result)]))
 
 
 @section("How much is drafted, on machines whose step times are known", "budget-replay.json")

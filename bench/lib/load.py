@@ -1,4 +1,4 @@
-"""Load on a server from the generator of `vllm bench serve`: so many requests at a time, greedy, of fixed length."""
+"""Load on a server from the generator of `vllm bench serve`: so many requests at a time, greedy, of given lengths."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 CHAT = "/v1/chat/completions"
-Chat = list[dict[str, str]]
-"""Messages of "role" and "content"."""
+Request = tuple[list[dict[str, str]], int]
+"""Messages of "role" and "content", and how many tokens to answer with."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,16 @@ class Outcome:
     errors: list[str]
 
 
-def ask(
-    url: str, model: str, chats: Sequence[Chat], concurrency: int, max_tokens: int, template: dict[str, Any] | None
-) -> Outcome:
-    """Put the chats to the server in their order, with arguments of the model's chat template; wait for all answers.
+def ask(url: str, model: str, asked: Sequence[Request], concurrency: int, template: dict[str, Any] | None) -> Outcome:
+    """Put requests to the server in their order, with arguments of the model's chat template; wait for all answers.
 
-    The end of a sequence is ignored, so that every answer has `max_tokens` tokens and arms do equal work. Nothing else
-    is sent: a trial request would teach the arms that learn from traffic an answer.
+    The end of a sequence is ignored, so that answers have the tokens asked for and arms do equal work. Nothing else is
+    sent: a trial request would teach the arms that learn from traffic an answer.
     """
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
 
-    requests = [SampleRequest(prompt=chat, prompt_len=0, expected_output_len=max_tokens) for chat in chats]
+    requests = [SampleRequest(prompt=chat, prompt_len=0, expected_output_len=length) for chat, length in asked]
     server: dict[str, Any] = {"endpoint_type": "openai-chat", "api_url": url + CHAT, "base_url": url}
     server |= {"model_id": model, "model_name": model, "tokenizer": None, "lora_modules": None, "extra_headers": None}
     answers: dict[str, Any] = {"ignore_eos": True, "logprobs": None}
@@ -72,8 +70,8 @@ def ask(
         result: dict[str, Any] = asyncio.run(call)
     lengths, nan, accepted = result["output_lens"], float("nan"), result.get("spec_decode_accepted_tokens")
     # A stream that breaks off in the middle is no error to vLLM's client.
-    failed = [bool(error) or n < max_tokens for error, n in zip(result["errors"], lengths, strict=True)]
-    short = f"an answer of less than {max_tokens} tokens"
+    failed = [bool(e) or n < most for e, n, (_, most) in zip(result["errors"], lengths, asked, strict=True)]
+    short = "an answer is too short"
 
     def of_each(name: str, otherwise: Any) -> list[Any]:
         return [otherwise if bad else value for bad, value in zip(failed, result[name], strict=True)]

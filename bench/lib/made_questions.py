@@ -26,13 +26,9 @@ LENGTHS = (16_000, 32_000, 64_000, 100_000)
 OF_EACH_LENGTH = 8
 AGENT_TURNS = 64
 """Two rounds of 32 requests at a time."""
-QUOTES = 32
-OF_A_TEXT = 4_000
-"""Characters of the text from which a passage is quoted."""
-OF_A_PROMPT = 17_000
-"""Characters of a session's turn at most, of which three or four make a token."""
-TURNS = 4
-"""Of a session at most, as far apart as they can be: each begins with the one before."""
+QUOTES, OF_A_TEXT = 32, 4_000  # passages at most, of texts of so many characters
+OF_A_PROMPT = 17_000  # characters of a session's turn at most: up to 6,000 tokens
+TURNS = 4  # of a session at most, as far apart as they can be: each begins with the one before
 NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "tkinter"}
 """Folders of the library that some distributions leave out, or fill with packages."""
 
@@ -138,7 +134,7 @@ def renamed(text: str) -> str | None:
     return next((name for name in names if len(re.findall(rf"\b{name}\b", text)) > 2), None)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Whether bench/serve.py can ask these questions.")
     parser.add_argument("names", nargs="+")
     parser.add_argument("--concurrency", type=int, nargs="+", required=True)
@@ -146,10 +142,8 @@ def main() -> int:
     try:
         blocks([question for name in args.names for question in read(name)], max(args.concurrency))
     except QuestionError as error:
-        print(error)
-        return 1
-    return 0
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
