@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # The measured page of a machine with one NVIDIA GPU: stock vLLM and SGLang, an 8B model, and all rivals.
 #
-#   bench/gpu.sh                                   everything: about 16 hours on an H100 by our estimate
+#   bench/gpu.sh                                   everything: about 18 hours on an H100 by our estimate
 #   REPEATS=1 LIMIT=16 CONCURRENCY='1 16 64' bench/gpu.sh      three hours; MODEL=meta-llama/Llama-3.1-8B-Instruct for one
 #
-# Broken off, it goes on where it was; what is missing for it is said at the start. The page is $OUT/report.md. It says
-# which cells lie within 1 % of the best fixed draft length, and which below plain.
+# Broken off, it goes on with the pass that it was in; what is missing for it is said at the start. The page is
+# $OUT/report.md. It says which cells lie within 1 % of the best fixed draft length, and which below plain.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 MODEL=${MODEL:-Qwen/Qwen3-8B}                  # a folder, or a name that the hub or its cache knows
 OUT=${OUT:-build/gpu}
-QUESTIONS=${QUESTIONS:-spec-bench long agent}  # also files in Spec-Bench's format, SPEED-Bench's groups for one
+QUESTIONS=${QUESTIONS:-spec-bench long agent quotes}  # also sessions:FILE, and files in Spec-Bench's format
 CONCURRENCY=${CONCURRENCY:-1 2 4 8 16 32 64 128 256}
-LIMIT=${LIMIT:-40}                             # questions of each group, but two for each request at a time
+LIMIT=${LIMIT:-40}                             # questions of each group, but eight in all for each request at a time
 TOKENS=${TOKENS:-256}
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-32768}
 REPEATS=${REPEATS:-2}                          # passes of each arm: their spread is on the page
@@ -22,7 +22,6 @@ NO_THINKING='{"enable_thinking": false}'       # else the answers' first tokens 
 TEMPLATE=${TEMPLATE:-$NO_THINKING}             # arguments of the chat template; those that it does not know do nothing
 DISK_GB=${DISK_GB:-60}
 PYTHON=${PYTHON:-python3}
-ROUNDS=2
 VLLM=.venv/gpu-vllm
 SGLANG=.venv/gpu-sglang
 
@@ -66,8 +65,8 @@ if "$PYTHON" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11
     why=$(why_no_model)
     [ -z "$why" ] || missing "the model $MODEL: $why (MODEL)"
     # shellcheck disable=SC2086
-    why=$("$PYTHON" -m bench.lib.made_questions $QUESTIONS --concurrency $CONCURRENCY --limit "$LIMIT" \
-        --least-rounds "$ROUNDS") || missing "${why//$'\n'/$'\n'missing: } (QUESTIONS, CONCURRENCY)"
+    why=$("$PYTHON" -m bench.lib.made_questions $QUESTIONS --concurrency $CONCURRENCY 2>&1) \
+        || missing "$why (QUESTIONS, CONCURRENCY)"
 else
     missing "Python >= 3.11 with venv (PYTHON=$PYTHON)"
 fi
@@ -105,8 +104,8 @@ run() { # name, arms...
     shift
     # shellcheck disable=SC2086
     "$VLLM/bin/python" bench/serve.py --device cuda --dtype bfloat16 --compiled --in-turns --model "$MODEL" \
-        --questions $QUESTIONS --concurrency $CONCURRENCY --limit "$LIMIT" --least-rounds "$ROUNDS" \
-        --max-tokens "$TOKENS" --repeats "$REPEATS" --max-model-len "$MAX_MODEL_LEN" --chat-template-kwargs "$TEMPLATE" \
+        --questions $QUESTIONS --concurrency $CONCURRENCY --limit "$LIMIT" --max-tokens "$TOKENS" \
+        --repeats "$REPEATS" --max-model-len "$MAX_MODEL_LEN" --chat-template-kwargs "$TEMPLATE" \
         --sglang-python "$SGLANG/bin/python" --start-limit 1200 --json "$OUT/$name.json" --arms "$@" && return
     local code=$?
     [ "$code" -lt 128 ] || exit "$code" # broken off

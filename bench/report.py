@@ -28,7 +28,7 @@ def serving_table(rows: Rows) -> str:
         r["by_pass"] = " ".join(f"{rate:.1f}" for rate in r.get("tokens_per_second_by_pass", ()))
     return tables.table(
         rows,
-        "group={name} | at a time={concurrency} | arm={arm} | tokens/s={tokens_per_second:.1f} | by pass={by_pass}",
+        "group={name} | at a time={concurrency} | arm={arm} | tokens/s={?tokens_per_second:.1f} | by pass={by_pass}",
         "over plain={?ratio:.2f} | 95 %={interval} | ms/token={ms_per_token:.1f} | TTFT p50={?ttft_ms:.0f}",
         "TTFT p99={?ttft_ms_p99:.0f} | TPOT p50={?decode_ms_per_token:.1f} | TPOT p99={?decode_ms_per_token_p99:.1f}",
         "tokens/pass={?tokens_per_step:.2f} | accepted={?acceptance:.0%} | identical={?identical:.1%}",
@@ -59,14 +59,14 @@ def chosen_lengths(result: dict[str, Any]) -> str:
     rows = summary.of_best_length(result["rows"], result["settings"]["arms"])
     form = (
         "group={name} | at a time={concurrency} | arm={arm} | best fixed length={best} | "
-        "of its throughput={share:.3f} | over plain={over_plain:.3f}"
+        "of its speed={share:.3f} | over plain={over_plain:.3f}"
     )
     cells = tables.table([r | {"name": nice(r["group"])} for r in rows], form)
     return f"### Against the best fixed length\n\n{near_the_best(result)}\n\n{cells}" if rows else ""
 
 
 def cells_of(rows: Rows) -> Iterator[tuple[int, str, dict[str, dict[str, Any]]]]:
-    """Requests at a time, group, and the rows of the arms by name; a group that is part of another one is left out."""
+    """Requests at a time, group, and the rows of the arms by name."""
     for concurrency in names(rows, "concurrency"):
         for group in names(rows, "group"):
             if here := {r["arm"]: r for r in rows if (r["concurrency"], r["group"]) == (concurrency, group)}:
@@ -74,15 +74,16 @@ def cells_of(rows: Rows) -> Iterator[tuple[int, str, dict[str, dict[str, Any]]]]
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Throughput over plain by group and concurrency, as a table for a README; intervals are 95 %."""
+    """Speed over plain by group (tokens of a request) and concurrency (of all), as a table; intervals are 95 %."""
     rows, settings = result["rows"], result["settings"]["arms"]
     # The arm that decodes plainly; the first one, where there are two engines.
     plain = next((name for name, arm in settings.items() if arm["speculative"] is None and arm["url"] is None), None)
     arms = [arm for arm in names(rows, "arm") if any("ratio" in r for r in rows if r["arm"] == arm)]
-    said = ["| at a time | questions | plain, tokens/s | " + " | ".join(arms) + " |", "|---" * (3 + len(arms)) + "|"]
+    said = ["| at a time | questions | plain | " + " | ".join(arms) + " |", "|---" * (3 + len(arms)) + "|"]
     for concurrency, group, here in cells_of(rows):
         best = max((here[a]["ratio"] for a in arms if "ratio" in here.get(a, {})), default=0.0)
-        cells = [f"{here[plain]['tokens_per_second']:.1f}" if plain in here else ""]
+        form = "{?tokens_per_second:.1f} tokens/s" if group == summary.ALL else "{decode_ms_per_token:.1f} ms/token"
+        cells = [tables.cell(form, (), here[plain]) if plain in here else ""]
         for arm in arms:
             r = here.get(arm, {})
             bold = "**" if r.get("ratio") == best else ""
@@ -103,7 +104,7 @@ def rivals(result: dict[str, Any]) -> str:
         found = [here.get(a, {}).get("over", {}).get(b) for a, b in pairs]
         body.append([nice(group), concurrency, *(f"{f[0]:.2f}{bounds(*f[1:])}" if f else "" for f in found)])
     cells = tables.markdown(["group", "at a time", *(f"{a} over {b}" for a, b in pairs)], body)
-    return f"### Over the rivals\n\nThroughput, 95 % intervals.\n\n{cells}" if pairs else ""
+    return f"### Over the rivals\n\nThroughput, of a group ms per token; 95 % intervals.\n\n{cells}" if pairs else ""
 
 
 def engines(result: dict[str, Any]) -> str:
@@ -119,11 +120,12 @@ def conditions(result: dict[str, Any]) -> str:
     settings, machine = result["settings"], result["machine"]
     hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
     mode, template = "eager" if settings["eager"] else "compiled", settings.get("chat_template_kwargs")
-    asked = f"{settings['questions']['count']} questions{' at most' if settings.get('limits') else ''}"
+    limit, asked = settings["questions"]["limit"], ", ".join(settings["questions"]["files"])
+    asked += f", {limit} of each group" if limit else ""
     turns = "One server at a time, arm after arm" if settings.get("in_turns") else "Arms took turns, block by block"
     return (
         f"{settings['model']}, {settings['dtype']}, {mode}; {engines(result)}; {hardware}; "
-        f"{asked}, {settings['max_tokens']} tokens each, greedy"
+        f"questions of {asked}, answers of about {settings['max_tokens']} tokens, greedy"
         f"{f', chat template with {json.dumps(template)}' if template else ''}; {result['finished'][:10]}. {turns}."
     )
 
@@ -133,13 +135,15 @@ def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
     drawn = (plots.latency_throughput(name, rows), plots.ratios(name, rows))
     shown = [plot for plot in drawn if plot is not None]
     note = (
-        f"{conditions(result)} Answers are compared with plain's as text, special tokens included. Arms that learn "
-        "from traffic began empty at each number of requests at a time."
+        f"{conditions(result)} Answers are compared with plain's as text with special tokens. Servers began with "
+        "nothing learnt or cached at each number of requests at a time. Tokens per second are those that came while so "
+        "many requests were under way, their ratio the median over blocks of questions; ratios of a group are of the "
+        "time that a request takes for a token after the first."
     )
     parts = [f"## Serving: {name}", note, below_plain(result), *(f"> problem: {text}" for text in result["problems"])]
     parts += map(picture, shown)
     parts += ["### All questions together", serving_table(overall(rows))]
-    parts += ["### By group of questions", serving_table(rows)] if overall(rows) != rows else []
+    parts += ["### By group of questions", serving_table([r for r in rows if r["group"] != summary.ALL])]
     parts += [chosen_lengths(result), rivals(result), "### Commands of the servers"]
     return [*parts, "\n".join(f"- `{command}`" for command in result["commands"].values())], shown
 

@@ -3,11 +3,12 @@
     python bench/serve.py --questions question.jsonl --arms plain sssd ngram suffix --concurrency 1 4
 
 An arm is the name of a preset, NAME=JSON (a speculative configuration of vLLM, or of SGLang with "engine": "sglang"),
-or NAME=URL (a server that is already up). Blocks of questions of one group each go to all arms in turns, in an order
-that changes from block to block, while the other servers idle; see docs/benchmarks.md. `--questions long` (about
-modules of 16,000 to 100,000 characters) and `agent` (a coding agent's turn that writes a file again) are made of
-Python's library. Stopped or out of `--minutes`, the same command goes on where it was. Whatever fails is named in the
-report, and the rest goes on: exit code 1 then, or when answers differ in fp32 eager.
+or NAME=URL (a server that is already up). Blocks of questions of all groups go to all arms in turns, in an order that
+changes from block to block, while the other servers idle; throughput counts while all requests at a time are under way;
+see docs/benchmarks.md. `--questions long` (about modules of 16,000 to 100,000 characters), `agent` (a coding agent's
+turn that writes a file again) and `quotes` are made of Python's library; `sessions:FILE` asks turns of recorded
+sessions. Broken off, the same command goes on with the pass that it was in. Whatever fails is named in the report,
+and the rest goes on: exit code 1 then, or when answers differ in fp32 eager.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import argparse
 import json
 import math
 import os
+import random
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,24 +33,19 @@ from bench.lib.results import ROOT
 from bench.lib.serving import PRESETS, Arm, Report, Step, baseline_of, console, parse_arm
 from bench.lib.tables import pivot
 
-FAILED_BLOCKS = 3  # in a row; then an arm is given up
 WARM_UP = 32  # tokens of each answer that warms a server up
-BLOCK = 8  # questions of an arm's turn, for each request at a time
 ARCTIC = Path("build/arctic")  # what bench/arctic.py built, for arm suffix
 PACKAGES = ("sglang", "freedraft", "torch", "triton", "transformers", "numba", "sglang-kernel", "flashinfer-python")
 
 
 @dataclass
 class Running:
-    """An arm while it is measured: `served` requests since it started, warm-up left out, until it `failed`, and why.
-    There is no server for an arm with a URL, and before the first start."""
+    """An arm while it is measured, until it `failed`, and why. There is no server for an arm with a URL, and before the
+    first start."""
 
     arm: Arm
     server: servers.Server | None = None
-    served: int = 0
     failed: str | None = None
-    failed_blocks: int = 0
-    up: bool = False
 
     @property
     def url(self) -> str:
@@ -61,16 +57,15 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace, asked: Sequence[questions.Question], report: Report):
         self.args, self.report = args, report
-        limits = (BLOCK, args.limit, args.least_rounds)
-        self.blocks = {c: questions.blocks(asked, c, *limits) for c in args.concurrency}
+        self.blocks = {c: questions.blocks(asked, c, args.rounds, args.limit) for c in args.concurrency}
         self.arms = [Running(arm) for arm in args.arms]
-        self.deadline = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
 
-    def run(self) -> bool:
-        """Measure what is missing; false when the time was over before."""
+    def run(self) -> None:
+        """Measure what is missing."""
         with console.status("") as self.status:
             try:
-                return all(self.one_pass(*each) for each in self.order())
+                for each in self.order():
+                    self.one_pass(*each)
             finally:
                 for running in self.arms:
                     self.stop(running)
@@ -86,45 +81,31 @@ class Bench:
             for running in [*self.arms[first:], *self.arms[:first]]:
                 for concurrency in self.args.concurrency:
                     yield [running], concurrency, repeat
-                self.stop(running)
 
-    def missing(self, running: Running, concurrency: int, repeat: int) -> list[int]:
-        done = self.report.done
-        name = running.arm.name
-        return [i for i in range(len(self.blocks[concurrency])) if Step(name, concurrency, repeat, i) not in done]
-
-    def one_pass(self, arms: Sequence[Running], concurrency: int, repeat: int) -> bool:
-        """Put all blocks to these arms in turns; false when the time was over before."""
-        todo = {r.arm.name: set(self.missing(r, concurrency, repeat)) for r in arms}
-        team = [r for r in arms if todo[r.arm.name] and r.failed is None]
-        if not team:
-            return True
-        for running in team:
-            if running.arm.learns:
-                self.stop(running)
+    def one_pass(self, arms: Sequence[Running], concurrency: int, repeat: int) -> None:
+        """Put all blocks in turns to those of the arms that lack some. They begin with nothing learnt or cached."""
+        blocks, answered = self.blocks[concurrency], self.report.answered
+        team = [r for r in arms if r.failed is None and answered(r.arm.name, concurrency, repeat) < len(blocks)]
+        for running in self.arms:
+            self.stop(running)
         self.start(team, concurrency)
-        for i, block in enumerate(self.blocks[concurrency]):
-            turn = (i + repeat) % len(team)
+        for i, block in enumerate(blocks):
+            turn = (i + repeat) % max(1, len(team))
             for running in [*team[turn:], *team[:turn]]:
-                if i not in todo[running.arm.name] or running.failed is not None:
-                    continue
-                if time.monotonic() > self.deadline:
-                    return False
-                self.measure(running, Step(running.arm.name, concurrency, repeat, i), block)
-        return True
+                if running.failed is None:
+                    self.measure(running, Step(running.arm.name, concurrency, repeat, i), block)
 
     def start(self, team: Sequence[Running], concurrency: int) -> None:
-        """Bring up what is not up yet, at the same time, then warm it up."""
-        fresh = [r for r in team if not r.up]
-        for running in fresh:
+        """Bring up the servers at the same time, then warm them up."""
+        self.status.update(f"starting {len(team)} servers")
+        for running in team:
             if running.arm.url is None:
                 running.server = self.server(running.arm)
                 command, model = ["python", *running.server.command[1:]], self.args.model
                 command = [model.name if part == str(model) else part for part in command]
                 self.report.commands[running.arm.name] = shlex.join(command)
                 running.server.start()
-        self.status.update(f"starting {len(fresh)} servers" if fresh else "")
-        for running in fresh:
+        for running in team:
             try:
                 if running.server is not None:
                     running.server.wait_until_ready(self.args.start_limit)
@@ -132,8 +113,6 @@ class Bench:
                     raise servers.ServerError(f"no server answers at {running.url}/health")
             except servers.ServerError as error:
                 self.give_up(running, str(error))
-                continue
-            running.up, running.served, running.failed_blocks = True, 0, 0
         for running in team:
             if running.failed is None:
                 self.warm_up(running, concurrency)
@@ -142,11 +121,12 @@ class Bench:
         args = self.args
         log = args.json.parent / "logs" / f"serve-{arm.name}.log"
         options = {"dtype": args.dtype, "eager": not args.compiled, "device": args.device, "flags": args.flags.split()}
-        options |= {"speculative": arm.speculative, "max_model_len": args.max_model_len}
+        options |= {"speculative": arm.speculative, "max_model_len": args.max_model_len, "prefixes": True}
         options["requests"] = max(args.concurrency)
         python = str(args.sglang_python if arm.engine == "sglang" else sys.executable)
         server = servers.build(arm.name, arm.engine, args.model, log, python=python, **options)
         server.tied = True
+        server.env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
         if arm.engine == "vllm" and ARCTIC.is_dir():
             paths = (str(ARCTIC.resolve()), os.environ.get("PYTHONPATH"))
             server.env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -154,16 +134,16 @@ class Bench:
 
     def warm_up(self, running: Running, concurrency: int) -> None:
         """Compiled code, thread pools, measured step times; on the demo's prompts, which are no questions."""
-        texts = BY_KIND * math.ceil(2 * concurrency / len(BY_KIND))
-        outcome = self.ask(running, texts, concurrency, WARM_UP)
+        asked: list[load.Request] = [([{"role": "user", "content": text}], WARM_UP) for text in BY_KIND]
+        outcome = self.ask(running, asked * math.ceil(2 * concurrency / len(BY_KIND)), concurrency)
         if outcome and outcome.errors:
             self.give_up(running, f"warm-up: {outcome.errors[0]}")
 
-    def ask(self, running: Running, texts: Sequence[str], concurrency: int, tokens: int) -> load.Outcome | None:
+    def ask(self, running: Running, asked: Sequence[load.Request], concurrency: int) -> load.Outcome | None:
         """None where the arm had to be given up."""
         model = self.args.url_model if running.arm.url else servers.MODEL_NAME
         try:
-            return load.ask(running.url, model, texts, concurrency, tokens, self.args.chat_template_kwargs)
+            return load.ask(running.url, model, asked, concurrency, self.args.chat_template_kwargs)
         except Exception as error:
             self.give_up(running, f"{type(error).__name__}: {error}")
             return None
@@ -171,23 +151,19 @@ class Bench:
     def measure(self, running: Running, step: Step, block: Sequence[questions.Question]) -> None:
         of = f"block {step.block + 1} of {len(self.blocks[step.concurrency])}, pass {step.repeat + 1}"
         self.status.update(f"{step.arm}, {step.concurrency} at a time, {of}")
-        began = time.monotonic()
-        outcome = self.ask(running, [q.text for q in block], step.concurrency, self.args.max_tokens)
+        outcome = self.ask(running, [request(q, self.args.max_tokens) for q in block], step.concurrency)
         if outcome is None:
             return
-        self.report.seconds += time.monotonic() - began
         if running.arm.engine == "vllm" and running.arm.speculative and outcome.accepted is None:  # nothing was drafted
             outcome = replace(outcome, drafted=0, accepted=0)
-        self.report.add(step, block[0].group, running.served, outcome)
-        running.served += len(block)
-        running.failed_blocks = running.failed_blocks + 1 if outcome.errors else 0
+        self.report.add(step, [q.group for q in block], outcome)
         if outcome.errors:
             self.report.problem(f"arm '{step.arm}', {block[0].name} and following: {outcome.errors[0]}")
         server = running.server
         if server and server.process and server.process.poll() is not None:
             self.give_up(running, f"server ended with code {server.process.returncode}\n{server.tail()}")
-        elif running.failed_blocks == FAILED_BLOCKS:
-            self.give_up(running, f"{FAILED_BLOCKS} blocks in a row failed")
+        elif not any(outcome.answers):
+            self.give_up(running, "all requests of a block failed")
 
     def give_up(self, running: Running, why: str) -> None:
         running.failed = why
@@ -198,18 +174,12 @@ class Bench:
     def stop(self, running: Running) -> None:
         if running.server is not None:
             running.server.stop()
-        running.up = False
 
 
-def load_questions(args: argparse.Namespace, problems: list[str]) -> list[questions.Question]:
-    """All questions of all files that can be read; a file that cannot is named."""
-    found: list[questions.Question] = []
-    for name in args.questions:
-        try:
-            found += made_questions.read(name)
-        except questions.QuestionError as error:
-            problems.append(str(error))
-    return found
+def request(question: questions.Question, tokens: int) -> load.Request:
+    """Half to one and a half `tokens`, the same for every arm: of equal lengths, plain decoding would answer in
+    lockstep, and read prompts only between answers."""
+    return question.chat, max(2, round(tokens * (0.5 + random.Random(question.name).random())))
 
 
 def versions_in(python: Path) -> dict[str, str]:
@@ -234,17 +204,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--questions", nargs="+", required=True, metavar="FILE", help="Spec-Bench format; spec-bench, long, agent")
+    add(
+        "--questions",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="Spec-Bench's format; spec-bench, long, agent, quotes, sessions:FILE",
+    )
     kinds = f"{', '.join(PRESETS)}, NAME=JSON (a speculative configuration) or NAME=URL"
     presets = [PRESETS[name] for name in ("plain", "sssd", "ngram")]
     add("--arms", nargs="+", type=parse_arm, default=presets, metavar="ARM", help=f"servers to compare: {kinds}")
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
-    add("--limit", type=int, metavar="N", help="questions of each group at most")
-    add("--least-rounds", type=int, default=0, metavar="N", help="but at least N for each request at a time")
-    add("--max-tokens", type=int, default=128, metavar="N", help="length of every answer")
-    add("--max-model-len", type=int, default=servers.MAX_MODEL_LEN, metavar="N", help="tokens of a request at most")
+    add("--limit", type=int, metavar="N", help="questions of each group at most, but a block in all")
+    add("--rounds", type=int, default=8, metavar="N", help="questions of a block, for each request at a time")
+    add("--max-tokens", type=int, default=128, metavar="N", help="length of answers, on average")
+    add("--max-model-len", type=int, default=8192, metavar="N", help="tokens of a request at most")
     add("--repeats", type=int, default=1, metavar="N", help="passes over all questions")
-    add("--minutes", type=float, metavar="N", help="stop after so long; the same command goes on")
     add("--model", type=Path, default=Path("build/model"), help="folder or name of the model")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), default="float32")
@@ -258,8 +233,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, default=Path("build/serve.json"), help="file of results")
     add("--fresh", action="store_true", help="begin again")
     args = parser.parse_args(arguments)
-    if min(args.concurrency) < 1 or args.repeats < 1 or args.max_tokens < 2:
-        parser.error("--concurrency and --repeats must be at least 1, --max-tokens 2")
+    if min(args.concurrency) < 1 or args.repeats < 1 or args.max_tokens < 2 or args.rounds < 3:
+        parser.error("--concurrency and --repeats must be at least 1, --max-tokens 2, --rounds 3")
     if len({arm.name for arm in args.arms}) < len(args.arms):
         parser.error("two arms have the same name")
     return args
@@ -268,30 +243,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the servers
-    problems: list[str] = []
-    asked = load_questions(args, problems)
-    if not asked:
-        raise ValueError("; ".join(problems) or "no questions")
-    most = None if args.least_rounds else args.limit
-    counted = [q for members in questions.groups(asked).values() for q in members[:most]]
-    names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "in_turns")
+    asked = [question for name in args.questions for question in made_questions.read(name)]
+    names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "in_turns", "rounds")
     files = [Path(name).name for name in args.questions]
     settings = {"model": args.model.name} | {name: getattr(args, name) for name in names}
-    settings["questions"] = {"files": files, "count": len(counted), "sha256": questions.digest(counted)}
-    settings["limits"] = [args.limit, args.least_rounds] if args.least_rounds else None
-    settings |= {"warm_up": WARM_UP, "block": BLOCK, "eager": not args.compiled, "arms": described(args)}
+    settings["questions"] = {"files": files, "limit": args.limit, "sha256": questions.digest(asked)}
+    settings |= {"warm_up": WARM_UP, "eager": not args.compiled, "arms": described(args)}
     report = Report.open(args.json, settings, args.fresh)
-    for text in problems:
-        report.problem(text)
     try:
-        finished = Bench(args, asked, report).run()
+        Bench(args, asked, report).run()
     finally:
         report.write()
     rows = summary.rows(report.blocks, baseline_of(report.settings["arms"]))
-    print(pivot(rows, "at a time={concurrency} | questions={group}", "arm", "{tokens_per_second:.1f} {?ratio:.2f}"))
-    print(f"tokens per second, and over plain; figures: {args.json}")
-    if not finished:
-        console.print(f"stopped after {args.minutes:g} minutes: the same command goes on")
+    form = "{?tokens_per_second:.1f} ({decode_ms_per_token:.1f}) {?ratio:.2f}"
+    print(pivot(rows, "at a time={concurrency} | questions={group}", "arm", form))
+    print(f"tokens per second (ms per token of a request), and times plain; figures: {args.json}")
     exact = args.dtype == "float32" and not args.compiled
     differing = [r for r in rows if exact and r.get("identical") not in (None, 1.0)]
     for row in differing:

@@ -18,6 +18,7 @@ from bench.lib.results import ROOT, checked
 
 PAGE = ROOT / "README.md"
 FOLDER = ROOT / "bench" / "results"
+SERVED = "serve-vllm-cpu.json"
 BY = "written by docs/make_readme.py"
 MARKS = {name: (f"<!-- {name}: {BY} -->\n", f"<!-- end of {name} -->") for name in ("figures", "worst")}
 
@@ -28,16 +29,34 @@ def result(name: str) -> Any:
     return json.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
+def served() -> list[dict[str, Any]]:
+    """Rows of the benchmark over HTTP; none before it has been run."""
+    rows: list[dict[str, Any]] = result(SERVED)["rows"] if (FOLDER / SERVED).is_file() else []
+    return rows
+
+
+def served_figures() -> dict[str, str]:
+    def ratios(arm: str, mine: list[dict[str, Any]]) -> str:
+        return " / ".join(f"{row['ratio']:.2f}" for row in mine if row["arm"] == arm)
+
+    rows = served()
+    if not rows:
+        return {}
+    at = sorted({row["concurrency"] for row in rows})
+    whole = [row for row in rows if row["group"] == "all"]
+    groups = [row for row in rows if row["group"] != "all" and row["concurrency"] == at[0]]
+    said, names = (" / ".join(dict.fromkeys(texts)) for texts in (map(str, at), (nice(row["group"]) for row in groups)))
+    rivals = "".join(f"; `{arm}`: {ratios(arm, whole)}" for arm in ("ngram", "suffix") if ratios(arm, whole))
+    return {
+        f"the one flag over HTTP, vLLM, {said} at a time, throughput{rivals}": ratios("sssd", whole),
+        f"the same, {at[0]} at a time, tokens of a request: {names}": ratios("sssd", groups),
+    }
+
+
 def figures() -> str:
     demo, demo_sglang = (
         " / ".join(f"{row['ratio']:.1f}" for row in result(f"demo-{engine}-cpu.json")["rows"])
         for engine in ("vllm", "sglang")
-    )
-    served = [row for row in result("serve-vllm-cpu.json")["rows"] if row["group"] == "all"]
-    at = sorted({row["concurrency"] for row in served})
-    sssd, suffix = (
-        " / ".join(f"{row['ratio']:.2f}" for n in at for row in served if (row["arm"], row["concurrency"]) == (arm, n))
-        for arm in ("sssd", "suffix")
     )
     deep = result("layer-skip-vllm-cpu.json")["deep model, bf16, compiled"]["batch 1"]
     deep_sglang = result("layer-skip-sglang-cpu.json")["batches"][0]
@@ -51,8 +70,7 @@ def figures() -> str:
     rows = {
         "`make demo`, vLLM, one request at a time: copying / code / chat / story": demo,
         "`make demo-sglang`, trees: the same prompts": demo_sglang,
-        f"Spec-Bench over HTTP, {' / '.join(map(str, at))} at a time, `live` and shared by all (`suffix`: "
-        f"{suffix})": sssd,
+        **served_figures(),
         "`layerskip`, deep synthetic model, bf16 (some answers part at near ties), batch 1, vLLM / SGLang (spread)": (
             " / ".join("{:.2f} ({:.2f}-{:.2f})".format(*three) for three in by_engine)
         ),
@@ -80,7 +98,7 @@ def figures() -> str:
 def of_sssd() -> Iterator[tuple[float, str]]:
     for row in result("budget-replay.json")["rows"]:
         yield row["ratio"]["auto"], f"replayed traffic, {row['batch']} at a time"
-    for row in result("serve-vllm-cpu.json")["rows"]:
+    for row in served():
         if row["arm"] == "sssd":
             yield row["ratio"], f"{nice(row['group'])}, {row['concurrency']} at a time"
 

@@ -1,4 +1,4 @@
-"""Load on a server from the generator of `vllm bench serve`: so many requests at a time, greedy, of fixed length."""
+"""Load on a server from the generator of `vllm bench serve`: so many requests at a time, greedy, of given lengths."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 CHAT = "/v1/chat/completions"
+Request = tuple[list[dict[str, str]], int]
+"""Messages of "role" and "content", and how many tokens to answer with."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Outcome:
     """The results of some requests.
 
     Attributes:
-        seconds: time from the first request to the last answer.
+        seconds: time under full load, see `full_load`. left: tokens that left in it.
         tokens: number that each request generated. latency_s, ttft_s: of each request; nan where it failed.
         answers: fingerprint of each answer, special tokens included; None where it failed.
         drafted, accepted: tokens of all requests; None where the server does not say (SGLang of drafted ones).
@@ -30,6 +33,7 @@ class Outcome:
     """
 
     seconds: float
+    left: float
     tokens: list[int]
     latency_s: list[float]
     ttft_s: list[float]
@@ -39,18 +43,16 @@ class Outcome:
     errors: list[str]
 
 
-def ask(
-    url: str, model: str, texts: Sequence[str], concurrency: int, max_tokens: int, template: dict[str, Any] | None
-) -> Outcome:
-    """Put the texts to the server as chats, with arguments of the model's chat template, and wait for all answers.
+def ask(url: str, model: str, asked: Sequence[Request], concurrency: int, template: dict[str, Any] | None) -> Outcome:
+    """Put requests to the server in their order, with arguments of the model's chat template; wait for all answers.
 
-    The end of a sequence is ignored, so that every answer has `max_tokens` tokens and arms do equal work. Nothing else
-    is sent: a trial request would teach the arms that learn from traffic an answer.
+    The end of a sequence is ignored, so that answers have the tokens asked for and arms do equal work. Nothing else is
+    sent: a trial request would teach the arms that learn from traffic an answer.
     """
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
 
-    requests = [SampleRequest(prompt=text, prompt_len=0, expected_output_len=max_tokens) for text in texts]
+    requests = [SampleRequest(prompt=chat, prompt_len=0, expected_output_len=length) for chat, length in asked]
     server: dict[str, Any] = {"endpoint_type": "openai-chat", "api_url": url + CHAT, "base_url": url}
     server |= {"model_id": model, "model_name": model, "tokenizer": None, "lora_modules": None, "extra_headers": None}
     answers: dict[str, Any] = {"ignore_eos": True, "logprobs": None}
@@ -68,8 +70,8 @@ def ask(
         result: dict[str, Any] = asyncio.run(call)
     lengths, nan, accepted = result["output_lens"], float("nan"), result.get("spec_decode_accepted_tokens")
     # A stream that breaks off in the middle is no error to vLLM's client.
-    failed = [bool(error) or n < max_tokens for error, n in zip(result["errors"], lengths, strict=True)]
-    short = f"an answer of less than {max_tokens} tokens"
+    failed = [bool(e) or n < most for e, n, (_, most) in zip(result["errors"], lengths, asked, strict=True)]
+    short = "an answer is too short"
 
     def of_each(name: str, otherwise: Any) -> list[Any]:
         return [otherwise if bad else value for bad, value in zip(failed, result[name], strict=True)]
@@ -80,7 +82,18 @@ def ask(
     said = [text and hashlib.sha256(text.encode()).hexdigest()[:12] for text in of_each("generated_texts", None)]
     errors = sorted({(error.strip() or short).splitlines()[-1] for error in compress(result["errors"], failed)})
     times, drafted = (of_each("latencies", nan), of_each("ttfts", nan)), result.get("spec_decode_draft_tokens")
-    return Outcome(result["duration"], list(lengths), *times, said, drafted, accepted, errors)
+    return Outcome(*full_load(result, concurrency), list(lengths), *times, said, drafted, accepted, errors)
+
+
+def full_load(result: dict[str, Any], concurrency: int) -> tuple[float, float]:
+    """Seconds in which `concurrency` requests were under way all the time, and the tokens that left in them: from the
+    request that took the first free place to the last one that was sent, so that as many prompts as answers count. The
+    chunks of an answer have equally many of its tokens, but for the first one, which only names the role."""
+    each = zip(*(result[name] for name in ("start_times", "ttfts", "itls")), strict=True)
+    times = [start + ttft + np.cumsum(gaps or [0.0]) for start, ttft, gaps in each]
+    begin, end = sorted(result["start_times"])[min(concurrency, len(times) - 1)], max(result["start_times"])
+    shares = [float(np.mean((begin < at) & (at <= end))) for at in times]
+    return float(end - begin), float(np.dot(shares, result["output_lens"]))
 
 
 def sglang_verifications(url: str) -> int | None:

@@ -1,10 +1,10 @@
-"""Questions about Python's own library: long documents, turns of an agent.
+"""Questions about Python's own library: long documents, turns of an agent, quotes; and turns of recorded sessions.
 
 They are the same on every machine with the same Python.
 
-    python -m bench.lib.made_questions spec-bench long agent --concurrency 1 256
+    python -m bench.lib.made_questions spec-bench long agent quotes --concurrency 1 256
 
-needs nothing but Python, and prints what keeps bench/serve.py from asking these: files and numbers of questions.
+needs nothing but Python, and prints what keeps bench/serve.py from asking these.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from bench.lib.questions import Question, QuestionError, blocks, download, load
 
@@ -25,18 +26,25 @@ LENGTHS = (16_000, 32_000, 64_000, 100_000)
 OF_EACH_LENGTH = 8
 AGENT_TURNS = 64
 """Two rounds of 32 requests at a time."""
+QUOTES, OF_A_TEXT = 32, 4_000  # passages at most, of texts of so many characters
+OF_A_PROMPT = 17_000  # characters of a session's turn at most: up to 6,000 tokens
+TURNS = 4  # of a session at most, as far apart as they can be: each begins with the one before
 NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "tkinter"}
 """Folders of the library that some distributions leave out, or fill with packages."""
 
 
 def read(name: str) -> list[Question]:
-    """The questions of one of the names that are made here, of Spec-Bench, which is downloaded, or of a file. Raises
-    QuestionError: a file that cannot be had or used."""
+    """The questions of one of the names that are made here, of Spec-Bench, which is downloaded, of recorded sessions
+    (`sessions:FILE`), or of a file. Raises QuestionError: a file that cannot be had or used."""
+    if name.startswith("sessions:"):
+        return session_turns(Path(name.removeprefix("sessions:")))
     match name:
         case "long":
             return long_documents()
         case "agent":
             return agent_turns()
+        case "quotes":
+            return quotes()
         case "spec-bench":
             return load(download(Path("build/questions")))
     return load(Path(name))
@@ -76,6 +84,41 @@ def agent_turns() -> list[Question]:
     return made
 
 
+def quotes() -> list[Question]:
+    """Questions that are answered by quoting a passage of 300 to 1,000 characters from a text of Python's manual."""
+    made, text = [], "\n".join(topics[name] for name in sorted(topics))
+    for start in range(0, len(text), len(text) // QUOTES)[:QUOTES]:
+        part = text[start : start + OF_A_TEXT]
+        passages = [p for p in part.split("\n\n")[1:-1] if 300 <= len(p.strip()) <= 1_000]
+        if not passages:
+            continue
+        begin = " ".join(passages[len(passages) // 2].split()[:6])
+        ask = f'Quote the passage of this text that begins with "{begin}", word for word, and nothing else.'
+        made.append(Question(f"quotes:{start}", "quotes", f"{part}\n\n{ask}"))
+    return made
+
+
+def session_turns(path: Path) -> list[Question]:
+    """What an agent's model was asked in recorded sessions, with all before it; the group has the file's name. Longer
+    messages than a prompt may be are left out, and what tools said is the user's, as not every template knows them."""
+    made = []
+    try:
+        for row in map(json.loads, filter(str.strip, path.read_text(encoding="utf-8").splitlines())):
+            said = [(str(m["role"]).replace("tool", "user"), str(m["content"])) for m in row["messages"]]
+            said = [message for message in said if len(message[1]) <= OF_A_PROMPT]
+            asked = [i for i in range(1, len(said)) if (said[i - 1][0], said[i][0]) == ("user", "assistant")]
+            fitting = [said[:i] for i in asked if sum(len(text) for _, text in said[:i]) <= OF_A_PROMPT]
+            made += [
+                Question(f"{path.stem}:{row['session']}:{len(turn)}", path.stem, turn[-1][1], tuple(turn[:-1]))
+                for turn in fitting[:: -(-len(fitting) // TURNS) or 1]
+            ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise QuestionError(f"sessions {path}: not as bench/lib/sessions.py reads them ({error!r})") from None
+    if not made:
+        raise QuestionError(f"sessions {path}: no turn of at most {OF_A_PROMPT} characters")
+    return made
+
+
 def modules() -> Iterator[tuple[str, str]]:
     """Names and sources of the modules of Python's library, those of its packages too, in alphabetical order."""
     library = Path(sysconfig.get_path("stdlib"))
@@ -91,33 +134,16 @@ def renamed(text: str) -> str | None:
     return next((name for name in names if len(re.findall(rf"\b{name}\b", text)) > 2), None)
 
 
-def problems(names: list[str], concurrency: list[int], limit: int | None, least_rounds: int) -> list[str]:
-    """A line for each file that cannot be used, and for more requests at a time than there are questions."""
-    asked, said = [], []
-    for name in names:
-        try:
-            asked += read(name)
-        except QuestionError as error:
-            said.append(str(error))
-    try:
-        if not said:
-            blocks(asked, max(concurrency), 1, limit, least_rounds)
-    except QuestionError as error:
-        said.append(str(error))
-    return said
-
-
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Whether bench/serve.py can ask these questions.")
     parser.add_argument("names", nargs="+")
     parser.add_argument("--concurrency", type=int, nargs="+", required=True)
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--least-rounds", type=int, default=0)
     args = parser.parse_args()
-    said = problems(args.names, args.concurrency, args.limit, args.least_rounds)
-    print("\n".join(said), end="\n" if said else "")
-    return 1 if said else 0
+    try:
+        blocks([question for name in args.names for question in read(name)], max(args.concurrency))
+    except QuestionError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -51,8 +51,7 @@ def names(rows: Rows, field: str) -> list[Any]:
 
 
 def overall(rows: Rows) -> Rows:
-    """The rows over all questions: of the only group, where there is one."""
-    return [r for r in rows if r["group"] == ALL] or rows
+    return [r for r in rows if r["group"] == ALL]
 
 
 def latency_throughput(name: str, rows: Rows) -> Plot:
@@ -95,10 +94,9 @@ def ratios(name: str, rows: Rows) -> Plot | None:
     arms, panels = names(compared, "arm"), list[tuple[str, Rows]]()
     for concurrency in names(compared, "concurrency"):
         here = [r for r in compared if r["concurrency"] == concurrency]
-        if len(names(here, "group")) > 1:
-            panels.append((f"{concurrency} at a time", [r for r in here if r["group"] != ALL]))
+        panels.append((f"{concurrency} at a time, tokens of a request", [r for r in here if r["group"] != ALL]))
     every = [r | {"group": f"{r['concurrency']} at a time"} for r in overall(compared)]
-    panels.append(("all questions", every))
+    panels.append(("throughput of all questions", every))
     columns = 1 if len(panels) < 3 else 2
     rows_of_panels = -(-len(panels) // columns)
     size = 7.0 * columns, 0.6 + 2.2 * rows_of_panels
@@ -112,7 +110,8 @@ def ratios(name: str, rows: Rows) -> Plot | None:
         axis.set_title(title, loc="left", fontsize=11)
     axes[0, -1].legend(ncols=len(arms), loc="upper right")
     caption = (
-        "Tokens per second over plain decoding on the same questions, prefill included; 1 is plain. Bars: 95 % "
-        "intervals, bootstrapped over blocks of questions."
+        "Speed over plain decoding on the same questions; 1 is plain. By group: time of a request for each token "
+        "after the first; bars are 95 % intervals, bootstrapped over questions. Of all: throughput under full load, "
+        "prefill included, median over blocks of questions; intervals over blocks."
     )
     return Plot(f"{name}-ratios", figure, caption)

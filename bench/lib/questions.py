@@ -8,15 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise, zip_longest
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/refs/heads/main/data/spec_bench/question.jsonl"
-MIXED = "mixed"
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
 
@@ -26,11 +26,17 @@ class QuestionError(ValueError):
 
 @dataclass(frozen=True)
 class Question:
-    """One question. Only its first turn is asked: the second one depends on the answer."""
+    """One question, and the messages before it as (role, content). Of Spec-Bench's only the first turn is asked: the
+    second one depends on the answer."""
 
     name: str
     group: str
     text: str
+    before: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def chat(self) -> list[dict[str, str]]:
+        return [{"role": role, "content": content} for role, content in (*self.before, ("user", self.text))]
 
 
 def load(path: Path) -> list[Question]:
@@ -79,7 +85,7 @@ def download(folder: Path) -> Path:
 
 def digest(questions: Sequence[Question]) -> str:
     """A fingerprint that differs between two sets of questions."""
-    return hashlib.sha256("\0".join(f"{q.name}\0{q.group}\0{q.text}" for q in questions).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join(f"{q.name}\0{q.group}\0{q.chat}" for q in questions).encode()).hexdigest()[:16]
 
 
 def groups(questions: Iterable[Question]) -> dict[str, list[Question]]:
@@ -90,37 +96,25 @@ def groups(questions: Iterable[Question]) -> dict[str, list[Question]]:
 
 
 def blocks(
-    questions: Sequence[Question], concurrency: int, rounds: int = 1, limit: int | None = None, least_rounds: int = 0
+    questions: Sequence[Question], concurrency: int, rounds: int = 8, limit: int | None = None
 ) -> list[tuple[Question, ...]]:
-    """Blocks of about `concurrency * rounds` questions of one group each, as equal as can be, the groups taking turns.
-
-    Groups that cannot keep so many requests running for two rounds are put together as `MIXED`, in which their
-    questions take turns, with the smallest of the others where they are too few by themselves.
+    """Blocks of about `concurrency * rounds` questions of all groups, as equal as can be, in a fixed order that mixes
+    the groups evenly and keeps that of each group.
 
     Args:
-        rounds: questions for each request at a time. limit: questions of each group at most.
-        least_rounds: but so many for each request at a time.
+        rounds: questions for each request at a time. limit: questions of each group at most, but a block in all.
 
-    Raises QuestionError: there are not as many questions as requests at a time.
+    Raises QuestionError: there are less than two questions for each request at a time.
     """
-    most = None if limit is None else max(limit, least_rounds * concurrency)
-    size, limited = concurrency * rounds, {name: members[:most] for name, members in groups(questions).items()}
-    enough = 2 * concurrency if concurrency > 1 else 1
-    small = [name for name, members in limited.items() if len(members) < enough]
-    others = sorted(limited.keys() - small, key=lambda name: (len(limited[name]), name))
-    while small and others and sum(len(limited[name]) for name in small) < concurrency:
-        small.append(others.pop(0))
-    if len(small) > 1:
-        turns = zip_longest(*(limited.pop(name) for name in small))
-        limited[MIXED] = [replace(q, group=MIXED) for turn in turns for q in turn if q is not None]
-    if (fewest := min(map(len, limited.values()), default=concurrency)) < concurrency:
+    by_group, size, jitter = groups(questions), concurrency * rounds, random.Random(0)
+    most = None if limit is None else max(limit, math.ceil(size / len(by_group)))
+    limited = [members[:most] for members in by_group.values()]
+    places = [((i + jitter.random()) / len(members), q) for members in limited for i, q in enumerate(members)]
+    mixed = [question for _, question in sorted(places, key=lambda place: place[0])]
+    if len(mixed) < 2 * concurrency:
         raise QuestionError(
-            f"{concurrency} requests at a time, but {fewest} questions: more questions, or a lower --concurrency"
+            f"{concurrency} requests at a time, but {len(mixed)} questions: more questions, or a lower --concurrency"
         )
-    cut = []
-    for members in limited.values():
-        number = max(1, min(int(len(members) / size + 0.5), len(members) // concurrency))
-        ends = [math.ceil(len(members) * i / number) for i in range(number + 1)]
-        cut.append([tuple(members[i:j]) for i, j in pairwise(ends)])
-    longest = max(map(len, cut), default=0)
-    return [parts[i] for i in range(longest) for parts in cut if i < len(parts)]
+    number = max(1, int(len(mixed) / size + 0.5))
+    ends = [math.ceil(len(mixed) * i / number) for i in range(number + 1)]
+    return [tuple(mixed[i:j]) for i, j in pairwise(ends)]

@@ -175,7 +175,7 @@ def end_group(leader: int, patience_s: float = 20.0) -> None:
 def build(
     name: str, engine: str, model: Path, log: Path, *, port: int = 0, dtype: str = "float32", eager: bool = True,
     speculative: dict[str, object] | None = None, device: str = "cpu", requests: int | None = None,
-    max_model_len: int = MAX_MODEL_LEN, python: str = sys.executable, flags: Sequence[str] = (),
+    max_model_len: int = MAX_MODEL_LEN, python: str = sys.executable, flags: Sequence[str] = (), prefixes: bool = False,
 ) -> Server:  # fmt: skip
     """A server that is not started yet.
 
@@ -186,19 +186,21 @@ def build(
             `num_speculative_tokens` are options of the method and travel in the environment.
         device: "cpu", or "cuda" with the engine's own defaults.
         requests: at a time at most; None takes 8 for vLLM and 4 for SGLang. max_model_len: most tokens of each.
-        python: of the environment that has the engine.
+        python: of the environment that has the engine. prefixes: whether those of prompts are cached.
     """
     port = port or free_port()
     env = environment(engine, python) if device == "cpu" else {**os.environ, "PYTHONUNBUFFERED": "1"}
     env, own = programs_first(env, python), speculative or {}
     length, at_most = str(max_model_len), requests or (8 if engine == "vllm" else 4)
     if engine == "vllm":  # as `vllm serve`, which does not find its own version in the CPU wheel
-        command = ["vllm.entrypoints.openai.api_server", "--model", str(model), "--no-enable-prefix-caching"]
+        command = ["vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += [f"--{'' if prefixes else 'no-'}enable-prefix-caching"]
         command += ["--max-model-len", length, "--max-num-seqs", str(at_most)]
         command += ["--enforce-eager"] if eager else []
         command += ["--speculative-config", json.dumps(speculative)] if speculative is not None else []
     else:
-        command = ["sglang.launch_server", "--model-path", str(model), "--disable-radix-cache"]
+        command = ["sglang.launch_server", "--model-path", str(model)]
+        command += [] if prefixes else ["--disable-radix-cache"]
         command += ["--context-length", length, "--max-running-requests", str(at_most)]
         # An idle scheduler takes a whole core otherwise, also from the other server.
         command += ["--skip-server-warmup", "--enable-metrics", "--sleep-on-idle"]

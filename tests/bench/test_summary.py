@@ -29,37 +29,57 @@ def test_rows_by_arm_concurrency_and_group() -> None:
     assert row["decode_ms_per_token"] == pytest.approx(1000 * 0.2 / 7)
     assert row["identical"] == 1.0
     assert "ratio" not in find(rows, "plain", "all")
-    assert find(rows, "ngram", "qa", 4)["ratio"] == pytest.approx(0.8)
     assert row["over"] == {"ngram": pytest.approx([2.5, 2.5, 2.5])}
+    group = find(rows, "ngram", "qa", 4)
+    assert group["requests"] == 4 and group["ratio"] == pytest.approx(0.8) and "tokens_per_second" not in group
+
+
+def test_throughput_is_that_of_full_load_and_a_group_has_its_time_per_token() -> None:
+    """Two slots full for half of the time, in which 12 of the 16 tokens left; `rag` is decoded at plain's speed."""
+    found = [block("plain", i) for i in range(3)]
+    found += [block("sssd", i, seconds=0.4, left=12.0, latency_s=[0.4, 0.8], ttft_s=[0.2, 0.4]) for i in range(3)]
+    rows = summary.rows(found, PLAIN)
+    assert find(rows, "sssd", "all")["tokens_per_second"] == pytest.approx(30)
+    assert find(rows, "sssd", "all")["ratio"] == pytest.approx(3)
+    assert find(rows, "sssd", "qa")["ratio"] == pytest.approx(2)
+    assert find(rows, "sssd", "rag")["ratio"] == pytest.approx(1)
+
+
+def test_the_ratio_of_throughputs_is_the_median_of_pairs_of_blocks() -> None:
+    found = [block("plain", i) for i in range(3)] + [block("sssd", i, seconds=s) for i, s in enumerate((0.8, 0.8, 80))]
+    found.append(block("sssd", 3))
+    found += [block("plain", 3, seconds=0.0, left=0.0), block("plain", 4)]
+    row = find(summary.rows(found, PLAIN), "sssd", "all")
+    assert row["ratio"] == pytest.approx(2), "a slow minute, a block that was never full and one without its pair"
 
 
 def test_accepted_tokens_save_passes() -> None:
-    row = find(summary.rows(blocks(), PLAIN), "sssd", "qa")
+    row = find(summary.rows(blocks(), PLAIN), "sssd", "all")
     assert row["tokens_per_step"] == pytest.approx(16 / 12)  # 16 tokens of which 4 were accepted drafts
     assert row["drafted_per_step"] == pytest.approx(8 / 12) and row["acceptance"] == pytest.approx(0.5)
-    assert "tokens_per_step" not in find(summary.rows(blocks(), PLAIN), "plain", "qa")
+    assert "tokens_per_step" not in find(summary.rows(blocks(), PLAIN), "plain", "all")
 
 
 def test_a_differing_answer_shows() -> None:
     found = [b for b in blocks() if (b["arm"], b["block"], b["concurrency"]) != ("sssd", 0, 1)]
-    found.append(block("sssd", "qa", 0, answers=["a0", "other"]))
+    found.append(block("sssd", 0, answers=["a0", "other"]))
     rows = summary.rows(found, PLAIN)
-    assert find(rows, "sssd", "qa")["identical"] == pytest.approx(3 / 4)
-    assert find(rows, "sssd", "rag")["identical"] == 1.0
+    assert find(rows, "sssd", "rag")["identical"] == pytest.approx(3 / 4)
+    assert find(rows, "sssd", "qa")["identical"] == 1.0
 
 
 def test_only_blocks_that_both_answered_are_compared() -> None:
     found = [b for b in blocks() if (b["arm"], b["block"], b["concurrency"]) != ("plain", 0, 1)]
-    found.append(block("plain", "qa", 0, errors=["refused"], seconds=1000.0))
+    found.append(block("plain", 0, errors=["refused"], seconds=1000.0, latency_s=[None, 1.0]))
     row = find(summary.rows(found, PLAIN), "sssd", "qa")
     assert row["ratio"] == pytest.approx(2)
     assert row["requests"] == 4  # its own figures count all that it answered
 
 
 def test_the_interval_is_as_wide_as_blocks_differ() -> None:
-    found = [block("plain", "qa", i) for i in range(20)]
-    found += [block("sssd", "qa", i, seconds=0.8 * (0.5 if i % 2 else 1.5)) for i in range(20)]
-    row = find(summary.rows(found, PLAIN), "sssd", "qa")
+    found = [block("plain", i) for i in range(20)]
+    found += [block("sssd", i, seconds=0.8 * (0.5 if i % 2 else 1.5)) for i in range(20)]
+    row = find(summary.rows(found, PLAIN), "sssd", "all")
     low, high = row["ratio_interval"]
     assert low < row["ratio"] < high and high - low > 0.5
 
@@ -70,7 +90,7 @@ def test_the_best_fixed_length_of_each_cell() -> None:
         8: {"plain": 1.0, "sssd": 1.02, "short": 1.5, "long": 2.0},
     }
     found = [
-        block("plain", "qa", i, at_once, seconds=s) | {"arm": arm}
+        block("plain", i, at_once, seconds=s, groups=["qa", "qa"]) | {"arm": arm}
         for at_once, by_arm in seconds.items()
         for arm, s in by_arm.items()
         for i in range(3)
@@ -79,20 +99,12 @@ def test_the_best_fixed_length_of_each_cell() -> None:
     given = {"plain": None, "sssd": {"method": "sssd"}, "short": fixed, "long": fixed, "ngram": {"method": "ngram"}}
     arms = {name: {"engine": "vllm", "speculative": speculative} for name, speculative in given.items()}
     rows = summary.rows(found, dict.fromkeys(seconds[1], "plain"))
-    few, many = (row for row in summary.of_best_length(rows, arms) if row["arm"] == "sssd")
+    shares = summary.of_best_length(rows, arms)
+    few, many = (row for row in shares if (row["arm"], row["group"]) == ("sssd", "all"))
     assert (few["best"], few["share"]) == ("short", pytest.approx(0.49 / 0.5))
     slower = pytest.approx(1 / 1.02)
     assert (many["best"], many["share"], many["over_plain"]) == ("plain", slower, slower)
-
-
-def test_questions_that_are_one_group_are_one_cell() -> None:
-    """Where groups are put together at many requests at a time, that group is all of them."""
-    found = [b for b in blocks() if b["concurrency"] == 1]
-    found += [b | {"group": "mixed"} for b in blocks() if b["concurrency"] == 4]
-    rows = summary.rows(found, PLAIN)
-    assert [r["group"] for r in rows if r["arm"] == "sssd"] == ["qa", "rag", "all", "all"]
-    assert find(rows, "sssd", "all", 4)["requests"] == 8
-    assert [r["group"] for r in summary.rows([b | {"group": "qa"} for b in blocks()], PLAIN)] == ["qa"] * 6
+    assert {row["share"] for row in shares if (row["arm"], row["group"]) == ("sssd", "qa")} == {1.0}
 
 
 def test_cells_below_plain_are_those_of_every_arm() -> None:
