@@ -2,11 +2,12 @@
 
 The probability that a node is accepted given that its parent was is modelled as
 
-    sigmoid(logit(score / parent's score) + a[bin of that] + b[kind] + c[depth])
+    sigmoid(logit(score / parent's score) + a[bin of that] + b[kind] + c[depth] + d[drafter])
 
-with every a, b, c 0 at first, and each outcome moves the three that it concerns by a fixed step along the gradient of
-its log-likelihood. A constant step forgets at a constant rate, so a change of traffic is followed within a few hundred
-outcomes. `kind` is what the drafter says of where a node comes from: source and match length.
+with all of them 0 at first, and each outcome moves the four that it concerns along the gradient of its log-likelihood:
+a, b and c by a small step, so that they are known to a few hundred outcomes, and d, which fades, by a large one, so that
+text of another kind is noticed within some ten steps. `kind` is what the drafter says of where a node comes from:
+source and match length; drafters are n-grams and draft passes.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ PASS_KINDS = 112
 _BINS = 12
 _DEPTHS = 8
 _RATE = 0.03
-_MAX_CORRECTION = 4.0
-_BINS_AT, _KINDS_AT, _DEPTHS_AT = 0, _BINS, _BINS + KINDS
-SIZE = _BINS + KINDS + _DEPTHS
+_FAST_RATE, _FADE, _TREND_RATE = 2.0, 0.98, 0.25  # of d, by step
+_MAX_CORRECTION, _MOST = 4.0, 10.0  # of a, b and c; of d
+_BINS_AT, _KINDS_AT, _DEPTHS_AT, _DRAFTERS_AT = 0, _BINS, _BINS + KINDS, _BINS + KINDS + _DEPTHS
+SIZE = _DRAFTERS_AT + 2
 _GRID = 512
 
 
@@ -46,14 +48,15 @@ BIN_OF = _bins()
 
 @compiled(inline="always")
 def _given_parent(odds, bin_of, score, parents_score, kind, depth):
-    """(P(node accepted | parent accepted), the three corrections that made it). odds: exp of the corrections, so that
+    """(P(node accepted | parent accepted), the four corrections that made it). odds: exp of the corrections, so that
     nothing but products is needed here."""
     ratio = min(max(score / max(parents_score, 1e-9), 1e-4), 0.9995)
     x = _BINS_AT + bin_of[int(ratio * _GRID)]
     y = _KINDS_AT + min(kind, KINDS - 1)
     d = _DEPTHS_AT + min(depth - 1, _DEPTHS - 1)
-    o = ratio * odds[x] * odds[y] * odds[d]
-    return o / (o + 1.0 - ratio), x, y, d
+    f = _DRAFTERS_AT + (kind >= PASS_KINDS)
+    o = ratio * odds[x] * odds[y] * odds[d] * odds[f]
+    return o / (o + 1.0 - ratio), x, y, d, f
 
 
 @compiled(nogil=True)
@@ -63,21 +66,22 @@ def calibrate(odds, bin_of, parents, depths, scores, kinds, counts, out):
         out[b, 0] = 1.0
         for i in range(1, counts[b]):
             parent = parents[b, i]
-            p, _, _, _ = _given_parent(odds, bin_of, scores[b, i], scores[b, parent], kinds[b, i], depths[b, i])
+            p, _, _, _, _ = _given_parent(odds, bin_of, scores[b, i], scores[b, parent], kinds[b, i], depths[b, i])
             out[b, i] = out[b, parent] * p
 
 
 @compiled(nogil=True)
 def _estimate(odds, bin_of, ratios, kinds, depth, out):
     for i in range(len(ratios)):
-        out[i], _, _, _ = _given_parent(odds, bin_of, ratios[i], 1.0, kinds[i], depth)
+        out[i], _, _, _, _ = _given_parent(odds, bin_of, ratios[i], 1.0, kinds[i], depth)
 
 
 @compiled(nogil=True)
-def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, rows, source, starts, ends):
+def learn(bias, odds, trend, bin_of, tokens, parents, depths, scores, kinds, counts, rows, source, starts, ends):
     """Move the corrections by what became of a draft: at each node of the true path, which child came next.
 
     Args:
+        trend: float64 [2], by drafter, the mean error of the newest steps, which says how fast d moves.
         tokens, ..., counts: the draft, verified or not, with its roots.
         rows: int32 [B], which entry of starts and ends is this request's; -1: it has ended.
         source, starts, ends: source[starts[r]:ends[r]] are the tokens that the request has gained since.
@@ -85,7 +89,9 @@ def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, ro
     Returns:
         Outcomes seen.
     """
-    seen = 0
+    seen, wrong, outcomes = 0, np.zeros(2), np.zeros(2)
+    bias[_DRAFTERS_AT:] *= _FADE
+    fast = _FAST_RATE * np.abs(trend) / max(1, len(counts))
     for b in range(len(counts)):
         r = rows[b]
         if r < 0:
@@ -97,18 +103,22 @@ def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, ro
             for i in range(node + 1, counts[b]):
                 if parents[b, i] != node:
                     continue
-                p, x, y, d = _given_parent(odds, bin_of, scores[b, i], scores[b, node], kinds[b, i], depths[b, i])
+                p, x, y, d, f = _given_parent(odds, bin_of, scores[b, i], scores[b, node], kinds[b, i], depths[b, i])
                 hit = 1.0 if tokens[b, i] == token else 0.0
-                step = _RATE * (hit - p)
-                for k in (x, y, d):
-                    bias[k] = min(max(bias[k] + step, -_MAX_CORRECTION), _MAX_CORRECTION)
+                drafter = f - _DRAFTERS_AT
+                for k in (x, y, d, f):
+                    rate, most = (fast[drafter], _MOST) if k == f else (_RATE, _MAX_CORRECTION)
+                    bias[k] = min(max(bias[k] + rate * (hit - p), -most), most)
                     odds[k] = np.exp(bias[k])
+                wrong[drafter] += hit - p
+                outcomes[drafter] += 1.0
                 seen += 1
                 if hit > 0.0:
                     following = i
             if following < 0:
                 break
             node = following
+    trend += _TREND_RATE * np.where(outcomes > 0.0, wrong / np.maximum(outcomes, 1.0) - trend, 0.0)
     return seen
 
 
@@ -118,9 +128,22 @@ class Acceptance:
     def __init__(self) -> None:
         self.bias = np.zeros(SIZE)
         self.odds = np.ones(SIZE)
+        self._trend = np.zeros(2)
         self.outcomes = 0
         self._request_ids: list[str] = []
         self._followed: list[tuple[DraftBatch, NDArray[np.int32]]] = []
+
+    @staticmethod
+    def warm_up() -> None:
+        """Compile, or load from the cache, everything that a step calls."""
+        draft = DraftBatch.empty(1, 2)
+        draft.counts[:] = 2
+        draft.depths[:, 1] = 1
+        draft.scores[:] = 1.0, 0.5
+        fresh, none = Acceptance(), np.zeros(1, np.int64)
+        fresh.learn(draft, draft.counts, np.full(1, -1, np.int32), np.zeros(1, np.int32), none, none)
+        fresh.probabilities(draft)
+        fresh.given_parent(draft.scores[0], draft.kinds[0], 1)
 
     def forget(self, kind: int) -> None:
         """Nodes of this kind are another drafter's from now on."""
@@ -195,7 +218,7 @@ class Acceptance:
         if len(rows) != draft.batch_size:
             raise ValueError(f"{len(rows)} rows for a draft of {draft.batch_size} requests")
         seen = learn(
-            self.bias, self.odds, BIN_OF,
+            self.bias, self.odds, self._trend, BIN_OF,
             draft.tokens, draft.parents, draft.depths, draft.scores, draft.kinds, counts,
             rows, source, starts, ends,
         )  # fmt: skip
