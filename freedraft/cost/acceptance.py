@@ -30,7 +30,7 @@ PASS_KINDS = 112
 _BINS = 12
 _DEPTHS = 8
 _RATE = 0.03
-_FAST_RATE, _FADE, _TREND_RATE = 2.0, 0.98, 0.25  # of d, by step
+_FAST_RATE, _TREND_RATE = 4.0, 0.25  # of d, by step, for a mean error of 1; of that error
 _MAX_CORRECTION, _MOST = 4.0, 10.0  # of a, b and c; of d
 _BINS_AT, _KINDS_AT, _DEPTHS_AT, _DRAFTERS_AT = 0, _BINS, _BINS + KINDS, _BINS + KINDS + _DEPTHS
 SIZE = _DRAFTERS_AT + 2
@@ -90,8 +90,7 @@ def learn(bias, odds, trend, bin_of, tokens, parents, depths, scores, kinds, cou
         Outcomes seen.
     """
     seen, wrong, outcomes = 0, np.zeros(2), np.zeros(2)
-    bias[_DRAFTERS_AT:] *= _FADE
-    fast = _FAST_RATE * np.abs(trend) / max(1, len(counts))
+    fast = (_RATE + _FAST_RATE * trend**2) / max(1, len(counts))
     for b in range(len(counts)):
         r = rows[b]
         if r < 0:

@@ -34,7 +34,7 @@ _PROBE_COST = 1.5  # steps without drafts, at most, as far as is known
 _ENOUGH, _RATE = 2, 0.02  # times of such steps that say more than the times of others; what a new one weighs at least
 _PRICE_EVERY = 4  # steps of a range of batch sizes
 _MARGIN = 0.995  # of the best ratio, which a shorter length may have
-_REQUESTS = 8.0  # whose newest drafts say what drafts bring
+_REQUESTS = 2.0  # whose newest drafts say what drafts bring
 _IDLE_SHARE, _MAX_IDLE = 0.01, 64  # of time, for asking the drafter where nothing is drafted; steps that it is not asked
 
 Rows = list[tuple[int, int, int]]  # (first batch size, last batch size, draft tokens per request)
