@@ -5,9 +5,9 @@ The probability that a node is accepted given that its parent was is modelled as
     sigmoid(logit(score / parent's score) + a[bin of that] + b[kind] + c[depth] + d[drafter])
 
 with all of them 0 at first, and each outcome moves the four that it concerns along the gradient of its log-likelihood:
-a, b and c by a small step, so that they are known to a few hundred outcomes, and d, which fades, by a large one, so that
-text of another kind is noticed within some ten steps. `kind` is what the drafter says of where a node comes from:
-source and match length; drafters are n-grams and draft passes.
+a, b and c by a fixed step, so that a change is followed within a few hundred outcomes; d by one that grows with the
+mean error of the newest steps, so that text of which nothing is accepted any more is noticed within some ten steps.
+`kind` is what the drafter says of where a node comes from: source and match length; a drafter is n-grams or passes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ PASS_KINDS = 112
 _BINS = 12
 _DEPTHS = 8
 _RATE = 0.03
-_FAST_RATE, _TREND_RATE = 4.0, 0.25  # of d, by step, for a mean error of 1; of that error
+_FAST_RATE, _TREND_RATE = 4.0, 0.2  # of d, by step, for a mean error of 1; of that error
+_RISES = 0.1  # mean error
 _MAX_CORRECTION, _MOST = 4.0, 10.0  # of a, b and c; of d
 _BINS_AT, _KINDS_AT, _DEPTHS_AT, _DRAFTERS_AT = 0, _BINS, _BINS + KINDS, _BINS + KINDS + _DEPTHS
 SIZE = _DRAFTERS_AT + 2
@@ -152,6 +153,11 @@ class Acceptance:
     def follows(self) -> bool:
         """Whether drafts were given to `follow` since the last `update`."""
         return bool(self._followed)
+
+    @property
+    def rises(self) -> bool:
+        """Whether more was accepted of late than was expected, so that there is something to learn soon."""
+        return bool(self._trend.max() > _RISES)
 
     def follow(self, *drafts: DraftBatch) -> None:
         """Learn at the next `update` from what becomes of these drafts of its last step's requests, verified or not.

@@ -1,9 +1,9 @@
 """`BatchLengths`: policy "auto" where all requests of a step verify the same number of draft tokens, which the engine
 decides by the batch's size before anything is drafted.
 
-With k draft tokens each, a step of b requests yields b y(k) tokens in t(b, b (1 + k)) seconds; y(k) is what `Acceptance`
-says of the newest drafts. The k of the best ratio is drafted, and 0 is one of them. Where nothing is drafted, the
-drafter is still asked now and then, which tells what drafts would bring, and takes little time.
+With k draft tokens each, a step of b requests yields b y(k) tokens in t(b, b (1 + k)) seconds; y(k) is what
+`Acceptance` says of the newest drafts. The k of the best ratio is drafted, and 0 is one of them. Where nothing is
+drafted, the drafter is still asked now and then, which takes little time and tells what drafts would bring.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENOUGH, _RATE = 2, 0.02  # times of such steps that say more than the times of 
 _PRICE_EVERY = 4  # steps of a range of batch sizes
 _MARGIN = 0.995  # of the best ratio, which a shorter length may have
 _REQUESTS = 2.0  # whose newest drafts say what drafts bring
-_IDLE_SHARE, _MAX_IDLE = 0.01, 64  # of time, for asking the drafter where nothing is drafted; steps that it is not asked
+_IDLE_SHARE, _MAX_IDLE = 0.005, 64  # of time, for asking the drafter where nothing is drafted; steps between that
 
 Rows = list[tuple[int, int, int]]  # (first batch size, last batch size, draft tokens per request)
 
@@ -77,13 +77,13 @@ class BatchLengths(Fixed):
         # ln(measured / predicted) of steps by range of batch sizes, length and bucket of contexts, and how many. Step
         # times by query tokens alone do not know whether a step waited for drafts.
         self._errors: dict[tuple[int, int, int], list[float]] = {}
-        # Draft tokens of a request that are accepted, by length
+        # Draft tokens of a request that are accepted, by length; the last draft, of what length, and what it promised
         self._gain = expected_tokens(1 + self.lengths, CHAIN_TOKENS_PER_STEP) - 1.0
         self._newest: tuple[DraftBatch, int, NDArray[np.float64]] | None = None
         self._began, self._step_seconds, self._idle_left, self._asked = 0.0, 1.0, 0, 0
         self._probes = ProbeSchedule(_PROBE_FIRST, PROBE_EVERY, _PROBE_GROWTH)
         self._random = np.random.default_rng(0)
-        # By range of batch sizes: seconds of a step of each length that may be scheduled, and steps that this is good for
+        # By range of batch sizes: seconds of a step of each length that may be scheduled, for so many steps more
         self._priced: dict[tuple[int, int], tuple[NDArray[np.float64], int]] = {}
         self._probed: tuple[int, int] | None = None
 
@@ -97,7 +97,7 @@ class BatchLengths(Fixed):
             self._newest = None
 
     def max_draft_len(self, step: Step) -> int:
-        self._asked = super().max_draft_len(step)
+        self._began, self._asked = self._clock(), super().max_draft_len(step)
         return self._asked
 
     def truncate(self, draft: DraftBatch) -> int:
@@ -108,13 +108,14 @@ class BatchLengths(Fixed):
         self.update(step)
         self._idle_left -= 1
         self._began = self._clock()
-        self._asked = 0 if self._idle_left > 0 else self.max_draft_tokens
+        waits = self._idle_left > 0 and not self.acceptance.rises
+        self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 
     def look(self, draft: DraftBatch) -> None:
         """Learn from a draft, verified or not, what drafts bring now."""
         idle = (self._clock() - self._began) / (_IDLE_SHARE * self._step_seconds)
-        self._idle_left = int(min(max(idle, 0.0), _MAX_IDLE))
+        self._idle_left = math.ceil(min(max(idle, 0.0), _MAX_IDLE))
         self.acceptance.follow(draft)
         self._newest = draft, self._asked, self._expected(draft, self._asked)
         rate = min(1.0, draft.batch_size / _REQUESTS)
@@ -124,8 +125,9 @@ class BatchLengths(Fixed):
         """float64 [L]: draft tokens of a request that are accepted, on average, if each has so many of `lengths`.
         asked: those that the drafter was asked for."""
         p = self.acceptance.probabilities(draft)[:, : asked + 1]
-        p[np.arange(p.shape[1]) >= draft.counts[:, None]] = 0.0
-        tokens = np.cumsum(p.mean(0)) - 1.0
+        nodes = np.arange(asked + 1)
+        p[(nodes == 0) | (nodes >= draft.counts[:, None])] = 0.0
+        tokens = np.cumsum(p.mean(0))
         # Longer drafts go on as these do, or as was seen last.
         more, at = np.maximum(self.lengths - asked, 0), int(np.searchsorted(self.lengths, asked, side="right")) - 1
         ratio = p[:, -1:] ** (1 / asked) * (asked**2 / (asked**2 + 1))
@@ -147,6 +149,10 @@ class BatchLengths(Fixed):
     @staticmethod
     def _cell(batch: int, length: int, context: float) -> tuple[int, int, int]:
         return batch_range(batch)[0], length, context_bucket(context)
+
+    def interrupt(self) -> None:
+        self.acceptance.follow()
+        self._newest = None
 
     def warm_up(self) -> None:
         super().warm_up()

@@ -141,7 +141,7 @@ class Auto(Controller):
             if 0.0 < spent < 1.0:
                 rate = 0.5 if self.drafting_seconds == 0.0 else 0.05
                 self.drafting_seconds += rate * (min(spent, 4 * self.drafting_seconds or spent) - self.drafting_seconds)
-            if self.gain < 0.0:
+            if self.gain < 0.0 and not self.acceptance.rises:
                 idle = self.drafting_seconds / (_IDLE_SHARE * max(float(self.step_seconds(batch, batch)), 1e-6))
                 self._idle_left = min(int(idle), _MAX_IDLE)
         self._ended = now

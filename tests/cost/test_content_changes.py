@@ -134,3 +134,39 @@ class RunnerV2:
                 self.table[first : last + 1] = [chosen] * len(self.table[first : last + 1])
             rows.append((gained.sum(), machine.now - began, batch * length))
         return np.array(rows, float)
+
+
+def best_rate(batch: int, text: Text) -> float:
+    """Tokens per second of the best length of all, always the same."""
+    tokens = {n: sum(text.accept**i for i in range(n + 1)) for n in candidate_lengths(MOST)}
+    return max(batch * tokens[n] / seconds(batch, n) for n in tokens)
+
+
+def of_best(rows: np.ndarray, batch: int, text: Text) -> float:
+    return float(rows[:, 0].sum() / rows[:, 1].sum()) / best_rate(batch, text)
+
+
+@pytest.mark.parametrize("runner", [RunnerV1, RunnerV2])
+@pytest.mark.parametrize("none", [NONE, NONE_AND_KNOWN])
+def test_where_nothing_is_accepted_any_more_steps_are_soon_plain(runner: type, none: Text) -> None:
+    served = runner()
+    for batch in (1, 8, 32):
+        served.run(batch, ALL, 600)
+    rows = served.run(1, none, 400)
+    assert of_best(rows[:200], 1, none) >= 0.97 and of_best(rows[200:], 1, none) >= 0.985
+
+
+@pytest.mark.parametrize("none", [NONE, NONE_AND_KNOWN])
+@pytest.mark.parametrize("batch", [1, 8, 12, 32])
+def test_drafts_that_are_accepted_again_are_soon_made(none: Text, batch: int) -> None:
+    served = RunnerV2()
+    for text in (ALL, none, ALL, none, ALL):
+        rows = served.run(batch, text, 400 if text == none else 200)
+        assert of_best(rows[50:], batch, text) >= 0.95, text
+
+
+def test_the_same_where_drafts_come_first() -> None:
+    served = RunnerV1()
+    for text in (ALL, NONE, ALL, NONE, ALL):
+        rows = served.run(1, text, 400 if text == NONE else 200)
+        assert of_best(rows[50:], 1, text) >= 0.95, text

@@ -254,8 +254,7 @@ def warm_up(worker: Any, guarded: Any) -> dict[str, list[Any]]:
     def known() -> list[Any]:
         if method.live is None or not isinstance(controller, BatchLengths):
             return []
-        lengths = np.arange(controller.max_draft_tokens + 1)
-        return [method.live.stats().documents, controller.times.seen, controller.yields.tokens(lengths).tolist()]
+        return [method.live.stats().documents, controller.times.seen, controller.tokens().tolist()]
 
     before = known()
     gpu_worker.Worker.compile_or_warm_up_model(worker)
