@@ -2,12 +2,13 @@
 
 The probability that a node is accepted given that its parent was is modelled as
 
-    sigmoid(logit(score / parent's score) + a[bin of that] + b[kind] + c[depth] + d[drafter])
+    sigmoid(logit(score / parent's score) + a[bin of that] + b[kind] + c[depth] + d)
 
 with all of them 0 at first, and each outcome moves the four that it concerns along the gradient of its log-likelihood:
 a, b and c by a fixed step, so that a change is followed within a few hundred outcomes; d by one that grows with the
 mean error of the newest steps, so that text of which nothing is accepted any more is noticed within some ten steps.
-`kind` is what the drafter says of where a node comes from: source and match length; a drafter is n-grams or passes.
+d is of n-grams alone, 0 for nodes of draft passes. `kind` is what the drafter says of where a node comes from: source
+and match length.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _RATE = 0.03
 _FAST_RATE, _TREND_RATE = 4.0, 0.2  # of d, by step, for a mean error of 1; of that error
 _RISES = 0.1  # mean error
 _MAX_CORRECTION, _MOST = 4.0, 10.0  # of a, b and c; of d
-_BINS_AT, _KINDS_AT, _DEPTHS_AT, _DRAFTERS_AT = 0, _BINS, _BINS + KINDS, _BINS + KINDS + _DEPTHS
-SIZE = _DRAFTERS_AT + 2
+_BINS_AT, _KINDS_AT, _DEPTHS_AT, _COMMON_AT = 0, _BINS, _BINS + KINDS, _BINS + KINDS + _DEPTHS
+SIZE = _COMMON_AT + 2
 _GRID = 512
 
 
@@ -55,7 +56,7 @@ def _given_parent(odds, bin_of, score, parents_score, kind, depth):
     x = _BINS_AT + bin_of[int(ratio * _GRID)]
     y = _KINDS_AT + min(kind, KINDS - 1)
     d = _DEPTHS_AT + min(depth - 1, _DEPTHS - 1)
-    f = _DRAFTERS_AT + (kind >= PASS_KINDS)
+    f = _COMMON_AT + (kind >= PASS_KINDS)
     o = ratio * odds[x] * odds[y] * odds[d] * odds[f]
     return o / (o + 1.0 - ratio), x, y, d, f
 
@@ -82,7 +83,7 @@ def learn(bias, odds, trend, bin_of, tokens, parents, depths, scores, kinds, cou
     """Move the corrections by what became of a draft: at each node of the true path, which child came next.
 
     Args:
-        trend: float64 [2], by drafter, the mean error of the newest steps, which says how fast d moves.
+        trend: float64 [1], the mean error of the newest steps, which says how fast d moves.
         tokens, ..., counts: the draft, verified or not, with its roots.
         rows: int32 [B], which entry of starts and ends is this request's; -1: it has ended.
         source, starts, ends: source[starts[r]:ends[r]] are the tokens that the request has gained since.
@@ -90,8 +91,8 @@ def learn(bias, odds, trend, bin_of, tokens, parents, depths, scores, kinds, cou
     Returns:
         Outcomes seen.
     """
-    seen, wrong, outcomes = 0, np.zeros(2), np.zeros(2)
-    fast = (_RATE + _FAST_RATE * trend**2) / max(1, len(counts))
+    seen, common, wrong = 0, 0, 0.0
+    fast = (_RATE + _FAST_RATE * trend[0] ** 2) / max(1, len(counts))
     for b in range(len(counts)):
         r = rows[b]
         if r < 0:
@@ -105,20 +106,22 @@ def learn(bias, odds, trend, bin_of, tokens, parents, depths, scores, kinds, cou
                     continue
                 p, x, y, d, f = _given_parent(odds, bin_of, scores[b, i], scores[b, node], kinds[b, i], depths[b, i])
                 hit = 1.0 if tokens[b, i] == token else 0.0
-                drafter = f - _DRAFTERS_AT
-                for k in (x, y, d, f):
-                    rate, most = (fast[drafter], _MOST) if k == f else (_RATE, _MAX_CORRECTION)
-                    bias[k] = min(max(bias[k] + rate * (hit - p), -most), most)
+                for k in (x, y, d):
+                    bias[k] = min(max(bias[k] + _RATE * (hit - p), -_MAX_CORRECTION), _MAX_CORRECTION)
                     odds[k] = np.exp(bias[k])
-                wrong[drafter] += hit - p
-                outcomes[drafter] += 1.0
+                if f == _COMMON_AT:
+                    bias[f] = min(max(bias[f] + fast * (hit - p), -_MOST), _MOST)
+                    odds[f] = np.exp(bias[f])
+                    common += 1
+                    wrong += hit - p
                 seen += 1
                 if hit > 0.0:
                     following = i
             if following < 0:
                 break
             node = following
-    trend += _TREND_RATE * np.where(outcomes > 0.0, wrong / np.maximum(outcomes, 1.0) - trend, 0.0)
+    if common > 0:
+        trend[0] += _TREND_RATE * (wrong / common - trend[0])
     return seen
 
 
@@ -128,7 +131,7 @@ class Acceptance:
     def __init__(self) -> None:
         self.bias = np.zeros(SIZE)
         self.odds = np.ones(SIZE)
-        self._trend = np.zeros(2)
+        self._trend = np.zeros(1)
         self.outcomes = 0
         self._request_ids: list[str] = []
         self._followed: list[tuple[DraftBatch, NDArray[np.int32]]] = []
@@ -157,7 +160,7 @@ class Acceptance:
     @property
     def rises(self) -> bool:
         """Whether more was accepted of late than was expected, so that there is something to learn soon."""
-        return bool(self._trend.max() > _RISES)
+        return bool(self._trend[0] > _RISES)
 
     def follow(self, *drafts: DraftBatch) -> None:
         """Learn at the next `update` from what becomes of these drafts of its last step's requests, verified or not.
