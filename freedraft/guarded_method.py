@@ -108,7 +108,7 @@ class GuardedMethod:
     def observe(self, step: Step) -> None:
         """Take a step that is not drafted for."""
         if self._paused == 0:
-            self.call(self._take, step, self.method.update)
+            self.call(self._take, step, self.method.observe)
             self.metrics.budget.set(0)
 
     def _take(self, step: Step, action: Callable[[Step], Any]) -> Any:

@@ -97,6 +97,13 @@ class Method:
         controller.end(step)
         return draft
 
+    def observe(self, step: Step) -> None:
+        """A step that is not drafted for."""
+        max_draft_len = self.controller.observe(step)
+        self.update(step)
+        if max_draft_len > 0:
+            self.controller.look(self.propose(step, max_draft_len))
+
     def update(self, step: Step) -> None:
         """Take what requests gained. Called at every step, also at those without drafts."""
 

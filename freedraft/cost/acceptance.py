@@ -2,11 +2,13 @@
 
 The probability that a node is accepted given that its parent was is modelled as
 
-    sigmoid(logit(score / parent's score) + a[bin of that] + b[kind] + c[depth])
+    sigmoid(logit(score / parent's score) + a[bin of that] + b[kind] + c[depth] + d)
 
-with every a, b, c 0 at first, and each outcome moves the three that it concerns by a fixed step along the gradient of
-its log-likelihood. A constant step forgets at a constant rate, so a change of traffic is followed within a few hundred
-outcomes. `kind` is what the drafter says of where a node comes from: source and match length.
+with all of them 0 at first, and each outcome moves the four that it concerns along the gradient of its log-likelihood:
+a, b and c by a fixed step, so that a change is followed within a few hundred outcomes; d by one that grows with the
+mean error of the newest steps, so that text of which nothing is accepted any more is noticed within some ten steps.
+d is of n-grams alone, 0 for nodes of draft passes. `kind` is what the drafter says of where a node comes from: source
+and match length.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ PASS_KINDS = 112
 _BINS = 12
 _DEPTHS = 8
 _RATE = 0.03
-_MAX_CORRECTION = 4.0
-_BINS_AT, _KINDS_AT, _DEPTHS_AT = 0, _BINS, _BINS + KINDS
-SIZE = _BINS + KINDS + _DEPTHS
+_FAST_RATE, _TREND_RATE = 4.0, 0.2  # of d, by step, for a mean error of 1; of that error
+_RISES = 0.1  # mean error
+_MAX_CORRECTION, _MOST = 4.0, 10.0  # of a, b and c; of d
+_BINS_AT, _KINDS_AT, _DEPTHS_AT, _COMMON_AT = 0, _BINS, _BINS + KINDS, _BINS + KINDS + _DEPTHS
+SIZE = _COMMON_AT + 2
 _GRID = 512
 
 
@@ -46,14 +50,15 @@ BIN_OF = _bins()
 
 @compiled(inline="always")
 def _given_parent(odds, bin_of, score, parents_score, kind, depth):
-    """(P(node accepted | parent accepted), the three corrections that made it). odds: exp of the corrections, so that
+    """(P(node accepted | parent accepted), the four corrections that made it). odds: exp of the corrections, so that
     nothing but products is needed here."""
     ratio = min(max(score / max(parents_score, 1e-9), 1e-4), 0.9995)
     x = _BINS_AT + bin_of[int(ratio * _GRID)]
     y = _KINDS_AT + min(kind, KINDS - 1)
     d = _DEPTHS_AT + min(depth - 1, _DEPTHS - 1)
-    o = ratio * odds[x] * odds[y] * odds[d]
-    return o / (o + 1.0 - ratio), x, y, d
+    f = _COMMON_AT + (kind >= PASS_KINDS)
+    o = ratio * odds[x] * odds[y] * odds[d] * odds[f]
+    return o / (o + 1.0 - ratio), x, y, d, f
 
 
 @compiled(nogil=True)
@@ -63,21 +68,22 @@ def calibrate(odds, bin_of, parents, depths, scores, kinds, counts, out):
         out[b, 0] = 1.0
         for i in range(1, counts[b]):
             parent = parents[b, i]
-            p, _, _, _ = _given_parent(odds, bin_of, scores[b, i], scores[b, parent], kinds[b, i], depths[b, i])
+            p, _, _, _, _ = _given_parent(odds, bin_of, scores[b, i], scores[b, parent], kinds[b, i], depths[b, i])
             out[b, i] = out[b, parent] * p
 
 
 @compiled(nogil=True)
 def _estimate(odds, bin_of, ratios, kinds, depth, out):
     for i in range(len(ratios)):
-        out[i], _, _, _ = _given_parent(odds, bin_of, ratios[i], 1.0, kinds[i], depth)
+        out[i], _, _, _, _ = _given_parent(odds, bin_of, ratios[i], 1.0, kinds[i], depth)
 
 
 @compiled(nogil=True)
-def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, rows, source, starts, ends):
+def learn(bias, odds, trend, bin_of, tokens, parents, depths, scores, kinds, counts, rows, source, starts, ends):
     """Move the corrections by what became of a draft: at each node of the true path, which child came next.
 
     Args:
+        trend: float64 [1], the mean error of the newest steps, which says how fast d moves.
         tokens, ..., counts: the draft, verified or not, with its roots.
         rows: int32 [B], which entry of starts and ends is this request's; -1: it has ended.
         source, starts, ends: source[starts[r]:ends[r]] are the tokens that the request has gained since.
@@ -85,7 +91,8 @@ def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, ro
     Returns:
         Outcomes seen.
     """
-    seen = 0
+    seen, common, wrong = 0, 0, 0.0
+    fast = (_RATE + _FAST_RATE * trend[0] ** 2) / max(1, len(counts))
     for b in range(len(counts)):
         r = rows[b]
         if r < 0:
@@ -97,18 +104,24 @@ def learn(bias, odds, bin_of, tokens, parents, depths, scores, kinds, counts, ro
             for i in range(node + 1, counts[b]):
                 if parents[b, i] != node:
                     continue
-                p, x, y, d = _given_parent(odds, bin_of, scores[b, i], scores[b, node], kinds[b, i], depths[b, i])
+                p, x, y, d, f = _given_parent(odds, bin_of, scores[b, i], scores[b, node], kinds[b, i], depths[b, i])
                 hit = 1.0 if tokens[b, i] == token else 0.0
-                step = _RATE * (hit - p)
                 for k in (x, y, d):
-                    bias[k] = min(max(bias[k] + step, -_MAX_CORRECTION), _MAX_CORRECTION)
+                    bias[k] = min(max(bias[k] + _RATE * (hit - p), -_MAX_CORRECTION), _MAX_CORRECTION)
                     odds[k] = np.exp(bias[k])
+                if f == _COMMON_AT:
+                    bias[f] = min(max(bias[f] + fast * (hit - p), -_MOST), _MOST)
+                    odds[f] = np.exp(bias[f])
+                    common += 1
+                    wrong += hit - p
                 seen += 1
                 if hit > 0.0:
                     following = i
             if following < 0:
                 break
             node = following
+    if common > 0:
+        trend[0] += _TREND_RATE * (wrong / common - trend[0])
     return seen
 
 
@@ -118,9 +131,22 @@ class Acceptance:
     def __init__(self) -> None:
         self.bias = np.zeros(SIZE)
         self.odds = np.ones(SIZE)
+        self._trend = np.zeros(1)
         self.outcomes = 0
         self._request_ids: list[str] = []
         self._followed: list[tuple[DraftBatch, NDArray[np.int32]]] = []
+
+    @staticmethod
+    def warm_up() -> None:
+        """Compile, or load from the cache, everything that a step calls."""
+        draft = DraftBatch.empty(1, 2)
+        draft.counts[:] = 2
+        draft.depths[:, 1] = 1
+        draft.scores[:] = 1.0, 0.5
+        fresh, none = Acceptance(), np.zeros(1, np.int64)
+        fresh.learn(draft, draft.counts, np.full(1, -1, np.int32), np.zeros(1, np.int32), none, none)
+        fresh.probabilities(draft)
+        fresh.given_parent(draft.scores[0], draft.kinds[0], 1)
 
     def forget(self, kind: int) -> None:
         """Nodes of this kind are another drafter's from now on."""
@@ -130,6 +156,11 @@ class Acceptance:
     def follows(self) -> bool:
         """Whether drafts were given to `follow` since the last `update`."""
         return bool(self._followed)
+
+    @property
+    def rises(self) -> bool:
+        """Whether more was accepted of late than was expected, so that there is something to learn soon."""
+        return bool(self._trend[0] > _RISES)
 
     def follow(self, *drafts: DraftBatch) -> None:
         """Learn at the next `update` from what becomes of these drafts of its last step's requests, verified or not.
@@ -195,7 +226,7 @@ class Acceptance:
         if len(rows) != draft.batch_size:
             raise ValueError(f"{len(rows)} rows for a draft of {draft.batch_size} requests")
         seen = learn(
-            self.bias, self.odds, BIN_OF,
+            self.bias, self.odds, self._trend, BIN_OF,
             draft.tokens, draft.parents, draft.depths, draft.scores, draft.kinds, counts,
             rows, source, starts, ends,
         )  # fmt: skip

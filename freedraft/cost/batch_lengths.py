@@ -1,8 +1,9 @@
 """`BatchLengths`: policy "auto" where all requests of a step verify the same number of draft tokens, which the engine
 decides by the batch's size before anything is drafted.
 
-With k draft tokens each, a step of b requests yields b y(k) tokens (`freedraft.cost.yields`) in t(b, b (1 + k))
-seconds. The k of the best ratio is drafted, and 0 is one of them.
+With k draft tokens each, a step of b requests yields b y(k) tokens in t(b, b (1 + k)) seconds; y(k) is what
+`Acceptance` says of the newest drafts. The k of the best ratio is drafted, and 0 is one of them. Where nothing is
+drafted, the drafter is still asked now and then, which takes little time and tells what drafts would bring.
 """
 
 from __future__ import annotations
@@ -11,22 +12,30 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.cost.acceptance import Acceptance
+from freedraft.cost.explain import CHAIN_TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.policies import Fixed
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, StepTimesFile, context_bucket, row_of
-from freedraft.cost.yields import ChainYields, Yields
+from freedraft.draft import DraftBatch
+
+if TYPE_CHECKING:
+    from freedraft.step import Step
 
 PROBE_EVERY = 100  # steps of a batch size between probes, which take another length than the best known
 _PROBE_FIRST, _PROBE_GROWTH = 8, 1.125
 _PROBE_COST = 1.5  # steps without drafts, at most, as far as is known
 _ENOUGH, _RATE = 2, 0.02  # times of such steps that say more than the times of others; what a new one weighs at least
-_DECIDE_EVERY = 4  # steps of a range of batch sizes
+_PRICE_EVERY = 4  # steps of a range of batch sizes
 _MARGIN = 0.995  # of the best ratio, which a shorter length may have
+_REQUESTS = 2.0  # whose newest drafts say what drafts bring
+_IDLE_SHARE, _MAX_IDLE = 0.005, 64  # of time, for asking the drafter where nothing is drafted; steps between that
 
 Rows = list[tuple[int, int, int]]  # (first batch size, last batch size, draft tokens per request)
 
@@ -49,9 +58,6 @@ class BatchLengths(Fixed):
     Args:
         lengths: draft tokens per request to choose from.
         path: file to keep the step times in; clock: seconds.
-
-    Attributes:
-        yields: what draft tokens bring: those of chains, unless the engine sets others.
     """
 
     def __init__(
@@ -65,20 +71,74 @@ class BatchLengths(Fixed):
         super().__init__(roofline.profile, max(lengths))
         self.lengths: NDArray[np.int64] = np.unique([0, *lengths])
         self.times = StepTimes(roofline)
+        self.acceptance = Acceptance()
+        self._clock = clock
         self._file = StepTimesFile(self.times, path, clock)
         # ln(measured / predicted) of steps by range of batch sizes, length and bucket of contexts, and how many. Step
         # times by query tokens alone do not know whether a step waited for drafts.
         self._errors: dict[tuple[int, int, int], list[float]] = {}
-        self.yields: Yields = ChainYields(self.max_draft_tokens)
+        # Draft tokens of a request that are accepted, by length; the last draft, of what length, and what it promised
+        self._gain = expected_tokens(1 + self.lengths, CHAIN_TOKENS_PER_STEP) - 1.0
+        self._newest: tuple[DraftBatch, int, NDArray[np.float64]] | None = None
+        self._began, self._step_seconds, self._idle_left, self._asked = 0.0, 1.0, 0, 0
         self._probes = ProbeSchedule(_PROBE_FIRST, PROBE_EVERY, _PROBE_GROWTH)
         self._random = np.random.default_rng(0)
-        self._decided: dict[tuple[int, int], list[int]] = {}  # length, and steps until it is decided anew
+        # By range of batch sizes: seconds of a step of each length that may be scheduled, for so many steps more
+        self._priced: dict[tuple[int, int], tuple[NDArray[np.float64], int]] = {}
         self._probed: tuple[int, int] | None = None
 
     # -- what is learnt ------------------------------------------------------------------------------------------------
 
+    def update(self, step: Step) -> None:
+        self.acceptance.update(step)
+        if self._newest is not None:  # what was expected of drafts before it is wrong by the same factor
+            draft, asked, expected = self._newest
+            self._gain *= self._expected(draft, asked) / np.maximum(expected, 1e-9)
+            self._newest = None
+
+    def max_draft_len(self, step: Step) -> int:
+        self._began, self._asked = self._clock(), super().max_draft_len(step)
+        return self._asked
+
+    def truncate(self, draft: DraftBatch) -> int:
+        self.look(draft)
+        return int(np.maximum(draft.counts - 1, 0).sum())
+
+    def observe(self, step: Step) -> int:
+        self.update(step)
+        self._idle_left -= 1
+        self._began = self._clock()
+        waits = self._idle_left > 0 and not self.acceptance.rises
+        self._asked = 0 if waits else self.max_draft_tokens
+        return self._asked
+
+    def look(self, draft: DraftBatch) -> None:
+        """Learn from a draft, verified or not, what drafts bring now."""
+        idle = (self._clock() - self._began) / (_IDLE_SHARE * self._step_seconds)
+        self._idle_left = math.ceil(min(max(idle, 0.0), _MAX_IDLE))
+        self.acceptance.follow(draft)
+        self._newest = draft, self._asked, self._expected(draft, self._asked)
+        rate = min(1.0, draft.batch_size / _REQUESTS)
+        self._gain += rate * (self._newest[2] - self._gain)
+
+    def _expected(self, draft: DraftBatch, asked: int) -> NDArray[np.float64]:
+        """float64 [L]: draft tokens of a request that are accepted, on average, if each has so many of `lengths`.
+        asked: those that the drafter was asked for."""
+        p = self.acceptance.probabilities(draft)[:, : asked + 1]
+        nodes = np.arange(asked + 1)
+        p[(nodes == 0) | (nodes >= draft.counts[:, None])] = 0.0
+        tokens = np.cumsum(p.mean(0))
+        # Longer drafts go on as these do, or as was seen last.
+        more, at = np.maximum(self.lengths - asked, 0), int(np.searchsorted(self.lengths, asked, side="right")) - 1
+        ratio = p[:, -1:] ** (1 / asked) * (asked**2 / (asked**2 + 1))
+        tail = (p[:, -1:] * ratio * (1.0 - ratio**more) / (1.0 - ratio)).mean(0)
+        expected: NDArray[np.float64] = tokens[np.minimum(self.lengths, asked)] + tail
+        seen = self._gain * (expected[at] / max(float(self._gain[at]), 1e-9))
+        return np.where(more > 0, np.maximum(expected, seen), expected)
+
     def record_step(self, batch: int, query_tokens: int, context: float, seconds: float) -> None:
         """A step that only decoded has taken so long, its drafts included. context: tokens per request, on average."""
+        self._step_seconds = max(seconds, 1e-6)
         if self.times.update(batch, query_tokens, context, seconds) and query_tokens % batch == 0:
             error = self._errors.setdefault(self._cell(batch, query_tokens // batch - 1, context), [0.0, 0.0])
             error[1] += 1.0
@@ -90,31 +150,38 @@ class BatchLengths(Fixed):
     def _cell(batch: int, length: int, context: float) -> tuple[int, int, int]:
         return batch_range(batch)[0], length, context_bucket(context)
 
+    def interrupt(self) -> None:
+        self.acceptance.follow()
+        self._newest = None
+
     def warm_up(self) -> None:
         super().warm_up()
-        none = np.zeros(0, np.int32)
-        self.yields.record(none, none)
+        self.acceptance.warm_up()
 
     # -- what follows from it ------------------------------------------------------------------------------------------
 
-    def rates(self, batch: int, context: float) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-        """Lengths that may be scheduled for a batch; tokens per second of each; seconds of a step of each."""
+    def tokens(self) -> NDArray[np.float64]:
+        """Expected tokens per step and request at present, for each of `lengths`."""
+        return 1.0 + self._gain
+
+    def seconds(self, batch: int, context: float) -> NDArray[np.float64]:
+        """Seconds of a step of each of `lengths` that may be scheduled for a batch."""
         lengths = self.lengths[batch * (1 + self.lengths) <= max(MAX_QUERY_TOKENS, batch)]
-        tokens = self.yields.tokens(lengths)
         seconds = self.times.seconds(batch, batch * (1 + lengths), context)
         uncorrected = self.times.uncorrected(batch, batch * (1 + lengths), context)
         for i, length in enumerate(lengths.tolist()):
             error, count = self._errors.get(self._cell(batch, length, context), (0.0, 0.0))
             if count >= _ENOUGH:
                 seconds[i] = uncorrected[i] * math.exp(error)
-        return lengths, batch * tokens / seconds, seconds
+        return seconds
 
-    def best(self, batch: int, context: float) -> int:
-        """The length of the most tokens per second; of such that are about as good, the shortest."""
-        lengths, rates, _ = self.rates(batch, context)
+    def best(self, seconds: NDArray[np.float64]) -> int:
+        """The length of the most tokens per second; of such that are about as good, the shortest. seconds: as
+        `seconds` returns them."""
+        rates = self.tokens()[: len(seconds)] / seconds
         best = int(np.flatnonzero(rates >= _MARGIN * rates.max())[0])
         self.speedup = float(rates[best] / rates[0])
-        return int(lengths[best])
+        return int(self.lengths[best])
 
     def decide(self, batch: int, context: float) -> Rows:
         """Lengths to schedule from now on, for this batch size and those that are told anew; the rest stay.
@@ -124,24 +191,24 @@ class BatchLengths(Fixed):
         at = batch_range(batch)
         rows: Rows = []
         if self._probed is not None and self._probed != at:
-            rows.append((*self._probed, self._decided[self._probed][0]))
+            rows.append((*self._probed, self.best(self._priced[self._probed][0])))
         self._probed = None
-        known = self._decided.setdefault(at, [0, 0])
-        if known[1] == 0:
-            known[:] = self.best(batch, context), _DECIDE_EVERY
-        known[1] -= 1
-        length = known[0]
+        seconds, left = self._priced.get(at, (None, 0))
+        if seconds is None or left == 0:
+            seconds, left = self.seconds(batch, context), _PRICE_EVERY
+        self._priced[at] = seconds, left - 1
+        length = self.best(seconds)
         if self._probes.due(row_of(batch, context), eager=length > 0):
-            length, self._probed = self._probe(batch, context, length), at
+            length, self._probed = self._probe(seconds, length), at
         return [*rows, (*at, length)]
 
-    def _probe(self, batch: int, context: float, length: int) -> int:
+    def _probe(self, seconds: NDArray[np.float64], length: int) -> int:
         """Half of the time the next best length, which is the one to be sure of; else any that is not known to take
         much longer than a step without drafts."""
-        lengths, rates, seconds = self.rates(batch, context)
+        lengths = self.lengths[: len(seconds)]
         others = lengths != length
         if self._random.random() < 0.5 and others.any():
-            return int(lengths[others][rates[others].argmax()])
+            return int(lengths[others][(self.tokens()[: len(seconds)] / seconds)[others].argmax()])
         return int(self._random.choice(lengths[seconds <= _PROBE_COST * seconds[0]]))
 
     def save(self) -> None:

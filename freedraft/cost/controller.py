@@ -141,7 +141,7 @@ class Auto(Controller):
             if 0.0 < spent < 1.0:
                 rate = 0.5 if self.drafting_seconds == 0.0 else 0.05
                 self.drafting_seconds += rate * (min(spent, 4 * self.drafting_seconds or spent) - self.drafting_seconds)
-            if self.gain < 0.0:
+            if self.gain < 0.0 and not self.acceptance.rises:
                 idle = self.drafting_seconds / (_IDLE_SHARE * max(float(self.step_seconds(batch, batch)), 1e-6))
                 self._idle_left = min(int(idle), _MAX_IDLE)
         self._ended = now
@@ -218,21 +218,14 @@ class Auto(Controller):
         return int(2 ** (self._random.random() * (octaves + 1)) - 1)
 
     def warm_up(self) -> None:
-        draft = DraftBatch.empty(1, 2)
-        draft.counts[:] = 2
-        draft.depths[:, 1] = 1
-        draft.scores[:] = 1.0, 0.5
+        self.acceptance.warm_up()
         other = StepTimes(self.times.roofline)
         other.update(1, 1, 1.0, 1.0)
-        none = np.zeros(1, np.int64)
-        Acceptance().learn(draft, draft.counts, np.full(1, -1, np.int32), np.zeros(1, np.int32), none, none)
-        p = np.ones((1, 2))
-        self.acceptance.calibrate(draft, p)
-        self.acceptance.given_parent(draft.scores[0], draft.kinds[0], 1)
+        p, counts = np.ones((1, 2)), np.full(1, 2, np.int32)
         if self.widths is None:
-            allocate_best(p, draft.counts, other.table(1, 1.0), 0.0, FREE, np.zeros(2))
+            allocate_best(p, counts, other.table(1, 1.0), 0.0, FREE, np.zeros(2))
         else:
-            allocate_width(p, draft.counts, other.table(1, 1.0), 0.0, self.widths, FREE)
+            allocate_width(p, counts, other.table(1, 1.0), 0.0, self.widths, FREE)
 
 
 def roofline_of(context: EngineContext, profile: HardwareProfile) -> Roofline:

@@ -15,6 +15,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Tokens per step by nodes: SSSD's trees on recorded answers of Llama-3.1-8B (bench/results/replay.json)
 TOKENS_PER_STEP = {1: 1.0, 4: 1.542, 8: 1.699, 16: 1.814, 32: 1.918, 64: 1.988}
 
+# The same of SSSD's chains
+CHAIN_TOKENS_PER_STEP = {1: 1.0, 2: 1.307, 3: 1.425, 5: 1.491, 9: 1.52, 17: 1.527, 33: 1.529}
+
 
 def parse_curve(text: str) -> dict[int, float]:
     """ "4:1.5,8:1.7" as {4: 1.5, 8: 1.7}, with one token at one node. Raises ConfigError: no such pairs, or tokens

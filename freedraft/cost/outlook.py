@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from freedraft.config import ConfigError
 from freedraft.cost.controller import roofline_of
-from freedraft.cost.explain import BATCHES, TOKENS_PER_STEP, explain
+from freedraft.cost.explain import BATCHES, CHAIN_TOKENS_PER_STEP, TOKENS_PER_STEP, explain
 from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.yields import CHAIN_TOKENS_PER_STEP
 from freedraft.draft_pass import Recipe
 from freedraft.step import EngineContext
 

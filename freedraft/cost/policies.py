@@ -63,6 +63,14 @@ class Controller(ABC):
         """Shorten `draft` (its counts, in place) to what should be verified. Returns draft tokens over the batch; with
         widths, the width."""
 
+    def observe(self, step: Step) -> int:
+        """`update` for a step that is not drafted for. Returns draft tokens per request that the drafter is to be asked
+        for all the same, for `look`; 0: do not ask."""
+        return 0
+
+    def look(self, draft: DraftBatch) -> None:
+        """Learn from a draft that is not verified."""
+
     def follow(self, *drafts: DraftBatch) -> None:
         """Learn from what becomes of these drafts, whether they are verified or not."""
 

@@ -44,7 +44,7 @@ def draft_lengths(
         last = 2 * first - 1
         batch = (first + last + 1) // 2
         if learnt is not None:
-            length = learnt.best(batch, CONTEXT)
+            length = learnt.best(learnt.seconds(batch, CONTEXT))
         else:
             length = min(rule.max_tokens_per_request(batch), rule.speculation_length(batch) - 1)
         if rows and rows[-1][2] == length:

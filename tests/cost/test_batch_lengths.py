@@ -10,7 +10,9 @@ import pytest
 from known import LLAMA3_8B, ROOFLINE
 
 from freedraft.cost.batch_lengths import PROBE_EVERY, BatchLengths, candidate_lengths
+from freedraft.draft import DraftBatch
 from freedraft.step import EngineContext
+from tests.support.steps import make_step
 
 LENGTHS = candidate_lengths(8)
 LAG = 2  # steps until an asynchronous scheduler has heard of what a step says
@@ -18,6 +20,16 @@ LAG = 2  # steps until an asynchronous scheduler has heard of what a step says
 
 def learner(lengths: tuple[int, ...] = LENGTHS) -> BatchLengths:
     return BatchLengths(ROOFLINE, lengths)
+
+
+def chains(batch: int, length: int) -> DraftBatch:
+    """Chains of which every token is said to be accepted half of the time; token i at depth i."""
+    draft = DraftBatch.empty(batch, 9)
+    draft.counts[:] = length + 1
+    draft.tokens[:] = draft.depths[:] = np.arange(9)
+    draft.parents[:] = draft.depths - 1
+    draft.scores[:] = 0.5**draft.depths
+    return draft
 
 
 class Engine:
@@ -30,14 +42,22 @@ class Engine:
     def run(self, lengths: BatchLengths, batches: list[int], accept: float, noise: float = 0.03) -> list[int]:
         """Steps of these batch sizes; the length that each verified."""
         coming, told, verified = deque([0] * LAG), deque([[]] * LAG), []
+        gained, ids = [[1]] * batches[0], [str(i) for i in range(batches[0])]
         for batch in batches:
+            if batch != len(ids):
+                gained, ids = [[1]] * batch, [str(i) for i in range(batch)]
             length = coming.popleft()
-            hits = self.random.random((batch, length)) < accept
-            accepted = np.cumprod(hits, axis=1).sum(axis=1).astype(np.int32)
+            step = make_step(ids, gained, capacities=length)
+            if length:
+                lengths.update(step)
+                lengths.truncate(chains(batch, lengths.max_draft_len(step)))
+            elif asked := lengths.observe(step):
+                lengths.look(chains(batch, asked))
+            right = np.cumprod(self.random.random((batch, 8)) < accept, axis=1).sum(axis=1)
+            # The text goes on as drafted as far as that is right, and what a step does not verify comes as one token.
+            gained = [[*range(1, n + 1), n + 1 if n < r else 99] for n, r in zip(np.minimum(right, length), right)]  # noqa: B905
             seconds = self.seconds(batch, batch * (1 + length)) * self.random.lognormal(0, noise)
             lengths.record_step(batch, batch * (1 + length), 300.0, seconds)
-            if length:
-                lengths.yields.record(np.full(batch, length, np.int32), accepted)
             told.append(lengths.decide(batch, 300.0))
             for first, last, chosen in told.popleft():
                 self.table[first : last + 1] = [chosen] * len(self.table[first : last + 1])
@@ -101,21 +121,23 @@ def test_batch_sizes_that_alternate_have_lengths_of_their_own() -> None:
     assert np.mean(few == 8) > 0.85 and np.mean(many == 0) > 0.85
 
 
-def test_chances_are_those_of_the_requests_that_tried_a_depth() -> None:
-    lengths = learner((0, 1, 4))
-    for _ in range(3000):  # the second token is always accepted where it is tried, the first by half
-        lengths.yields.record(np.array([1, 4], np.int32), np.array([0, 4], np.int32))
-    _, rates, seconds = lengths.rates(1, 300.0)
-    tokens = rates * seconds
-    assert tokens == pytest.approx([1, 1.5, 3], abs=0.01)
-    lengths.yields.record(np.zeros(5, np.int32), np.zeros(5, np.int32))
-    assert lengths.rates(1, 300.0)[1] == pytest.approx(rates)
+def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made() -> None:
+    """Of drafts of 4 that are all accepted, and of 1 that is not."""
+    for asked, accept in ((4, 1.0), (1, 0.0)):
+        lengths = learner()
+        for _ in range(300):
+            step = make_step(["a"], [[1, 2, 3, 4, 99][: 5 if asked == 4 else 1] if accept else [99]], capacities=asked)
+            lengths.update(step)
+            lengths.truncate(chains(1, lengths.max_draft_len(step)))
+        tokens = dict(zip(lengths.lengths.tolist(), lengths.tokens().tolist(), strict=True))
+        assert tokens[4] == pytest.approx(1 + 4 * accept, abs=0.3) and tokens[8] >= tokens[4]
+        assert tokens[8] == pytest.approx(1 + 8 * accept, abs=1.5)
 
 
 def test_large_batches_have_lengths_that_can_be_priced() -> None:
     lengths = learner()
-    assert lengths.rates(1024, 300.0)[0].tolist() == [0, 1, 2, 4]
-    assert lengths.rates(9000, 300.0)[0].tolist() == [0]
+    assert len(lengths.seconds(1024, 300.0)) == 4, "none of 8"
+    assert len(lengths.seconds(9000, 300.0)) == 1
     assert lengths.decide(9000, 300.0)[-1][2] == 0
 
 

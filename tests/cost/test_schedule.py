@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from known import LLAMA3_8B
 
+from freedraft.cost.explain import CHAIN_TOKENS_PER_STEP
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.schedule import CONTEXT, draft_lengths
-from freedraft.cost.yields import CHAIN_TOKENS_PER_STEP
 from freedraft.step import EngineContext
 
 

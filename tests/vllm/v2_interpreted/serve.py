@@ -254,8 +254,7 @@ def warm_up(worker: Any, guarded: Any) -> dict[str, list[Any]]:
     def known() -> list[Any]:
         if method.live is None or not isinstance(controller, BatchLengths):
             return []
-        lengths = np.arange(controller.max_draft_tokens + 1)
-        return [method.live.stats().documents, controller.times.seen, controller.yields.tokens(lengths).tolist()]
+        return [method.live.stats().documents, controller.times.seen, controller.tokens().tolist()]
 
     before = known()
     gpu_worker.Worker.compile_or_warm_up_model(worker)
@@ -439,8 +438,8 @@ def main() -> None:
     engine |= {"tokens on the host": runner.req_states.all_token_ids.on_host, "kv": largest_difference(kv)}
     engine["replays"] = [graph.replays for graph in graphs]
     engine["graph lengths"] = [sorted(lengths) for lengths in graph_lengths]
-    decided = getattr(controller, "_decided", {})
-    engine["decided"] = [[*batches, length] for batches, (length, _) in decided.items()]
+    priced = getattr(controller, "_priced", {})
+    engine["decided"] = [[*batches, controller.best(seconds)] for batches, (seconds, _) in priced.items()]
     engine["verified"] = sorted({length for _, length, _ in getattr(controller, "_errors", {})})
     engine |= {"compiled": len(compiled), "compiled late": [str(kind) for kind in launched - compiled]}
     engine["said"] = [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1]

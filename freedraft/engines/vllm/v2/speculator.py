@@ -22,7 +22,6 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from freedraft.cost.batch_lengths import BatchLengths, Rows
-from freedraft.cost.yields import TreeYields
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
@@ -170,8 +169,6 @@ class MethodSpeculator(BaseSpeculator):
                 )
         if self.trees is not None:
             self.trees.prepare(runner)
-            if self.trees.enabled and self.lengths is not None:
-                self.lengths.yields = TreeYields(self.length)
         self.runner = runner
         if not METHODS[name].runs_model:
             return
@@ -317,9 +314,6 @@ class MethodSpeculator(BaseSpeculator):
             if gained.query_tokens and before.number == gained.number - 1:
                 seconds, context = gained.seconds_since(before), float(tokens[:, 1].mean())
                 self.lengths.record_step(len(tokens), gained.query_tokens, context, seconds)
-            if gained.scheduled.any():
-                accepted = np.minimum(tokens[rows, 0] - 1, drafted)
-                self.lengths.yields.record(gained.scheduled[rows], accepted)
         return (self._step(gained, rows, drafted, most) if len(rows) else None), rows
 
     def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
