@@ -89,11 +89,10 @@ def test_all_draft_lengths_have_graphs_however_few_requests_there_are() -> None:
     pytest.importorskip("triton")
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-    from freedraft.engines.vllm.v2.install import _whole_table
-    from freedraft.engines.vllm.v2.speculator import GraphLengths
+    from freedraft.engines.vllm.v2.graph_lengths import GraphLengths, whole_table
 
     def lengths(table: list[tuple[int, int, int]]) -> set[int]:
-        build = _whole_table(build_dynamic_sd_schedule_lookup)
+        build = whole_table(build_dynamic_sd_schedule_lookup)
         return set(build(table, vllm_max_batch_size=2, vllm_num_speculative_tokens=8)[1:])
 
     assert lengths(GraphLengths((0, 1, 2, 4, 8))) == {0, 1, 2, 4, 8}
@@ -136,10 +135,16 @@ def test_runs_there_with_async_scheduling(served: dict[str, Any]) -> None:
     assert engine["drafted"] > 200 and 0 < engine["accepted"] < engine["drafted"]
 
 
-def test_no_step_waits_for_the_last_ones_tokens(served: dict[str, Any]) -> None:
-    """Those that are drafted for wait while the next one's model runs; others wait for nothing."""
+def test_no_step_waits_for_its_own_tokens(served: dict[str, Any]) -> None:
+    """The one that verifies the drafts does, when it is ready but for them; what was said before has left by then."""
     early, waits = served["engine"]["waits"]
     assert early == 0 and waits > 50
+
+
+def test_nothing_is_drafted_for_requests_that_have_lost_their_slots(served: dict[str, Any]) -> None:
+    """Between the launch of a step and its end, by aborts, preemption and their ends; their tokens are learnt."""
+    drafted, observed, at_all = served["engine"]["gone"]
+    assert drafted == 0 and observed > 5 and at_all > 100
 
 
 @pytest.mark.parametrize("case", ["greedy", "again", "aborted"])

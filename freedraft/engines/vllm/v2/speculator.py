@@ -1,7 +1,8 @@
 """`MethodSpeculator`: how a `Method` of ours sees requests and steps in vLLM's model runner V2.
 
 Model runner V2 prepares the next step on the device while the host is behind, so what a step accepted is asked for by
-one copy to pinned memory, and waited for once; drafts go back by one copy.
+one copy to pinned memory (`propose`), and waited for when the next one is ready but for its drafts, which go back by
+one copy (`join`).
 
 Every tensor-parallel rank verifies its own copy of the drafts: rank 0 drafts, and the others get its tokens.
 """
@@ -9,7 +10,6 @@ Every tensor-parallel rank verifies its own copy of the drafts: rank 0 drafts, a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ import torch
 from freedraft_kernels import top_tokens
 from numpy.typing import NDArray
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from freedraft.cost.batch_lengths import BatchLengths, Rows
@@ -36,6 +38,7 @@ from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.v2.confidences import Confidences
 from freedraft.engines.vllm.v2.events import RequestEvents
 from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
+from freedraft.engines.vllm.v2.graph_lengths import GraphLengths
 from freedraft.engines.vllm.v2.requests import Requests
 from freedraft.engines.vllm.v2.step_state import V2StepState
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
@@ -60,14 +63,6 @@ def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees |
     from freedraft.engines.vllm.v2.trees import Trees
 
     return Trees(vllm_config, device, req_states)
-
-
-class GraphLengths(list[tuple[int, int, int]]):
-    """A table of draft lengths by batch size, as vLLM's, that has each of these lengths once. Longest first: it says
-    what a batch size is, and not what vLLM reads in it. lengths: ascending."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        super().__init__((i, i, length) for i, length in enumerate(reversed(lengths), 1))
 
 
 class MethodSpeculator(BaseSpeculator):
@@ -116,6 +111,10 @@ class MethodSpeculator(BaseSpeculator):
         self.logits = LogitsCopy()
         self.events = None if self.guarded is None else RequestEvents(self.guarded, self.requests, req_states)
         self._pending = False  # whether the newest step's tokens are still to be taken
+        self._taken: tuple[NDArray[np.intp], NDArray[np.int32]] | None = None  # see `_take`; not recorded yet
+        self._awaited: tuple[torch.Tensor, int] | None = None  # slots, and most draft tokens of each, until `join`
+        self.joins_at_once, self.joins_last = True, False  # until there is a runner
+        self.verifying: Any = None  # vLLM's InputBatch, once its inputs are there
         self.warming_up = False  # see `warm_up`
         self._steps, self._drafted_at = 0, -1
         pinned = device.type != "cpu"
@@ -144,6 +143,7 @@ class MethodSpeculator(BaseSpeculator):
     def verify_adaptively(self, device: torch.device) -> None:
         """Give vLLM's adaptive verification what it asks for: confidences, by these names."""
         self.confidences = Confidences(self.requests.lengths.size, self.length, device)
+        self.joins_at_once = True  # vLLM reads them before inputs are prepared
         self.enable_adaptive_verification = True
         self.draft_token_confidence_probs = self.confidences.device
 
@@ -168,11 +168,18 @@ class MethodSpeculator(BaseSpeculator):
                     name,
                     "; ".join(missing),
                 )
-        if self.trees is not None:
-            self.trees.prepare(runner)
-            if self.trees.enabled and self.lengths is not None:
-                self.lengths.yields = TreeYields(self.length)
+        if self.trees is not None and not DraftRanks(self._ranks).agree(self.trees.prepare(runner)):
+            self.trees, self._parts = None, 1
+        if self.trees is not None and self.lengths is not None:
+            self.lengths.yields = TreeYields(self.length)
         self.runner = runner
+        # vLLM sends drafts on, cuts its inputs in parts, or reads confidences.
+        others = runner.pp_handler, runner.pcp_manager, self.confidences
+        self.joins_at_once = any(other is not None for other in others)
+        # Whether nothing but the model itself reads drafts.
+        usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
+        readers = self.trees is not None, METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
+        self.joins_last = usual and not any(readers)
         if not METHODS[name].runs_model:
             return
         # Told of no pass until all ranks can follow.
@@ -217,36 +224,55 @@ class MethodSpeculator(BaseSpeculator):
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """int64 [B, K] on the device: drafts; where there are none, the request's newest token. input_batch: vLLM's
-        InputBatch of the step that has just been verified; num_sampled: int32 [B], tokens that each request gained;
-        last_sampled: int64 [slots, 1]."""
+        """int64 [B, K] on the device: each request's newest token in the place of drafts, which `join` makes; where
+        vLLM asks for them at once, the drafts. input_batch: vLLM's InputBatch of the step that has just been launched;
+        num_sampled: int32 [B], tokens that each request gained; last_sampled: int64 [slots, 1]."""
         self._steps += 1
-        batch = input_batch.num_reqs
-        packed, confidences = self._of_batch(self._drafts, batch), self.confidences
+        batch, guarded, confidences = input_batch.num_reqs, self.guarded, self.confidences
+        packed = self._of_batch(self._drafts, batch)
         drafts = packed[0]
         if dummy_run or is_profile:
             return drafts
-        guarded = self.guarded
         if self.warming_up:
             if guarded is not None:  # its kernel is compiled, too
                 self._gained[0].copy(input_batch, num_sampled, self._states, self._steps, drafts)
             packed.zero_()
             if confidences is not None:
                 confidences.device[:batch].zero_()
-        elif guarded is not None:
-            most = self.length if num_speculative_tokens is None else num_speculative_tokens
+            return drafts
+        prompts = self._states.prefill_len.np[input_batch.idx_mapping_np[:batch]]
+        over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= prompts  # in which the bound is exact
+        if guarded is not None:
+            if not guarded.call(self._launch, input_batch, num_sampled, drafts, last_hidden_states, over):
+                drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
+            if self.lengths is not None:
+                self.rows = guarded.call(self._decide, batch) or []
+        most = self.length if num_speculative_tokens is None else num_speculative_tokens
+        # What was gained, if anything, is looked at later, when nobody has to wait for it.
+        self._awaited = (input_batch.idx_mapping[:batch], most) if most > 0 and over.any() else None
+        if confidences is not None and self._awaited is None:
+            confidences.device[:batch].zero_()
+        if self.joins_at_once or input_batch.has_structured_output_reqs:
+            self.join()
+        return drafts
+
+    def join(self, batch: Any = None) -> None:
+        """Wait for the newest step's tokens, if that is still to be drafted for, and draft. All ranks do so at the same
+        place. batch: vLLM's InputBatch of the step that verifies the drafts, whose inputs are prepared; None where vLLM
+        takes what `propose` returns."""
+        if self._awaited is None:
+            return
+        (slots, most), self._awaited = self._awaited, None
+        packed, confidences, guarded = self._of_batch(self._drafts, len(slots)), self.confidences, self.guarded
+        if guarded is not None:
             with nullcontext() if self.draft_model is None else self.draft_model.ranks.leading():
-                drafted = guarded.call(lambda: self._draft(input_batch, num_sampled, most, last_hidden_states, drafts))
+                drafted = guarded.call(self._draft, most, batch)
             if drafted:
-                packed.copy_(self._of_batch(self._proposed, batch), non_blocking=True)
+                packed.copy_(self._of_batch(self._proposed, len(slots)), non_blocking=True)
             else:
                 packed[1:].zero_()
-            if drafted is None:  # it failed, perhaps before it filled them
-                drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
             if confidences is not None:
-                confidences.send(batch) if drafted else confidences.device[:batch].zero_()
-            if self.lengths is not None:
-                self.rows = guarded.call(lambda: self._decide(batch)) or []
+                confidences.send(len(slots)) if drafted else confidences.device[: len(slots)].zero_()
         elif self.draft_model is not None:
             none = np.zeros(0, np.intp)
             pages = V2StepState(self.runner.block_tables, self._states, none).pages
@@ -254,73 +280,99 @@ class MethodSpeculator(BaseSpeculator):
         if self._ranks.world_size > 1:
             self._ranks.broadcast(packed, src=0)
             if confidences is not None:
-                self._ranks.broadcast(confidences.device[:batch], src=0)
-        if self.trees is not None and num_speculative_tokens != 0:
-            self.trees.put(input_batch.idx_mapping[:batch], packed[1])
-        return drafts
+                self._ranks.broadcast(confidences.device[: len(slots)], src=0)
+        if self.trees is not None:
+            self.trees.put(slots, packed[1])
+        if batch is not None:  # where others have got slots meanwhile, these have no drafts yet, and read none
+            self._states.draft_tokens[slots] = packed[0]
+            combine_sampled_and_draft_tokens(
+                self.runner.input_buffers.input_ids,
+                batch.idx_mapping,
+                self._states.last_sampled_tokens,
+                batch.query_start_loc,
+                batch.seq_lens,
+                self._states.prefill_len.gpu,
+                self._states.draft_tokens,
+                batch.cu_num_logits,
+                len(batch.logits_indices),
+            )
 
     def _of_batch(self, buffer: torch.Tensor, batch: int) -> torch.Tensor:
         """int64 [1 or 2, B, K], contiguous: draft tokens, and masks where there are trees."""
         return buffer[: self._parts * batch * self.length].view(self._parts, batch, self.length)
 
-    def _draft(
+    def _launch(
         self,
         input_batch: Any,
         num_sampled: torch.Tensor,
-        most: int,
-        hidden_states: torch.Tensor,
         drafts: torch.Tensor,
+        hidden_states: torch.Tensor,
+        over: NDArray[np.bool_],
     ) -> bool:
-        """Draft for the requests that have gained tokens, at most so many tokens each; whether it was, or `drafts`,
-        int64 [B, K], hold their newest tokens."""
-        assert self.guarded is not None
+        """Ask for what a step gains, behind its own work, and fill `drafts`, int64 [B, K], with each request's newest
+        token. over: bool [B], whose prompts are over."""
         self._catch_up()
         self._gained.reverse()
-        gained = self._gained[0]
-        gained.copy(input_batch, num_sampled, self._states, self._steps, drafts)
+        self._gained[0].copy(input_batch, num_sampled, self._states, self._steps, drafts)
         self._pending = True
-        batch = input_batch.num_reqs
-        prompts = self._states.prefill_len.np[input_batch.idx_mapping_np[:batch]]
-        over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= prompts  # in which the bound is exact
         self._set_prompt_states(input_batch, hidden_states, over)
-        # What was gained, if anything, is looked at later, when nobody has to wait for it.
-        if most == 0 or not over.any():
+        return True
+
+    def _draft(self, most: int, batch: Any) -> bool:
+        """Draft behind the newest step, at most so many tokens for each request, and where there is an InputBatch no
+        more than it verifies; whether there may be drafts, of which `_proposed` is full then."""
+        assert self.guarded is not None
+        gained, requests = self._gained[0], self.requests
+        room = self._room(gained.slots, requests.lengths[gained.slots] + 1, most)  # at most: they gain one, or nothing
+        if batch is not None:
+            verified = np.zeros(len(requests.lengths), np.int32)
+            if (counts := batch.num_draft_tokens_per_req) is not None:
+                verified[batch.idx_mapping_np[: batch.num_reqs]] = counts[: batch.num_reqs]
+            room = np.minimum(room, verified[gained.slots])
+        if not self._pending or not room.any():  # nobody has to wait
             return False
-        step, rows = self._take(most)
-        tokens = gained.wait()
-        proposed = self._of_batch(self._proposed, batch).numpy()
-        proposed[0], proposed[1:] = tokens[:, -1:], 0
-        if step is not None:
+        rows, drafted = self._take()
+        if not (drafting := room[rows] > 0).all():  # vLLM may have given their slots and pages to others since
+            self.guarded.observe(replace(self._step(rows[~drafting], drafted[~drafting], 0), engine=None))
+            rows, drafted = rows[drafting], drafted[drafting]
+        proposed = self._of_batch(self._proposed, len(gained.slots)).numpy()
+        proposed[0], proposed[1:] = gained.wait()[:, -1:], 0
+        if len(rows):
             self._drafted_at = self._steps
+            step, slots = self._step(rows, drafted, most), gained.slots[rows]
             draft = self.guarded.draft(step)
-            slots, requests = gained.slots[rows], self.requests
             branching = self._branching(slots)
             counts = write_drafts(draft, step.capacities, rows, branching, proposed, requests.parents, slots)
             requests.drafted[slots], requests.drafted_behind[slots] = counts, self._steps
             requests.nodes[slots, 0], requests.nodes[slots, 1:] = step.roots, proposed[0, rows]
             if self.confidences is not None:
                 self.confidences.estimate(step, draft, rows, counts, len(gained.slots))
+        proposed[0, :, most:] = -1  # as vLLM has it
         return True
 
-    def _take(self, most: int) -> tuple[Step | None, NDArray[np.intp]]:
-        """Take the newest step's tokens, and learn from them how much to draft. most: draft tokens that each request
-        may have now. Returns the step, of the requests that gained tokens, None where none did; intp [R], their rows.
-        """
-        gained, before = self._gained
-        self._pending = False
+    def _take(self) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
+        """Take the newest step's tokens. Returns intp [R], the rows of those who gained some; int32 [R], how many draft
+        tokens of ours each verified."""
+        gained, self._pending = self._gained[0], False
         rows = gained.append_to(self.requests)
         if self.guarded is not None and (logits := self.logits.take()) is not None:
             self.guarded.recycle(logits)
-        drafted = np.minimum(self.requests.drafted[gained.slots[rows]], gained.scheduled[rows]).astype(np.int32)
-        if self.lengths is not None:
-            tokens = gained.wait()
-            if gained.query_tokens and before.number == gained.number - 1:
-                seconds, context = gained.seconds_since(before), float(tokens[:, 1].mean())
-                self.lengths.record_step(len(tokens), gained.query_tokens, context, seconds)
-            if gained.scheduled.any():
-                accepted = np.minimum(tokens[rows, 0] - 1, drafted)
-                self.lengths.yields.record(gained.scheduled[rows], accepted)
-        return (self._step(gained, rows, drafted, most) if len(rows) else None), rows
+        slots = gained.slots[rows]
+        drafted = np.minimum(self.requests.drafted[slots], gained.scheduled[rows]).astype(np.int32)
+        self.requests.drafted[slots] = 0
+        self._taken = rows, drafted
+        return self._taken
+
+    def _record(self, rows: NDArray[np.intp], drafted: NDArray[np.int32]) -> None:
+        """Learn from the step that was taken last how much to draft."""
+        assert self.lengths is not None
+        gained, before = self._gained
+        tokens = gained.wait()
+        if gained.query_tokens and before.number == gained.number - 1:
+            seconds, context = gained.seconds_since(before), float(tokens[:, 1].mean())
+            self.lengths.record_step(len(tokens), gained.query_tokens, context, seconds)
+        if gained.scheduled.any():
+            self.lengths.yields.record(gained.scheduled[rows], np.minimum(tokens[rows, 0] - 1, drafted))
 
     def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
         """A step has been run; logits: float [R, V], those of a request behind each other."""
@@ -352,11 +404,13 @@ class MethodSpeculator(BaseSpeculator):
     def _catch_up(self) -> None:
         """Take the tokens of a step that was not drafted for, then what has happened to requests since."""
         assert self.guarded is not None and self.events is not None
-        if self._pending:
-            step, _ = self._take(0)
-            if step is not None:
-                # vLLM may have given their slots and pages to others since.
-                self.guarded.observe(replace(step, engine=None) if self.events else step)
+        if self._pending and len((taken := self._take())[0]):
+            step = self._step(*taken, 0)
+            # vLLM may have given their slots and pages to others since.
+            self.guarded.observe(replace(step, engine=None) if self.events else step)
+        if self._taken is not None and self.lengths is not None:
+            self._record(*self._taken)
+        self._taken = None
         self.events.look()
 
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor, over: NDArray[np.bool_]) -> None:
@@ -381,7 +435,12 @@ class MethodSpeculator(BaseSpeculator):
         """bool [R], which requests may have trees; None where nobody may."""
         return None if self.trees is None else self.trees.allowed[slots]
 
-    def _step(self, gained: GainedTokens, rows: NDArray[np.intp], drafted: NDArray[np.int32], most: int) -> Step:
+    def _room(self, slots: NDArray[np.int32], contexts: NDArray[np.int64], most: int) -> NDArray[np.int32]:
+        return self.requests.room(slots, contexts, most, self._branching(slots))
+
+    def _step(self, rows: NDArray[np.intp], drafted: NDArray[np.int32], most: int) -> Step:
+        """The newest step, of these requests, who may have so many draft tokens now; drafted: as `_take` says."""
+        gained = self._gained[0]
         known, slots = gained.wait(), gained.slots[rows]
         contexts = known[rows, 1].astype(np.int32)
         ends = slots.astype(np.int64) * self.max_model_len + contexts
@@ -398,7 +457,7 @@ class MethodSpeculator(BaseSpeculator):
             starts=ends - known[rows, 0],
             ends=ends,
             contexts=contexts,
-            capacities=self.requests.room(slots, contexts, most, self._branching(slots)),
+            capacities=self._room(slots, contexts, most),
             drafted=drafted,
             widths=None,
             previous=(len(rows), gained.query_tokens) if timed else None,
