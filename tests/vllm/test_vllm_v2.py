@@ -3,6 +3,7 @@ their own. Async scheduling is on."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -97,6 +98,48 @@ def test_all_draft_lengths_have_graphs_however_few_requests_there_are() -> None:
 
     assert lengths(GraphLengths((0, 1, 2, 4, 8))) == {0, 1, 2, 4, 8}
     assert lengths([(1, 2, 8), (3, 9, 4), (10, 20, 0)]) == {8}
+
+
+def test_steps_of_every_length_find_a_full_graph() -> None:
+    """By vLLM's own lists and dispatch, where a graph of the step's length and LoRAs holds it."""
+    pytest.importorskip("triton")
+    from types import SimpleNamespace
+
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    from freedraft.engines.vllm.v2.graph_lengths import GraphLengths, put_nearest_first
+
+    lengths, loras, most = (0, 4, 8), (0, 2), 256
+    manager = CudaGraphManager.__new__(CudaGraphManager)
+    speculative = SimpleNamespace(
+        uses_dynamic_speculative_decoding=lambda: True, num_speculative_tokens_per_batch_size=GraphLengths(lengths)
+    )
+    cache = SimpleNamespace(use_kda_recoverssm=False)
+    manager.vllm_config = SimpleNamespace(speculative_config=speculative, num_speculative_tokens=8, cache_config=cache)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    manager.compilation_config = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1])
+    manager.cudagraph_mode, manager.lora_capture_cases = CUDAGraphMode.FULL_AND_PIECEWISE, list(loras)
+    manager.max_num_reqs, manager.decode_query_len, manager.varlen_decode = most, 9, False
+    manager.ubatch_runner, manager._candidates, manager._capture_descs = None, {}, {}
+    manager._lora_dispatch_map, manager._max_lora_case = manager._build_lora_dispatch_map()
+    manager._graphs_captured = True
+    manager._init_candidates()
+    graphs = [graph for graphs in manager._capture_descs.values() for graph in graphs]
+
+    def missed() -> int:
+        count = 0
+        for length, batch, active in itertools.product(lengths, range(1, most + 1), loras):
+            own = [g for g in graphs if (g.uniform_token_count, g.num_active_loras) == (1 + length, active)]
+            found = manager.dispatch(batch, batch * (1 + length), 1 + length, active)
+            full = found.cg_mode == CUDAGraphMode.FULL
+            assert not full or found == min((g for g in own if g.num_reqs >= batch), key=lambda g: g.num_tokens)
+            count += not full and any(g.num_reqs >= batch for g in own)
+        return count
+
+    assert missed() > 200, "vLLM finds them itself: the wrapper can go"
+    put_nearest_first(manager._candidates, graphs)
+    assert missed() == 0
 
 
 def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:

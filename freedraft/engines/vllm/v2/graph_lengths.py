@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from freedraft.engines.vllm.configured import configured
@@ -34,26 +33,20 @@ def find_nearest(original: Callable[..., Any]) -> Callable[..., Any]:
     def _init_candidates(self: Any) -> None:
         original(self)
         if configured(self.vllm_config).name in METHODS:
-            graphs = [graph for graphs in self._capture_descs.values() for graph in graphs]
-            put_nearest_first(self._candidates, graphs)
+            put_nearest_first(self._candidates, [graph for graphs in self._capture_descs.values() for graph in graphs])
 
     return _init_candidates
 
 
-def put_nearest_first(candidates: dict[tuple[int, int], list[Any]], graphs: Iterable[Any]) -> None:
+def put_nearest_first(candidates: dict[tuple[int, int], list[Any]], graphs: list[Any]) -> None:
     """By tokens and LoRAs of a step: of every query length the smallest graph that holds it, then what vLLM has there.
     graphs: its BatchExecutionDescriptors."""
-
-    def kind(graph: Any) -> tuple[int, int, int]:
-        return graph.uniform_token_count, graph.num_active_loras, graph.num_ubatches
-
-    nearest: dict[tuple[int, int], list[Any]] = {}
-    uniform = (graph for graph in graphs if graph.uniform_token_count is not None)
-    for (_, loras, _), alike in groupby(sorted(uniform, key=lambda graph: (kind(graph), graph.num_tokens)), kind):
-        first = 0
-        for graph in alike:
-            for tokens in range(first, graph.num_tokens + 1):
-                nearest.setdefault((tokens, loras), []).append(graph)
-            first = graph.num_tokens + 1
+    nearest: dict[tuple[int, int], dict[tuple[int, int], Any]] = {}
+    for graph in sorted(graphs, key=lambda graph: -graph.num_tokens):
+        if graph.uniform_token_count is not None:
+            for tokens in range(graph.num_tokens + 1):
+                alike = graph.uniform_token_count, graph.num_ubatches
+                nearest.setdefault((tokens, graph.num_active_loras), {})[alike] = graph
     for at, found in nearest.items():
-        candidates[at] = found + [graph for graph in candidates.get(at, ()) if graph not in found]
+        others = [graph for graph in candidates.get(at, ()) if graph not in found.values()]
+        candidates[at] = [*found.values(), *others]
