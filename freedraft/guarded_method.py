@@ -111,6 +111,11 @@ class GuardedMethod:
             self.call(self._take, step, self.method.observe)
             self.metrics.budget.set(0)
 
+    def take(self, step: Step) -> None:
+        """Take what some requests gained in a step behind which others are drafted for."""
+        if self._paused == 0:
+            self.call(self._take, step, self.method.update)
+
     def _take(self, step: Step, action: Callable[[Step], Any]) -> Any:
         self.method.record_acceptance(step)
         result = action(step)

@@ -3,6 +3,7 @@ their own. Async scheduling is on."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -89,15 +90,56 @@ def test_all_draft_lengths_have_graphs_however_few_requests_there_are() -> None:
     pytest.importorskip("triton")
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-    from freedraft.engines.vllm.v2.install import _whole_table
-    from freedraft.engines.vllm.v2.speculator import GraphLengths
+    from freedraft.engines.vllm.v2.graph_lengths import GraphLengths, whole_table
 
     def lengths(table: list[tuple[int, int, int]]) -> set[int]:
-        build = _whole_table(build_dynamic_sd_schedule_lookup)
+        build = whole_table(build_dynamic_sd_schedule_lookup)
         return set(build(table, vllm_max_batch_size=2, vllm_num_speculative_tokens=8)[1:])
 
     assert lengths(GraphLengths((0, 1, 2, 4, 8))) == {0, 1, 2, 4, 8}
     assert lengths([(1, 2, 8), (3, 9, 4), (10, 20, 0)]) == {8}
+
+
+def test_steps_of_every_length_find_a_full_graph() -> None:
+    """By vLLM's own lists and dispatch, where a graph of the step's length and LoRAs holds it."""
+    pytest.importorskip("triton")
+    from types import SimpleNamespace
+
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    from freedraft.engines.vllm.v2.graph_lengths import GraphLengths, put_nearest_first
+
+    lengths, loras, most = (0, 4, 8), (0, 2), 256
+    manager = CudaGraphManager.__new__(CudaGraphManager)
+    speculative = SimpleNamespace(
+        uses_dynamic_speculative_decoding=lambda: True, num_speculative_tokens_per_batch_size=GraphLengths(lengths)
+    )
+    cache = SimpleNamespace(use_kda_recoverssm=False)
+    manager.vllm_config = SimpleNamespace(speculative_config=speculative, num_speculative_tokens=8, cache_config=cache)
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    manager.compilation_config = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1])
+    manager.cudagraph_mode, manager.lora_capture_cases = CUDAGraphMode.FULL_AND_PIECEWISE, list(loras)
+    manager.max_num_reqs, manager.decode_query_len, manager.varlen_decode = most, 9, False
+    manager.ubatch_runner, manager._candidates, manager._capture_descs = None, {}, {}
+    manager._lora_dispatch_map, manager._max_lora_case = manager._build_lora_dispatch_map()
+    manager._graphs_captured = True
+    manager._init_candidates()
+    graphs = [graph for graphs in manager._capture_descs.values() for graph in graphs]
+
+    def missed() -> int:
+        count = 0
+        for length, batch, active in itertools.product(lengths, range(1, most + 1), loras):
+            own = [g for g in graphs if (g.uniform_token_count, g.num_active_loras) == (1 + length, active)]
+            found = manager.dispatch(batch, batch * (1 + length), 1 + length, active)
+            full = found.cg_mode == CUDAGraphMode.FULL
+            assert not full or found == min((g for g in own if g.num_reqs >= batch), key=lambda g: g.num_tokens)
+            count += not full and any(g.num_reqs >= batch for g in own)
+        return count
+
+    assert missed() > 200, "vLLM finds them itself: the wrapper can go"
+    put_nearest_first(manager._candidates, graphs)
+    assert missed() == 0
 
 
 def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +178,16 @@ def test_runs_there_with_async_scheduling(served: dict[str, Any]) -> None:
     assert engine["drafted"] > 200 and 0 < engine["accepted"] < engine["drafted"]
 
 
-def test_no_step_waits_for_the_last_ones_tokens(served: dict[str, Any]) -> None:
-    """Those that are drafted for wait while the next one's model runs; others wait for nothing."""
+def test_no_step_waits_for_its_own_tokens(served: dict[str, Any]) -> None:
+    """The one that verifies the drafts does, when it is ready but for them; what was said before has left by then."""
     early, waits = served["engine"]["waits"]
     assert early == 0 and waits > 50
+
+
+def test_nothing_is_drafted_for_requests_that_have_lost_their_slots(served: dict[str, Any]) -> None:
+    """Between the launch of a step and its end, by aborts, preemption and their ends; their tokens are learnt."""
+    drafted, observed, at_all = served["engine"]["gone"]
+    assert drafted == 0 and observed > 5 and at_all > 100
 
 
 @pytest.mark.parametrize("case", ["greedy", "again", "aborted"])

@@ -137,14 +137,19 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.v1.worker.gpu.cudagraph_utils:build_dynamic_sd_schedule_lookup(vllm_max_batch_size)
     # drafting in model runner V2
     vllm.v1.worker.gpu.model_runner:GPUModelRunner assigned speculator, rejection_sampler, block_tables, attn_groups,
-        kv_cache_config, max_num_reqs, max_model_len, device
+        kv_cache_config, max_num_reqs, max_model_len, device, model_state, input_buffers, uses_inputs_embeds,
+        pp_handler, pcp_manager, ubatch_runner
+    vllm.v1.worker.gpu.model_runner.GPUModelRunner:prepare_attn(input_batch)
+    vllm.v1.worker.gpu.model_states.default.DefaultModelState:prepare_inputs(input_batch)
+    vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens(input_ids, idx_mapping, last_sampled_tokens,
+        query_start_loc, seq_lens, prefill_len, draft_tokens, cu_num_logits, num_logits)
     vllm.v1.worker.worker_base.WorkerBase:__init__(vllm_config)
     vllm.v1.worker.gpu.spec_decode.ngram.speculator:NgramGPUSpeculator(vllm_config, device, req_states)
     vllm.v1.worker.gpu.spec_decode.speculator.BaseSpeculator:propose(input_batch, num_sampled, last_sampled, dummy_run,
         is_profile, num_speculative_tokens)
     # tokens of each request in model runner V2
     vllm.v1.worker.gpu.states:RequestState assigned max_num_reqs, req_id_to_index, all_token_ids, total_len,
-        prefill_len, prompt_len
+        prefill_len, prompt_len, last_sampled_tokens, draft_tokens
     # tokens in the host's memory
     vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor(size, dtype, device, uva_instead_of_gpu) assigned gpu
     vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor assigned np, gpu
@@ -156,7 +161,17 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.v1.core.sched.output.NewRequestData fields prefill_token_ids, sampling_params
     # steps in model runner V2
     vllm.v1.worker.gpu.input_batch.InputBatch fields req_ids, num_reqs, idx_mapping, idx_mapping_np,
-        num_draft_tokens_per_req, num_tokens, has_prefill, seq_lens_cpu_upper_bound, query_start_loc_np
+        num_draft_tokens_per_req, num_tokens, has_prefill, seq_lens_cpu_upper_bound, query_start_loc_np,
+        query_start_loc, seq_lens, cu_num_logits, logits_indices, has_structured_output_reqs
+""")
+
+# Needed besides for graphs of every draft length to be found.
+V2_GRAPH_HOOKS = table("""
+    # full CUDA graphs of all draft lengths in model runner V2
+    vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager assigned vllm_config, _candidates, _capture_descs
+    vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager:_init_candidates
+    vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor fields num_tokens, uniform_token_count,
+        num_active_loras, num_ubatches
 """)
 
 # Needed besides to recycle logits.
@@ -181,11 +196,10 @@ V2_SAMPLING_HOOKS = V2_LOGITS_HOOKS + table("""
 # Needed besides to verify trees there.
 V2_TREE_HOOKS = V2_SAMPLING_HOOKS + table("""
     # draft trees in model runner V2
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner:prepare_attn(input_batch)
-    vllm.v1.worker.gpu.model_runner:GPUModelRunner assigned kv_caches, cudagraph_manager, sampler, model_state,
-        dcp_size, pcp_manager, ubatch_runner, batch_sharder, is_encoder_decoder, fast_prefill
+    vllm.v1.worker.gpu.model_runner:GPUModelRunner assigned kv_caches, cudagraph_manager, sampler, dcp_size,
+        batch_sharder, is_encoder_decoder, fast_prefill
     vllm.v1.worker.gpu.sample.sampler:Sampler assigned logits_processors, trace_replay_state, return_sampling_mask
-    vllm.v1.worker.gpu.input_batch.InputBatch fields positions, query_start_loc, seq_lens, logits_indices, cu_num_logits
+    vllm.v1.worker.gpu.input_batch.InputBatch fields positions
     vllm.v1.attention.backends.triton_attn.TritonAttentionImpl:forward(query, kv_cache, attn_metadata, output)
     vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder:build(common_prefix_len, common_attn_metadata)
     vllm.v1.attention.backends.flash_attn.FlashAttentionImpl:forward(query, kv_cache, attn_metadata, output)
@@ -197,9 +211,8 @@ V2_TREE_HOOKS = V2_SAMPLING_HOOKS + table("""
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # What drafting does without, where it is not there.
-OPTIONAL_HOOKS = (
-    TENANT_HOOKS + PROCESSOR_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS + V2_HOOKS + V2_TREE_HOOKS
-)
+OPTIONAL_HOOKS = TENANT_HOOKS + PROCESSOR_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS
+OPTIONAL_HOOKS += V2_HOOKS + V2_TREE_HOOKS + V2_GRAPH_HOOKS
 
 
 def setting() -> str:

@@ -32,6 +32,7 @@ from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu import cudagraph_utils
@@ -104,8 +105,10 @@ def note_reads() -> list[int]:
 
 
 def note_waits() -> list[int]:
-    """How often the host waits for a step's tokens before the next step is launched, and how often at all."""
-    finish_requests, wait, counts, launching = GPUModelRunner.finish_requests, GainedTokens.wait, [0, 0], False
+    """How often the host waits for a step's tokens while requests end and begin, or before the outputs of the step
+    before it have left, and how often at all."""
+    finish_requests, wait, copy_tokens = GPUModelRunner.finish_requests, GainedTokens.wait, GainedTokens.copy
+    update, counts, launching, steps, outputs = Scheduler.update_from_output, [0, 0], False, 0, 0
 
     def finish(self: Any, scheduled: Any) -> None:
         nonlocal launching
@@ -113,12 +116,49 @@ def note_waits() -> list[int]:
         finish_requests(self, scheduled)
         launching = False
 
+    def copy(self: Any, *args: Any) -> None:
+        nonlocal steps
+        steps += 1
+        self.step = steps
+        copy_tokens(self, *args)
+
     def wait_for(self: Any) -> Any:
-        counts[0] += launching
+        counts[0] += launching or outputs < self.step - 1
         counts[1] += 1
         return wait(self)
 
-    GPUModelRunner.finish_requests, GainedTokens.wait = finish, wait_for  # type: ignore[method-assign]
+    def update_from_output(self: Any, scheduled: Any, *args: Any) -> Any:
+        nonlocal outputs
+        outputs += scheduled.total_num_scheduled_tokens > 0
+        return update(self, scheduled, *args)
+
+    GPUModelRunner.finish_requests = finish  # type: ignore[method-assign]
+    GainedTokens.copy, GainedTokens.wait = copy, wait_for  # type: ignore[method-assign]
+    Scheduler.update_from_output = update_from_output  # type: ignore[method-assign]
+    return counts
+
+
+def note_gone(runner: Any) -> list[int]:
+    """How many of the requests that are drafted for have lost their slots meanwhile, of those that are not, and how
+    many are drafted for at all."""
+    guarded, states, counts = runner.speculator.guarded, runner.req_states, [0, 0, 0]
+    draft, observe = guarded.draft, guarded.observe
+
+    def gone(step: Any) -> int:
+        slots = (step.starts // runner.max_model_len).tolist()
+        kept = [states.req_id_to_index.get(name) == slot for name, slot in zip(step.request_ids, slots, strict=True)]
+        return kept.count(False)
+
+    def draft_for(step: Any) -> Any:
+        counts[0] += gone(step)
+        counts[2] += len(step.request_ids)
+        return draft(step)
+
+    def observe_those(step: Any) -> None:
+        counts[1] += gone(step)
+        observe(step)
+
+    guarded.draft, guarded.observe = draft_for, observe_those
     return counts
 
 
@@ -409,7 +449,7 @@ def main() -> None:
     graphs, reads = record_graphs(runner, graph_sizes) if with_graphs else [], note_reads()
     drafts = note_drafts(guarded) if with_drafts else []
     said: dict[tuple[int, ...], set[int]] = {}
-    waits = note_waits()
+    waits, gone = note_waits(), note_gone(runner)
     if drafter != ():
         recorded(guarded, said)
     drafted, accepted = guarded.metrics.drafted._value, guarded.metrics.accepted._value
@@ -430,7 +470,7 @@ def main() -> None:
     figures = {name: figures[f"vllm:{metric}"] for name, metric in METRICS.items()}
     engine = figures | {"v2": isinstance(runner, GPUModelRunner), "async": config.scheduler_config.async_scheduling}
     engine |= {"failures": guarded.metrics.failures._value.get(), "ours": [drafted.get(), accepted.get()]}
-    engine |= {"counts": counts, "branches": branches, "reads": reads, "waits": waits, "drafts": drafts}
+    engine |= {"counts": counts, "branches": branches, "reads": reads, "waits": waits, "gone": gone, "drafts": drafts}
     engine |= {"confidences": confidences, "schedule": schedule, "lookup": core.scheduler.dynamic_sd_lookup}
     engine |= {"trees": trees is not None and trees.enabled, "trees of graphs": of_graphs, "learnt": tokens}
     engine["reasons for chains"] = reasons_for_chains(runner) if trees is not None else []

@@ -22,7 +22,11 @@ class GainedTokens:
         self._device = torch.zeros(slots, length + 3, dtype=torch.int32, device=device)
         on_host = device.type == "cpu"
         self._host = self._device if on_host else torch.zeros_like(self._device, device="cpu", pin_memory=True)
-        self._event = None if on_host else torch.Event(device, enable_timing=True)
+        self._event: Any = None
+        if device.type == "cuda":  # whoever waits sleeps, as vLLM does
+            self._event = torch.cuda.Event(enable_timing=True, blocking=True)
+        elif not on_host:
+            self._event = torch.Event(device, enable_timing=True)
         self._ended = 0.0
         self.request_ids: list[str] = []
         self.slots: NDArray[np.int32] = np.zeros(0, np.int32)

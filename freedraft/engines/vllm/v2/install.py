@@ -14,29 +14,31 @@ import torch
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.graph_memory import passes_on_all_ranks, with_draft_graphs
-from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, V2_LOGITS_HOOKS, V2_SAMPLING_HOOKS, V2_TREE_HOOKS
+from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, V2_GRAPH_HOOKS, V2_LOGITS_HOOKS, V2_SAMPLING_HOOKS
 from freedraft.engines.vllm.patching import with_kv_cache, wrap_once
+from freedraft.engines.vllm.v2.graph_lengths import find_nearest, whole_table
 from freedraft.engines.vllm.v2.lengths import send_lengths
 from freedraft.engines.vllm.v2.matching import match
-from freedraft.engines.vllm.v2.speculator import GraphLengths, MethodSpeculator
+from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.method import METHODS
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.trees import Trees
 
-SPECULATOR = "_freedraft_speculator"  # Attribute of vLLM's RejectionSampler
+SPECULATOR = "_freedraft_speculator"  # Attribute of vLLM's RejectionSampler and DefaultModelState
 
 
 def install() -> None:
     """Hook vLLM's model runner V2, once per process. Speculators of others see no difference."""
     from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu.spec_decode import rejection_sampler
     from vllm.v1.worker.gpu.spec_decode.ngram import speculator
 
     wrap_once(gpu_worker.Worker, "compile_or_warm_up_model", _warm_up)
     wrap_once(speculator, "NgramGPUSpeculator", _or_ours)
-    wrap_once(cudagraph_utils, "build_dynamic_sd_schedule_lookup", _whole_table)
+    wrap_once(cudagraph_utils, "build_dynamic_sd_schedule_lookup", whole_table)
     wrap_once(model_runner.GPUModelRunner, "shutdown", _shutdown)
     wrap_once(model_runner.GPUModelRunner, "finish_requests", _finish)
     wrap_once(model_runner.GPUModelRunner, "add_requests", _add)
@@ -48,8 +50,10 @@ def install() -> None:
         wrap_once(rejection_sampler.RejectionSampler, "__call__", _take_logits)
     if not check(V2_SAMPLING_HOOKS):
         wrap_once(rejection_sampler.RejectionSampler, "_verify", _verify)
-    if not check(V2_TREE_HOOKS):
-        wrap_once(model_runner.GPUModelRunner, "prepare_attn", _prepare_step)
+    if not check(V2_GRAPH_HOOKS):
+        wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", find_nearest)
+    wrap_once(model_runner.GPUModelRunner, "prepare_attn", _prepare_step)
+    wrap_once(DefaultModelState, "prepare_inputs", _prepare_inputs)
 
 
 def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,22 +91,13 @@ def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     return compile_or_warm_up_model
 
 
-def _whole_table(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Batch sizes that stand for draft lengths are not cut off where no batch is as large."""
-
-    def build_dynamic_sd_schedule_lookup(table: Any, vllm_max_batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        largest = max(vllm_max_batch_size, len(table)) if isinstance(table, GraphLengths) else vllm_max_batch_size
-        return original(table, largest, *args, **kwargs)
-
-    return build_dynamic_sd_schedule_lookup
-
-
 def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
     def shutdown(self: Any) -> None:
         if (ours := _ours(self)) is not None:
             ours.close()
-            if getattr(self.rejection_sampler, SPECULATOR, None) is not None:
-                delattr(self.rejection_sampler, SPECULATOR)
+            for holder in (self.rejection_sampler, self.model_state):
+                if getattr(holder, SPECULATOR, None) is not None:
+                    delattr(holder, SPECULATOR)
         original(self)
 
     return shutdown
@@ -118,7 +113,7 @@ def _finish(original: Callable[..., Any]) -> Callable[..., Any]:
     def finish_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if (ours := _drafting(self)) is not None and ours.events is not None:
             ours.events.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
-            if not scheduler_output.total_num_scheduled_tokens:  # no step follows
+            if ours.events and not scheduler_output.total_num_scheduled_tokens:  # no step follows
                 ours.catch_up()
         return original(self, scheduler_output, *args, **kwargs)
 
@@ -149,6 +144,8 @@ def _prepare(runner: Any) -> None:
         ours.prepare(runner)
         if runner.rejection_sampler is not None:
             setattr(runner.rejection_sampler, SPECULATOR, ours)
+        if ours.joins_last:
+            setattr(runner.model_state, SPECULATOR, ours)
 
 
 def _take_logits(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,12 +160,28 @@ def _take_logits(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _prepare_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_attn(self: Any, input_batch: Any) -> Any:
+        if (ours := _ours(self)) is not None:
+            ours.verifying = input_batch
+            if not ours.joins_last:
+                ours.join(input_batch)
         block_tables, slot_mappings = original(self, input_batch)
         if (trees := _trees(self)) is not None:
             trees.prepare_step(input_batch, slot_mappings)
         return block_tables, slot_mappings
 
     return prepare_attn
+
+
+def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The last that happens before the model runs, in a step of requests and in one that vLLM makes up."""
+
+    def prepare_inputs(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
+        if ours is not None and ours.verifying is input_batch:
+            ours.join(input_batch)
+        return original(self, input_batch, *args, **kwargs)
+
+    return prepare_inputs
 
 
 def _verify(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -54,7 +54,7 @@ class Trees:
         setattr(vllm_config, ATTRIBUTE, self._buffers)
         register(flash=self._asked)  # whose own kernel is faster where there are no trees, and perhaps where there are
 
-    def prepare(self, runner: Any) -> None:
+    def prepare(self, runner: Any) -> bool:
         """The KV cache of vLLM's GPUModelRunner is there: say whether drafts are trees."""
         name = configured(self._vllm_config).name
         try:
@@ -66,9 +66,10 @@ class Trees:
         if reason is not None:
             level = logging.WARNING if self._asked else logging.INFO
             logger.log(level, "freedraft: method '%s': drafts are chains: %s", name, reason)
-            return
+            return False
         logger.info("freedraft: method '%s': drafts are trees, in attention %s", name, attention)
         self.enabled = self._buffers.enabled = True
+        return True
 
     def add(self, requests: Iterable[Any]) -> None:
         """vLLM's NewRequestData have got slots."""

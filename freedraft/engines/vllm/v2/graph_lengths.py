@@ -1,0 +1,52 @@
+"""CUDA graphs of steps that verify drafts of several lengths: vLLM captures them, and finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from freedraft.engines.vllm.configured import configured
+from freedraft.method import METHODS
+
+
+class GraphLengths(list[tuple[int, int, int]]):
+    """A table of draft lengths by batch size, as vLLM's, that has each of these lengths once. Longest first: it says
+    what a batch size is, and not what vLLM reads in it. lengths: ascending."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__((i, i, length) for i, length in enumerate(reversed(lengths), 1))
+
+
+def whole_table(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Batch sizes that stand for draft lengths are not cut off where no batch is as large."""
+
+    def build_dynamic_sd_schedule_lookup(table: Any, vllm_max_batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        largest = max(vllm_max_batch_size, len(table)) if isinstance(table, GraphLengths) else vllm_max_batch_size
+        return original(table, largest, *args, **kwargs)
+
+    return build_dynamic_sd_schedule_lookup
+
+
+def find_nearest(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM looks for a graph among those of the nearest size alone, which may all be of other lengths (as of 0.33)."""
+
+    def _init_candidates(self: Any) -> None:
+        original(self)
+        if configured(self.vllm_config).name in METHODS:
+            put_nearest_first(self._candidates, [graph for graphs in self._capture_descs.values() for graph in graphs])
+
+    return _init_candidates
+
+
+def put_nearest_first(candidates: dict[tuple[int, int], list[Any]], graphs: list[Any]) -> None:
+    """By tokens and LoRAs of a step: of every query length the smallest graph that holds it, then what vLLM has there.
+    graphs: its BatchExecutionDescriptors."""
+    nearest: dict[tuple[int, int], dict[tuple[int, int], Any]] = {}
+    for graph in sorted(graphs, key=lambda graph: -graph.num_tokens):
+        if graph.uniform_token_count is not None:
+            for tokens in range(graph.num_tokens + 1):
+                alike = graph.uniform_token_count, graph.num_ubatches
+                nearest.setdefault((tokens, graph.num_active_loras), {})[alike] = graph
+    for at, found in nearest.items():
+        others = [graph for graph in candidates.get(at, ()) if graph not in found.values()]
+        candidates[at] = [*found.values(), *others]
