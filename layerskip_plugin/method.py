@@ -237,9 +237,9 @@ class LayerSkipMethod(ModelMethod):
         lengths = self.selector.selection.max_lengths(step.contexts)
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
-    def estimate(self, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
+    def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
         assert self._cost is not None and self.recipe is not None
-        return self._cost.estimate(self.recipe, sizes, max_draft_len)
+        return self._cost.estimate(self.recipe, requests, max_draft_len)
 
     @property
     def _cost(self) -> Cost | None:
@@ -252,15 +252,11 @@ class LayerSkipMethod(ModelMethod):
         longest = np.clip(self._cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
         if not self.auto.baseline_known(self._batch) or self._baseline.due(self._batch, longest=float(longest)):
             return None
-        return self._cost.should_draft()
+        return self._cost.recipe_of_round()
 
-    @property
-    def wants_trial(self) -> bool:
-        return self._cost is not None and self._cost.trials.wanted
-
-    def begin_round(self, *, pays: bool) -> None:
-        if self._cost is not None:
-            self.recipe = self._cost.recipe_of_round(pays=pays)
+    def begin_round(self, *, pays: bool) -> bool:
+        self.recipe = None if self._cost is None else self._cost.recipe_of_round(pays=pays)
+        return self.recipe is not None
 
     def propose_for(
         self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch

@@ -303,8 +303,9 @@ def test_the_parts_of_a_batch():
     """As a part of the hybrid method: passes for some requests, the others get their roots."""
     engine = Engine(costs=(0.2, STEP))
     step = engine.start(a=1, b=2, c=4)
-    estimate = engine.method.estimate(np.array([1, 2]), 4)
-    assert estimate.gain.shape == (2, 4) and (estimate.gain[1] > estimate.gain[0]).all()
+    one, two = (engine.method.estimate(requests, 4) for requests in (1, 2))
+    assert one.gain.shape == (4,) and (two.gain > one.gain).all()
+    assert engine.method.begin_round(pays=True)
     draft = engine.method.propose_for(step, np.array([0, 2]), np.array([3, 2], np.int32), RestOfBatch(1, 2, 1.0))
     draft.check()
     assert draft.counts[1] == 1 and 1 < draft.counts[0] <= 4 and 1 < draft.counts[2] <= 4
