@@ -66,7 +66,7 @@ class Selector:
         if self.budget.seconds < min(selection.batch_seconds, 0.9 * self.budget.max_saved) or not ready():
             return None
         started = self.budget.clock()
-        changed = selection.step(self.budget.seconds)
+        changed = selection.step()
         self.budget.saved -= self.budget.clock() - started
         if not changed:
             return None
