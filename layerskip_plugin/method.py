@@ -153,7 +153,7 @@ class LayerSkipMethod(ModelMethod):
         self._requested[request_id] = extra.get(REQUESTED) or None
 
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
-        self._prompt_states[request_id] = state
+        self._prompt_states[request_id] = state[None]
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         self._requested.pop(request_id, None)
@@ -201,14 +201,12 @@ class LayerSkipMethod(ModelMethod):
     def update(self, step: Step) -> None:
         """Learn from the last round, begin new requests, and continue a search."""
         self._record_acceptance(step)
-        for i in self.selector.unknown(step.request_ids):
-            request_id = step.request_ids[i]
-            state = self._prompt_states.pop(request_id, None)
-            hidden = None if state is None else state[None]
-            self.selector.begin([request_id], [self._requested.get(request_id)], hidden)
+        self.selector.begin(
+            step.request_ids, lambda name: (self._requested.get(name), self._prompt_states.pop(name, None))
+        )
         self._search(step)
         self._batch, contexts = max(step.batch_size, 1), step.contexts
-        chosen = self.selector.choose(step.request_ids, contexts)
+        chosen = self.selector.selection.choose(step.request_ids, contexts)
         lengths = self.selector.selection.max_lengths(contexts)
         if lengths is not None:  # only requests that may draft have a say
             rows = np.flatnonzero(lengths)
@@ -321,11 +319,6 @@ class LayerSkipMethod(ModelMethod):
         if last is None or (outcome := last.outcome(step)) is None:
             return
         request_ids, verified, accepted, of_step = outcome
-        judged = np.flatnonzero(verified > 0).tolist()
-        if judged:
-            ids = [request_ids[i] for i in judged]
-            skip_set = self.recipes.skip_set_of(last.recipe)
-            self.selector.selection.record_acceptance(ids, verified[judged], accepted[judged], skip_set)
         self.lookahead.record_acceptance(request_ids, verified, accepted, of_step)
         if self.recorder is not None:
             self.recorder.record_acceptance(request_ids, verified, accepted)

@@ -346,7 +346,7 @@ def test_a_set_that_a_search_found_is_built_later_where_building_it_failed(monke
     search = iter([found])
     method._scorer = object()
     monkeypatch.setattr(method.selector, "search", lambda ready: next(search, None))
-    monkeypatch.setattr(method.selector, "choose", lambda request_ids, contexts: [found] * len(request_ids))
+    monkeypatch.setattr(method.selector.selection, "choose", lambda request_ids, contexts: [found] * len(request_ids))
     with monkeypatch.context() as short_of_memory:
         short_of_memory.setattr(Model, "build", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):

@@ -238,7 +238,7 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
         assert names == ["all domains", "chat", "text"]
 
         def record(step: Any, drafts: list[list[int]]) -> None:
-            chosen = method.selector.choose(step.request_ids, step.contexts)
+            chosen = method.selector.selection.choose(step.request_ids, step.contexts)
             routed.update(zip(step.request_ids, chosen, strict=True))
             mixed.append(len(set(chosen)))
 

@@ -163,7 +163,7 @@ def make_checked(options, context, controller):
                 totals["drafted"] += int(drafted.sum())
                 totals["batch 4"] += len(ids) == 4
                 totals["uneven"] += len(set(drafted.tolist())) > 1
-                chosen = len(set(self.selector.choose(ids, step.contexts)))
+                chosen = len(set(self.selector.selection.choose(ids, step.contexts)))
                 totals["sets in a batch"] = max(totals["sets in a batch"], chosen)
                 totals["branches"] += int((tree.counts - 1 - drafted).sum())
             for i, request_id in enumerate(ids):
