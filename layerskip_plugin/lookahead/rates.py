@@ -14,11 +14,8 @@ PRIOR_WEIGHT = 6.0  # trials or rounds that a prior counts for
 
 
 class BinnedRate:
-    """Share of successes in each bin; old trials fade, and the rate of all bins together stands in for those never made.
-
-    Args:
-        prior: the rate believed before any trial.
-    """
+    """Share of successes in each bin. Old trials fade; the rate of all bins stands in for trials never made, and `prior`
+    for that rate."""
 
     def __init__(self, prior: float) -> None:
         self.prior = prior
