@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +25,14 @@ from freedraft.metrics import check_address, serve, where_to_look
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
 from layerskip_plugin.draft_passes import Round
-from layerskip_plugin.knapsack_search import RunSublayer, Survivors, search
+from layerskip_plugin.knapsack_search import extensions
 from layerskip_plugin.lookahead import Cost, Costs
 from layerskip_plugin.lookahead.records import TOP
 from layerskip_plugin.options import LayerSkipOptions
-from layerskip_plugin.pass_times import PassTimes
+from layerskip_plugin.pass_times import PassTimes, serving_times
 from layerskip_plugin.recipes import Recipes
 from layerskip_plugin.selection.online_search import WINDOW
 from layerskip_plugin.skip_set import SkipSet
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 logger = logging.getLogger("freedraft.layerskip")
 
@@ -123,16 +120,15 @@ class LayerSkipMethod(ModelMethod):
         self._model = model
         if self._cost is not None:
             self._cost.reads_ahead = model.waits
+        shape = "trees" if self.trees else "chains"
+        read = " or ".join("all" if w is None else f"{w.tokens} tokens" for w in self.windows)
         for number, (name, skip_set) in enumerate(self.selector.sets.items()):
             started = time.perf_counter()
-            skip_set.require(model.n_layers)
-            self.build(skip_set, optimize=number < self.selector.compiled)
+            self.build(skip_set.require(model.n_layers), optimize=number < self.selector.compiled)
             logger.info(
                 "freedraft: skip set '%s' leaves out %d of %d sublayers (built in %.0f s); lookahead '%s', %s, drafts "
-                "read %s",
-                name, len(skip_set), len(skip_set.bits), time.perf_counter() - started, self.options.lookahead,
-                "trees" if self.trees else "chains",
-                " or ".join("all" if w is None else f"{w.tokens} tokens" for w in self.windows) + " of the KV cache",
+                "read %s of the KV cache", name, len(skip_set), len(skip_set.bits), time.perf_counter() - started,
+                self.options.lookahead, shape, read,
             )  # fmt: skip
         if self.selector.selection.searches:
             self._scorer = model.scorer(WINDOW)
@@ -184,9 +180,8 @@ class LayerSkipMethod(ModelMethod):
         self.update(step)
         limits = self.capacities(step)
         if limits.any():
-            chosen, self.recipe = self.recipe, self._recipe_to_draft()
-            if self.recipe is not chosen:
-                limits = self.capacities(step)
+            self.recipe = self._recipe_to_draft()
+            limits = self.capacities(step)
         rows = np.flatnonzero(limits > 0)
         if len(rows):
             rest = step.batch_size - len(rows)
@@ -200,7 +195,11 @@ class LayerSkipMethod(ModelMethod):
 
     def update(self, step: Step) -> None:
         """Learn from the last round, begin new requests, and continue a search."""
-        self._record_acceptance(step)
+        last, self._last = self._last, None
+        if last is not None and (outcome := last.outcome(step)) is not None:
+            self.lookahead.record_acceptance(*outcome)
+            if self.recorder is not None:
+                self.recorder.record_acceptance(*outcome[:3])
         self.selector.begin(
             step.request_ids, lambda name: (self._requested.get(name), self._prompt_states.pop(name, None))
         )
@@ -213,8 +212,8 @@ class LayerSkipMethod(ModelMethod):
             chosen, contexts = [chosen[i] for i in rows], contexts[rows]
         candidates = self.recipes.candidates(chosen, contexts)
         mean = float(step.contexts.mean()) if step.batch_size else 1.0
-        if self._cost is not None and self.auto is not None:
-            self._cost.widths = self.auto.widths  # without those whose graphs could not be captured
+        if self._cost is not None:
+            self._cost.widths = self.controller.widths  # without those whose graphs could not be captured
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
 
     def _search(self, step: Step) -> None:
@@ -314,38 +313,13 @@ class LayerSkipMethod(ModelMethod):
         lookahead.end(int(result.drafted.max(initial=0)))
         return result
 
-    def _record_acceptance(self, step: Step) -> None:
-        last, self._last = self._last, None
-        if last is None or (outcome := last.outcome(step)) is None:
-            return
-        request_ids, verified, accepted, of_step = outcome
-        self.lookahead.record_acceptance(request_ids, verified, accepted, of_step)
-        if self.recorder is not None:
-            self.recorder.record_acceptance(request_ids, verified, accepted)
-
     def _propose(self, weights: tuple[int, int], max_weight: int, base: SkipSet) -> list[SkipSet]:
         assert self._scorer is not None
-
-        def visit(embedded: Tensor, sublayer: RunSublayer) -> Survivors:
-            return search(embedded, sublayer, 2 * base.n_layers, weights, max_weight, base=base.sublayers)
-
-        found = self._scorer.run_sublayers(visit)
-        return [SkipSet.of_bits(bits, base.model) for bits in found.skipped.tolist()]
+        return self._scorer.run_sublayers(partial(extensions, base=base, weights=weights, max_weight=max_weight))
 
     def _pass_times(self) -> PassTimes | None:
-        """At the batch and context of the newest step; None while steps without drafts are not timed there. Sublayers
-        by the roofline, scaled as the present set's passes are."""
-        batch, present = self._batch, self.recipes.all[0] if self.recipe is None else self.recipe
-        if self.auto is None or not self.auto.baseline_known(batch):
-            return None
-        auto, layers = self.auto, present.n_layers
-        no_kind = [SkipSet.of_sublayers(range(kind, 2 * layers, 2), layers, present.model) for kind in (0, 1)]
-        sets = [SkipSet.empty(layers, present.model), *no_kind]
-        whole, *without = (auto.predicted_pass_seconds(replace(s, window=present.window), batch) for s in sets)
-        scale = float(auto.pass_seconds(present, batch)) / auto.predicted_pass_seconds(present, batch)
-        attention, mlp = (scale * (whole - each) / layers for each in without)
-        head = scale * whole - layers * (attention + mlp)
-        return PassTimes(attention, mlp, head, lambda n: float(auto.step_seconds(batch, batch * n)))
+        present = self.recipes.all[0] if self.recipe is None else self.recipe
+        return None if self.auto is None else serving_times(self.auto, present, self._batch)
 
     def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
         assert self._scorer is not None

@@ -14,8 +14,8 @@ PRIOR_WEIGHT = 6.0  # trials or rounds that a prior counts for
 
 
 class BinnedRate:
-    """Share of successes in each bin. Old trials fade; the rate of all bins stands in for trials never made, and `prior`
-    for that rate."""
+    """Share of successes in each bin. Old trials fade; the rate of all bins stands in for trials never made, and the
+    prior for that rate."""
 
     def __init__(self, prior: float) -> None:
         self.prior = prior

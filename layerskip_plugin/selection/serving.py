@@ -37,8 +37,8 @@ class Selector:
         return 0 if self.selection.searches else COMPILED
 
     def begin(self, request_ids: Sequence[str], requests: Callable[[str], tuple[str | None, Hidden]]) -> None:
-        """Begin those of these requests that have not begun; `requests` gives the set that one asks for by name, and the
-        last hidden state [1, hidden size] of its prompt."""
+        """Begin those of these requests that have not begun; `requests` gives the set that one asks for by name, and
+        the last hidden state [1, hidden size] of its prompt."""
         if self.fixed or self._begun.issuperset(request_ids):
             return
         for request_id in request_ids:
