@@ -17,6 +17,7 @@ from layerskip_plugin.lookahead.rates import MAX_DRAFT_LEN, RecipeRecord, to_bin
 from layerskip_plugin.skip_set import SkipSet
 
 PRIOR = 0.8  # rate of acceptance believed at first
+ALL_ACCEPTED = RecipeRecord(1.0, 0)
 MAX_KINDS = 16
 # Steps for which a decision to draft, or not to, stands while batch and candidates stay the same.
 DECISION_STEPS, IDLE_STEPS = 4, 16
@@ -105,9 +106,11 @@ class Cost(Lookahead):
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
-    def estimate(self, recipe: SkipSet, requests: int, max_draft_len: int) -> DraftPassEstimate:
-        """What a round of so many requests is expected to bring and to take."""
-        record, most = self.records[recipe], min(max_draft_len, self.longest)
+    def estimate(
+        self, recipe: SkipSet, requests: int, max_draft_len: int, record: RecipeRecord | None = None
+    ) -> DraftPassEstimate:
+        """What a round of so many requests is expected to bring and to take, by the recipe's own record by default."""
+        record, most = record or self.records[recipe], min(max_draft_len, self.longest)
         if self.reads_ahead:
             seconds = self.costs.pass_seconds(recipe, requests) * np.arange(1, most + 1)
         else:
@@ -118,35 +121,28 @@ class Cost(Lookahead):
         gain, tokens = (requests * np.cumsum(share[:most]) for share in (record.accepted, record.verified))
         return DraftPassEstimate(gain, tokens, seconds, self.costs.overrun)
 
-    def rates(self, recipe: SkipSet, requests: int, batch: int) -> NDArray[np.float64]:
+    def rates(
+        self, recipe: SkipSet, requests: int, batch: int, record: RecipeRecord | None = None
+    ) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step in which `requests` draft, by the most tokens a draft
         may have; first without drafts."""
-        expected = self.estimate(recipe, requests, self.longest)
-        seconds = expected.seconds + self._verification(recipe, requests, batch, expected.tokens)
-        return np.concatenate([[self._baseline(batch)], (batch + expected.gain) / (self.costs.overrun * seconds)])
-
-    def _baseline(self, batch: int) -> float:
-        width = 1 if self.widths is None else int(self.widths[0])
-        return batch / float(self.costs.step_seconds(batch, batch * width))
-
-    def _verification(
-        self, recipe: SkipSet, requests: int, batch: int, tokens: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        """float64 [M]: expected seconds of the verifying step, by the most tokens a draft may have."""
+        record = record or self.records[recipe]
+        expected = self.estimate(recipe, requests, self.longest, record)
         if self.widths is None:
-            return self.costs.step_seconds(batch, batch + tokens)
-        # The longest draft of the batch makes all requests as wide: what each place costs if anyone drafts there.
-        seconds = self.costs.step_seconds(batch, batch * self._fitting(np.arange(2, len(tokens) + 2)))
-        nobody = (1 - np.minimum(self.records[recipe].verified[: len(tokens)], 1)) ** requests
-        return seconds[0] + np.concatenate([[0.0], np.cumsum((1 - nobody[1:]) * np.diff(seconds))])
+            width, verification = 1, self.costs.step_seconds(batch, batch + expected.tokens)
+        else:  # the longest draft of the batch makes all requests as wide: each place costs if anyone drafts there
+            width = int(self.widths[0])
+            by_place = self.costs.step_seconds(batch, batch * self._fitting(np.arange(2, self.longest + 2)))
+            anyone = 1 - (1 - np.minimum(record.verified[1 : self.longest], 1)) ** requests
+            verification = by_place[0] + np.concatenate([[0.0], np.cumsum(anyone * np.diff(by_place))])
+        drafting = (batch + expected.gain) / (self.costs.overrun * (expected.seconds + verification))
+        return np.concatenate([[batch / float(self.costs.step_seconds(batch, batch * width))], drafting])
 
     def _could_pay(self) -> bool:
+        """Whether the present round would pay if all its tokens were accepted."""
         assert self._round is not None
-        recipe, n, batch = self._round
-        lengths, one_pass = np.arange(1, self.longest + 1), float(self.costs.pass_seconds(recipe, n))
-        tokens = batch + n * lengths if self.widths is None else batch * self._fitting((1 + lengths).astype(np.int32))
-        rates = (batch + n * lengths) / (lengths * one_pass + self.costs.step_seconds(batch, tokens))
-        return bool(rates.max() / self.costs.overrun > self._baseline(batch))
+        alone, *rates = self.rates(*self._round, ALL_ACCEPTED).tolist()
+        return max(rates) > alone
 
     def _fitting(self, nodes: Ints) -> Ints:
         """Numbers of nodes per request that are verified where drafts have `nodes`."""
