@@ -110,7 +110,7 @@ def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded]) -> tuple[fl
         place, name = 0, [str(number)]
         while place < len(one.right):
             policy.choose([Candidate(skip, 1, 1)], 1, 300.0)
-            if isinstance(policy, Cost) and policy.should_draft() is None:
+            if isinstance(policy, Cost) and policy.recipe_of_round() is None:
                 rounds.append((0, 0))
                 place += 1
                 continue

@@ -120,7 +120,7 @@ def stream(
             one = held[names[d]][p]
             used.append(swift.incumbent)
             newest = host.newest(one.tokens[: one.prompt + options.answer], WINDOW)
-            swift.step(1e9)
+            swift.step()
         return used
 
     rng, rows = np.random.default_rng(SEED), []

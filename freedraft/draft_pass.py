@@ -69,18 +69,15 @@ class Recipe(Protocol, Hashable):
 
 @dataclass(frozen=True, slots=True)
 class DraftPassEstimate:
-    """What a round of draft passes over the first `sizes[k]` of some requests would bring and take, by the most tokens
-    m = 1 .. M that a draft may have.
+    """What a round of draft passes for some requests would bring and take, by the most tokens m = 1 .. M of a draft.
 
     Attributes:
-        sizes: int64 [K], numbers of requests, ascending.
-        gain: float64 [K, M], accepted tokens of these requests together.
-        tokens: float64 [K, M], their draft tokens together.
-        seconds: float64 [K, M], of the passes.
+        gain: float64 [M], accepted tokens of these requests together.
+        tokens: float64 [M], their draft tokens together.
+        seconds: float64 [M], of the passes.
         overrun: by how much a step with passes takes longer than these and its verification, as a factor.
     """
 
-    sizes: NDArray[np.int64]
     gain: NDArray[np.float64]
     tokens: NDArray[np.float64]
     seconds: NDArray[np.float64]

@@ -112,12 +112,14 @@ class Method:
         call, and only its `counts` are changed by others."""
         raise NotImplementedError
 
-    def record_acceptance(self, step: Step) -> None:
-        """Count what the last step gave, and what became of its drafts, for the metrics."""
-        self.metrics.request_steps.inc(step.batch_size)
-        self.metrics.tokens.inc(int(step.gained.sum()))
-        self.metrics.drafted.inc(int(step.drafted.sum()))
-        self.metrics.accepted.inc(int(step.accepted.sum()))
+    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
+        """Count what the last step gave, and what became of its drafts, for the metrics. rows: bool [B], of requests
+        that count; None: all."""
+        some = slice(None) if rows is None else rows
+        self.metrics.request_steps.inc(len(step.gained[some]))
+        self.metrics.tokens.inc(int(step.gained[some].sum()))
+        self.metrics.drafted.inc(int(step.drafted[some].sum()))
+        self.metrics.accepted.inc(int(step.accepted[some].sum()))
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         """A request has ended; ids that never began are possible.
@@ -160,22 +162,14 @@ class ModelMethod(Method, ABC):
         """int32 [B]: how many tokens may be drafted for each request; never more than `step.capacities`."""
 
     @abstractmethod
-    def estimate(self, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
-        """What draft passes would bring and take for some requests of the step that `update` was called with.
+    def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
+        """What draft passes for so many requests would bring and take in the step that `update` was called with;
+        drafts of at most `max_draft_len` tokens."""
 
-        Args:
-            sizes: int64 [K], ascending numbers of requests.
-            max_draft_len: M, the longest draft considered.
-        """
-
-    @property
-    def wants_trial(self) -> bool:
-        """Whether draft passes are to be tried now, although they do not seem to pay: what the last ones brought, or
-        what they would run, is new."""
-        return False
-
-    def begin_round(self, *, pays: bool) -> None:
-        """`propose_for` follows: because it is expected to pay, or as a trial."""
+    @abstractmethod
+    def begin_round(self, *, pays: bool) -> bool:
+        """Whether draft passes are to run in the present step: because they are expected to pay, or as a trial. Called
+        at most once per step."""
 
     @abstractmethod
     def propose_for(

@@ -13,13 +13,15 @@ so this is a beam search that keeps the best of each weight, not an exact optimu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+
+from layerskip_plugin.skip_set import SkipSet
 
 PRUNE = 0.5
 MAX_WEIGHT = 5
@@ -93,6 +95,12 @@ def search(
         states, skipped, weight = states[torch.from_numpy(stay).to(states.device)], skipped[stay], weight[stay]
         progress()
     return Survivors(skipped, weight, states)
+
+
+def extensions(embedded: Tensor, sublayer: RunSublayer, *, base: SkipSet, **options: Any) -> list[SkipSet]:
+    """The sets that `search` finds beyond a base."""
+    found = search(embedded, sublayer, 2 * base.n_layers, base=base.sublayers, **options)
+    return [SkipSet.of_bits(bits, base.model) for bits in found.skipped.tolist()]
 
 
 def cosine(states: Tensor, whole: Tensor) -> NDArray[np.float64]:

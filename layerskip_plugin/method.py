@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +25,14 @@ from freedraft.metrics import check_address, serve, where_to_look
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
 from layerskip_plugin.draft_passes import Round
-from layerskip_plugin.knapsack_search import RunSublayer, Survivors, search
+from layerskip_plugin.knapsack_search import extensions
 from layerskip_plugin.lookahead import Cost, Costs
 from layerskip_plugin.lookahead.records import TOP
 from layerskip_plugin.options import LayerSkipOptions
-from layerskip_plugin.pass_times import PassTimes
+from layerskip_plugin.pass_times import PassTimes, serving_times
 from layerskip_plugin.recipes import Recipes
 from layerskip_plugin.selection.online_search import WINDOW
 from layerskip_plugin.skip_set import SkipSet
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 logger = logging.getLogger("freedraft.layerskip")
 
@@ -123,16 +120,15 @@ class LayerSkipMethod(ModelMethod):
         self._model = model
         if self._cost is not None:
             self._cost.reads_ahead = model.waits
+        shape = "trees" if self.trees else "chains"
+        read = " or ".join("all" if w is None else f"{w.tokens} tokens" for w in self.windows)
         for number, (name, skip_set) in enumerate(self.selector.sets.items()):
             started = time.perf_counter()
-            skip_set.require(model.n_layers)
-            self.build(skip_set, optimize=number < self.selector.compiled)
+            self.build(skip_set.require(model.n_layers), optimize=number < self.selector.compiled)
             logger.info(
                 "freedraft: skip set '%s' leaves out %d of %d sublayers (built in %.0f s); lookahead '%s', %s, drafts "
-                "read %s",
-                name, len(skip_set), len(skip_set.bits), time.perf_counter() - started, self.options.lookahead,
-                "trees" if self.trees else "chains",
-                " or ".join("all" if w is None else f"{w.tokens} tokens" for w in self.windows) + " of the KV cache",
+                "read %s of the KV cache", name, len(skip_set), len(skip_set.bits), time.perf_counter() - started,
+                self.options.lookahead, shape, read,
             )  # fmt: skip
         if self.selector.selection.searches:
             self._scorer = model.scorer(WINDOW)
@@ -153,7 +149,7 @@ class LayerSkipMethod(ModelMethod):
         self._requested[request_id] = extra.get(REQUESTED) or None
 
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
-        self._prompt_states[request_id] = state
+        self._prompt_states[request_id] = state[None]
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         self._requested.pop(request_id, None)
@@ -184,9 +180,8 @@ class LayerSkipMethod(ModelMethod):
         self.update(step)
         limits = self.capacities(step)
         if limits.any():
-            chosen, self.recipe = self.recipe, self._recipe_to_draft()
-            if self.recipe is not chosen:
-                limits = self.capacities(step)
+            self.recipe = self._recipe_to_draft()
+            limits = self.capacities(step)
         rows = np.flatnonzero(limits > 0)
         if len(rows):
             rest = step.batch_size - len(rows)
@@ -200,23 +195,25 @@ class LayerSkipMethod(ModelMethod):
 
     def update(self, step: Step) -> None:
         """Learn from the last round, begin new requests, and continue a search."""
-        self._record_acceptance(step)
-        for i in self.selector.unknown(step.request_ids):
-            request_id = step.request_ids[i]
-            state = self._prompt_states.pop(request_id, None)
-            hidden = None if state is None else state[None]
-            self.selector.begin([request_id], [self._requested.get(request_id)], hidden)
+        last, self._last = self._last, None
+        if last is not None and (outcome := last.outcome(step)) is not None:
+            self.lookahead.record_acceptance(*outcome)
+            if self.recorder is not None:
+                self.recorder.record_acceptance(*outcome[:3])
+        self.selector.begin(
+            step.request_ids, lambda name: (self._requested.get(name), self._prompt_states.pop(name, None))
+        )
         self._search(step)
         self._batch, contexts = max(step.batch_size, 1), step.contexts
-        chosen = self.selector.choose(step.request_ids, contexts)
+        chosen = self.selector.selection.choose(step.request_ids, contexts)
         lengths = self.selector.selection.max_lengths(contexts)
         if lengths is not None:  # only requests that may draft have a say
             rows = np.flatnonzero(lengths)
             chosen, contexts = [chosen[i] for i in rows], contexts[rows]
         candidates = self.recipes.candidates(chosen, contexts)
         mean = float(step.contexts.mean()) if step.batch_size else 1.0
-        if self._cost is not None and self.auto is not None:
-            self._cost.widths = self.auto.widths  # without those whose graphs could not be captured
+        if self._cost is not None:
+            self._cost.widths = self.controller.widths  # without those whose graphs could not be captured
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
 
     def _search(self, step: Step) -> None:
@@ -237,9 +234,9 @@ class LayerSkipMethod(ModelMethod):
         lengths = self.selector.selection.max_lengths(step.contexts)
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
-    def estimate(self, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
+    def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
         assert self._cost is not None and self.recipe is not None
-        return self._cost.estimate(self.recipe, sizes, max_draft_len)
+        return self._cost.estimate(self.recipe, requests, max_draft_len)
 
     @property
     def _cost(self) -> Cost | None:
@@ -252,15 +249,11 @@ class LayerSkipMethod(ModelMethod):
         longest = np.clip(self._cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
         if not self.auto.baseline_known(self._batch) or self._baseline.due(self._batch, longest=float(longest)):
             return None
-        return self._cost.should_draft()
+        return self._cost.recipe_of_round()
 
-    @property
-    def wants_trial(self) -> bool:
-        return self._cost is not None and self._cost.trials.wanted
-
-    def begin_round(self, *, pays: bool) -> None:
-        if self._cost is not None:
-            self.recipe = self._cost.recipe_of_round(pays=pays)
+    def begin_round(self, *, pays: bool) -> bool:
+        self.recipe = None if self._cost is None else self._cost.recipe_of_round(pays=pays)
+        return self.recipe is not None
 
     def propose_for(
         self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
@@ -320,43 +313,13 @@ class LayerSkipMethod(ModelMethod):
         lookahead.end(int(result.drafted.max(initial=0)))
         return result
 
-    def _record_acceptance(self, step: Step) -> None:
-        last, self._last = self._last, None
-        if last is None or (outcome := last.outcome(step)) is None:
-            return
-        request_ids, verified, accepted, of_step = outcome
-        judged = np.flatnonzero(verified > 0).tolist()
-        if judged:
-            ids = [request_ids[i] for i in judged]
-            skip_set = self.recipes.skip_set_of(last.recipe)
-            self.selector.selection.record_acceptance(ids, verified[judged], accepted[judged], skip_set)
-        self.lookahead.record_acceptance(request_ids, verified, accepted, of_step)
-        if self.recorder is not None:
-            self.recorder.record_acceptance(request_ids, verified, accepted)
-
     def _propose(self, weights: tuple[int, int], max_weight: int, base: SkipSet) -> list[SkipSet]:
         assert self._scorer is not None
-
-        def visit(embedded: Tensor, sublayer: RunSublayer) -> Survivors:
-            return search(embedded, sublayer, 2 * base.n_layers, weights, max_weight, base=base.sublayers)
-
-        found = self._scorer.run_sublayers(visit)
-        return [SkipSet.of_bits(bits, base.model) for bits in found.skipped.tolist()]
+        return self._scorer.run_sublayers(partial(extensions, base=base, weights=weights, max_weight=max_weight))
 
     def _pass_times(self) -> PassTimes | None:
-        """At the batch and context of the newest step; None while steps without drafts are not timed there. Sublayers
-        by the roofline, scaled as the present set's passes are."""
-        batch, present = self._batch, self.recipes.all[0] if self.recipe is None else self.recipe
-        if self.auto is None or not self.auto.baseline_known(batch):
-            return None
-        auto, layers = self.auto, present.n_layers
-        no_kind = [SkipSet.of_sublayers(range(kind, 2 * layers, 2), layers, present.model) for kind in (0, 1)]
-        sets = [SkipSet.empty(layers, present.model), *no_kind]
-        whole, *without = (auto.predicted_pass_seconds(replace(s, window=present.window), batch) for s in sets)
-        scale = float(auto.pass_seconds(present, batch)) / auto.predicted_pass_seconds(present, batch)
-        attention, mlp = (scale * (whole - each) / layers for each in without)
-        head = scale * whole - layers * (attention + mlp)
-        return PassTimes(attention, mlp, head, lambda n: float(auto.step_seconds(batch, batch * n)))
+        present = self.recipes.all[0] if self.recipe is None else self.recipe
+        return None if self.auto is None else serving_times(self.auto, present, self._batch)
 
     def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
         assert self._scorer is not None

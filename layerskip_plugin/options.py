@@ -26,10 +26,14 @@ LookaheadName = Literal["cost", "confidence", "adaptive", "disco", "fixed"]
 SelectionName = Literal["static", "swift", "knn", "knapsack"]
 MAX_SKIP_SETS = 4
 AUTO_WINDOWS = (512, 2048, 8192)
+# What makes the files of an option.
 MADE_BY = {
+    "skip_set": "'freedraft calibrate skip-set'",
     "selection_file": "'freedraft calibrate knn' or 'freedraft calibrate knapsack'",
     "disco": "'freedraft calibrate disco'",
 }
+# The first and the last layer stay, as published: a start without them would be useless.
+SWIFT_KEEPS = 2  # sublayers at each end
 
 
 def _paths(value: object) -> object:
@@ -99,22 +103,16 @@ class LayerSkipOptions(PluginOptions):
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     metrics_host: str = Field(default=LOCAL, min_length=1)
 
-    @field_validator("skip_set")
+    @field_validator("skip_set", "selection_file", "disco")
     @classmethod
-    def _few_files(cls, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    def _files_exist(cls, value: Any, info: ValidationInfo) -> Any:
+        paths = value if isinstance(value, tuple) else (value,) if value else ()
         if len(paths) > MAX_SKIP_SETS:
             raise ValueError(f"names {len(paths)} skip sets: at most {MAX_SKIP_SETS} are kept ready")
         for path in paths:
             if not path.is_file():
-                raise ValueError(f"{path} is not a file: make one with 'freedraft calibrate skip-set'")
-        return paths
-
-    @field_validator("selection_file", "disco")
-    @classmethod
-    def _file_exists(cls, path: Path | None, info: ValidationInfo) -> Path | None:
-        if path is not None and not path.is_file():
-            raise ValueError(f"is not a file: make one with {MADE_BY[str(info.field_name)]}")
-        return path
+                raise ValueError(f"{path} is not a file: make one with {MADE_BY[str(info.field_name)]}")
+        return value
 
     @field_validator("record")
     @classmethod
@@ -141,38 +139,30 @@ class LayerSkipOptions(PluginOptions):
         that cannot be cut from the pages of this model's cache."""
         if self.window is None:
             return (None,)
-        config, page_size = text_config(context.hf_config), context.page_size or 1
-        if getattr(config, "dual_chunk_attention_config", None):
-            raise ValueError("option 'window' does not go with dual chunk attention: remove it")
+        auto, config, page_size = self.window == "auto", text_config(context.hf_config), context.page_size or 1
         slides = getattr(config, "use_sliding_window", True) is not False
         attended = getattr(config, "sliding_window", None) if slides else None
         sizes = AUTO_WINDOWS if self.window == "auto" else (self.window,)
-        if self.sinks >= sizes[0]:
-            raise ValueError(
-                f"option 'sinks' is {self.sinks} and leaves nothing of a window of {sizes[0]} tokens: set it to 16"
-            )
-        if self.window != "auto" and self.window < page_size:
-            raise ValueError(
-                f"option 'window' is {self.window} tokens, less than a page of the KV cache: set {page_size} or more"
-            )
-        if self.window != "auto" and attended is not None and self.window >= attended:
-            raise ValueError(
-                f"option 'window' is {self.window} tokens, and this model looks back {attended} at most: set fewer"
-            )
-        if self.window == "auto" and self.lookahead != "cost":
-            raise ValueError(
-                f"option 'window' auto needs lookahead cost, not {self.lookahead}: set it, or give a number"
-            )
-        if self.window == "auto" and context.lengths is not None:
-            if len(context.lengths) > 1:
-                raise ValueError(f"{self.needs_own_lengths}, or unset VLLM_USE_V2_MODEL_RUNNER")
-            raise ValueError(
-                "option 'window' auto needs draft lengths chosen at each step, and data-parallel replicas that "
-                "share experts have one: give a number of tokens"
-            )
         usable = [w for w in sizes if w >= page_size and (attended is None or w < attended)]
+        one = f"option 'window' is {self.window} tokens"
+        for wrong, why in (
+            (getattr(config, "dual_chunk_attention_config", None), "option 'window' does not go with dual chunk "
+             "attention: remove it"),
+            (self.sinks >= sizes[0], f"option 'sinks' is {self.sinks} and leaves nothing of a window of {sizes[0]} "
+             "tokens: set it to 16"),
+            (not auto and sizes[0] < page_size, f"{one}, less than a page of the KV cache: set {page_size} or more"),
+            (not auto and not usable, f"{one}, and this model looks back {attended} at most: set fewer"),
+            (auto and self.lookahead != "cost", f"option 'window' auto needs lookahead cost, not {self.lookahead}: set "
+             "it, or give a number"),
+            (auto and context.lengths is not None and len(context.lengths) > 1,
+             f"{self.needs_own_lengths}, or unset VLLM_USE_V2_MODEL_RUNNER"),
+            (auto and context.lengths is not None, "option 'window' auto needs draft lengths chosen at each step, and "
+             "data-parallel replicas that share experts have one: give a number of tokens"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(why)
         windows = tuple(Window(self.sinks, w - self.sinks) for w in usable)
-        return (*windows, None) if self.window == "auto" else windows
+        return (*windows, None) if auto else windows
 
     @property
     def needs_own_lengths(self) -> str:
@@ -208,18 +198,20 @@ class LayerSkipOptions(PluginOptions):
         ValueError, one line, if a file is missing, damaged, or of another model or hardware, or options conflict."""
         name, file = self.selection, self.selection_file
         layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
-        if name in ("static", "swift") and file:
-            raise ValueError(f"option 'selection_file' does not go with selection {name}: remove it")
-        if name != "static" and self.skip_set:
-            raise ValueError(f"option 'skip_set' does not go with selection {name}: remove one of the two")
+        for option, conflicts in (
+            ("selection_file", name in ("static", "swift") and file),
+            ("skip_set", name != "static" and self.skip_set),
+        ):
+            if conflicts:
+                raise ValueError(f"option '{option}' does not go with selection {name}: remove one of the two")
         selection: Selection
         if name == "static":
             selection = Static(self.skip_sets(config))
         elif name == "swift":
             # They take seconds to import: now, not in the midst of serving.
             require("selection swift", "calibrate", "bayes_opt.acquisition", "sklearn.gaussian_process")
-            # The first and the last layer stay, as published: a start without them would be useless.
-            selection = Swift(layers, evaluate, model, protected=(0, 1, 2 * layers - 2, 2 * layers - 1))
+            ends = (*range(SWIFT_KEEPS), *range(2 * layers - SWIFT_KEEPS, 2 * layers))
+            selection = Swift(layers, evaluate, model, protected=ends)
         elif name == "knapsack" and file is None:
             selection = KnapSpec(layers, evaluate, propose, pass_times, model)
         elif file is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from freedraft.cost.controller import Auto
 from layerskip_plugin.skip_set import SkipSet
 
 MAX_LENGTH = 10  # tokens of a draft
@@ -35,3 +36,18 @@ def tokens_per_time(acceptance: float, draft: float, verify: Callable[[int], flo
     """TPT(S, d) = (1 + a + ... + a^d) / (d * t_draft(S) + t_verify(d + 1)); d = 0 is decoding without drafts."""
     tokens = sum(acceptance**i for i in range(length + 1))
     return tokens / (length * draft + verify(length + 1))
+
+
+def serving_times(auto: Auto, present: SkipSet, batch: int) -> PassTimes | None:
+    """At a batch and the context of the newest step; None while steps without drafts are not timed there. Sublayers by
+    the roofline, scaled as the passes of the `present` set are."""
+    if not auto.baseline_known(batch):
+        return None
+    layers = present.n_layers
+    no_kind = [SkipSet.of_sublayers(range(kind, 2 * layers, 2), layers, present.model) for kind in (0, 1)]
+    sets = [SkipSet.empty(layers, present.model), *no_kind]
+    whole, *without = (auto.predicted_pass_seconds(replace(s, window=present.window), batch) for s in sets)
+    scale = float(auto.pass_seconds(present, batch)) / auto.predicted_pass_seconds(present, batch)
+    attention, mlp = (scale * (whole - each) / layers for each in without)
+    head = scale * whole - layers * (attention + mlp)
+    return PassTimes(attention, mlp, head, lambda n: float(auto.step_seconds(batch, batch * n)))

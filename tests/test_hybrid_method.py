@@ -13,7 +13,7 @@ from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.cost.controller import Auto, make_controller
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import DraftPassEstimate
-from freedraft.hybrid.method import FIRST_PROBE, HybridMethod
+from freedraft.hybrid.method import HybridMethod
 from freedraft.hybrid.options import option_type, part_options
 from freedraft.method import METHODS, Method, MethodSpec, ModelMethod
 from freedraft.step import EngineContext, Step
@@ -62,30 +62,25 @@ class Host(Method):
 
 
 class Model(ModelMethod):
-    """Two tokens for whom it is asked, at a tenth of a step each."""
+    """Two tokens for whom it is asked, at a share `seconds` of a step each; every tenth round is a trial."""
 
     def __init__(self, options: Any, context: EngineContext, controller: Any = None) -> None:
         super().__init__(options, context, controller, "model")
         self.asked: list[list[str]] = []
-        self.trials = 0
-        self.seconds = 0.1
-        self.wants = False
+        self.paid: list[bool] = []
+        self.seconds, self.overrun = 0.1, 1.0
 
     def capacities(self, step: Step) -> np.ndarray:
         return np.minimum(step.capacities, 2)
 
-    def estimate(self, sizes: Any, max_draft_len: int) -> DraftPassEstimate:
+    def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
         m = np.arange(1, max_draft_len + 1)
-        gain = sizes[:, None] * np.cumsum(0.9**m)
-        unit = float(self.controller.step_seconds(1, 1))
-        return DraftPassEstimate(sizes, gain, sizes[:, None] * m, np.ones((len(sizes), 1)) * m * self.seconds * unit)
+        seconds = m * self.seconds * float(self.controller.step_seconds(1, 1))
+        return DraftPassEstimate(requests * np.cumsum(0.9**m), requests * m, seconds, self.overrun)
 
-    @property
-    def wants_trial(self) -> bool:
-        return self.wants
-
-    def begin_round(self, *, pays: bool) -> None:
-        self.trials += not pays
+    def begin_round(self, *, pays: bool) -> bool:
+        self.paid.append(pays)
+        return pays or len(self.paid) % 10 == 0
 
     def propose_for(self, step: Step, rows: Any, limits: Any, rest: Any) -> DraftBatch:
         self.asked.append([step.request_ids[i] for i in rows.tolist()])
@@ -136,15 +131,30 @@ def test_draft_passes_go_to_whom_n_grams_say_nothing(registered: None) -> None:
     assert hybrid.model.rest.requests == 2 and hybrid.model.rest.query_tokens >= 6
 
 
-def test_passes_that_cannot_pay_are_tried_ever_more_rarely(registered: None) -> None:
-    hybrid = method()
-    hybrid.model.seconds = 5.0
-    drive(hybrid, ["copy-1", "new-1"], 4 * FIRST_PROBE)
-    assert [len(asked) for asked in hybrid.model.asked] == [2, 2], "after 128 steps, and 256 more"
+@pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])
+@pytest.mark.parametrize(
+    ("seconds", "overrun", "pays"), [(0.1, 1.0, True), (0.1, 3.0, False), (1.2, 1.0, False), (5.0, 1.0, False)]
+)
+def test_passes_pay_for_their_time_or_are_trials(
+    registered: None, seconds: float, overrun: float, pays: bool, widths: tuple[int, ...] | None
+) -> None:
+    hybrid = method(widths=widths)
+    hybrid.model.seconds, hybrid.model.overrun = seconds, overrun
+    drive(hybrid, ["new-1", "new-2"], 30, accept="both")
+    assert hybrid.model.paid[-10:] == [pays] * 10
+    assert len(hybrid.model.asked) == (len(hybrid.model.paid) if pays else 3)
 
-    hybrid.model.wants = True
-    drive(hybrid, ["new"], 3)
-    assert len(hybrid.model.asked) == hybrid.model.trials == 5, "what is new is tried at once"
+
+def test_a_gap_in_copied_text_gets_no_passes(registered: None) -> None:
+    """Its own recent speed is what passes have to beat: n-grams will go on in a step."""
+    for copied, passes in ((0, 1), (30, 0)):
+        hybrid = method()
+        hybrid.model.seconds = 0.5
+        drive(hybrid, ["copy"], copied)
+        host, hybrid.host.propose = hybrid.host.propose, lambda step, longest: DraftBatch.roots(step.roots)
+        drive(hybrid, ["copy"], 1)
+        hybrid.host.propose = host
+        assert len(hybrid.model.asked) == passes
 
 
 @pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])

@@ -1,9 +1,9 @@
-"""`HybridMethod`: two drafters in an engine under one controller, one on the host and one that runs the model."""
+"""`HybridMethod`: n-grams for every request, and draft passes of the model for those whose n-grams bring little."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,24 +13,28 @@ from numpy.typing import NDArray
 from freedraft.config import ConfigError
 from freedraft.cost.controller import Auto
 from freedraft.cost.policies import Controller
-from freedraft.cost.probes import ProbeSchedule
 from freedraft.draft import DraftBatch
-from freedraft.draft_model import DraftModel
 from freedraft.draft_pass import RestOfBatch
-from freedraft.hybrid.choice import Choice, choose, poorest_first, sizes_up_to
 from freedraft.hybrid.options import NAME, part_options
 from freedraft.method import Method, ModelMethod, spec_of_role
-from freedraft.step import EngineContext, NodeLogits, Step
+from freedraft.step import EngineContext, Step
 
-# Steps without draft passes after which they are tried again, at first and at most.
-FIRST_PROBE, RAREST_PROBE = 128, 256
-MAY_PAY_STEPS = 16  # after which it is estimated again whether passes could pay at all
-FADE = float(np.exp(-1 / 12))  # an old step counts 1/e in the mean speed of a request after 12 steps
+LEAST_YIELD = 1.0  # accepted n-gram tokens that a request must be expected to get, to be left without passes
+MARGIN = 1.1  # by how much passes must be worth more than their time, which makes up for estimates that are off
+FADE = float(np.exp(-1 / 12))  # weight of the last step in the recent speed of a request: 1/e after 12 steps
+# What only one of the parts does.
+ONE_PART = {
+    "host": ("recycle", "add_corpus", "commit_corpus", "remove_corpus", "corpora"),
+    "model": ("prepare", "set_prompt_state"),
+}
 
 
 class HybridMethod(Method):
-    """Every request gets a draft of the host's drafter; those with the poorest drafts get draft passes instead, as many
-    as pay for the whole batch.
+    """Every request gets an n-gram draft. Those that are expected to gain less than `LEAST_YIELD` tokens by it draft by
+    passes instead, where that pays for the whole step.
+
+    Passes draft several tokens, some of which n-grams would have offered for free a step later. So what they bring must
+    be worth more than their time, at the recent speed of these requests or that of the step without passes.
 
     Raises:
         ConfigError: steps of this model cannot be priced.
@@ -47,122 +51,81 @@ class HybridMethod(Method):
         self.auto = auto
         self.model: ModelMethod = spec_of_role("model").make(part_options(options, "model"), context, auto)
         self.needs_prompt_states = self.model.needs_prompt_states
+        for role, names in ONE_PART.items():
+            for name in names:
+                setattr(self, name, getattr(getattr(self, role), name))
         self._speeds: dict[str, tuple[float, float]] = {}  # fading sums of tokens and seconds
-        self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
-        self._may_pay: dict[int, tuple[bool, int]] = {}
         self._by_model: set[str] = set()
         self._previous: tuple[frozenset[str], float] = frozenset(), 0.0
 
-    # -- one step ------------------------------------------------------------------------------------------------------
-
     def draft(self, step: Step) -> DraftBatch:
-        controller, batch = self.auto, step.batch_size
-        controller.update(step)
+        auto, batch = self.auto, step.batch_size
+        auto.update(step)
         self.update(step)
-        max_draft_len = controller.max_draft_len(step)
+        max_draft_len = auto.max_draft_len(step)
         draft = self.host.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
         np.minimum(draft.counts, step.capacities + 1, out=draft.counts)
-        capacities = self.model.capacities(step)
-        choice, kept = self._choose(step, draft, capacities)
-        verified, passes = 0, 0.0
-        if len(choice.rows):
-            rows = choice.rows
-            started = time.perf_counter()
-            limits = np.minimum(capacities[rows], choice.max_draft_len)
-            passed = self.model.propose_for(step, rows, limits, _rest(kept, choice))
-            passes = time.perf_counter() - started
-            controller.exclude(passes)
+        rows, rest = self._rows_of_passes(step, draft)
+        unverified, started = [], time.perf_counter()
+        if len(rows):
+            passed = self.model.propose_for(step, rows, self.model.capacities(step)[rows], rest)
+            auto.exclude(time.perf_counter() - started)
             counts = np.zeros_like(draft.counts)
             counts[rows] = draft.counts[rows]
-            unverified = replace(draft, counts=counts)
+            unverified = [replace(draft, counts=counts)]
             draft = replaced(draft, passed, rows)
-            verified = controller.truncate(draft, unverified)
-            self._by_model = {step.request_ids[i] for i in rows.tolist()}
-        elif max_draft_len:
-            verified = controller.truncate(draft)
-        tokens = batch + verified if controller.widths is None else batch * max(verified, 1)
-        seconds = passes + float(controller.step_seconds(batch, tokens)) if batch else 0.0
-        self._previous = frozenset(step.request_ids), seconds
-        controller.end(step)
+        seconds = time.perf_counter() - started
+        self._by_model = {step.request_ids[i] for i in rows.tolist()}
+        verified = auto.truncate(draft, *unverified) if max_draft_len or len(rows) else 0
+        tokens = batch + verified if auto.widths is None else batch * max(verified, 1)
+        self._previous = frozenset(step.request_ids), seconds + float(auto.step_seconds(batch, tokens)) * (batch > 0)
+        auto.end(step)
         return draft
 
     def update(self, step: Step) -> None:
         before, seconds = self._previous
-        for request_id, gained in zip(step.request_ids, step.gained.tolist(), strict=True) if seconds else ():
+        for request_id, gained in zip(step.request_ids, step.gained.tolist(), strict=True):
             if request_id in before:
                 tokens, passed = self._speeds.get(request_id, (0.0, 0.0))
                 self._speeds[request_id] = FADE * tokens + gained, FADE * passed + seconds
         self.host.update(step)
         self.model.update(step)
 
-    def _choose(self, step: Step, draft: DraftBatch, capacities: NDArray[np.int32]) -> tuple[Choice, NDArray[np.int32]]:
-        """The requests that get draft passes in place of their n-grams (now and then all of them, as a trial), and
-        int32 [B], the nodes of the n-gram drafts that are worth verifying."""
-        batch, max_len = step.batch_size, int(capacities.max(initial=0))
-        choice, kept = Choice(np.zeros(0, np.intp), 0, 0.0), draft.counts
-        if max_len < 1:
-            return choice, kept
-        if self._passes_may_pay(batch, max_len):
-            p, kept = self.auto.estimate(draft)
-            order = poorest_first(p, kept, capacities > 0)
-            estimate = self.model.estimate(sizes_up_to(len(order)), max_len)
-            rate = self._tokens_per_second(step.request_ids)
-            choice = choose(p, kept, order, estimate, self.auto.table(batch), self.auto.widths, rate)
-        pays = len(choice.rows) > 0
-        if pays:
-            self._probes.reset()
-        elif self.model.wants_trial or self._probes.due():
-            rate = max(choice.rate, self._tokens_per_second(step.request_ids))
-            choice = Choice(np.flatnonzero(capacities > 0), max_len, rate)
-        if len(choice.rows):
-            self.model.begin_round(pays=pays)
-        return choice, kept
+    def _rows_of_passes(self, step: Step, draft: DraftBatch) -> tuple[NDArray[np.intp], RestOfBatch]:
+        """intp [R], the requests that draft by passes in this step, and the others. Now and then as a trial."""
+        auto, batch, capacities = self.auto, step.batch_size, self.model.capacities(step)
+        p, kept = auto.estimate(draft)
+        yields = np.where(np.arange(draft.max_nodes) < kept[:, None], p, 0.0).sum(1)
+        rows = np.flatnonzero((yields < LEAST_YIELD) & (capacities > 0))
+        sums = (self._speeds[request_id] for request_id in step.request_ids if request_id in self._speeds)
+        rate, rest = sum(tokens / seconds for tokens, seconds in sums), np.delete(kept, rows)
+        if len(rows):
+            passes = self.model.estimate(len(rows), int(capacities[rows].max()))
+            if auto.widths is None:
+                alone, together = kept.sum(), rest.sum() + len(rows) + passes.tokens
+            else:  # all requests are as wide as the largest of them
+                nodes = np.append(kept.max(), np.maximum(np.arange(len(passes.gain)) + 2, rest.max(initial=1)))
+                fitting = auto.widths[np.minimum(np.searchsorted(auto.widths, nodes), len(auto.widths) - 1)]
+                alone, together = batch * fitting[0], batch * fitting[1:]
+            tokens, gain = batch + yields.sum(), passes.gain - yields[rows].sum()
+            seconds_alone = float(auto.step_seconds(batch, alone))
+            seconds = passes.overrun * (auto.step_seconds(batch, together) + passes.seconds)
+            rate, more = max(rate, float(tokens / seconds_alone)), seconds - seconds_alone
+            # Where passes shorten the step, the time that they save counts for less by as much.
+            pays = gain > rate * np.maximum(MARGIN * more, more / MARGIN)
+            rate = max(rate, float(((tokens + gain) / seconds)[pays].max(initial=0.0)))
+            if not self.model.begin_round(pays=bool(pays.any())):
+                rows, rest = rows[:0], kept
+        return rows, RestOfBatch(len(rest), int(rest.sum()), rate, int(rest.max(initial=1)))
 
-    def _tokens_per_second(self, request_ids: Sequence[str]) -> float:
-        """Recent speed of these requests together; new ones count as 0."""
-        sums = (self._speeds[request_id] for request_id in request_ids if request_id in self._speeds)
-        return sum(tokens / seconds for tokens, seconds in sums)
-
-    def _passes_may_pay(self, batch: int, max_len: int) -> bool:
-        known, left = self._may_pay.get(batch, (False, 0))
-        if left == 0:
-            nothing, roots, order = np.zeros((batch, 1)), np.ones(batch, np.int32), np.arange(batch)
-            estimate = self.model.estimate(sizes_up_to(batch), max_len)
-            known = len(choose(nothing, roots, order, estimate, self.auto.table(batch), self.auto.widths).rows) > 0
-            left = MAY_PAY_STEPS
-        self._may_pay[batch] = known, left - 1
-        return known
-
-    def record_acceptance(self, step: Step) -> None:
-        if not self._by_model:
-            return self.host.record_acceptance(step)
+    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
         by_model = np.fromiter((i in self._by_model for i in step.request_ids), np.bool_, step.batch_size)
-        self._by_model = set()
-        for part, rows in ((self.host, ~by_model), (self.model, by_model)):
-            part.metrics.request_steps.inc(int(rows.sum()))
-            part.metrics.tokens.inc(int(step.gained[rows].sum()))
-            part.metrics.drafted.inc(int(step.drafted[rows].sum()))
-            part.metrics.accepted.inc(int(step.accepted[rows].sum()))
-
-    # -- requests ------------------------------------------------------------------------------------------------------
+        self.host.record_acceptance(step, ~by_model)
+        self.model.record_acceptance(step, by_model)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         self.host.begin(request_id, tokens, tenant, extra)
         self.model.begin(request_id, tokens, tenant, extra)
-
-    def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
-        self.model.set_prompt_state(request_id, state)
-
-    @property
-    def learns(self) -> bool:
-        return self.host.learns
-
-    @property
-    def needs_logits(self) -> bool:
-        return self.host.needs_logits
-
-    def recycle(self, logits: NodeLogits) -> None:
-        self.host.recycle(logits)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         self._by_model.discard(request_id)
@@ -170,36 +133,13 @@ class HybridMethod(Method):
         self.host.finish(request_id, output, aborted)
         self.model.finish(request_id, output, aborted)
 
-    def prepare(self, model: DraftModel) -> None:
-        self.model.prepare(model)
-
-    @property
-    def optimized_passes(self) -> int:
-        return self.model.optimized_passes
-
     def close(self) -> None:
         self.host.close()
         self.model.close()
 
-    def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
-        return self.host.add_corpus(corpus_id, documents)
-
-    def commit_corpus(self, corpus_id: str) -> None:
-        self.host.commit_corpus(corpus_id)
-
-    def remove_corpus(self, corpus_id: str) -> None:
-        self.host.remove_corpus(corpus_id)
-
-    def corpora(self) -> dict[str, int]:
-        return self.host.corpora()
-
-
-def _rest(kept: NDArray[np.int32], choice: Choice) -> RestOfBatch:
-    """The requests without passes, whose drafts will have `kept` nodes."""
-    mask = np.ones(len(kept), np.bool_)
-    mask[choice.rows] = False
-    nodes = np.maximum(kept[mask], 1)
-    return RestOfBatch(len(nodes), int(nodes.sum()), choice.rate, int(nodes.max(initial=1)))
+    learns = property(lambda self: self.host.learns)
+    needs_logits = property(lambda self: self.host.needs_logits)
+    optimized_passes = property(lambda self: self.model.optimized_passes)
 
 
 def replaced(draft: DraftBatch, other: DraftBatch, rows: NDArray[np.intp]) -> DraftBatch:

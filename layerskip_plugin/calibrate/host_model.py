@@ -54,6 +54,7 @@ class HostModel:
         attention = self.layers[0].self_attn
         self.head_size, self.scale = int(attention.head_dim), float(attention.scaling)
         self.n_layers = len(self.layers)
+        self.sublayers = 2 * self.n_layers  # attention 0, MLP 0, attention 1, ...
         self.fingerprint = model_fingerprint(self.config)
         self.device = str(self.embed.weight.device)
         self._check()
@@ -77,14 +78,6 @@ class HostModel:
             model = model.to(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         return cls(model)
 
-    @property
-    def sublayers(self) -> int:
-        """Number of sublayers, 2L: attention 0, MLP 0, attention 1, ..."""
-        return 2 * self.n_layers
-
-    def empty(self) -> SkipSet:
-        return SkipSet.empty(self.n_layers, self.fingerprint)
-
     def skip(self, sublayers: Sequence[int]) -> SkipSet:
         return SkipSet.of_sublayers(sublayers, self.n_layers, self.fingerprint)
 
@@ -97,13 +90,8 @@ class HostModel:
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
-        out = self.model.generate(
-            ids.to(self.device),
-            attention_mask=mask.to(self.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=pad,
-        )
+        settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad}
+        out = self.model.generate(ids.to(self.device), attention_mask=mask.to(self.device), **settings)
         stops = self.model.generation_config.eos_token_id
         stops = set(stops if isinstance(stops, list) else [stops])
         answers = out[:, width:].tolist()
@@ -257,9 +245,8 @@ class HostModel:
         for i, n in enumerate(VERIFIED):
             sample = Sample([text], [torch.full((n,), context - 1)])
             h = torch.randn_like(text.final[None, :n])
-            attention[i], mlp[i] = (
-                seconds(partial(run_sublayers, kind, h, sample), repeats) / self.n_layers for kind in (0, 1)
-            )
+            of_kind = (seconds(partial(run_sublayers, kind, h, sample), repeats) for kind in (0, 1))
+            attention[i], mlp[i] = (whole / self.n_layers for whole in of_kind)
             head[i] = seconds(partial(lambda h: self.best(self.norm(h)), h), repeats)
         whole = self.n_layers * (attention + mlp) + head
         verify = partial(np.interp, xp=VERIFIED, fp=whole)
@@ -289,7 +276,7 @@ class HostModel:
         expected = self.model(ids[None], use_cache=False, output_hidden_states=True).hidden_states[-1][0]
         positions = torch.arange(len(ids))
         text = self.read(ids.tolist(), positions)
-        drafted = self.final_states([self.empty()], Sample([text], [positions]))[0]
+        drafted = self.final_states([self.skip([])], Sample([text], [positions]))[0]
         tolerance = 0.01 if expected.dtype == torch.float32 else 0.1
         for states in (text.final, drafted):
             if (states.to(expected.device) - expected).float().norm() > tolerance * expected.float().norm():

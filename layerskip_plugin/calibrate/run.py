@@ -137,14 +137,12 @@ class Run:
 
     def protected(self, sample: Sample) -> list[int]:
         """The sublayers that no set may skip."""
-        found: list[int] = self.checkpoint.step("protected", lambda: sorted(protected_sublayers(self.model, sample)))
-        return found
+        return list(self.checkpoint.step("protected", lambda: sorted(protected_sublayers(self.model, sample))))
 
     def search(self, label: str, sample: Sample, **options: Any) -> list[Candidate]:
         """The knapsack search under a progress bar; see `knapsack.search`."""
         run = partial(search, self.model, sample, **options)
-        found: list[Candidate] = self.progress(label, self.model.sublayers, lambda tick: run(progress=tick))
-        return found
+        return list(self.progress(label, self.model.sublayers, lambda tick: run(progress=tick)))
 
     def times(self, context: int = TIMED_CONTEXT) -> PassTimes:
         if context not in self._times:
@@ -157,7 +155,7 @@ class Run:
         choice = best_drafting(candidates, self.times(), trials=trials)
         if choice is None:
             raise ValueError("no sublayer can be skipped without ruining the draft: this model is too small for it")
-        (best,) = (candidate for candidate in candidates if candidate.skip == choice.skip)
+        best = next(candidate for candidate in candidates if candidate.skip == choice.skip)
         return best, choice.rate * self.times().verify(1)
 
     def about(self, **more: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,11 +12,12 @@ from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Candidate, Flags, Floats, Ints, Lookahead, RoundLog
+from layerskip_plugin.lookahead.explorer import Explorer
 from layerskip_plugin.lookahead.rates import MAX_DRAFT_LEN, RecipeRecord, to_bins
-from layerskip_plugin.lookahead.trials import Trials
 from layerskip_plugin.skip_set import SkipSet
 
 PRIOR = 0.8  # rate of acceptance believed at first
+ALL_ACCEPTED = RecipeRecord(1.0, 0)
 MAX_KINDS = 16
 # Steps for which a decision to draft, or not to, stands while batch and candidates stay the same.
 DECISION_STEPS, IDLE_STEPS = 4, 16
@@ -38,12 +39,6 @@ class Costs(Protocol):
 
     def pass_seconds(self, recipe: SkipSet, batch: ArrayLike) -> NDArray[np.float64]:
         """Seconds of a draft pass, by number of requests."""
-
-
-class _Decision(NamedTuple):
-    key: tuple[Any, ...] = ()  # batch and candidates
-    best: SkipSet | None = None
-    pays: bool = False  # expected to beat no drafting
 
 
 class Cost(Lookahead):
@@ -89,12 +84,14 @@ class Cost(Lookahead):
         self.read = 0  # positions of the present round that were run so far
         self.on = True
         self.rate = self.margin = 0.0  # the best tokens per second; expected gain of the last round over no drafting
-        self._best_len = 1
-        self.trials = Trials()
+        self.explorer = Explorer()
+        self._best: SkipSet | None = None  # recipe of the present candidates
+        self._pays = False  # whether it is expected to beat no drafting
         self._recipes: list[SkipSet] = []  # of the present step's candidates
         self._row = 0  # of its batch and context, see `row_of`
         self._round: tuple[SkipSet, int, int] | None = None  # its recipe and requests, and all of the step
-        self._decision, self._steps_left = _Decision(), 0
+        self._key: tuple[Any, ...] = ()  # its batch and candidates
+        self._steps_left = 0
 
     def _new_records(self, recipes: Sequence[SkipSet]) -> dict[SkipSet, RecipeRecord]:
         kinds = (PASS_KINDS + min(number, MAX_KINDS - 1) for number in range(len(recipes)))
@@ -104,53 +101,48 @@ class Cost(Lookahead):
         self.records = self._new_records(recipes)
         for record in self.records.values():
             self.costs.acceptance.forget(record.kind)
-        self.trials.forget()
+        self.explorer.forget()
         self._steps_left = 0
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
-    def estimate(self, recipe: SkipSet, sizes: NDArray[np.int64], max_draft_len: int) -> DraftPassEstimate:
-        """What rounds of `sizes` requests are expected to bring and to take."""
-        record, n, max_len = self.records[recipe], sizes[:, None], min(max_draft_len, self.longest)
+    def estimate(
+        self, recipe: SkipSet, requests: int, max_draft_len: int, record: RecipeRecord | None = None
+    ) -> DraftPassEstimate:
+        """What a round of so many requests is expected to bring and to take, by the recipe's own record by default."""
+        record, most = record or self.records[recipe], min(max_draft_len, self.longest)
         if self.reads_ahead:
-            seconds = self.costs.pass_seconds(recipe, n) * np.arange(1, max_len + 1)
+            seconds = self.costs.pass_seconds(recipe, requests) * np.arange(1, most + 1)
         else:
-            reached = record.reached[:max_len]
-            any_left = 1 - (1 - np.minimum(reached, 1)) ** n
-            rows = n * reached / np.maximum(any_left, 1e-9)
-            seconds = np.cumsum(any_left * self.costs.pass_seconds(recipe, np.maximum(rows, 1)), 1)
-        gain, tokens = np.cumsum(record.accepted[:max_len]), np.cumsum(record.verified[:max_len])
-        return DraftPassEstimate(sizes, n * gain, n * tokens, seconds, self.costs.overrun)
+            reached = record.reached[:most]
+            any_left = 1 - (1 - np.minimum(reached, 1)) ** requests
+            rows = requests * reached / np.maximum(any_left, 1e-9)
+            seconds = np.cumsum(any_left * self.costs.pass_seconds(recipe, np.maximum(rows, 1)))
+        gain, tokens = (requests * np.cumsum(share[:most]) for share in (record.accepted, record.verified))
+        return DraftPassEstimate(gain, tokens, seconds, self.costs.overrun)
 
-    def rates(self, recipe: SkipSet, requests: int, batch: int) -> NDArray[np.float64]:
+    def rates(
+        self, recipe: SkipSet, requests: int, batch: int, record: RecipeRecord | None = None
+    ) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step in which `requests` draft, by the most tokens a draft
         may have; first without drafts."""
-        expected = self.estimate(recipe, np.array([requests]), self.longest)
-        seconds = expected.seconds[0] + self._verification(recipe, requests, batch, expected.tokens[0])
-        return np.concatenate([[self._baseline(batch)], (batch + expected.gain[0]) / (self.costs.overrun * seconds)])
-
-    def _baseline(self, batch: int) -> float:
-        width = 1 if self.widths is None else int(self.widths[0])
-        return batch / float(self.costs.step_seconds(batch, batch * width))
-
-    def _verification(
-        self, recipe: SkipSet, requests: int, batch: int, tokens: NDArray[np.float64]
-    ) -> NDArray[np.float64]:
-        """float64 [M]: expected seconds of the verifying step, by the most tokens a draft may have."""
+        record = record or self.records[recipe]
+        expected = self.estimate(recipe, requests, self.longest, record)
         if self.widths is None:
-            return self.costs.step_seconds(batch, batch + tokens)
-        # The longest draft of the batch makes all requests as wide: what each place costs if anyone drafts there.
-        seconds = self.costs.step_seconds(batch, batch * self._fitting(np.arange(2, len(tokens) + 2)))
-        nobody = (1 - np.minimum(self.records[recipe].verified[: len(tokens)], 1)) ** requests
-        return seconds[0] + np.concatenate([[0.0], np.cumsum((1 - nobody[1:]) * np.diff(seconds))])
+            width, verification = 1, self.costs.step_seconds(batch, batch + expected.tokens)
+        else:  # the longest draft of the batch makes all requests as wide: each place costs if anyone drafts there
+            width = int(self.widths[0])
+            by_place = self.costs.step_seconds(batch, batch * self._fitting(np.arange(2, self.longest + 2)))
+            anyone = 1 - (1 - np.minimum(record.verified[1 : self.longest], 1)) ** requests
+            verification = by_place[0] + np.concatenate([[0.0], np.cumsum(anyone * np.diff(by_place))])
+        drafting = (batch + expected.gain) / (self.costs.overrun * (expected.seconds + verification))
+        return np.concatenate([[batch / float(self.costs.step_seconds(batch, batch * width))], drafting])
 
     def _could_pay(self) -> bool:
+        """Whether the present round would pay if all its tokens were accepted."""
         assert self._round is not None
-        recipe, n, batch = self._round
-        lengths, one_pass = np.arange(1, self.longest + 1), float(self.costs.pass_seconds(recipe, n))
-        tokens = batch + n * lengths if self.widths is None else batch * self._fitting((1 + lengths).astype(np.int32))
-        rates = (batch + n * lengths) / (lengths * one_pass + self.costs.step_seconds(batch, tokens))
-        return bool(rates.max() / self.costs.overrun > self._baseline(batch))
+        alone, *rates = self.rates(*self._round, ALL_ACCEPTED).tolist()
+        return max(rates) > alone
 
     def _fitting(self, nodes: Ints) -> Ints:
         """Numbers of nodes per request that are verified where drafts have `nodes`."""
@@ -162,33 +154,25 @@ class Cost(Lookahead):
         counts by what its drafts bring."""
         self._recipes, self._row = [candidate.recipe for candidate in candidates], row_of(batch, context)
         key = batch, *candidates
-        if self._steps_left == 0 or key != self._decision.key:
-            self._decision = self._decide(key, candidates, batch)
-            self._steps_left = DECISION_STEPS if self._decision.pays else IDLE_STEPS
+        if self._steps_left == 0 or key != self._key:
+            self._key, self._best, self._pays = key, None, False
+            if candidates:
+                best = max(candidates, key=lambda each: self.rates(each.recipe, each.votes, batch)[1:].max())
+                alone, *rates = self.rates(best.recipe, best.requests, batch).tolist()
+                self._best, self._pays = best.recipe, max(rates) > alone * (STAY_MARGIN if self.on else ON_MARGIN)
+            self._steps_left = DECISION_STEPS if self._pays else IDLE_STEPS
         self._steps_left -= 1
-        return self._decision.best
+        return self._best
 
-    def _decide(self, key: tuple[Any, ...], candidates: Sequence[Candidate], batch: int) -> _Decision:
-        if not candidates:
-            return _Decision(key)
-        best = max(candidates, key=lambda each: self.rates(each.recipe, each.votes, batch)[1:].max())
-        rates = self.rates(best.recipe, best.requests, batch)
-        return _Decision(key, best.recipe, bool(rates[1:].max() > rates[0] * (STAY_MARGIN if self.on else ON_MARGIN)))
-
-    def should_draft(self) -> SkipSet | None:
-        """The recipe that the present step drafts with: the chosen one where that beats no drafting, else one now and
-        then. Called once per step."""
-        if self._decision.pays:
-            return self.recipe_of_round(pays=True)
-        self.on = False
-        return self.trials.next(self._recipes, self._row) if self._recipes else None
-
-    def recipe_of_round(self, *, pays: bool) -> SkipSet | None:
-        """The recipe of a round that drafts in any case: because it is expected to pay, or as a trial."""
-        self.on, best = pays, self._decision.best
-        if pays and best is not None:
-            return self.trials.beside(best, self._recipes)
-        return self.trials.next(self._recipes, self._row, forced=True) if self._recipes else None
+    def recipe_of_round(self, *, pays: bool | None = None) -> SkipSet | None:
+        """The recipe that the present step drafts with: the best if that is expected to beat no drafting, else one that
+        is to be tried, or None. Called at most once per step. pays: what is expected; None: as `choose` found."""
+        self.on = self._pays if pays is None else pays
+        if self._best is None:
+            return None
+        if self.on:
+            return self.explorer.beside(self._best, self._recipes)
+        return self.explorer.trial(self._recipes, self._row)
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
@@ -199,7 +183,7 @@ class Cost(Lookahead):
         batch = requests + rest.requests
         self._round = recipe, requests, batch
         rates = self.rates(*self._round)
-        self._best_len = min(max(int(rates.argmax()), 1), self.max_draft_len)
+        self._mean_len = max(int(rates.argmax()), 1)
         self.rate = float(rates.max()) if rest.rate is None else rest.rate
         self.margin = float(rates.max() / rates[0]) - 1
         self.kind = record.kind
@@ -216,8 +200,8 @@ class Cost(Lookahead):
         self.next = record.next_given.rates
         self.series = np.cumsum(record.next_given.mean ** np.arange(self.horizon))
 
-    def expected_len(self) -> int:
-        return self._best_len
+    def end(self, length: int) -> None:
+        """`expected_len` is the best one by costs."""
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         more = np.zeros(len(rows), np.bool_)
@@ -254,8 +238,8 @@ class Cost(Lookahead):
             pairs = np.flatnonzero((place[1:] == place[:-1]) & (position[1:] == position[:-1] + 1))
             record.next_given.add(to_bins(features[:, 0])[pairs], good[pairs + 1])
             judged = of_round[drafted[of_round] > 0]
-            if len(judged):
-                self.trials.judge(record, drafted[judged], path[judged], paid=self.on, could_pay=self._could_pay)
+            if len(judged) and not self.on:
+                self.explorer.judge(record, drafted[judged], path[judged], self._could_pay)
             record.update(self.log.count[rows[of_round]], drafted[of_round], path[of_round])
         if not self.on:
             self._steps_left = 0

@@ -141,16 +141,11 @@ class Rounds:
         total[beyond] += wasted
         return 1.0 + np.minimum(self.accepted, drafted), 1.0 + (prices.draft_pass + prices.query_token) * total
 
-    def rate(self, score: Floats, rule: Rule, prices: Prices) -> float:
-        """Tokens per plain step."""
-        tokens, times = self.outcome(score, rule, prices)
-        return float(tokens.sum() / times.sum())
-
     def best_rule(self, score: Floats, prices: Prices) -> Rule:
         """The rule of the most tokens per time."""
         grid = [-np.inf, *np.unique(np.quantile(score, np.linspace(0, 1, 41)))]
         rules = [Rule(float(t), n) for t in grid for n in range(1, self.entries.shape[1] + 1)]
-        return max(rules, key=lambda rule: self.rate(score, rule, prices))
+        return max(rules, key=lambda rule: np.divide(*(part.sum() for part in self.outcome(score, rule, prices))))
 
 
 @dataclass(frozen=True)

@@ -9,45 +9,34 @@ Ints = NDArray[np.int32]
 BINS = 16
 MAX_DRAFT_LEN = 64
 MEMORY = 64.0  # rounds of a recipe after which an old one counts 1/e
-PRIOR_WEIGHT = 6.0
+BIN_MEMORY = 500.0  # trials of one bin after which an old one counts 1/e
+PRIOR_WEIGHT = 6.0  # trials or rounds that a prior counts for
 
 
 class BinnedRate:
-    """Share of successes in each bin; old trials fade, and a prior stands in for those never made.
+    """Share of successes in each bin. Old trials fade; the rate of all bins stands in for trials never made, and the
+    prior for that rate."""
 
-    Args:
-        prior: float64[bins], the rate believed before any trial.
-        weight: trials that the prior counts for.
-        memory: trials of one bin after which an old one counts 1/e.
-        pooled: the prior of each bin follows the rate of all bins together.
-    """
-
-    def __init__(
-        self, prior: NDArray[np.float64], weight: float, memory: float = 500.0, *, pooled: bool = False
-    ) -> None:
-        self.prior, self.weight, self.memory, self.pooled = prior, weight, memory, pooled
-        self.trials, self.successes = np.zeros(len(prior)), np.zeros(len(prior))
+    def __init__(self, prior: float) -> None:
+        self.prior = prior
+        self.trials, self.successes = np.zeros(BINS), np.zeros(BINS)
 
     def add(self, bins: NDArray[np.intp], success: NDArray[np.bool_]) -> None:
         """Count intp[N] trials with bool[N] outcomes."""
-        size = len(self.prior)
-        new = np.bincount(bins, minlength=size)
-        fade = np.exp(-new / self.memory)
+        new = np.bincount(bins, minlength=BINS)
+        fade = np.exp(-new / BIN_MEMORY)
         self.trials = self.trials * fade + new
-        self.successes = self.successes * fade + np.bincount(bins, weights=success, minlength=size)
+        self.successes = self.successes * fade + np.bincount(bins, weights=success, minlength=BINS)
 
     @property
     def mean(self) -> float:
-        """The rate of all bins together, drawn to the first one's prior."""
-        return float((self.successes.sum() + self.weight * self.prior[0]) / (self.trials.sum() + self.weight))
+        """The rate of all bins together."""
+        return float((self.successes.sum() + PRIOR_WEIGHT * self.prior) / (self.trials.sum() + PRIOR_WEIGHT))
 
     @property
     def rates(self) -> NDArray[np.float64]:
-        """float64[bins]."""
-        prior = self.prior
-        if self.pooled:
-            prior = (self.successes.sum() + self.weight * prior) / (self.trials.sum() + self.weight)
-        return (self.successes + self.weight * prior) / (self.trials + self.weight)
+        """float64 [BINS]."""
+        return (self.successes + PRIOR_WEIGHT * self.mean) / (self.trials + PRIOR_WEIGHT)
 
 
 class RecipeRecord:
@@ -65,9 +54,7 @@ class RecipeRecord:
         self.reached = np.power(prior, np.arange(MAX_DRAFT_LEN), dtype=np.float64)
         self.verified, self.accepted = self.reached.copy(), prior * self.reached
         self.weight = PRIOR_WEIGHT
-        # Pooled: bins behind which nothing was drafted yet count as like the others. At a fixed prior that does not pay
-        # for a pass nothing would ever be drafted behind them.
-        self.next_given = BinnedRate(np.full(BINS, prior), PRIOR_WEIGHT, pooled=True)
+        self.next_given = BinnedRate(prior)
 
     def update(self, drafted: Ints, verified: Ints, accepted: Ints) -> None:
         """int32 [R] tokens drafted, verified and accepted, of R rounds."""

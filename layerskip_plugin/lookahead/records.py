@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,11 +45,11 @@ class Verifications:
         return replace(self, **{name: getattr(self, name)[chosen] for name in ARRAYS})
 
     def save(self, path: Path) -> None:
-        """Write a compressed .npz, which nobody sees in part."""
+        """Write an .npz, which nobody sees in part."""
         arrays = {name: getattr(self, name) for name in ARRAYS}
         about = json.dumps({"format": FORMAT, "model": self.model, "prices": self.prices})
         file = io.BytesIO()
-        np.savez_compressed(file, about=np.array(about), **arrays)
+        np.savez(file, about=np.array(about), **arrays)
         write_atomically(path, file.getvalue(), mode=0o666)
 
     @classmethod
@@ -95,7 +94,6 @@ class Recorder:
         self._numbers: dict[str, list[int]] = {}  # by request: its number, and that of its newest round
         self._requests = self._written = 0
         self._saved = 0.0
-        self._thread: threading.Thread | None = None
 
     def begin(self, request_ids: Sequence[str], max_draft_len: int) -> None:
         """A round begins, in which these requests are to be recorded."""
@@ -119,33 +117,26 @@ class Recorder:
             self._numbers[request_ids[i]][1] += 1
             numbers[i] = self._numbers[request_ids[i]]
         self._parts.append((features[:, :TOP], features[:, TOP], position.astype(np.int32), good, *numbers[place].T))
-        self.kept += len(good)  # after it: another thread takes this for what `save` would write
+        self.kept += len(good)
 
     def finish(self, request_ids: Sequence[str], *, idle: bool) -> None:
-        """These requests ended; `idle`: no request is left. Writes in a thread, since compressing takes long."""
+        """These requests ended; `idle`: no request is left."""
         for request in request_ids:
             self._numbers.pop(request, None)
-        writing = self._thread is not None and self._thread.is_alive()
-        if self.kept > self._written and not writing and (idle or time.monotonic() > self._saved + SAVE_SECONDS):
-            self._saved = time.monotonic()
-            self._thread = threading.Thread(target=self._write, args=(self.prices(),), daemon=True)
-            self._thread.start()
+        if idle or time.monotonic() > self._saved + SAVE_SECONDS:
+            self.close()
 
     def close(self) -> None:
-        """Write what came since; without a thread, as none begins any more at an interpreter's end."""
-        if self._thread is not None:
-            self._thread.join()
-        if self.kept > self._written:
-            self._write(self.prices())
-
-    def _write(self, prices: tuple[float, float] | None) -> None:
-        kept = self.kept
+        """Write what came since the last time."""
+        if self.kept == self._written:
+            return
+        self._saved = time.monotonic()
         try:
-            self.save(prices)
+            self.save(self.prices())
         except OSError as error:
             logger.warning("freedraft: cannot write %s: %s; it is tried again", self.path, error.strerror or error)
         else:
-            self._written = kept
+            self._written = self.kept
 
     def save(self, prices: tuple[float, float] | None = None) -> Verifications:
         """Write what was recorded so far, and return it."""

@@ -24,8 +24,7 @@ Counts = NDArray[np.int32]  # [B], a number per request
 class Selection(ABC):
     """Decides which sublayers the drafts of each running request should skip; a round takes one set for all.
 
-    `begin` is called once per request behind its prefill, `choose` at every round, `record_acceptance` after its
-    verification, `finish` when the request ends.
+    `begin` is called once per request behind its prefill, `choose` at every round, `finish` when the request ends.
     """
 
     needs_hidden: bool = False  # `begin` needs the last hidden state of each prompt
@@ -45,11 +44,6 @@ class Selection(ABC):
     def max_lengths(self, contexts: Counts) -> Counts | None:
         """Draft length limit at each context length; None leaves it to the lookahead policy."""
         return None
-
-    def record_acceptance(
-        self, request_ids: Sequence[str], drafted: Counts, accepted: Counts, skip_set: SkipSet
-    ) -> None:
-        """Learn from a verification how many tokens were drafted with `skip_set`, and how many of them accepted."""
 
     def finish(self, request_ids: Sequence[str]) -> None:
         """Forget requests that have ended."""

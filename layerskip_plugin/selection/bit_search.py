@@ -15,6 +15,11 @@ MAX_OBSERVATIONS = 256  # that the Gaussian process is fitted to: its cost grows
 SAMPLES, PARENTS = 200, 8
 
 
+def evenly_spread(sublayers: NDArray[np.intp], count: int) -> NDArray[np.intp]:
+    """`count` of these sublayers, evenly spread."""
+    return sublayers[((np.arange(count) + 0.5) * len(sublayers) / max(1, count)).astype(np.intp)]
+
+
 class BitSearch:
     """Proposes sets that skip `size` sublayers, or any number of them, and learns from their values.
     Protected sublayers are never skipped. Raises ValueError if `size` exceeds the number of all others."""
@@ -22,29 +27,22 @@ class BitSearch:
     def __init__(
         self, n_layers: int, model: str = "", protected: Iterable[int] = (), size: int | None = None, seed: int = 0
     ) -> None:
-        self.n_layers, self.model = n_layers, model
+        self.n_layers, self.model, self.size = n_layers, model, size
         self.skippable = np.array(sorted(set(range(2 * n_layers)) - set(protected)), np.intp)
-        self.rng = np.random.default_rng(seed)
-        self.resize(size)
-
-    def resize(self, size: int | None) -> None:
-        """Propose sets of this size from now on, and forget the values of all others."""
         if size is not None and not 0 <= size <= len(self.skippable):
-            raise ValueError(f"{size} sublayers cannot be skipped: {len(self.skippable)} of {2 * self.n_layers} may be")
-        self.size = size
+            raise ValueError(f"{size} sublayers cannot be skipped: {len(self.skippable)} of {2 * n_layers} may be")
+        self.rng = np.random.default_rng(seed)
         self.values: dict[SkipSet, float] = {}
         self.kernel: Any = None
         self.fitted = 0
 
     def uniform(self) -> SkipSet:
         """The set that is evenly spread over the sublayers that may be skipped."""
-        count = len(self.skippable) // 2 if self.size is None else self.size
-        indices = ((np.arange(count) + 0.5) * len(self.skippable) / max(1, count)).astype(np.intp)
-        return self._skip(self.skippable[indices])
+        return self._skip(evenly_spread(self.skippable, len(self.skippable) // 2 if self.size is None else self.size))
 
     def random(self) -> SkipSet:
         """A set drawn uniformly from all of the right size; of open size, up to half of what may be skipped."""
-        return self._from_bits(self._draw(1)[0])
+        return self._skip(self.skippable[self._draw(1)[0]])
 
     def bayesian(self) -> SkipSet:
         """The new set of largest upper confidence bound, of random ones and neighbours of the best observed; the
@@ -58,22 +56,14 @@ class BitSearch:
         proposals = np.unique(np.concatenate([self._draw(SAMPLES), near, self._neighbours(near)]), axis=0)
         mean, deviation = self._process().predict(proposals.astype(np.float64), return_std=True)
         for i in np.argsort(-UpperConfidenceBound(kappa=1.0).base_acq(mean, deviation), kind="stable"):
-            skip = self._from_bits(proposals[i])
+            skip = self._skip(self.skippable[proposals[i]])
             if skip not in self.values:
                 return skip
         return self.random()
 
     def mutated(self, skip: SkipSet) -> SkipSet:
         """`skip` with one sublayer exchanged for another one; of open size, also with one more or one less."""
-        return self._from_bits(self._neighbours(self._points([skip]) > 0)[0])
-
-    def resized(self, skip: SkipSet) -> SkipSet:
-        """`skip` with sublayers added or removed at random, as many as its size lacks or exceeds."""
-        bits = self._points([skip])[0] > 0
-        assert self.size is not None
-        lacking = self.size - int(bits.sum())
-        bits[self.rng.permutation(np.flatnonzero(bits != (lacking > 0)))[: abs(lacking)]] = lacking > 0
-        return self._from_bits(bits)
+        return self._skip(self.skippable[self._neighbours(self._points([skip]) > 0)[0]])
 
     def register(self, skips: Sequence[SkipSet], values: Sequence[float] | NDArray[np.float64]) -> None:
         """Learn the values of these sets; a set measured again takes the mean of both values."""
@@ -130,9 +120,6 @@ class BitSearch:
         if fit:
             self.kernel, self.fitted = process.kernel_, len(self.values)
         return process
-
-    def _from_bits(self, bits: NDArray[np.bool_]) -> SkipSet:
-        return self._skip(self.skippable[bits])
 
     def _points(self, skips: Sequence[SkipSet]) -> NDArray[np.float64]:
         return np.array([skip.bits for skip in skips], np.float64)[:, self.skippable]

@@ -46,13 +46,8 @@ class Plan:
 
     def save(self, path: Path, about: Mapping[str, Any]) -> None:
         entries = [
-            {
-                "context": c,
-                "length": x.length,
-                "trial_length": x.trial_length,
-                "tokens_per_second": round(x.rate, 3),
-                "set": x.skip.to_dict(),
-            }
+            {"context": c, "length": x.length, "trial_length": x.trial_length, "tokens_per_second": round(x.rate, 3)}
+            | {"set": x.skip.to_dict()}
             for c, x in zip(self.contexts, self.choices, strict=True)
         ]
         write_json(path, {"format": FORMAT, "hardware": self.hardware, "entries": entries, "about": dict(about)})
@@ -64,17 +59,12 @@ class Plan:
         """Read what `save` wrote; raises ValueError, one line, if it is damaged or of another model or hardware."""
         values = read_json(path, FORMAT, "knapsack plan")
         with undamaged("knapsack plan", path):
-            entries = values["entries"]
             choices = tuple(
-                Choice(
-                    SkipSet.from_dict(e["set"], str(path)),
-                    int(e["length"]),
-                    float(e["tokens_per_second"]),
-                    int(e.get("trial_length", 0)),  # older plans have none
-                )
-                for e in entries
-            )
-            plan = cls(tuple(int(e["context"]) for e in entries), choices, str(values["hardware"]))
+                Choice(SkipSet.from_dict(e["set"], str(path)), int(e["length"]), float(e["tokens_per_second"]),
+                       int(e.get("trial_length", 0)))  # older plans have none
+                for e in values["entries"]
+            )  # fmt: skip
+            plan = cls(tuple(int(e["context"]) for e in values["entries"]), choices, str(values["hardware"]))
         for choice in choices:
             choice.skip.require(n_layers, model, str(path))
         if hardware and hardware != plan.hardware:

@@ -11,17 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.lookahead.rates import BinnedRate
 from layerskip_plugin.selection.base import Counts, Hidden, Requested, Selection
 from layerskip_plugin.skip_set import SkipSet, read_json, undamaged, write_json
 
 FORMAT = "freedraft knn 1"
 ALL_DOMAINS = "all domains"
-# Verified tokens of both sets after which an anchor loses its requests, if its own set is accepted this much less often
-# than the global set.
-MIN_TRIALS, MAX_DEFICIT = 200.0, 0.03
-# Requests of an anchor between two that draft with the other one of the two sets, so that both are known.
-EXPLORE_EVERY = 20
 
 
 @dataclass(frozen=True)
@@ -83,8 +77,8 @@ class Domains:
 
 
 class Knn(Selection):
-    """Each request keeps the set of its domain. An anchor whose requests accept that less often than the global set
-    sends further requests to the global set; only its own requests are compared, since some domains are harder."""
+    """Each request keeps the set of its domain; without a hidden state (a request resumed from elsewhere) it has the
+    global one."""
 
     needs_hidden = True
 
@@ -96,49 +90,18 @@ class Knn(Selection):
         for name, skip in named:
             if skip not in self._sets.values():
                 self._sets[name] = skip
-        self.requests: dict[str, tuple[SkipSet, int | None]] = {}  # set and anchor; None for those of no domain
-        # Two bins per anchor, of its own set and the global one.
-        self.acceptance = BinnedRate(np.full(2 * len(domains.anchors), 0.5), weight=1.0, memory=2000.0)
-        self._begun = np.zeros(len(domains.anchors), np.int64)
+        self.requests: dict[str, SkipSet] = {}
 
     def sets(self) -> dict[str, SkipSet]:
         return self._sets
 
     def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
-        """Route these requests; without `hidden` (a request resumed from elsewhere) they take the global set."""
-        everywhere = self.domains.sets[-1]
-        if hidden is None:
-            self.requests |= dict.fromkeys(request_ids, (everywhere, None))
-            return
-        anchors, cosine = self.domains.nearest(hidden)
-        rates, trials = (values.reshape(-1, 2)[anchors] for values in (self.acceptance.rates, self.acceptance.trials))
-        worse = (trials >= MIN_TRIALS).all(1) & (rates[:, 0] < rates[:, 1] - MAX_DEFICIT)
-        near = cosine >= self.domains.floor
-        np.add.at(self._begun, anchors[near], 1)
-        own = worse == (self._begun[anchors] % EXPLORE_EVERY == 0)
-        for request, anchor, is_near, has_own in zip(request_ids, anchors.tolist(), near, own, strict=True):
-            skip_set = self._own_set(anchor) if is_near and has_own else everywhere
-            self.requests[request] = skip_set, anchor if is_near else None
-
-    def _own_set(self, anchor: int) -> SkipSet:
-        return self.domains.sets[self.domains.domain[anchor]]
+        if hidden is not None:
+            chosen = [self.domains.sets[i] for i in self.domains.route(hidden).tolist()]
+            self.requests |= zip(request_ids, chosen, strict=True)
 
     def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
-        nowhere = self.domains.sets[-1], None
-        return [self.requests.get(request, nowhere)[0] for request in request_ids]
-
-    def record_acceptance(
-        self, request_ids: Sequence[str], drafted: Counts, accepted: Counts, skip_set: SkipSet
-    ) -> None:
-        bins, good = list[int](), list[bool]()
-        for request, n, right in zip(request_ids, drafted.tolist(), accepted.tolist(), strict=True):
-            anchor = self.requests.get(request, (skip_set, None))[1]
-            # A batch may draft with the set of another domain, which says nothing of the two.
-            if anchor is not None and skip_set in (self._own_set(anchor), self.domains.sets[-1]):
-                judged = min(n, right + 1)
-                bins += [2 * anchor + (skip_set != self._own_set(anchor))] * judged
-                good += [place < right for place in range(judged)]
-        self.acceptance.add(np.array(bins, np.intp), np.array(good, np.bool_))
+        return [self.requests.get(request, self.domains.sets[-1]) for request in request_ids]
 
     def finish(self, request_ids: Sequence[str]) -> None:
         for request in request_ids:

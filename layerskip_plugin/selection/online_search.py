@@ -12,33 +12,30 @@ from numpy.typing import NDArray
 from layerskip_plugin.knapsack_search import integer_weights
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Counts, Evaluate, Selection
-from layerskip_plugin.selection.bit_search import BitSearch
+from layerskip_plugin.selection.bit_search import BitSearch, evenly_spread
 from layerskip_plugin.skip_set import SkipSet
 
 Clock = Callable[[], float]
 Propose = Callable[[tuple[int, int], int, SkipSet], Sequence[SkipSet]]
 """Integer weights of an attention and an MLP sublayer, the largest weight to skip, and a set to extend -> the best set
 of each weight on the newest tokens of the traffic."""
-# Tokens on which a batch of sets is scored.
-WINDOW = 32
-# SWIFT: a Gaussian process proposes every `BETA`-th candidate; candidates of a batch beside the incumbent.
-BETA, MAX_CANDIDATES = 25, 8
-# SWIFT: fall of live acceptance below that at the end of a search that starts the next one.
-DROP = 0.1
-# SWIFT: bounds of the best set's matchness outside of which the next search skips a notch fewer or more sublayers.
-LOW, HIGH, NOTCH = 0.6, 0.92, 0.05
-# KnapSpec: share of the candidates that goes on to the next window.
-KEPT = 0.25
-# KnapSpec: seconds of a search or a scoring, and the largest weight or number of sets before their times are known.
+WINDOW = 32  # tokens on which a batch of sets is scored: SWIFT's gamma
+MATCHNESS_RATE = 0.2  # weight of the newest window in the incumbent's matchness
+# Seconds of a search or a scoring, and the largest weight or number of sets before their times are known.
 BATCH_SECONDS, FIRST = 0.8, 8
+# SWIFT, appendix B.2: a Gaussian process proposes every `BETA`-th candidate; the search ends after `STEPS` candidates,
+# after `PATIENCE` without a better one, or with a matchness above `ENOUGH`.
+BETA, STEPS, PATIENCE, ENOUGH = 25, 1000, 300, 0.95
+MAX_CANDIDATES = 16  # of SWIFT, scored together
 
 
 class OnlineSearch(Selection):
-    """Searches on the newest tokens of the traffic, in steps that fit the time they are given.
+    """Searches on the newest tokens of the traffic, in steps of less than a second.
 
-    Every batch scores the incumbent and candidates on the same window. The best of many noisy scores alone would be
-    luck, so a challenger replaces the incumbent only if it leads by `min_lead` on average over `confirm` windows that
-    had no part in its choice; it is dropped as soon as it does not lead.
+    Candidates are scored beside the incumbent, on the same windows; the share `kept` of them, one at least, goes on to
+    the next one.
+    The best of many noisy scores alone would be luck, so the last one replaces the incumbent only if it leads by
+    `min_lead` over `confirm` windows that had no part in its choice; it is dropped as soon as it does not lead.
 
     Args:
         evaluate: matchness over the newest `WINDOW` tokens of the traffic; one batched forward.
@@ -46,19 +43,20 @@ class OnlineSearch(Selection):
 
     Attributes:
         incumbent: the present set; matchness: its recent mean.
-        candidates: sets tried.
+        candidates: sets tried; idle: of them, since the incumbent last changed.
     """
 
     searches = True
     name: str
+    kept: float
     confirm: int
     min_lead: float
 
-    def __init__(self, n_layers: int, evaluate: Evaluate, model: str, clock: Clock) -> None:
-        self.evaluate, self.clock = evaluate, clock
-        self.incumbent = SkipSet.empty(n_layers, model)
-        self.matchness, self.candidates = 0.0, 0
+    def __init__(self, incumbent: SkipSet, evaluate: Evaluate, clock: Clock) -> None:
+        self.incumbent, self.evaluate, self.clock = incumbent, evaluate, clock
+        self.matchness, self.candidates, self.idle = 0.0, 0, 0
         self.seconds = {"search": 0.0, "score": 0.0}  # of a proposal (per weight), and of a set scored
+        self._use([])
 
     def sets(self) -> dict[str, SkipSet]:
         return {self.name: self.incumbent}
@@ -72,33 +70,75 @@ class OnlineSearch(Selection):
         return True
 
     @property
-    @abstractmethod
     def batch_seconds(self) -> float:
-        """Expected seconds of the next step; 0 before the first one."""
+        """Expected seconds of the next step; 0 before they are known."""
+        return (len(self._trial) + 1) * self.seconds["score"] if self._trial else self._proposal_seconds
+
+    @property
+    @abstractmethod
+    def _proposal_seconds(self) -> float:
+        """Expected seconds of `_propose`."""
 
     @abstractmethod
-    def step(self, seconds: float) -> bool:
-        """Propose or score one batch of candidates if it fits into the time; True if the incumbent has changed."""
+    def _propose(self) -> None:
+        """Begin with other candidates."""
 
-    def _verdict(self, lead: float, windows: int) -> bool | None:
-        """Whether a challenger of this mean lead replaces the incumbent; None while that is open."""
-        if lead <= 0:
-            return False
-        return lead >= self.min_lead if windows == self.confirm else None
+    @abstractmethod
+    def _values(self, sets: Sequence[SkipSet], acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
+        """float64 [J]: what is maximised, of sets with this acceptance; above 0."""
+
+    def step(self) -> bool:
+        """Propose or score candidates. True if the incumbent has changed."""
+        before = self.incumbent
+        if self._trial:
+            self._score()
+        else:
+            self._propose()
+        return self.incumbent != before
+
+    def _use(self, trial: list[SkipSet]) -> None:
+        """Score these sets from the next window on."""
+        self._trial, self._hits, self._windows = trial, np.zeros(1), 0
+
+    def _score(self) -> None:
+        started, sets = self.clock(), [self.incumbent, *self._trial]
+        matchness = np.asarray(self.evaluate(sets), np.float64)
+        self._took("score", started, len(sets))
+        self.matchness += (matchness[0] - self.matchness) * (MATCHNESS_RATE if self.matchness else 1.0)
+        self._hits = self._hits + matchness * WINDOW
+        self._windows += 1
+        acceptance = (self._hits + 0.5) / (self._windows * WINDOW + 1)
+        values = self._values(sets, acceptance)
+        leads = values[1:] / values[0] - 1.0
+        if leads.max() <= 0:
+            self._use([])
+        elif len(leads) > 1:
+            best = np.sort(np.argsort(-leads, kind="stable")[: max(1, int(np.ceil(self.kept * len(leads))))])
+            self._trial, self._hits = [self._trial[i] for i in best], self._hits[[0, *(1 + best)]]
+            if len(best) == 1:
+                self._use(self._trial)
+        elif self._windows == self.confirm:
+            if leads[0] >= self.min_lead:
+                self.incumbent, self.matchness, self.idle = self._trial[0], float(acceptance[1]), 0
+            self._use([])
 
     def _took(self, kind: str, started: float, count: int) -> None:
         each, mean = (self.clock() - started) / count, self.seconds[kind]
         self.seconds[kind] += (each - mean) * (0.3 if mean else 1.0)
 
+    def _affordable(self, kind: str) -> int:
+        return int(BATCH_SECONDS / self.seconds[kind]) if self.seconds[kind] else FIRST
+
 
 class Swift(OnlineSearch):
-    """SWIFT: sets of one size, drawn at random and now and then by Bayesian optimisation.
+    """SWIFT: the set of one size with the best matchness, drawn at random and now and then by Bayesian optimisation.
 
-    The search ends after `patience` candidates without a better one; then the ratio moves a notch if matchness asks for
-    it, and the set with it. It begins again when live acceptance falls. `ratio`: share of the sublayers skipped at
-    first; `protected`: those that never are."""
+    Args:
+        ratio: share of the sublayers that is skipped. The paper's models of 7 to 70 billion weights skip .4 to .5.
+        protected: sublayers that never are.
+    """
 
-    name, confirm, min_lead = "swift", 3, 0.01
+    name, kept, confirm, min_lead = "swift", 0.0, 3, 0.01
 
     def __init__(
         self,
@@ -107,137 +147,51 @@ class Swift(OnlineSearch):
         model: str = "",
         ratio: float = 0.3,
         protected: Iterable[int] = (),
-        beta: int = BETA,
-        patience: int = 200,
+        patience: int = PATIENCE,
         seed: int = 0,
         clock: Clock = time.perf_counter,
     ) -> None:
-        super().__init__(n_layers, evaluate, model, clock)
-        self.beta, self.patience = beta, patience
-        self.space = BitSearch(n_layers, model, protected, seed=seed)
-        self.max_ratio = len(self.space.skippable) / (2 * n_layers)
-        self.ratio, self.last_move = min(ratio, self.max_ratio), 0
-        self.acceptance = self.trials = self.acceptance_at_end = 0.0
-        self.warm = False  # the first batch takes longer than any other
-        self._restart()
+        self.space, self.patience = BitSearch(n_layers, model, protected, round(ratio * 2 * n_layers), seed), patience
+        super().__init__(self.space.uniform(), evaluate, clock)
 
     @property
     def searching(self) -> bool:
-        return self.idle < self.patience
+        return self.idle < self.patience and self.candidates < STEPS and self.matchness <= ENOUGH
 
     @property
-    def batch_seconds(self) -> float:
-        return (MAX_CANDIDATES + 1) * self.seconds["score"] + self.seconds["search"]
+    def _proposal_seconds(self) -> float:
+        return (self._count + 1) * self.seconds["score"] + self.seconds["search"]
 
-    def step(self, seconds: float) -> bool:
-        """The first two batches always run: before, it is not known what they take."""
-        before = self.incumbent
-        if self.searching and (count := self._batch_size(seconds)) >= 1:
-            self._score(count)
-        if not self.searching and not self.settled:
-            self._settle()
-        return self.incumbent != before
+    @property
+    def _count(self) -> int:
+        return max(1, min(MAX_CANDIDATES, self.patience, self._affordable("score") - 1))
 
-    def record_acceptance(
-        self, request_ids: Sequence[str], drafted: Counts, accepted: Counts, skip_set: SkipSet
-    ) -> None:
-        verified = float(np.minimum(drafted, accepted + 1).sum())
-        if not verified:
-            return
-        # Acceptance over about the newest 200 verified tokens.
-        self.trials = min(self.trials + verified, 200.0)
-        self.acceptance += (float(accepted.sum()) / verified - self.acceptance) * min(1.0, verified / self.trials)
-        if self.searching or self.trials < 100:
-            return
-        if not self.acceptance_at_end:
-            self.acceptance_at_end = self.acceptance
-        elif self.acceptance < self.acceptance_at_end - DROP:
-            self.last_move = 0
-            self._restart()
-
-    def _restart(self) -> None:
-        """Search anew at the present ratio, from the incumbent with sublayers added or removed to that size."""
-        size = max(1, min(len(self.space.skippable), round(self.ratio * 2 * self.space.n_layers)))
-        self.space.resize(size)
-        if len(self.incumbent) != size:
-            self._use(self.space.resized(self.incumbent) if self.incumbent else self.space.uniform())
-        self.challenger: SkipSet | None = None
-        self.matchness = self.acceptance_at_end = self.lead = 0.0
-        self.candidates = self.idle = self.windows = 0
-        self.settled = False
-
-    def _use(self, skip: SkipSet) -> None:
-        self.incumbent = skip
-        self.acceptance, self.trials = 0.0, 0.0  # live acceptance was another set's
-
-    def _batch_size(self, seconds: float) -> int:
-        if not self.seconds["score"]:
-            return int(not self.warm or seconds > 0)
-        in_time = int((seconds - self.seconds["search"]) / self.seconds["score"]) - 1
-        return min(MAX_CANDIDATES, self.patience, in_time)
-
-    def _score(self, count: int) -> None:
-        """Score the incumbent and `count` candidates, the challenger among them."""
-        first, started = not self.space.values, self.clock()
-        batch = [self.incumbent] if self.challenger is None else [self.incumbent, self.challenger]
-        # The start is scored alone, before anything may replace it. Attempts are limited: a small model has few sets.
-        for _ in range(0 if first else 4 * count):
-            if len(batch) > count:
-                break
+    def _propose(self) -> None:
+        trial: list[SkipSet] = []
+        for _ in range(self._count):
             self.candidates += 1
-            skip = self._propose()
-            if skip not in batch:
-                batch.append(skip)
-        scores = np.asarray(self.evaluate(batch), np.float64)
-        self.space.register(batch, scores)
-        self.matchness = float(scores[0]) if first else 0.8 * self.matchness + 0.2 * float(scores[0])
-        self.idle += max(1, len(batch) - 1)
-        self._judge(batch[1:], scores[1:] - scores[0])
-        if self.warm:
-            self._took("score", started, len(batch))
-        self.warm = True
+            self.idle += 1
+            started = self.clock()
+            if self.candidates % BETA:
+                skip = self.space.random()
+            else:
+                skip = self.space.bayesian()
+                self._took("search", started, 1)
+            if skip != self.incumbent and skip not in trial:
+                trial.append(skip)
+        self._use(trial)
+        if trial:
+            self._score()
 
-    def _judge(self, candidates: list[SkipSet], leads: NDArray[np.float64]) -> None:
-        """Make the challenger the incumbent once it has led long enough, or the best candidate the challenger."""
-        if self.challenger is not None:
-            self.lead, self.windows = self.lead + float(leads[0]), self.windows + 1
-            won = self._verdict(self.lead / self.windows, self.windows)
-            if won is None:
-                return
-            if won:
-                self._use(self.challenger)
-                self.idle, self.matchness = 0, self.matchness + self.lead / self.windows
-            self.challenger = None
-            # After a win: the others were measured against the old incumbent.
-            candidates, leads = ([], leads) if won else (candidates[1:], leads[1:])
-        if candidates and leads.max() > 0:
-            self.challenger, self.lead, self.windows = candidates[int(np.argmax(leads))], 0.0, 0
-
-    def _propose(self) -> SkipSet:
-        if self.candidates % self.beta:
-            return self.space.random()
-        started = self.clock()
-        skip = self.space.bayesian()
-        # Paid once in `beta` candidates, but it must fit into the step that it falls in.
-        self.seconds["search"] = self.clock() - started
-        return skip
-
-    def _settle(self) -> None:
-        """End the search: keep the set, or search again with a neighbouring ratio."""
-        self.settled = True
-        move = 1 if self.matchness > HIGH else -1 if self.matchness < LOW else 0
-        ratio = self.ratio + move * NOTCH
-        # Never back to where it came from: it would swing between two ratios for ever.
-        if move and move != -self.last_move and NOTCH / 2 < ratio < self.max_ratio:
-            self.ratio, self.last_move = ratio, move
-            self._restart()
+    def _values(self, sets: Sequence[SkipSet], acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
+        self.space.register(sets, acceptance)
+        return acceptance
 
 
 class KnapSpec(OnlineSearch):
     """KnapSpec: sets of all sizes by the paper's search, chosen by tokens per time at the present batch and context.
 
-    The sets of a search fit its window too well: they are scored on the following windows, where ever fewer are left,
-    by the tokens per time that their matchness allows; the last one is the challenger. Where there is no time for a
+    The sets of a search fit its window too well, so they are scored on the following ones. Where there is no time for a
     search up to half of the model, it extends parts of the incumbent and evenly spread sets of random size in turns.
 
     Args:
@@ -245,7 +199,7 @@ class KnapSpec(OnlineSearch):
         pass_times: of steps as they are now; None while they are not known.
     """
 
-    name, confirm, min_lead = "knapspec", 6, 0.03
+    name, kept, confirm, min_lead = "knapspec", 0.25, 6, 0.03
 
     def __init__(
         self,
@@ -256,37 +210,27 @@ class KnapSpec(OnlineSearch):
         model: str = "",
         clock: Clock = time.perf_counter,
     ) -> None:
-        super().__init__(n_layers, evaluate, model, clock)
+        self._empty = SkipSet.empty(n_layers, model)
+        super().__init__(self._empty, evaluate, clock)
         self.propose, self.pass_times = propose, pass_times
-        self._empty, self._space = self.incumbent, BitSearch(n_layers, model)
+        self._times: PassTimes | None = None
         self._searches, self._random = 0, np.random.default_rng(0)
-        self._trial: list[SkipSet] = []
-        self._hits, self._windows = np.zeros(0), 0
 
     @property
-    def batch_seconds(self) -> float:
-        if self._trial:
-            return (len(self._trial) + 1) * self.seconds["score"]
+    def _proposal_seconds(self) -> float:
         return BATCH_SECONDS if self.seconds["search"] else 0.0
 
     def max_lengths(self, contexts: Counts) -> Counts | None:
         """Before a set was found, nothing is drafted."""
         return None if self.incumbent else np.zeros(len(contexts), np.int32)
 
-    def step(self, seconds: float) -> bool:
-        """What it takes is known and bounded from the second time on, whatever `seconds` are."""
-        times, before, started = self.pass_times(), self.incumbent, self.clock()
-        if times is None:
-            return False
-        if self._trial:
-            matchness = np.asarray(self.evaluate([self.incumbent, *self._trial]), np.float64)
-            self._took("score", started, len(matchness))
-            self._judge(matchness, times)
-        else:
-            self._search(integer_weights(times.attention, times.mlp), started)
-        return self.incumbent != before
+    def step(self) -> bool:
+        self._times = self.pass_times()
+        return self._times is not None and super().step()
 
-    def _search(self, weights: tuple[int, int], started: float) -> None:
+    def _propose(self) -> None:
+        assert self._times is not None
+        started, weights = self.clock(), integer_weights(self._times.attention, self._times.mlp)
         half = self.incumbent.n_layers * sum(weights) // 2
         most = max(1, min(half, self._affordable("search")))
         self._searches += 1
@@ -297,39 +241,20 @@ class KnapSpec(OnlineSearch):
         scored = min(len(found), max(1, self._affordable("score")))
         self.candidates += scored
         # Of all sizes, where there is no time for all of them.
-        self._start([found[i] for i in np.linspace(0, len(found) - 1, scored).round().astype(int)])
+        self._use([found[i] for i in np.linspace(0, len(found) - 1, scored).round().astype(int)])
 
     def _base(self) -> SkipSet:
+        empty, n_layers = self._empty, self.incumbent.n_layers
         if self.incumbent and self._searches % 2 == 0:
             count = self._random.integers(1, len(self.incumbent) + 1)
             kept = self._random.choice(self.incumbent.sublayers, count, False)
-            return SkipSet.of_sublayers(kept, self.incumbent.n_layers, self.incumbent.model)
-        self._space.resize(int(self._random.integers(1, self.incumbent.n_layers + 1)))
-        return self._space.uniform()
+        else:
+            kept = evenly_spread(np.arange(2 * n_layers), int(self._random.integers(1, n_layers + 1)))
+        return SkipSet.of_sublayers(kept, n_layers, empty.model)
 
-    def _start(self, trial: list[SkipSet]) -> None:
-        self._trial, self._hits, self._windows = trial, np.zeros(len(trial) + 1), 0
-
-    def _judge(self, matchness: NDArray[np.float64], times: PassTimes) -> None:
-        """Drop candidates by what all windows say of them; the last one becomes the incumbent or is dropped, too."""
-        self._hits += matchness * WINDOW
-        self._windows += 1
-        acceptance = (self._hits + 0.5) / (self._windows * WINDOW + 1)
-        pairs = zip([self.incumbent, *self._trial], acceptance, strict=True)
-        # The empty set stands for no drafting.
-        rates = np.array([times.best(skip, a)[0] if skip else 1.0 / times.verify(1) for skip, a in pairs])
-        self.matchness = float(acceptance[0])
-        leads = rates[1:] / rates[0] - 1.0
-        if len(leads) > 1:
-            best = np.sort(np.argsort(-leads, kind="stable")[: int(np.ceil(KEPT * len(leads)))])
-            self._trial = [self._trial[i] for i in best] if leads.max() > 0 else []
-            self._hits = self._hits[[0, *(1 + best)]]
-            if len(self._trial) <= 1:
-                self._start(self._trial)
-        elif (won := self._verdict(float(leads[0]), self._windows)) is not None:
-            if won:
-                self.incumbent, self.matchness = self._trial[0], float(acceptance[1])
-            self._trial = []
-
-    def _affordable(self, kind: str) -> int:
-        return int(BATCH_SECONDS / self.seconds[kind]) if self.seconds[kind] else FIRST
+    def _values(self, sets: Sequence[SkipSet], acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Tokens per time; the empty set stands for no drafting."""
+        times = self._times
+        assert times is not None
+        pairs = zip(sets, acceptance.tolist(), strict=True)
+        return np.array([times.best(skip, a)[0] if skip else 1.0 / times.verify(1) for skip, a in pairs])

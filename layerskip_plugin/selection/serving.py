@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from layerskip_plugin.selection.base import Counts, Hidden, Requested, Selection, Static
+from layerskip_plugin.selection.base import Hidden, Selection, Static
 from layerskip_plugin.selection.online_search import OnlineSearch
 from layerskip_plugin.skip_set import SkipSet
 
@@ -36,18 +36,16 @@ class Selector:
         """How many of `sets`, from the first on, are to be compiled: those of a search are soon replaced."""
         return 0 if self.selection.searches else COMPILED
 
-    def unknown(self, request_ids: Sequence[str]) -> list[int]:
-        """Indices in `request_ids` of the requests that have not begun."""
+    def begin(self, request_ids: Sequence[str], requests: Callable[[str], tuple[str | None, Hidden]]) -> None:
+        """Begin those of these requests that have not begun; `requests` gives the set that one asks for by name, and
+        the last hidden state [1, hidden size] of its prompt."""
         if self.fixed or self._begun.issuperset(request_ids):
-            return []
-        return [i for i, request in enumerate(request_ids) if request not in self._begun]
-
-    def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
-        self.selection.begin(request_ids, requested, hidden)
+            return
+        for request_id in request_ids:
+            if request_id not in self._begun:
+                requested, hidden = requests(request_id)
+                self.selection.begin([request_id], [requested], hidden)
         self._begun.update(request_ids)
-
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
-        return self.selection.choose(request_ids, contexts)
 
     def finish(self, request_ids: Sequence[str]) -> None:
         self.selection.finish(request_ids)
@@ -66,7 +64,7 @@ class Selector:
         if self.budget.seconds < min(selection.batch_seconds, 0.9 * self.budget.max_saved) or not ready():
             return None
         started = self.budget.clock()
-        changed = selection.step(self.budget.seconds)
+        changed = selection.step()
         self.budget.saved -= self.budget.clock() - started
         if not changed:
             return None

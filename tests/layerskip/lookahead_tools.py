@@ -122,7 +122,7 @@ class Driver:
         batch = candidates[0].requests if candidates else 1
         for _ in range(steps):
             self.policy.choose(candidates, batch, context)
-            used.append(self.policy.should_draft())
+            used.append(self.policy.recipe_of_round())
             if (recipe := used[-1]) is not None:
                 drafted = self.draft([f"r{i}" for i in range(batch)], longest, confidence, recipe)
                 if callable(accept):

@@ -66,7 +66,7 @@ def texts() -> list[list[int]]:
 
 def test_drafted_states_are_those_of_the_engine_way(host: HostModel, texts: list[list[int]]) -> None:
     sample = host.sample(texts, 12, seed=1)
-    sets = [host.empty(), *random_sets(host, 6, 2)]
+    sets = [host.skip([]), *random_sets(host, 6, 2)]
     ours = host.final_states(sets, sample)
     for j, skip in enumerate(sets):
         row = 0
@@ -82,7 +82,7 @@ def test_scores_are_agreement_and_cosine(
 ) -> None:
     """Also in several passes."""
     sample = host.sample(texts, 20, seed=3)
-    sets = [host.empty(), *random_sets(host, 5, 4)]
+    sets = [host.skip([]), *random_sets(host, 5, 4)]
     whole = agreement, cosine = host.scores(sets, sample)
     assert agreement[0] == 1 and cosine[0] == pytest.approx(1, abs=1e-5)
     best, final = sample.gather(lambda t: t.best), sample.gather(lambda t: t.final)
@@ -94,7 +94,7 @@ def test_scores_are_agreement_and_cosine(
 
 
 def scores_of(host: HostModel, texts: list[list[int]]) -> np.ndarray:
-    return np.array(host.scores([host.empty(), *random_sets(host, 4, 7)], host.sample(texts, 20, seed=3)))
+    return np.array(host.scores([host.skip([]), *random_sets(host, 4, 7)], host.sample(texts, 20, seed=3)))
 
 
 def test_bf16_stays_bf16_and_shards_are_joined(tmp_path: Path, texts: list[list[int]]) -> None:

@@ -40,32 +40,17 @@ def test_held_out_prompts_find_their_domain_and_others_the_global_set() -> None:
     assert len(domains.anchors) == 30 and np.allclose(np.linalg.norm(domains.anchors, axis=1), 1, atol=1e-5)
 
 
-def served(policy: Knn, hidden: np.ndarray, count: int, own: float, everywhere: float, seed: int) -> float:
-    """The share of requests like this one that draft with their own set; tokens of each set are accepted so often."""
-    rng, with_own = np.random.default_rng(seed), 0
-    for i in range(count):
-        policy.begin([f"r{i}"], hidden=hidden)
-        (skip,) = policy.choose([f"r{i}"], np.zeros(1, np.int32))
-        mine = skip != policy.domains.sets[-1]
-        with_own += mine
-        for _ in range(10):
-            accepted = int(np.cumprod(rng.random(5) < (own if mine else everywhere)).sum())
-            policy.record_acceptance([f"r{i}"], np.array([5], np.int32), np.array([accepted], np.int32), skip)
-        policy.finish([f"r{i}"])
-    return with_own / count
-
-
-def test_an_anchor_is_compared_on_its_own_requests() -> None:
-    """A hard domain keeps its set, however well the global set does elsewhere; one whose set does worse than the global
-    set on the same requests loses it, and gets it back when that changes."""
-    policy, near = Knn(fitted()), states(centers(3)[0], 1, 3)
-    far = states(2 * np.eye(WIDTH)[10], 1, 4)
-    assert served(policy, far, 100, 0.0, 0.95, 0) == 0, "of no domain"
-    assert served(policy, near, 600, 0.5, 0.3, 1) > 0.9
-    assert served(policy, near, 1000, 0.5, 0.8, 2) < 0.6
-    assert served(policy, near, 300, 0.5, 0.8, 3) < 0.1
-    served(policy, near, 2500, 0.9, 0.3, 4)
-    assert served(policy, near, 300, 0.9, 0.3, 5) > 0.9
+def test_a_request_keeps_the_set_of_its_domain_until_it_ends() -> None:
+    domains = fitted()
+    policy, none = Knn(domains), np.zeros(1, np.int32)
+    for i, center in enumerate([*centers(3), 2 * np.eye(WIDTH)[10]]):
+        policy.begin([f"r{i}"], hidden=states(center, 1, 3))
+    policy.begin(["resumed"])
+    for _ in range(2):
+        assert [policy.choose([f"r{i}"], none)[0] for i in range(4)] == list(domains.sets)
+    assert policy.choose(["resumed"], none) == [domains.sets[-1]]
+    policy.finish(["r0", "resumed"])
+    assert len(policy.requests) == 3
 
 
 def test_domains_that_cannot_be_told_apart_are_refused_and_equal_prompts_are_one_anchor() -> None:

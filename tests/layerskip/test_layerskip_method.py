@@ -303,8 +303,9 @@ def test_the_parts_of_a_batch():
     """As a part of the hybrid method: passes for some requests, the others get their roots."""
     engine = Engine(costs=(0.2, STEP))
     step = engine.start(a=1, b=2, c=4)
-    estimate = engine.method.estimate(np.array([1, 2]), 4)
-    assert estimate.gain.shape == (2, 4) and (estimate.gain[1] > estimate.gain[0]).all()
+    one, two = (engine.method.estimate(requests, 4) for requests in (1, 2))
+    assert one.gain.shape == (4,) and (two.gain > one.gain).all()
+    assert engine.method.begin_round(pays=True)
     draft = engine.method.propose_for(step, np.array([0, 2]), np.array([3, 2], np.int32), RestOfBatch(1, 2, 1.0))
     draft.check()
     assert draft.counts[1] == 1 and 1 < draft.counts[0] <= 4 and 1 < draft.counts[2] <= 4
@@ -345,7 +346,7 @@ def test_a_set_that_a_search_found_is_built_later_where_building_it_failed(monke
     search = iter([found])
     method._scorer = object()
     monkeypatch.setattr(method.selector, "search", lambda ready: next(search, None))
-    monkeypatch.setattr(method.selector, "choose", lambda request_ids, contexts: [found] * len(request_ids))
+    monkeypatch.setattr(method.selector.selection, "choose", lambda request_ids, contexts: [found] * len(request_ids))
     with monkeypatch.context() as short_of_memory:
         short_of_memory.setattr(Model, "build", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):

@@ -84,7 +84,7 @@ def test_every_selection_by_name(selections: dict[str, Path], name: str) -> None
     made = selector(selection=name, selection_file=selections.get(name), search_share=0.05)
     assert type(made.selection).__name__.lower() == name and made.budget.share == 0.05
     assert all(skip.n_layers == 4 and skip.model == MODEL for skip in made.sets.values())
-    assert made.choose(["r"], np.array([5], np.int32))[0] in made.sets.values()
+    assert made.selection.choose(["r"], np.array([5], np.int32))[0] in made.sets.values()
     assert not {0, 1, 6, 7} & set(next(iter(made.sets.values())).sublayers)
 
 
@@ -105,7 +105,7 @@ def test_a_search_or_a_plan(selections: dict[str, Path]) -> None:
         ({"selection": "swift", "selection_file": "knapsack"}, "does not go with selection swift"),
         ({"selection": "knapsack", "selection_file": "knapsack", "skip_set": "knn"}, "not go with selection knapsack"),
         ({"selection": "knapsack", "skip_set": "knn"}, "does not go with selection knapsack"),
-        ({"selection_file": "/no/such/file"}, "'selection_file' is not a file.*freedraft calibrate"),
+        ({"selection_file": "/no/such/file"}, "'selection_file' /no/such/file is not a file.*freedraft calibrate"),
         ({"skip_set": "knn"}, "has the format 'freedraft knn 1', not 'freedraft skip set 1'"),
         *(
             ({"selection": name, "selection_file": name, "sizes": {field: 5}}, says)
@@ -144,7 +144,7 @@ def test_policies_and_records_that_are_refused(tmp_path: Path) -> None:
         LayerSkipOptions.parse({"lookahead": "disco"}).make_lookahead(CHAINS, [RECIPE], COSTS)
     for options, says in (
         ({"lookahead": "roc"}, "'lookahead=roc' is no longer supported: set lookahead to cost or confidence"),
-        ({"disco": "/no/such/file"}, "'disco' is not a file"),
+        ({"disco": "/no/such/file"}, "'disco' /no/such/file is not a file"),
         ({"record": "/no/such/folder/seen.npz"}, "'record'.*folder"),
         ({"threshold": 1.5}, "threshold"),
     ):

@@ -11,7 +11,7 @@ from lookahead_tools import RECIPE, Driver, KnownCosts, cost, share
 
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import Candidate
-from layerskip_plugin.lookahead.trials import FIRST_TRIALS
+from layerskip_plugin.lookahead.explorer import FIRST_TRIALS
 from layerskip_plugin.skip_set import SkipSet
 
 
@@ -90,7 +90,7 @@ def test_all_draft_with_the_set_that_is_worth_most_to_those_that_have_it(votes, 
     policy = several(draft, {1: 1.0, 20: 1.2})
     accepted_at(policy, rates)
     candidates = [Candidate(recipe, n, 4) for recipe, n in zip(SETS, votes, strict=True) if n]
-    assert policy.choose(candidates, 4, 300.0) == SETS[best] == policy.should_draft()
+    assert policy.choose(candidates, 4, 300.0) == SETS[best] == policy.recipe_of_round()
 
 
 def test_the_longest_draft_makes_all_requests_as_wide() -> None:
@@ -165,7 +165,7 @@ def test_passes_whose_drafts_are_cut_are_paid() -> None:
     driver, on = Driver(policy), []
     for _ in range(800):
         policy.choose([Candidate(RECIPE, 1, 1)], 1, 300.0)
-        on.append(policy.should_draft() is not None)
+        on.append(policy.recipe_of_round() is not None)
         if on[-1]:
             good = driver.rng.random() < 0.5
             drafted = driver.draft(["r"], 1, 0.9 if good else 0.1) * np.int32(good)

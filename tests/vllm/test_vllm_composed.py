@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from vllm_cases import MIXED as PROMPTS
 from vllm_cases import metric, parameters, tokens_of
 from vllm_engines import engine, failures, runner_of, settle
 
-from freedraft.hybrid import method as hybrid
-from freedraft.hybrid.choice import Choice
 from layerskip_plugin.skip_set import SkipSet
 
 TOKENS = 32
@@ -56,46 +53,29 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not method._by_model and not len(method.host.drafter) and not len(method.model.selector)
 
 
-def method_of(llm: Any) -> hybrid.HybridMethod:
-    return runner_of(llm).drafter.guarded.method
-
-
-def generate(llm: Any, prompts: list[str], salt: str | None = None) -> list[list[int]]:
-    given: list[Any] = [{"prompt": prompt, "cache_salt": salt} for prompt in prompts] if salt else prompts
-    return tokens_of(llm.generate(given, parameters(TOKENS), use_tqdm=False))
-
-
-@contextmanager
-def chosen_by(monkeypatch: pytest.MonkeyPatch, llm: Any, choose: Any) -> Iterator[list[Choice]]:
-    """Let `choose` decide which requests get draft passes; gives what was decided."""
-    made: list[Choice] = []
-    method = method_of(llm)
-
-    def noted(*args: Any, **kwargs: Any) -> Choice:
-        made.append(choose(*args, **kwargs))
-        return made[-1]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hybrid, "choose", noted)
-        patch.setattr(method, "_passes_may_pay", lambda batch, max_len: True)
-        yield made
+def generate(llm: Any, prompts: list[str]) -> list[list[int]]:
+    return tokens_of(llm.generate(prompts, parameters(TOKENS), use_tqdm=False))
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_any_choice_leaves_the_output_alone(llm: Any, plain: list, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    coins = np.random.default_rng(batch)
+    coins, chosen = np.random.default_rng(batch), list[int]()
+    method = runner_of(llm).drafter.guarded.method
+    paying = method._rows_of_passes
 
-    def any_of(p: Any, kept: Any, order: Any, *rest: Any) -> Choice:
-        rows = order[coins.random(len(order)) < 0.5]
-        return Choice(rows, int(coins.integers(1, K + 1)), 100.0)
+    def any_of(step: Any, draft: Any) -> Any:
+        _, rest = paying(step, draft)
+        rows = np.flatnonzero((method.model.capacities(step) > 0) & (coins.random(step.batch_size) < 0.5))
+        chosen.append(len(rows) if method.model.begin_round(pays=True) else 0)
+        return rows[: chosen[-1]], rest
 
-    parts = method_of(llm).host, method_of(llm).model
+    monkeypatch.setattr(method, "_rows_of_passes", any_of)
+    parts = method.host, method.model
     before = [metrics_of(part) for part in parts]
     drafted = metric(llm, "vllm:spec_decode_num_draft_tokens")
-    with chosen_by(monkeypatch, llm, any_of) as made:
-        for start in range(0, len(PROMPTS), batch):
-            assert generate(llm, PROMPTS[start : start + batch]) == plain[start : start + batch]
-    assert any(len(choice.rows) for choice in made) and not all(len(choice.rows) for choice in made)
+    for start in range(0, len(PROMPTS), batch):
+        assert generate(llm, PROMPTS[start : start + batch]) == plain[start : start + batch]
+    assert 0 < np.count_nonzero(chosen) < len(chosen)
     counts = np.array([metrics_of(part) for part in parts]) - before
     # Each drafter counts its own, and no draft token is nobody's.
     assert (counts[:, 0] > 0).all() and (counts[:, 1] > 0).all()

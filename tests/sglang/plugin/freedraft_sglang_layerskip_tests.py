@@ -40,7 +40,6 @@ def fix(times, one_pass, one_step):
 
 def make_any(options, context, controller):
     from freedraft.cost.acceptance import PASS_KINDS
-    from freedraft.hybrid.choice import Choice
     from freedraft.hybrid.method import HybridMethod
 
     path = Path(os.environ[LOG])
@@ -48,16 +47,12 @@ def make_any(options, context, controller):
     totals = collections.Counter()
 
     class Any(HybridMethod):
-        def _passes_may_pay(self, batch, max_len):
-            return True
-
-        def _choose(self, step, draft, capacities):
-            choice, kept = super()._choose(step, draft, capacities)  # what it would have been: its code runs, too
-            allowed = capacities > 0
+        def _rows_of_passes(self, step, draft):
+            _, rest = super()._rows_of_passes(step, draft)  # what it would have been: its code runs, too
+            allowed = self.model.capacities(step) > 0
             rows = np.flatnonzero(allowed & (coins.random(len(allowed)) < 0.5))
             totals["mixed"] += 0 < len(rows) < len(allowed)
-            longest = int(coins.integers(1, max(1, capacities.max()) + 1))
-            return Choice(rows, longest, max(choice.rate, 100.0)), kept
+            return rows if self.model.begin_round(pays=True) else rows[:0], rest
 
         def draft(self, step):
             tree = super().draft(step)
@@ -168,7 +163,7 @@ def make_checked(options, context, controller):
                 totals["drafted"] += int(drafted.sum())
                 totals["batch 4"] += len(ids) == 4
                 totals["uneven"] += len(set(drafted.tolist())) > 1
-                chosen = len(set(self.selector.choose(ids, step.contexts)))
+                chosen = len(set(self.selector.selection.choose(ids, step.contexts)))
                 totals["sets in a batch"] = max(totals["sets in a batch"], chosen)
                 totals["branches"] += int((tree.counts - 1 - drafted).sum())
             for i, request_id in enumerate(ids):

@@ -110,7 +110,7 @@ def make_selecting(options, context, controller):
             tree = super().draft(step)
             tree.check()
             sets = list(self.selector.sets.values())  # of a search one, of a plan those that are drafted with
-            chosen = self.selector.choose(step.request_ids, step.contexts)
+            chosen = self.selector.selection.choose(step.request_ids, step.contexts)
             places = [sets.index(skip_set) if skip_set in sets else 0 for skip_set in chosen]
             drafted = [0] * step.batch_size if self._last is None else self._last.drafted.tolist()
             log["mixed"] = max(log["mixed"], len(set(places)))

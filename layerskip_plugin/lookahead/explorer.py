@@ -1,0 +1,74 @@
+"""`Explorer`: rounds that do not seem to pay, or not to be the best, since what is never tried is never known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from freedraft.cost.probes import ProbeSchedule
+from layerskip_plugin.lookahead.base import Ints
+from layerskip_plugin.lookahead.rates import RecipeRecord
+from layerskip_plugin.skip_set import SkipSet
+
+# Steps between trials of drafting although no length seems to pay, at first and at most.
+FIRST_PROBE, RAREST_PROBE = 128, 256
+# Rounds between trials of another recipe than the best, at first and at most.
+FIRST_OTHER, RAREST_OTHER = 16, 256
+# Trials of each recipe at new batches and contexts: until then, what a pass takes there is a guess, and the first pass,
+# which warms up, is not timed.
+FIRST_TRIALS = 3
+# A trial surprises that brings so many tokens more than was expected; or has so large a share of its tokens accepted
+# where less than `DOUBTFUL` was expected, because one token cannot exceed that by much.
+SURPRISE, GOOD, DOUBTFUL = 0.5, 0.9, 0.7
+# Rounds that a record counts for after a surprise: the text has changed.
+DOUBTED_WEIGHT = 3.0
+
+
+class Explorer:
+    def __init__(self) -> None:
+        self._again = False  # the last trial surprised: another one follows at once
+        self._last: SkipSet | None = None
+        self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
+        self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
+        self._tried: Counter[tuple[SkipSet, int]] = Counter()
+
+    def forget(self) -> None:
+        """All recipes are new."""
+        self._tried.clear()
+
+    def trial(self, recipes: Sequence[SkipSet], row: int) -> SkipSet | None:
+        """The recipe to try in a step that is not expected to pay; None: nothing is tried.
+
+        Args:
+            recipes: that the step may draft with.
+            row: of its batch and context, see `row_of`.
+        """
+        again, self._again = self._again, False
+        untried = next((recipe for recipe in recipes if self._tried[recipe, row] < FIRST_TRIALS), None)
+        if again and self._last in recipes:
+            return self._last
+        if untried is not None:
+            self._last = untried
+            self._tried[untried, row] += 1
+            return untried
+        return self._take_turns(recipes) if self._probes.due() else None
+
+    def beside(self, best: SkipSet, recipes: Sequence[SkipSet]) -> SkipSet:
+        """The recipe of a round that is expected to pay: the best, and now and then another one in its turn."""
+        self._probes.reset()
+        self._again = False
+        return self._take_turns(recipes) if len(recipes) > 1 and self._others.due() else best
+
+    def _take_turns(self, recipes: Sequence[SkipSet]) -> SkipSet:
+        last = recipes.index(self._last) if self._last in recipes else -1
+        self._last = recipes[(last + 1) % len(recipes)]
+        return self._last
+
+    def judge(self, record: RecipeRecord, drafted: Ints, accepted: Ints, could_pay: Callable[[], bool]) -> None:
+        """Compare a trial's int32 [R] drafted and accepted tokens with the recipe's record, before that is updated.
+        could_pay: whether such a round would pay if all were accepted."""
+        length, brought = drafted.mean(), accepted.mean()
+        expected = record.accepted[: max(1, int(length))].sum()
+        surprise = brought > expected + SURPRISE or (brought >= GOOD * length and expected < DOUBTFUL * length)
+        if surprise and could_pay():
+            self._again, record.weight = True, min(record.weight, DOUBTED_WEIGHT)
