@@ -103,13 +103,6 @@ def test_where_nothing_pays_steps_are_plain_but_for_probes() -> None:
     assert np.count_nonzero(verified[1000:]) <= 2000 / PROBE_EVERY + 2
 
 
-def test_traffic_that_changes_is_followed() -> None:
-    engine, lengths = Engine(growing), learner()
-    for accept, worth in ((0.9, 8), (0.0, 0), (0.9, 8)):
-        verified = engine.run(lengths, [2] * 1500, accept)
-        assert np.median(verified[-300:]) == worth, accept
-
-
 def test_batch_sizes_that_alternate_have_lengths_of_their_own() -> None:
     engine, lengths = Engine(flat, 256), learner()
     batches = [1 if i // 20 % 2 else 200 for i in range(4000)]

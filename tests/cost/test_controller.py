@@ -164,10 +164,6 @@ def steep(batch: int, query_tokens: int) -> float:
     return 0.004 * query_tokens
 
 
-def expensive(batch: int, query_tokens: int) -> float:
-    return 0.02 * (1 + 0.12 * (query_tokens - 1))
-
-
 def test_it_finds_the_knee_of_the_machine() -> None:
     machine = Machine(flat)
     control = controller(clock=machine.clock)
@@ -185,17 +181,6 @@ def test_where_nothing_pays_it_is_plain_but_for_probes(batch: int) -> None:
     lengths = machine.run(control, 1500, accept=0.6)
     assert np.count_nonzero(lengths[500:]) <= 1000 / PROBE_EVERY
     assert control.times.count(batch, batch, 300.0) > 100
-
-
-def test_a_change_of_traffic_is_followed_within_300_steps() -> None:
-    machine = Machine(expensive)
-    control = controller(clock=machine.clock)
-    code, story = 0.9, 0.05
-    rates = {a: [sum(a**i for i in range(n + 1)) / expensive(1, 1 + n) for n in range(9)] for a in (code, story)}
-    for accept in (code, story, code, story):
-        lengths = machine.run(control, 400, accept=accept)
-        settled = np.mean([rates[accept][n] for n in lengths[300:]])
-        assert settled >= 0.95 * max(rates[accept]), (accept, lengths[300:])
 
 
 def test_drafting_that_costs_more_than_it_brings_stops_but_for_glances() -> None:
