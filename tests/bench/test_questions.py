@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -59,13 +57,6 @@ def test_a_limit_leaves_a_block(tmp_path: Path) -> None:
     assert [len(b) for b in questions.blocks(found, 8, 4, limit=6)] == [32]
 
 
-def test_more_requests_at_a_time_than_questions(tmp_path: Path) -> None:
-    found = asked(tmp_path / "q.jsonl", qa=5, rag=4)
-    assert [len(b) for b in questions.blocks(found, 4)] == [9]
-    with pytest.raises(questions.QuestionError, match="8 requests at a time, but 9 questions"):
-        questions.blocks(found, 8)
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -83,20 +74,6 @@ def test_another_format_is_named_with_its_line(tmp_path: Path, content: str, say
     with pytest.raises(questions.QuestionError, match=says) as error:
         questions.load(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_made_questions_are_the_same_every_time() -> None:
-    long, agent = made_questions.long_documents(), made_questions.agent_turns()
-    assert questions.digest(long + agent) == questions.digest(
-        made_questions.long_documents() + made_questions.agent_turns()
-    )
-    assert len(long) == 32 and len(agent) == 64, "groups of their own at 32 requests at a time"
-    assert {q.group for q in long} == {"long"} and {q.group for q in agent} == {"agent"}
-    assert max(len(q.text) for q in long) > 60_000
-    for question in agent:
-        task = re.search(r"rename the function (\w+) to", question.text)
-        assert task and question.text.count(task[1]) > 3, question.name
-    assert len({q.name for q in long + agent}) == len(long + agent)
 
 
 def test_quotes_ask_for_what_stands_in_their_text() -> None:
@@ -130,17 +107,3 @@ def test_turns_of_sessions_have_all_before_them(tmp_path: Path) -> None:
     write(path, {"session": "s", "messages": []})
     with pytest.raises(questions.QuestionError, match="no turn"):
         made_questions.read(f"sessions:{path}")
-
-
-def test_what_cannot_be_asked_is_said_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good, none = str(tmp_path / "good.jsonl"), str(tmp_path / "none.jsonl")
-    asked(tmp_path / "good.jsonl", qa=70)
-    for names, concurrency, says in (
-        ([good], "35", ""),
-        ([good], "64", "64 requests at a time, but 70 questions"),
-        ([good, "agent"], "64", ""),
-        ([good, none], "1", "none.jsonl: cannot be read"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["made_questions", *names, "--concurrency", "1", concurrency])
-        with pytest.raises(SystemExit, match=says) if says else nullcontext():
-            made_questions.main()

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from lookahead_tools import KnownCosts, Line
+from lookahead_tools import KnownCosts
 
 from freedraft.config import ConfigError
 from freedraft.draft_model import Drafted, DraftModel, DraftRound
-from freedraft.draft_pass import RestOfBatch
 from freedraft.step import EngineContext
 from layerskip_plugin.candidate_tree import candidate_tree, cut_to_width
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Verifications
@@ -223,18 +222,6 @@ def test_a_device_that_would_wait_is_read_back_once(policy, chosen, count):
     assert set(engines[0].model.reads) == {1}
 
 
-def test_a_round_is_read_as_far_as_it_is_expected_to_go():
-    """By cost: as many passes as bring most, before the first of them is looked at. With a threshold that stops at the
-    first token: not five passes for each."""
-    engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]}, chains=True, waits=True)
-    engine.serve(100, a=1)
-    assert engine.text["a"] == text(1, len(engine.text["a"]))
-    assert max(engine.model.reads) == 5 and np.mean(engine.model.reads[-20:]) > 4
-    engine = Engine(Confidence(0.7), tree=False, sets={"all": SETS["all"]}, waits=True)
-    engine.serve(20, a=1)
-    assert engine.model.reads[-10:] == [1] * 10
-
-
 @pytest.mark.parametrize(("widths", "kept"), [((1, 2, 4, 8), 4), (tuple(range(1, 9)), 3), ((1, 8), 8)])
 def test_siblings_as_many_as_pay_at_the_widths_that_there_are(widths, kept):
     """Verification is as dear as the width that the longest chain needs: up to there siblings cost nothing."""
@@ -246,17 +233,6 @@ def test_siblings_as_many_as_pay_at_the_widths_that_there_are(widths, kept):
     prices = np.array(widths, np.float64)  # a token for each node
     cut_to_width(tree, np.array([2], np.int32), 1, np.array(widths, np.int32), prices)
     assert tree.counts.tolist() == [kept]
-
-
-@pytest.mark.parametrize("seconds", [0.3, 0.5, 0.8])
-def test_passes_that_run_before_the_first_is_looked_at_are_paid(seconds):
-    """Half a step a pass, one token in three wrong: five passes at a time bring .8 of plain, one of them 1.1."""
-    engine = Engine(costs=(seconds, STEP), tree=False, sets={"half": SETS["half"]}, waits=True)
-    engine.serve(200, a=1)
-    tokens, passes, line = len(engine.text["a"]), len(engine.model.passes), Line(STEP)
-    steps = sum(float(line(count)) for count in engine.serve(400, a=1))
-    time = seconds * (len(engine.model.passes) - passes) + steps
-    assert (len(engine.text["a"]) - tokens) / time > (1.05 if seconds < 0.8 else 0.99)
 
 
 def test_what_was_cut_off_is_not_judged():
@@ -297,19 +273,6 @@ def test_requests_with_different_sets_draft_with_the_most_frequent_one():
     for name in "abcdef":
         engine.method.finish(name, None, aborted=False)
     assert not len(engine.method.selector) and not engine.method._requested
-
-
-def test_the_parts_of_a_batch():
-    """As a part of the hybrid method: passes for some requests, the others get their roots."""
-    engine = Engine(costs=(0.2, STEP))
-    step = engine.start(a=1, b=2, c=4)
-    one, two = (engine.method.estimate(requests, 4) for requests in (1, 2))
-    assert one.gain.shape == (4,) and (two.gain > one.gain).all()
-    assert engine.method.begin_round(pays=True)
-    draft = engine.method.propose_for(step, np.array([0, 2]), np.array([3, 2], np.int32), RestOfBatch(1, 2, 1.0))
-    draft.check()
-    assert draft.counts[1] == 1 and 1 < draft.counts[0] <= 4 and 1 < draft.counts[2] <= 4
-    assert draft.depths[2, : draft.counts[2]].max() <= 2
 
 
 def test_recorded_verifications_have_prices(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +10,6 @@ from lookahead_tools import RECIPE, Driver, KnownCosts, cost, share
 
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.base import Candidate
-from layerskip_plugin.lookahead.explorer import FIRST_TRIALS
 from layerskip_plugin.skip_set import SkipSet
 
 
@@ -120,15 +118,6 @@ def test_a_step_without_drafts_is_as_wide_as_the_smallest_width() -> None:
     assert policy.rates(RECIPE, 1, 8)[0] == pytest.approx(8 / 2.0)
 
 
-def test_room_that_a_width_leaves_is_free() -> None:
-    """Four nodes are verified whether a draft has three or four; the fifth costs four more."""
-    policy = cost({1: 0.001}, {1: 1.0, 8: 8.0}, widths=(1, 2, 4, 8))
-    policy.begin(["r"], RECIPE, 7)
-    going = [bool(policy.should_continue(p, np.zeros(1, np.int32), np.full((1, 1), 0.5, np.float32), None)[0])
-             for p in range(3)]  # fmt: skip
-    assert going == [False, True, False]
-
-
 def steps_until_on(driver: Driver, alpha: float, most: int) -> int:
     """Steps until drafting is on for 10 steps in a row."""
     in_a_row = 0
@@ -157,26 +146,3 @@ def test_what_steps_with_passes_take_besides_is_paid(overrun: float, on: bool) -
     policy = cost({1: 0.5}, {1: 1.0, 8: 1.1}, longest=5)
     policy.costs.overrun = overrun
     assert share(Driver(policy).serve(600, 1.0)[-300:]) == pytest.approx(float(on), abs=0.05)
-
-
-def test_passes_whose_drafts_are_cut_are_paid() -> None:
-    """Every other draft is left out of verification, by a grammar or because it looks poor: 2.9 tokens in 3.1 steps."""
-    policy = cost({1: 0.4}, {1: 1.0, 2: 1.3}, longest=1)
-    driver, on = Driver(policy), []
-    for _ in range(800):
-        policy.choose([Candidate(RECIPE, 1, 1)], 1, 300.0)
-        on.append(policy.recipe_of_round() is not None)
-        if on[-1]:
-            good = driver.rng.random() < 0.5
-            drafted = driver.draft(["r"], 1, 0.9 if good else 0.1) * np.int32(good)
-            driver.judge(drafted, driver.luck(drafted, 0.9, 1))
-    assert np.mean(on[-400:]) < 0.03
-
-
-def test_a_surprise_is_of_no_use_where_passes_are_too_dear() -> None:
-    """A pass takes two steps: nothing that is accepted could pay for it, and no trial follows a good one."""
-    driver = Driver(cost({1: 2.0}, {1: 1.0, 8: 1.1}))
-    first = driver.serve(FIRST_TRIALS, 0.0)  # refused at first, so that the rest surprises
-    assert None not in first
-    trials = [step for step, recipe in enumerate(driver.serve(1000, 1.0)) if recipe is not None]
-    assert len(trials) < 12 - FIRST_TRIALS and min(b - a for a, b in itertools.pairwise(trials)) > 100
