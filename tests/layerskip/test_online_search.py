@@ -166,9 +166,7 @@ def test_swift_is_not_fooled_by_luck() -> None:
 
 
 @pytest.mark.parametrize(("importance", "most"), [(0.001, 30), (0.05, 100)])
-def test_swift_ends_with_a_good_set_or_when_nothing_better_is_found(
-    importance: float, most: int
-) -> None:
+def test_swift_ends_with_a_good_set_or_when_nothing_better_is_found(importance: float, most: int) -> None:
     traffic = Traffic(luck=0.0)
     traffic.importance[:] = importance
     policy = traffic.swift(patience=60)

@@ -51,7 +51,7 @@ def test_swift_searches_while_it_serves(selecting):
         log, _ = ask(selecting, "swift")
         if len(log["swift sets"]) > 1:
             break
-    assert log["searches"] > 10, "it hardly searched: the test does not test that"
+    assert log["searches"] > 5, "it hardly searched: the test does not test that"
     assert len(log["swift sets"]) > 1, "the set never changed: the test does not test that"
     assert log["kv changed"] == 0, "scoring sets wrote into the KV of requests"
 
