@@ -43,7 +43,7 @@ class Method:
 
     @property
     def learns(self) -> bool:
-        """Whether what `finish` is told of drafts for other requests, so that it must be what clients got."""
+        """Whether other requests are drafted for from what `finish` gets, so that it must be what clients got."""
         return False
 
     @property
@@ -163,7 +163,7 @@ class ModelMethod(Method, ABC):
 
     @abstractmethod
     def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
-        """What draft passes for so many requests would bring and take in the step that `update` was called with;
+        """What draft passes for this number of requests would bring and take in the step that `update` was called with;
         drafts of at most `max_draft_len` tokens."""
 
     @abstractmethod

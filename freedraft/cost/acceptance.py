@@ -159,7 +159,7 @@ class Acceptance:
 
     @property
     def rises(self) -> bool:
-        """Whether more was accepted of late than was expected, so that there is something to learn soon."""
+        """Whether the newest steps accepted more than was expected, so that there is something to learn soon."""
         return bool(self._trend[0] > _RISES)
 
     def follow(self, *drafts: DraftBatch) -> None:

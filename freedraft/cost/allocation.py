@@ -84,7 +84,7 @@ def allocate_best(p, counts, table, drafting, forced, order):
         p, counts, order: as for `allocate`.
         table: float64, seconds of a step by query tokens, see `StepTimes.table`.
         drafting: seconds that drafting takes.
-        forced: keep so many nodes (as far as there are), whatever they are worth; `FREE`: the best number.
+        forced: number of nodes to keep (as far as there are), whatever they are worth; `FREE`: the best number.
 
     Returns:
         (draft nodes kept, expected gain over not drafting at all, as a share of it, nodes kept of the longest draft).

@@ -83,7 +83,7 @@ class BatchLengths(Fixed):
         self._began, self._step_seconds, self._idle_left, self._asked = 0.0, 1.0, 0, 0
         self._probes = ProbeSchedule(_PROBE_FIRST, PROBE_EVERY, _PROBE_GROWTH)
         self._random = np.random.default_rng(0)
-        # By range of batch sizes: seconds of a step of each length that may be scheduled, for so many steps more
+        # By range of batch sizes: seconds of a step of each length that may be scheduled, and for how many more steps
         self._priced: dict[tuple[int, int], tuple[NDArray[np.float64], int]] = {}
         self._probed: tuple[int, int] | None = None
 
@@ -122,7 +122,7 @@ class BatchLengths(Fixed):
         self._gain += rate * (self._newest[2] - self._gain)
 
     def _expected(self, draft: DraftBatch, asked: int) -> NDArray[np.float64]:
-        """float64 [L]: draft tokens of a request that are accepted, on average, if each has so many of `lengths`.
+        """float64 [L]: draft tokens of a request that are accepted, on average, for each of `lengths`.
         asked: those that the drafter was asked for."""
         p = self.acceptance.probabilities(draft)[:, : asked + 1]
         nodes = np.arange(asked + 1)

@@ -30,7 +30,7 @@ class HardwareProfile(BaseModel):
         knee: query tokens per step, over the whole batch, that cost about as much as one; None derives it.
         token_cost: what one more query token below the knee adds to a step, as a share of it. A draft token that is
             less likely to be accepted than this does not pay. For policy "knee"; policy "auto" measures it.
-        max_nodes_by_batch: the paper's caps: at a batch of this size or more, at most so many nodes per request (root
+        max_nodes_by_batch: the paper's caps: most nodes per request at a batch of this size or more (root
             included), until the next larger entry.
         devices: parts of the device names that torch reports, by which `hardware: auto` finds this profile.
     """

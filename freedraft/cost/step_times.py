@@ -50,7 +50,7 @@ _LEVEL_RATE = 0.08  # faster: a machine that slows down does so for every kind o
 _SAVE_SECONDS = 60.0
 _CLIP = 0.25  # ln: a time further off than this counts as this far off
 _ABSURD = math.log(30.0)  # ln: beyond this a time says nothing of the step
-_PATIENCE = 20  # so many absurd times in a row and they are the truth
+_PATIENCE = 20  # absurd times in a row that are taken for the truth
 
 
 def batch_bucket(batch: int) -> int:

@@ -29,7 +29,7 @@ class TreeQueries:
     Attributes:
         starts: int32 [B + 1], where the queries of each request start; a request may have none.
         seq_lens: int32 [B], keys of each request, those of its queries included, which are the last.
-        prefixes: int32 [T], the first keys of its request, so many of which each token reads; at least 1.
+        prefixes: int32 [T], how many of the first keys of its request each token reads; at least 1.
         masks: int64 [T], keys behind the prefix that it reads besides.
         trees: int32 [B], 1 for requests that have trees.
     """
@@ -63,7 +63,7 @@ def split_keys(requests: int, heads: int, kv_heads: int, max_queries: int, max_s
 
 
 def scratch_size(requests: int, heads: int, kv_heads: int, head_size: int, max_queries: int, max_seq_len: int) -> int:
-    """Floats of scratch that `tree_attention` needs for steps of at most so many requests, queries and keys."""
+    """Floats of scratch that `tree_attention` needs for steps of at most these requests, queries and keys."""
     most = 0
     for queries in range(1, max_queries + 1):  # of fewer, the keys are split further
         for n in range(1, requests + 1):

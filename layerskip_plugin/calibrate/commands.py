@@ -129,7 +129,7 @@ def knn(
     run: Run,
     share: Share = None,
     clusters: Annotated[
-        int | None, typer.Option(help="The files are a log without labels: so many domains are found in it.")
+        int | None, typer.Option(help="Find this many domains in files that are a log without labels.")
     ] = None,
     answered: Annotated[int, typer.Option(help="Prompts of each domain that the model answers for its set.")] = 8,
     survivors: Survivors = 2,

@@ -109,7 +109,7 @@ class Cost(Lookahead):
     def estimate(
         self, recipe: SkipSet, requests: int, max_draft_len: int, record: RecipeRecord | None = None
     ) -> DraftPassEstimate:
-        """What a round of so many requests is expected to bring and to take, by the recipe's own record by default."""
+        """What a round is expected to bring and to take, by the recipe's own record by default."""
         record, most = record or self.records[recipe], min(max_draft_len, self.longest)
         if self.reads_ahead:
             seconds = self.costs.pass_seconds(recipe, requests) * np.arange(1, most + 1)

@@ -17,7 +17,7 @@ FIRST_OTHER, RAREST_OTHER = 16, 256
 # Trials of each recipe at new batches and contexts: until then, what a pass takes there is a guess, and the first pass,
 # which warms up, is not timed.
 FIRST_TRIALS = 3
-# A trial surprises that brings so many tokens more than was expected; or has so large a share of its tokens accepted
+# A trial surprises if it brings this many tokens more than expected, or if this share of its tokens is accepted
 # where less than `DOUBTFUL` was expected, because one token cannot exceed that by much.
 SURPRISE, GOOD, DOUBTFUL = 0.5, 0.9, 0.7
 # Rounds that a record counts for after a surprise: the text has changed.

@@ -1,4 +1,4 @@
-"""`Drafting`: what a method is told of SGLang's requests, and what it drafts for them."""
+"""`Drafting`: passes SGLang's requests and steps to a method, and takes its drafts."""
 
 from __future__ import annotations
 

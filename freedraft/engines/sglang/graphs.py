@@ -48,7 +48,7 @@ class WidthGraphs:
             alone: whether there are no other ranks, which would go on with a capture that fails on this one.
 
         Returns:
-            The widths that may be verified: those whose capture failed, for want of memory, say, are left out.
+            The widths that may be verified: a width is left out where its capture failed, e.g. for lack of memory.
         """
         if not fixed_width and self._runner.decode_cuda_graph_runner is None:
             return tuple(widths)

@@ -32,8 +32,7 @@ class SetScores(MatchnessScorer):
     def __init__(self, model: Passes, window: int) -> None:
         self.model = model
         self.window = window
-        # SGLang keeps memory for as many rows as there may be requests: so many recipes, and so many tokens of each,
-        # in one pass.
+        # SGLang keeps memory for one row per request: so a pass has at most that many recipes, and tokens of each.
         rows = int(model.runner.max_running_requests)
         self._recipes, self._part = max(1, rows // window), min(window, rows)
         self._turn = 0

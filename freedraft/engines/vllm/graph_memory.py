@@ -17,7 +17,7 @@ LOGIT_BYTES = 12
 
 
 def graph_bytes(own: int, captured: Sequence[int], max_requests: int, passes: int, vocab_size: int) -> int:
-    """Device memory for the graphs of so many draft passes: each as large as one of vLLM's own for the whole model, on
+    """Device memory for the graphs of `passes` draft passes: each as large as one of vLLM's own for the whole model, on
     average, and once, since all replay in one pool, the logits of the largest, which vLLM's own leave to their caller.
     own: vLLM's estimate for its own graphs, 0 where it captures none."""
     if own <= 0 or not captured or not passes:

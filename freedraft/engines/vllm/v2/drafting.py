@@ -102,7 +102,7 @@ class Drafting:
         return True
 
     def _draft(self, most: int, batch: Any) -> bool:
-        """Draft behind the newest step, at most so many tokens for each request, and where there is an InputBatch no
+        """Draft behind the newest step, at most `most` tokens for each request, and where there is an InputBatch no
         more than it verifies; whether there may be drafts, of which `_proposed` is full then."""
         assert self.guarded is not None
         gained, requests = self._gained[0], self.requests
@@ -205,7 +205,7 @@ class Drafting:
         return None if self.trees is None else self.trees.allowed[slots]
 
     def _step(self, rows: NDArray[np.intp], drafted: NDArray[np.int32], most: int) -> Step:
-        """The newest step, of these requests, who may have so many draft tokens now; drafted: as `_take` says."""
+        """The newest step, of these requests, which may have `most` draft tokens; drafted: as `_take` says."""
         gained = self._gained[0]
         known, slots = gained.wait(), gained.slots[rows]
         contexts = known[rows, 1].astype(np.int32)

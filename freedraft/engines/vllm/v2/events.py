@@ -16,7 +16,7 @@ from freedraft.guarded_method import GuardedMethod
 
 
 class RequestEvents:
-    """Those since the newest step, in their order. guarded: the method, which is told of them; requests: what is known
+    """Those since the newest step, in their order. guarded: the method that hears of them; requests: what is known
     of requests; states: vLLM's RequestState; in_prompt: ids of requests whose prompt is not over, where the method
     wants the hidden states behind prompts."""
 
