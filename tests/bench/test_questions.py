@@ -51,12 +51,6 @@ def test_every_block_keeps_so_many_requests_running_on_all_groups(tmp_path: Path
     assert len({q.group for q in order[:8]}) >= 3
 
 
-def test_a_limit_leaves_a_block(tmp_path: Path) -> None:
-    found = asked(tmp_path / "q.jsonl", qa=40, rag=40)
-    assert [len(b) for b in questions.blocks(found, 1, 4, limit=6)] == [4, 4, 4]
-    assert [len(b) for b in questions.blocks(found, 8, 4, limit=6)] == [32]
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
