@@ -415,7 +415,8 @@ def gpu_first_hour(result: Any) -> str:
     the same numbers, of prompts asked twice in a batch of 12, of 8 asked alone, and of 12 sampled under seeds; steps of
     both passes. SmolLM2-135M with weights rounded to 7 bits. Second: steps of an 8B model's shape with random weights,
     bf16, FlashAttention; at temperature 0 its answers run into cycles and drafts are accepted, at 1 none is. The torch
-    there was 2.11, older than vLLM asks for."""
+    there was 2.11, older than vLLM asks for. At that commit the next step was prepared only when the last one's tokens
+    had come, and `auto` kept drafting what was never accepted; neither holds now, and no GPU has measured it since."""
     for r in result["identical"]:
         r |= {kind: "{} of {}".format(*r[kind]) for kind in ("greedy", "one", "seeded")}
         r["steps"], r["base"] = ("{}, {}".format(*steps) for steps in r["steps"])
