@@ -26,7 +26,7 @@ LENGTHS = (16_000, 32_000, 64_000, 100_000)
 OF_EACH_LENGTH = 8
 AGENT_TURNS = 64
 """Two rounds of 32 requests at a time."""
-QUOTES, OF_A_TEXT = 32, 4_000  # passages at most, of texts of so many characters
+QUOTES, OF_A_TEXT = 32, 4_000  # most passages; characters of the text of each
 OF_A_PROMPT = 17_000  # characters of a session's turn at most: up to 6,000 tokens
 TURNS = 4  # of a session at most, as far apart as they can be: each begins with the one before
 NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "tkinter"}

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees | None:
-    """The trees of a runner; None where its method drafts none, or is told not to."""
+    """The trees of a runner; None where its method drafts chains."""
     ours = configured(vllm_config)
     if ours.options.get("shape", "chain") == "chain":
         return None
@@ -73,7 +73,7 @@ class Drafting:
         self.logits = LogitsCopy()
         self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # by the newest step, the last one
         self._pending = False  # whether the newest step's tokens are still to be taken
-        self._taken: tuple[NDArray[np.intp], NDArray[np.int32]] | None = None  # see `_take`; not recorded yet
+        self._unrecorded = False  # whether the newest step was taken, and its time is still to be recorded
         self._steps, self._drafted_at = 0, -1
         self._parts = 1 if self.trees is None else 2  # tokens, and masks of what they follow
         self._drafts = torch.zeros(self._parts * slots * self.length, dtype=torch.int64, device=device)
@@ -144,11 +144,11 @@ class Drafting:
         slots = gained.slots[rows]
         drafted = np.minimum(self.requests.drafted[slots], gained.scheduled[rows]).astype(np.int32)
         self.requests.drafted[slots] = 0
-        self._taken = rows, drafted
-        return self._taken
+        self._unrecorded = True
+        return rows, drafted
 
-    def _record(self, rows: NDArray[np.intp], drafted: NDArray[np.int32]) -> None:
-        """Learn from the step that was taken last how much to draft."""
+    def _record(self) -> None:
+        """Learn the time of the step that was taken last."""
         assert self.lengths is not None
         gained, before = self._gained
         tokens = gained.wait()
@@ -177,9 +177,9 @@ class Drafting:
             step = self._step(*taken, 0)
             # vLLM may have given their slots and pages to others since.
             self.guarded.observe(replace(step, engine=None) if self.events else step)
-        last, self._taken = self._taken, None
-        if last is not None and self.lengths is not None:
-            self._record(*last)
+        if self._unrecorded and self.lengths is not None:
+            self._record()
+        self._unrecorded = False
         self.events.look()
 
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor, over: NDArray[np.bool_]) -> None:

@@ -23,7 +23,7 @@ class GainedTokens:
         on_host = device.type == "cpu"
         self._host = self._device if on_host else torch.zeros_like(self._device, device="cpu", pin_memory=True)
         self._event: Any = None
-        if device.type == "cuda":  # whoever waits sleeps, as vLLM does
+        if device.type == "cuda":  # blocking: a thread that waits sleeps, as in vLLM
             self._event = torch.cuda.Event(enable_timing=True, blocking=True)
         elif not on_host:
             self._event = torch.Event(device, enable_timing=True)
