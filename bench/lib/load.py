@@ -1,4 +1,4 @@
-"""Load on a server from the generator of `vllm bench serve`: a fixed number of requests at a time, greedy, of given lengths."""
+"""Load on a server by `vllm bench serve`: a fixed number of requests at a time, greedy, of given lengths."""
 
 from __future__ import annotations
 
