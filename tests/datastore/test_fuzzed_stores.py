@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.fuzz_datastore import fuzz
 
 
+@pytest.mark.extended
 def test_each_is_refused_in_one_line_or_harmless() -> None:
     counts, wrong = fuzz(60)
     assert wrong == [] and sum(counts.values()) == 60
