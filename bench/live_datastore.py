@@ -1,12 +1,11 @@
-"""The live datastore: how soon it is as good as a prepared one, what learning costs, whether it survives kills.
+"""The live datastore: how soon it is as good as a prepared one, and what learning costs.
 
-    python bench/live_datastore.py --trace FILE --tokenizer DIR --json OUT [--kills 100] [--model DIR]
+    python bench/live_datastore.py --trace FILE --tokenizer DIR --json OUT
 
 Cold start: the rows of the trace are replayed in order (see bench/replay.py), and each finished answer enters a store
 that began empty. After as many rows as bench/replay.py puts into its static store, its test rows are replayed with
-either. Rebuild: drafting while one thread sorts and merges runs all the time, as the live datastore's does, in turns
-with drafting alone. Kills: see bench/lib/kills.py. Engine, with --model: the same for vLLM's server, whose greedy
-answers must be those of a plain server before and after. Parts that are not run keep the figures of the file.
+either. Rebuild: drafting while one thread sorts and merges all the time, as the live datastore's does, in turns with
+drafting alone.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib.kills import engine_kills, kills
 from bench.lib.machine import timed
-from bench.lib.results import earlier_figures, write_json
+from bench.lib.results import write_json
 from bench.lib.trace import Trace, replayed
 from bench.replay import STORE_ROWS, build_store, drafting, replay, test_rows
 from freedraft.draft import DraftBatch
@@ -41,7 +38,6 @@ NODES = 16
 """Per step, root included."""
 HUNDRED = 100
 DELTA = 256 << 10  # tokens of the delta that is rebuilt
-ENGINE_KILLS = 3
 PACE = 50_000  # tokens per second of a server's answers
 
 
@@ -158,26 +154,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True, help='JSONL with "prompt" and "output"')
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--model", type=Path, help="model folder: also kill a server of it")
-    parser.add_argument("--only", nargs="*", help="parts, as the file names them (default: all)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     trace = Trace.load(arguments.trace, arguments.tokenizer)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "update": lambda: update_cost(trace),
-        "rebuild": lambda: rebuild(trace),
-        "cold_start": lambda: cold_start(trace),
-        "crashes": lambda: kills("learning", arguments.kills),
-        **{f"crashes_while_{name}": partial(kills, name, arguments.kills) for name in ("forgetting", "compacting")},
-    }
-    if arguments.model is not None:
-        parts["engine"] = lambda: engine_kills(arguments.model, ENGINE_KILLS)
-    before = earlier_figures(arguments.json) or {}
-    result = before | {"trace": arguments.trace.name, "budget": NODES}
-    result |= {name: part() for name, part in parts.items() if not arguments.only or name in arguments.only}
+    result = {"trace": arguments.trace.name, "budget": NODES, "update": update_cost(trace)}
+    result |= {"rebuild": rebuild(trace), "cold_start": cold_start(trace)}
     print(json.dumps(result, indent=1))
-    write_json(arguments.json, result, data=[arguments.trace], earlier=bool(before))
+    write_json(arguments.json, result, data=[arguments.trace])
 
 
 if __name__ == "__main__":
