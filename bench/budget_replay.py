@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from bench.lib.machine import rounded
 from bench.lib.results import write_json
 from bench.lib.trace import Row, Trace
-from bench.replay import build_store, test_rows
 from freedraft.cost.controller import Auto
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
@@ -145,7 +144,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     trace = Trace.load(args.trace, args.tokenizer)
-    snapshot, rows = build_store(trace), test_rows(trace)[:ROWS]
+    snapshot, rows = trace.snapshot, trace.test_rows[:ROWS]
     drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, snapshot=snapshot)
     result: list[dict] = []
     for machine in MACHINES:

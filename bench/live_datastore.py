@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from bench.lib.machine import timed
 from bench.lib.results import write_json
-from bench.lib.trace import Trace, replayed
-from bench.replay import STORE_ROWS, build_store, drafting, replay, test_rows
+from bench.lib.trace import STORE_ROWS, Trace, replayed
+from bench.replay import drafting, replay
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import Run, merged, sorted_run
 from sssd_plugin.datastore.live.opening import open_live
@@ -54,8 +54,8 @@ def cold_start(trace: Trace) -> dict[str, Any]:
         if number % HUNDRED == 0 or number == STORE_ROWS:
             by_hundred.append({"rows": number, "tokens_per_step": round(tokens / max(1, steps), 4)})
             steps = tokens = 0
-    drafters = {"no_store": make(), "live_store": drafter, "static_store": make(snapshot=build_store(trace))}
-    rows = test_rows(trace)
+    drafters = {"no_store": make(), "live_store": drafter, "static_store": make(snapshot=trace.snapshot)}
+    rows = trace.test_rows
     rates = {name: replay(rows, drafting(each, NODES))["tokens_per_step"] for name, each in drafters.items()}
     live.close()
     return {"by_hundred_rows": by_hundred, "test_rows": rates}
@@ -116,7 +116,7 @@ def rebuild(trace: Trace) -> dict[str, Any]:
         live.insert(output)
     live.settle()
     drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=NODES, live=live)
-    rows = test_rows(trace)[:24]
+    rows = trace.test_rows[:24]
     seconds: dict[str, list[float]] = {"idle": [], "rebuilding": []}
     draft, rebuilds, name, last = drafting(drafter, NODES), 0, "", ""
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.lib import plots, sessions, summary, tables
+from bench.lib import plots, summary, tables
 from bench.lib.plots import Plot, Rows, names, nice, overall, plt
 from bench.lib.results import checked
 
@@ -160,9 +160,6 @@ def build(folder: Path) -> tuple[str, list[Plot]]:
             result = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(result, dict) and result.get("benchmark") == "serve":
                 parts, drawn = serving(path.stem, result)
-            elif path.stem.startswith("sessions"):
-                both = (sessions.comparison(result, limits) for limits in ("vLLM's", "opened"))
-                parts, drawn = ["## Sessions of agents: defaults, then opened limits", *both], []
             else:
                 continue
             checked(path)

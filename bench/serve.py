@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.lib import load, made_questions, questions, servers, summary
+from bench.lib import load, questions, servers, summary
 from bench.lib.prompts import BY_KIND
 from bench.lib.results import ROOT
 from bench.lib.serving import PRESETS, Arm, Report, Step, baseline_of, console, parse_arm
@@ -243,7 +243,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the servers
-    asked = [question for name in args.questions for question in made_questions.read(name)]
+    asked = [question for name in args.questions for question in questions.read(name)]
     names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "in_turns", "rounds")
     files = [Path(name).name for name in args.questions]
     settings = {"model": args.model.name} | {name: getattr(args, name) for name in names}

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import report
 from bench.lib.results import checked
-from bench.lib.sessions import comparison
 from bench.lib.tables import markdown, pivot, table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,6 +108,32 @@ def replay(rows: Any) -> str:
         r["name"] += ", no store" if r["drafter"] == "sssd" and not r["store_tokens"] else ""
         r["trace"] = r["trace"].removeprefix("replay_").removesuffix(".jsonl")
     return pivot(rows, "answers of={trace} | tokens per step, by nodes={name}", "budget", "{tokens_per_step:.3f}")
+
+
+def comparison(rows: list[dict[str, Any]], limits: str) -> str:
+    """freedraft beside `suffix` with these limits: tokens per step, their ratio to those of `suffix` (of trees to its
+    trees, where it has any), and the lowest ratio of chains in one session."""
+    found = {(r["file"], r["drafter"], r["shape"]): r for r in rows if r["limits"] in (None, limits)}
+    cells = []
+    for file in dict.fromkeys(r["file"] for r in rows):
+        ours, our_tree, theirs = (
+            found[file, *key] for key in (("sssd", "chain"), ("sssd", "tree"), ("suffix", "chain"))
+        )
+        their_tree = found.get((file, "suffix", "tree"))
+        chain, tree, rival = (r["tokens_per_step"] for r in (ours, our_tree, theirs))
+        rival_tree = their_tree["tokens_per_step"] if their_tree else None
+        worst = min(
+            ours["sessions"][name]["tokens_per_step"] / r["tokens_per_step"] for name, r in theirs["sessions"].items()
+        )
+        row = {"name": file.removesuffix(".jsonl").removesuffix("_dev").replace("_", " "), "budget": ours["budget"]}
+        row |= {"chain": chain, "tree": tree, "rival": rival, "rival_tree": rival_tree, "worst": worst}
+        cells.append(row | {"by_chain": chain / rival, "by_tree": tree / (rival_tree or rival)})
+    return table(
+        cells,
+        "sessions={name} | nodes={budget} | chain={chain:.2f} | tree={tree:.2f} | `suffix`, chain={rival:.2f}",
+        "its tree={rival_tree:.2f} | chain / its chain={by_chain:.2f} | tree / its tree={by_tree:.2f}",
+        "lowest session, chains={worst:.2f}",
+    )
 
 
 @section("Agents' sessions, by replay", "sessions.json")

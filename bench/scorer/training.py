@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib.sessions import Sessions
-from bench.lib.trace import Row, store_of
+from bench.lib.trace import Row, Sessions, store_of
 from bench.scorer.long_contexts import EDITS, edit, long_rows
 from bench.scorer.record import Recording
 from freedraft.compiled import compiled
