@@ -9,7 +9,6 @@ Parts, each in an engine of its own; prompts are read before the clock starts:
   Plain and speculative decoding take turns inside one engine, group by group. Reported by batch size: the ratio, median
   over groups and its quarters; M, tokens per step and request; alpha, accepted by drafted tokens; c, time of a draft
   pass by that of a plain step; and the share that was reached of M alpha / ((M - 1) c + alpha).
-- mixed: four requests in a batch that ask for four skip sets of the deep model.
 - demo (vLLM): the demo model, too small for layer skipping to pay: the controller has to end up off.
 - exact (vLLM): both models in fp32, eager: the share accepted, and whether every token is that of plain decoding.
 - composed (vLLM, when asked for): method "freedraft" on both models, by kind of prompt: no drafts, n-grams only, layer
@@ -30,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.lib.deep_model import SKIP_SET, build, mixed_sets
+from bench.lib.deep_model import SKIP_SET, build
 from bench.lib.engine import SKIP_SET_OF_DEMO, Engine, Run, baseline_seconds, engine_of, in_process, verdicts
 from bench.lib.machine import cores, cpu, rounded
 from bench.lib.prompts import BY_KIND, PROMPTS, chats
@@ -39,7 +38,7 @@ from freedraft.draft import DraftBatch
 from freedraft.hybrid.method import HybridMethod
 
 K, COMPOSED_K = 5, 8
-PARTS = {"vllm": ("deep", "mixed", "demo", "exact"), "sglang": ("deep", "mixed")}
+PARTS = {"vllm": ("deep", "demo", "exact"), "sglang": ("deep",)}
 ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("sssd", "layerskip")}
 
 
@@ -49,12 +48,11 @@ def engine(args: argparse.Namespace, **options: Any) -> AbstractContextManager[A
 
 
 class Bench:
-    """The demo's prompts, and an engine that drafts with one or several skip sets."""
+    """The demo's prompts, and an engine that drafts with a skip set."""
 
-    def __init__(self, args: argparse.Namespace, running: Any, sets: Sequence[str] = ()) -> None:
-        extras = [{"skip_set": name} for name in sets]
+    def __init__(self, args: argparse.Namespace, running: Any) -> None:
         self.rounds, self.prompts = args.rounds, chats(args.model, BY_KIND)
-        self.generate: Callable[..., Run] = partial(running.generate, tokens=args.tokens, extras=extras)
+        self.generate: Callable[..., Run] = partial(running.generate, tokens=args.tokens)
 
     def groups(self, batch: int) -> list[list[list[int]]]:
         return [self.prompts[i : i + batch] for i in range(0, len(self.prompts) - batch + 1, batch)]
@@ -109,15 +107,6 @@ def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
         return [bench.row(batch) for batch in args.batches]
 
 
-def mixed(args: argparse.Namespace) -> dict[str, Any]:
-    paths = mixed_sets(args.model)
-    args.batches = [len(paths)]
-    with engine(args, skip_set=",".join(map(str, paths))) as running:
-        bench = Bench(args, running, [path.stem for path in paths])
-        bench.settle(args.batches)
-        return {"skip_sets": len(paths)} | bench.row(len(paths))
-
-
 def exact(args: argparse.Namespace) -> dict[str, Any]:
     """Token identity under drafts of a fixed length, and the share of draft tokens that are accepted one by one."""
     with engine(args, lookahead="fixed", num_speculative_tokens=args.length) as running:
@@ -164,7 +153,7 @@ def composed(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-WORK = {"deep": settled, "demo": settled, "mixed": mixed, "exact": exact, "composed": composed}
+WORK = {"deep": settled, "demo": settled, "exact": exact, "composed": composed}
 
 
 def main() -> None:
@@ -202,8 +191,6 @@ def main() -> None:
             rows = part(name, name)
             by_batch = {f"batch {row['batch']}": row for row in rows}
             figures |= {"batches": rows} if args.engine == "sglang" else {f"{name} model, bf16, compiled": by_batch}
-    if "mixed" in names:
-        figures["mixed_sets"] = part("mixed", "deep")
     for name in models:
         if "exact" in names:
             each = [part("exact", name, max(16, args.tokens // 2), 1, length) for length in (K, 1)]

@@ -54,17 +54,6 @@ def near_the_best(result: dict[str, Any]) -> str:
     return said if shares else ""
 
 
-def chosen_lengths(result: dict[str, Any]) -> str:
-    """Whether arms that choose their draft length are as good as the best fixed one; empty without fixed ones."""
-    rows = summary.of_best_length(result["rows"], result["settings"]["arms"])
-    form = (
-        "group={name} | at a time={concurrency} | arm={arm} | best fixed length={best} | "
-        "of its speed={share:.3f} | over plain={over_plain:.3f}"
-    )
-    cells = tables.table([r | {"name": nice(r["group"])} for r in rows], form)
-    return f"### Against the best fixed length\n\n{near_the_best(result)}\n\n{cells}" if rows else ""
-
-
 def cells_of(rows: Rows) -> Iterator[tuple[int, str, dict[str, dict[str, Any]]]]:
     """Requests at a time, group, and the rows of the arms by name."""
     for concurrency in names(rows, "concurrency"):
@@ -77,7 +66,7 @@ def markdown(result: dict[str, Any]) -> str:
     """Speed over plain by group (tokens of a request) and concurrency (of all), as a table; intervals are 95 %."""
     rows, settings = result["rows"], result["settings"]["arms"]
     # The arm that decodes plainly; the first one, where there are two engines.
-    plain = next((name for name, arm in settings.items() if arm["speculative"] is None and arm["url"] is None), None)
+    plain = next((name for name, arm in settings.items() if arm["speculative"] is None), None)
     arms = [arm for arm in names(rows, "arm") if any("ratio" in r for r in rows if r["arm"] == arm)]
     said = ["| at a time | questions | plain | " + " | ".join(arms) + " |", "|---" * (3 + len(arms)) + "|"]
     for concurrency, group, here in cells_of(rows):
@@ -144,7 +133,7 @@ def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
     parts += map(picture, shown)
     parts += ["### All questions together", serving_table(overall(rows))]
     parts += ["### By group of questions", serving_table([r for r in rows if r["group"] != summary.ALL])]
-    parts += [chosen_lengths(result), rivals(result), "### Commands of the servers"]
+    parts += [near_the_best(result), rivals(result), "### Commands of the servers"]
     return [*parts, "\n".join(f"- `{command}`" for command in result["commands"].values())], shown
 
 

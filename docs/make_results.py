@@ -261,7 +261,8 @@ def layer_skip(result: Any) -> str:
 @section("Layer skipping on SGLang", "layer-skip-sglang-cpu.json")
 def layer_skip_sglang(result: Any) -> str:
     """The deep model, bf16."""
-    cells = {f"batch {b['batch']}": b for b in result["batches"]} | {MIXED_SETS: result["mixed_sets"]}
+    cells = {f"batch {b['batch']}": b for b in result["batches"]}
+    cells |= {MIXED_SETS: result["mixed_sets"]} if "mixed_sets" in result else {}
     return table(
         (r | {"name": name} for name, r in cells.items()),
         "={name} | tokens per step={M:.2f} | accepted={alpha:.3f} | cost of a pass={c:.2f} | "

@@ -48,13 +48,3 @@ def build(source: Path, target: Path) -> None:
     skip_set.save(target / SKIP_SET, {"made by": "bench/lib/deep_model.py", "scale": SCALE})
     # Last, so that a folder with a config is a whole one.
     (target / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def mixed_sets(folder: Path, count: int = 4) -> list[Path]:
-    """Files of `count` skip sets of the deep model in `folder`: set i keeps added layer i."""
-    paths, whole = [folder / f"mixed_{i}.json" for i in range(count)], SkipSet.load(folder / SKIP_SET)
-    for i, path in enumerate(paths):
-        skipped = whole.attention - {2 * i + 1}
-        part = SkipSet(whole.n_layers, skipped, skipped, whole.model)
-        part.save(path, {"made by": "bench/lib/deep_model.py", "keeps": 2 * i + 1})
-    return paths

@@ -174,10 +174,8 @@ class Engine:
         self.method = method_of(self.llm.llm_engine)
         self.switch = Switch(self.method)
 
-    def generate(
-        self, prompts: Sequence[list[int]], tokens: int, *, drafting: Drafting, extras: Sequence[dict[str, Any]] = ()
-    ) -> Run:
-        """Greedy answers of exactly `tokens` tokens; `extras` are what each request sends for the drafter."""
+    def generate(self, prompts: Sequence[list[int]], tokens: int, *, drafting: Drafting) -> Run:
+        """Greedy answers of exactly `tokens` tokens."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -185,9 +183,8 @@ class Engine:
         switch.wants = drafting if callable(drafting) else lambda step: drafting
         switch.calls.clear()
         how: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
-        parameters = [SamplingParams(**how, extra_args=extra or None) for extra in extras or [{}] * len(prompts)]
         requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        outputs = self.llm.generate(requests, parameters, use_tqdm=False)
+        outputs = self.llm.generate(requests, SamplingParams(**how), use_tqdm=False)
         ended = time.perf_counter()
         if switch.error is not None:
             raise RuntimeError("drafting failed") from switch.error
