@@ -1,27 +1,18 @@
 """Processes that learn, forget or rewrite a live datastore, killed at random moments: what is in it afterwards.
 
-    python bench/kills.py folder --json OUT          # or: url, the URL of a folder, at which another server looks
-
-"exchanging" learns at a URL and finishes an erasure that was begun. Text is wrong where it was never learnt, is missing
-although it was confirmed, or came back after its erasure.
+At the URL of a folder another server looks meanwhile; "exchanging" learns there and finishes an erasure.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
-import os
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pytest
 
-from bench.lib.results import write_json
 from freedraft.tenants import tenant_key
 from sssd_plugin.datastore.live import exchange, maintenance
 from sssd_plugin.datastore.live import store as live_store
@@ -35,6 +26,9 @@ from sssd_plugin.datastore.records import Erasure, Record, now_ms
 VOCAB = 4000
 TENANTS = str(tenant_key("even")), str(tenant_key("odd"))
 TAUGHT = 40  # documents of a round that are stored before the killed process starts
+KILLS = 25
+# What was learnt longer ago than this before a kill must be there.
+LOST_SECONDS = 2.0
 # Seconds between looks at a URL while processes are killed, so that a second has many of them.
 PERIOD = 0.1
 # Stands in each document of the tenant that is forgotten.
@@ -118,60 +112,51 @@ def begin(work: Callable[[str, Path, int], None], place: str, progress: Path, fi
     work(place, progress, first)
 
 
-def kills(name: str, times: int, *, url: bool = False) -> dict[str, Any]:
-    """Kill a process `times` times: it leaves what there was and what it learnt, or that without one tenant's."""
-    exchange.POLL_SECONDS, exchange.FINISH_SECONDS = PERIOD, 2 * PERIOD
-    live_store.SYNC_SECONDS, live_store.MEMTABLE_TOKENS = PERIOD / 5, 256
-    row, kept, first, oldest = Counter[str](ended_before_the_kill=0), set[int](), 0, 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["FREEDRAFT_CACHE"] = f"{folder}/cache"
-        place = f"file://{folder}/bucket" if url else f"{folder}/store"
-        for _ in range(times):
-            server, taught = open_live(place, VOCAB), range(first, first + TAUGHT)
-            for number in taught:
-                insert(server, number)
-            server.flush()
-            kept, first = kept | set(taught), taught.stop
-            odd = tenant_digest(server.key or b"", TENANTS[1])
-            if not url:
-                server.close()
-            elif name == "exchanging":
-                Exchange(place, VOCAB)._announce([Erasure(odd, now_ms() + 1)])
-                time.sleep(0.01)  # what is learnt now stays
-            killed, learnt, done = run_and_kill(name, place, Path(folder, "progress"), first)
-            if url:
-                time.sleep(8 * PERIOD)  # the server finishes what was begun
-                server.close()
-            found = documents_in(place)
-            texts = {600 * int(d.tokens[0]) + int(d.tokens[1]) - 300: d for d in found}
-            left = any(n % 2 for n in texts if n < first)
-            if name == "exchanging" or (name == "forgetting" and (done or not left)):
-                row["erasures_that_came_back"] += left
-                files = (path for path in Path(folder).rglob("*") if path.is_file() and name == "forgetting")
-                row["erasures_that_left_copies"] += any(COPY in path.read_bytes() for path in files)
-                kept = {n for n in kept if n % 2 == 0}
-            new = [n for n in texts if n >= first]
-            wrong = any(d.tokens.tolist() != text_of(n) or (d.tenant == odd) != n % 2 for n, d in texts.items())
-            wrong |= len(found) > len(texts) or (not url and sorted(new) != list(range(first, first + len(new))))
-            kept |= set(new)
-            row["restarts_with_wrong_data"] += wrong or set(texts) != kept
-            row["ended_before_the_kill"] += done
-            oldest = max([oldest, *(killed - at for n, at in learnt.items() if n not in texts)])
-            first = max([first, *(n + 1 for n in (*texts, *learnt))])
-    return {"kills": times, "documents": first, **row, "oldest_lost_ms": round(oldest * 1e3, 1)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("place", choices=tuple(OF_PLACE))
-    parser.add_argument("--times", type=int, default=100)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    works = OF_PLACE[args.place]
-    figures = {f"kills_while_{name}": kills(name, args.times, url=args.place == "url") for name in works}
-    print(json.dumps(figures, indent=1))
-    write_json(args.json, figures | {"period_seconds": PERIOD})
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.extended
+@pytest.mark.parametrize(("where", "name"), [(where, name) for where, names in OF_PLACE.items() for name in names])
+def test_kills_of_processes_that_learn_and_forget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, name: str
+) -> None:
+    """What is there afterwards is what there was and what was learnt, or that without one tenant's text."""
+    monkeypatch.setattr(exchange, "POLL_SECONDS", PERIOD)
+    monkeypatch.setattr(exchange, "FINISH_SECONDS", 2 * PERIOD)
+    monkeypatch.setattr(live_store, "SYNC_SECONDS", PERIOD / 5)
+    monkeypatch.setattr(live_store, "MEMTABLE_TOKENS", 256)
+    monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
+    url = where == "url"
+    place = f"file://{tmp_path}/bucket" if url else f"{tmp_path}/store"
+    kept, first = set[int](), 0
+    for _ in range(KILLS):
+        server, taught = open_live(place, VOCAB), range(first, first + TAUGHT)
+        for number in taught:
+            insert(server, number)
+        server.flush()
+        kept, first = kept | set(taught), taught.stop
+        odd = tenant_digest(server.key or b"", TENANTS[1])
+        if not url:
+            server.close()
+        elif name == "exchanging":
+            Exchange(place, VOCAB)._announce([Erasure(odd, now_ms() + 1)])
+            time.sleep(0.01)  # what is learnt now stays
+        killed, learnt, done = run_and_kill(name, place, tmp_path / "progress", first)
+        if url:
+            time.sleep(8 * PERIOD)  # the server finishes what was begun
+            server.close()
+        found = documents_in(place)
+        texts = {600 * int(d.tokens[0]) + int(d.tokens[1]) - 300: d for d in found}
+        assert len(texts) == len(found), "a document is there twice"
+        for number, document in texts.items():
+            assert document.tokens.tolist() == text_of(number) and (document.tenant == odd) == number % 2
+        left = any(n % 2 for n in texts if n < first)
+        if name == "exchanging" or (name == "forgetting" and (done or not left)):
+            assert not left, "an erasure came back"
+            kept = {n for n in kept if n % 2 == 0}
+        if name == "forgetting" and (done or not left):
+            files = (path for path in tmp_path.rglob("*") if path.is_file())
+            assert not any(COPY in path.read_bytes() for path in files), "an erasure left a copy"
+        new = sorted(n for n in texts if n >= first)
+        assert url or new == list(range(first, first + len(new))), "a document is missing before others"
+        kept |= set(new)
+        assert set(texts) == kept
+        assert all(killed - at < LOST_SECONDS for n, at in learnt.items() if n not in texts)
+        first = max([first, *(n + 1 for n in (*texts, *learnt))])
