@@ -239,7 +239,7 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
         if with_triton and device.type == "cuda":
             triton_us = median_us(lambda run=run: run("triton"), device, repeats, graph=True)  # type: ignore[misc]
         share = None if triton_us is None else size / (triton_us * 1e-6) / bandwidth
-        row = {"kernel": name, "shape": f"{batch}x{nodes}", "equal": equal, "bytes": size}
+        row: dict[str, Any] = {"kernel": name, "shape": f"{batch}x{nodes}", "equal": equal, "bytes": size}
         rows.append(row | {"reference_us": reference_us, "triton_us": triton_us, "share_of_copy": share})
     return rows
 
