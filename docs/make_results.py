@@ -234,7 +234,8 @@ def layer_skip(result: Any) -> str:
         r["drafts"] = ["-"] * 3 if r["M"] is None else [f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}"]
     form = "model={name} | ={cell} | tokens per step={drafts[0]} | accepted={drafts[1]} | cost of a pass={drafts[2]}"
     ratio = f"over plain (quarters)={spread('**{ratio:.2f}**', 'ratio_quarters')}"
-    return f"{table(rows, form, ratio, 'of the formula={share}')}\n\nIn fp32, eager: {'; '.join(said)}."
+    exact = f"\n\nIn fp32, eager: {'; '.join(said)}." if said else ""
+    return table(rows, form, ratio, "of the formula={share}") + exact
 
 
 @section("Layer skipping on SGLang", "layer-skip-sglang-cpu.json")

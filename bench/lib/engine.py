@@ -200,10 +200,10 @@ def method_of(llm_engine: Any) -> Any:
     return drafter.guarded.method if hasattr(drafter, "guarded") else None
 
 
-def in_process(script: str, *options: object, env: dict[str, str] | None = None, python: str = sys.executable) -> Any:
+def in_process(script: str, *options: object) -> Any:
     """The JSON on the last line that a script prints in a process of its own, set up as a CPU engine needs it."""
-    command = [python, script, *map(str, options)]
-    done = subprocess.run(command, env=env or in_process_environment(), capture_output=True, text=True)
+    command = [sys.executable, script, *map(str, options)]
+    done = subprocess.run(command, env=in_process_environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
