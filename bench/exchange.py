@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.demo.measure import Client
 from bench.lib import servers
-from bench.lib.results import earlier_figures, write_json
+from bench.lib.results import write_json
 from bench.lib.servers import HOST, free_port
 from freedraft.tenants import tenant_key
 from sssd_plugin.datastore.live import maintenance
@@ -86,11 +86,9 @@ def main() -> None:
     parser.add_argument("--pythons", nargs=2, default=[sys.executable, sys.executable])
     parser.add_argument("--wait", type=float, default=8.0)
     args = parser.parse_args()
-    figures: dict[str, Any] = earlier_figures(args.json) or {}
-    before = bool(figures)
     name = " and ".join(dict.fromkeys(args.engines))
-    figures[name] = measure(args.engines, args.pythons, args.model, args.wait)
-    write_json(args.json, figures, earlier=before)
+    figures = {name: measure(args.engines, args.pythons, args.model, args.wait)}
+    write_json(args.json, figures)
     print(json.dumps(figures, indent=1))
 
 

@@ -4,7 +4,8 @@
     python bench/replay.py --long --tokenizer DIR --drafter sssd suffix --json OUT
     python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
 
-Rivals: prompt lookup; `suffix`, ArcticInference's suffix decoding (`bench/arctic.py` builds it).
+Rivals: prompt lookup; ArcticInference's suffix decoding (`bench/arctic.py` builds it) with opened limits (`suffix`)
+and with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` has no datastore.
 
 Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer
 of any model tells what would have been accepted: the same figure on every machine. The outputs of the first 605 rows
@@ -14,8 +15,7 @@ counts the root.
 
 --long replays answers that copy, or edit, 600 tokens of a prompt of 1 k to 128 k tokens of Python's library, without a
 datastore. --sessions replays every turn of the assistant in recorded sessions of agents, whose prompt is all before it;
-drafters begin empty and learn each finished turn. With --suffix-defaults, `suffix` has the settings of vLLM's method of
-that name, which drafts chains, in place of opened limits.
+drafters begin empty and learn each finished turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib.results import earlier_figures, write_json
+from bench.lib.results import write_json
 from bench.lib.tables import pivot
 from bench.lib.trace import STORE_ROWS, Row, Sessions, Trace, store_of
 from bench.scorer.long_contexts import KINDS as COPY_KINDS
@@ -42,8 +42,7 @@ from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import LEADING, to_learn
 
 COPIES = 4  # of each kind and length
-SCORINGS = {"sssd": "learned", "paper": "paper"}
-DRAFTERS = (*SCORINGS, "suffix", "lookup")
+SCORINGS = {"sssd": "learned", "sssd-alone": "learned", "paper": "paper"}
 
 # Draft for the first n tokens of a row; called with n rising within a request, and with a fresh id per request, first
 # with the length of its prompt.
@@ -86,7 +85,9 @@ class SuffixLimits(NamedTuple):
     probability: float
 
 
-LIMITS = {"opened": SuffixLimits(64, 4.0, 0.0), "vLLM's": SuffixLimits(24, 1.0, 0.1)}
+LIMITS = {"suffix": SuffixLimits(64, 4.0, 0.0), "suffix-vllm": SuffixLimits(24, 1.0, 0.1)}
+DRAFTERS = (*SCORINGS, *LIMITS, "lookup")
+CHAINS_ONLY = ("suffix-vllm", "lookup")
 
 
 def suffix(
@@ -169,15 +170,14 @@ class Cell(NamedTuple):
         vocab_size: int,
         weights: Path | None,
         live: LiveStore | None = None,
-        limits: str = "opened",
     ) -> DraftFunction:
         """A drafter that knows `documents`, and learns where `live` is given. Raises ImportError: see `suffix`."""
         if self.drafter == "lookup":
             return lookup(self.budget)
-        if self.drafter == "suffix":
-            return suffix(documents, self.budget, self.shape, LIMITS[limits], live is not None)
+        if self.drafter in LIMITS:
+            return suffix(documents, self.budget, self.shape, LIMITS[self.drafter], live is not None)
         options: dict[str, Any] = {"scoring": SCORINGS[self.drafter], "weights": weights, "live": live}
-        if documents:
+        if documents and self.drafter != "sssd-alone":
             options["snapshot"] = store_of(documents, vocab_size)
         return drafting(Drafter(vocab_size=vocab_size, max_nodes=self.budget, **options), self.budget, self.shape)
 
@@ -208,23 +208,23 @@ def replay(
 
 
 def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
-    """All that was asked for; prompt lookup drafts chains only."""
+    """All combinations that there are."""
     for name in arguments.drafter:
-        shapes = ["chain"] if name == "lookup" else arguments.shape
+        shapes = ["chain"] if name in CHAINS_ONLY else arguments.shape
         yield from itertools.starmap(Cell, itertools.product([name], shapes, arguments.budget))
 
 
-def of_trace(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    trace = Trace.load(arguments.trace, arguments.tokenizer)
-    rows = trace.test_rows
+def of_trace(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    trace = Trace.load(path, arguments.tokenizer)
+    rows, documents = trace.test_rows, trace.documents
     if not rows:
-        raise ValueError(f"{arguments.trace} has no row to replay after its first {STORE_ROWS}")
-    documents = [] if arguments.no_store else trace.documents
+        raise ValueError(f"{path} has no row to replay after its first {STORE_ROWS}")
     for cell in cells(arguments):
         row = replay(rows, cell.make(documents, trace.vocab_size, arguments.weights))
-        row["store_tokens"] = sum(len(d) + 1 for d in documents) if cell.drafter != "lookup" else 0
+        stored = cell.drafter not in ("sssd-alone", "lookup")
+        row["store_tokens"] = sum(len(d) + 1 for d in documents) if stored else 0
         scoring = SCORINGS.get(cell.drafter)
-        row |= {"rows": len(rows), "trace": arguments.trace.name, "drafter": "sssd" if scoring else cell.drafter}
+        row |= {"rows": len(rows), "trace": path.name, "drafter": "sssd" if scoring else cell.drafter}
         yield row | {"scoring": scoring, "shape": cell.shape, "budget": cell.budget}
 
 
@@ -237,81 +237,65 @@ def of_copies(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield cell._asdict() | {"kind": kind, "context": length} | found
 
 
-def of_sessions(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    sessions = Sessions.load(arguments.sessions, arguments.tokenizer)
-    if unable := {*arguments.drafter} - {"sssd", "suffix"}:
+def of_sessions(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    sessions = Sessions.load(path, arguments.tokenizer)
+    if unable := {*arguments.drafter} - {"sssd", *LIMITS}:
         raise ValueError(f"--sessions is for drafters that learn, which {', '.join(unable)} does not")
     for cell in cells(arguments):
-        limits = None if cell.drafter != "suffix" else "vLLM's" if arguments.suffix_defaults else "opened"
-        if limits == "vLLM's":  # whose method drafts chains
-            if cell.shape != arguments.shape[0]:
-                continue
-            cell = cell._replace(shape="chain")
         live = LiveStore(sessions.vocab_size, isolation="shared")
 
         def learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], live: LiveStore = live) -> None:
             live.insert(to_learn(prompt, answer, LEADING))
             live.settle()
 
-        draft = cell.make([], sessions.vocab_size, arguments.weights, live, limits or "opened")
+        draft = cell.make([], sessions.vocab_size, arguments.weights, live)
         found = {
             session: {"turns": len(turns)} | replay(turns, draft, name=session, finished=learn)
             for session, turns in sessions.turns.items()
         }
         live.close()
         turns, steps, produced = (sum(r[key] for r in found.values()) for key in ("turns", "steps", "output_tokens"))
-        row = {"file": arguments.sessions.name} | cell._asdict() | {"limits": limits}
+        limits = {"suffix": "opened", "suffix-vllm": "vLLM's"}.get(cell.drafter)
+        row = {"file": path.name} | cell._asdict() | {"drafter": "suffix" if limits else cell.drafter, "limits": limits}
         row |= {"tokens_per_step": round(produced / steps, 4), "turns": turns, "steps": steps}
         yield row | {"output_tokens": produced, "sessions": found}
-
-
-# What two results of one file do not share, and the columns of the table.
-KEYS = {
-    of_trace: ("trace", "drafter", "scoring", "shape", "budget", "store_tokens"),
-    of_copies: ("drafter", "shape", "kind", "context", "budget"),
-    of_sessions: ("file", "drafter", "limits", "shape", "budget"),
-}
-TABLES = {
-    of_trace: ("answers={trace} | drafter={drafter} | scoring={scoring} | shape={shape}", "budget"),
-    of_copies: ("drafter={drafter} | shape={shape} | kind={kind}", "context"),
-    of_sessions: ("drafter={drafter} | limits={limits} | shape={shape}", "budget"),
-}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--trace", type=Path, help='JSONL with "prompt" and "output"')
-    what.add_argument("--sessions", type=Path, help='JSONL with "session" and "messages"')
+    what.add_argument("--trace", type=Path, nargs="+", help='JSONL with "prompt" and "output"')
+    what.add_argument("--sessions", type=Path, nargs="+", help='JSONL with "session" and "messages"')
     what.add_argument("--long", action="store_true", help="copies and edits of long prompts")
-    parser.add_argument("--suffix-defaults", action="store_true", help="suffix with vLLM's settings, in --sessions")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 8_000, 32_000, 128_000], help="of --long")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--budget", type=int, nargs="+", default=[16], help="nodes per step, root included")
-    parser.add_argument("--shape", choices=("tree", "chain"), nargs="+", help="default: tree; both in --long")
+    parser.add_argument("--shape", choices=("tree", "chain"), nargs="+", default=["tree"])
     parser.add_argument("--drafter", choices=DRAFTERS, nargs="+", default=["sssd"])
     parser.add_argument("--weights", type=Path, help="scorer weights; default: the shipped ones")
-    parser.add_argument("--no-store", action="store_true", help="draft from prompt and output only")
     parser.add_argument("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built")
-    parser.add_argument("--json", type=Path, help="results are added to those of before, of the same code and machine")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    arguments.shape = arguments.shape or (["chain", "tree"] if arguments.long else ["tree"])
     sys.path.append(str(arguments.arctic))
-    work = of_copies if arguments.long else of_sessions if arguments.sessions else of_trace
+    data, form, across = [], "drafter={drafter} | shape={shape} | kind={kind}", "context"
     try:
         if min(arguments.budget) < 1:
             raise ValueError("--budget must be at least 1 (the root)")
-        results = list(work(arguments))
+        if arguments.long:
+            results = list(of_copies(arguments))
+        elif arguments.sessions:
+            data, across = arguments.sessions, "budget"
+            form = "sessions={file} | drafter={drafter} | limits={limits} | shape={shape}"
+            results = [row for path in data for row in of_sessions(path, arguments)]
+        else:
+            data, across = arguments.trace, "budget"
+            form = "answers={trace} | drafter={drafter} | scoring={scoring} | store={store_tokens} | shape={shape}"
+            results = [row for path in data for row in of_trace(path, arguments)]
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    form, across = TABLES[work]
     print(pivot(results, form, across, "{tokens_per_step:.3f}"))
-    before, key = earlier_figures(arguments.json) or [], KEYS[work]
-    mine = {tuple(map(r.get, key)) for r in results}
-    kept = [r for r in before if tuple(map(r.get, key)) not in mine]
-    data = [path for path in (arguments.trace, arguments.sessions) if path]
-    write_json(arguments.json, kept + results, data=data, earlier=bool(before))
+    write_json(arguments.json, results, data=data)
     return 0
 
 

@@ -301,11 +301,16 @@ def lookahead(result: Any) -> str:
     return pivot(rows, 'policy={policy} | F1 of "go on"={f1}', "c", "{tokens_per_time:.2f}", "c = {:.2f}")
 
 
-@section("Which layers, on streams of prompts", "selection-streams.json")
-def selection(result: Any) -> str:
+@section("Which layers, on streams of prompts", "selection-streams.json selection-deep.json")
+def selection(*results: Any) -> str:
     """Expected speed over plain from measured acceptance and pass times."""
     return table(
-        (r | {"model": model} for model in result for r in result[model]["stream"]["rows"]),
+        (
+            r | {"model": model}
+            for result in results
+            for model, found in result.items()
+            for r in found["stream"]["rows"]
+        ),
         "model={model} | share of shuffled prompts={mix:.1f} | selection={selection} | tokens per round={M:.2f} | "
         "accepted={alpha:.3f} | cost of a pass={c:.2f} | expected speed={expected_speed:.2f}",
     )
