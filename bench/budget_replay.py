@@ -1,4 +1,4 @@
-"""Policies of the draft budget by replay: recorded answers, and machines whose step times are known.
+"""Policies of the draft budget by replay: recorded answers, and machines with known step times.
 
 A full batch of recorded answers is decoded step by step; what a draft gets accepted is read off the recording, and a
 step takes what the machine's table says, times a random factor that the policies do not know. The same on every

@@ -50,7 +50,7 @@ CPU_SHAPES = [Shape(2, 8, 300, 5000, 2, 2, 16)]
 
 
 def random_trees(shape: Shape, device: torch.device) -> TreeBatch:
-    """Trees whose nodes hang from any of the four before them, with one to N nodes; siblings differ in their tokens."""
+    """Trees of up to N nodes: each node is a child of one of the four before it; siblings differ in their tokens."""
     generator = torch.Generator().manual_seed(0)
     batch, nodes, node = shape.batch, shape.nodes, torch.arange(shape.nodes)
     back = torch.randint(1, 5, (batch, nodes), generator=generator)

@@ -5,7 +5,7 @@
     python bench/layer_skip.py --only composed --json build/composed.json
 
 Parts, each in an engine of its own, bf16, on vLLM compiled; prompts are read before the clock starts:
-- deep: the synthetic model of bench/lib/deep_model.py, whose set skips a half of the sublayers. Plain and speculative
+- deep: the synthetic model of bench/lib/deep_model.py; its set skips a half of the sublayers. Plain and speculative
   decoding take turns inside one engine, group by group. Reported by batch size: the ratio, median over groups and its
   quarters; M, tokens per step and request; alpha, accepted by drafted tokens; c, time of a draft pass by that of a
   plain step; and the share that was reached of M alpha / ((M - 1) c + alpha).

@@ -99,7 +99,7 @@ def update_cost(trace: Trace) -> dict[str, Any]:
 
 
 def sort(documents: list[NDArray[np.int32]], vocab_size: int) -> Run:
-    """A run of documents whose tenant and time do not matter."""
+    """A run of documents without tenants and times."""
     return sorted_run(documents, vocab_size, np.zeros((len(documents), 3), np.int64))
 
 

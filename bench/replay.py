@@ -14,8 +14,8 @@ are the datastore; the other rows are replayed, outputs cut at 512 tokens, rows 
 counts the root.
 
 --long replays answers that copy, or edit, 600 tokens of a prompt of 1 k to 128 k tokens of Python's library, without a
-datastore. --sessions replays every turn of the assistant in recorded sessions of agents, whose prompt is all before it;
-drafters begin empty and learn each finished turn.
+datastore. --sessions replays every turn of the assistant in recorded sessions of agents;
+all text before a turn is its prompt, drafters begin empty and learn each finished turn.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
     shown = [plot for plot in (plots.latency_throughput(name, rows), plots.ratios(name, rows)) if plot is not None]
     note = (
         f"{conditions(result)} Answers are compared with plain's as text with special tokens. Servers began with "
-        "nothing learnt or cached at each number of requests at a time. Tokens per second are those that came while so "
-        "many requests were under way, their ratio the median over blocks of questions; ratios of a group are of the "
+        "nothing learnt or cached at each number of requests at a time. Tokens per second are those that came under "
+        "full load, their ratio the median over blocks of questions; ratios of a group are of the "
         "time that a request takes for a token after the first."
     )
     parts = [f"## Serving: {name}", note, below_plain(result), near_the_best(result)]

@@ -91,7 +91,7 @@ def serve(result: Any) -> str:
     return "\n\n".join(filter(None, [said, report.markdown(result), report.rivals(result)]))
 
 
-@section("How much is drafted, on machines whose step times are known", "budget-replay.json")
+@section("How much is drafted, on machines with known step times", "budget-replay.json")
 def budget_replay(result: Any) -> str:
     """Answers of Llama-3.1-8B replayed, chains; step times with 8 % noise that the policies do not know; drafting time
     included. `cpu`: these two cores with SmolLM2; `h200`: the roofline of an 8B model."""
@@ -218,7 +218,7 @@ MIXED_SETS = "four skip sets at once, passes of their own for each (4323d4f)"
 
 @section("Layer skipping on vLLM", "layer-skip-vllm-cpu.json")
 def layer_skip(result: Any) -> str:
-    """bf16, compiled, lookahead `cost`. The deep model is a synthetic one, half of whose sublayers can be skipped; the
+    """bf16, compiled, lookahead `cost`. The deep model is a synthetic one with twice the sublayers it needs; the
     demo model cannot spare layers, and drafting stops by itself."""
     rows, said = [], []
     for model, cells in result.items():

@@ -1,4 +1,4 @@
-"""Engines under a benchmark, whose drafting is watched, and switched on and off between requests or steps."""
+"""Engines under a benchmark: their drafting is recorded, and switched on and off between requests or steps."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def baseline_seconds(calls: Sequence[Call], batch: int) -> list[float]:
 
 
 def verdicts(calls: Sequence[Call]) -> list[tuple[int, int]]:
-    """(drafted, accepted) tokens of each request in each step, as far as the request took part in the next one."""
+    """(drafted, accepted) tokens of each request in each step, if the request took part in the next one."""
     return [
         (drafted, after.gained[after.ids.index(name)] - 1)
         for call, after in pairwise(calls)

@@ -45,7 +45,7 @@ def make_method(options: Any, context: Any, controller: Any = None) -> Any:
 
 
 class SglangEngine:
-    """See `bench.lib.engine.Engine`, whose interface it has."""
+    """Has the interface of `bench.lib.engine.Engine`."""
 
     def __init__(self, engine: Any, log: Path) -> None:
         self._engine, self._log = engine, log

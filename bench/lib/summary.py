@@ -15,8 +15,8 @@ Pairs = Sequence[tuple[Block, Block]]
 
 
 def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[dict[str, Any]]:
-    """One row for each arm, concurrency and group, whose ratios are of the time that a request takes for a token, and
-    one for all groups together, whose ratios are of throughput.
+    """One row for each arm, concurrency and group, with ratios of the time that a request takes for a token, and
+    one for all groups together, with ratios of throughput.
 
     Args:
         blocks: as `serve.py` writes them.

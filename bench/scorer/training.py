@@ -37,7 +37,7 @@ FOLDS, STORE_EVERY, RECYCLED_MEGABYTES = 4, 16, 64
 LONG_ROWS, REPEATED = 2, 3
 """One answer over a long prompt is made for each LONG_ROWS recorded ones; one turn in REPEATED comes again, edited."""
 ROUNDS, EPOCHS, BATCH, RATE, CANDIDATES = 2, 14, 1024, 6e-3, FEW_CANDIDATES
-"""The second round replays with the network of the first, whose drafts are those that it is for."""
+"""The second round replays with the network of the first: a scorer is for its own drafts."""
 
 
 class Examples(NamedTuple):
