@@ -19,8 +19,8 @@ def read(path: Path, form: str, parse: Callable[[int, Any], T]) -> list[T]:
 
     Args:
         form: of a line, for errors.
-        parse: gets the line's number, from 1, and its JSON; raises ValueError, LookupError or TypeError where the form
-            is another one.
+        parse: gets the line's number, from 1, and its JSON; raises ValueError, OverflowError, LookupError or
+            TypeError where the form is another one.
 
     Raises:
         FileError: the file cannot be read, has a line of another form, or no line at all.
@@ -34,7 +34,7 @@ def read(path: Path, form: str, parse: Callable[[int, Any], T]) -> list[T]:
         if line.strip():
             try:
                 parsed.append(parse(number, json.loads(line)))
-            except (ValueError, LookupError, TypeError) as error:
+            except (ValueError, OverflowError, LookupError, TypeError) as error:
                 raise FileError(f"{path} line {number}: not {form} ({error!r})") from None
     if not parsed:
         raise FileError(f"{path}: there is nothing in it, each line should be {form}")
