@@ -97,7 +97,7 @@ def main() -> int:
     report["versions"] = engine_version | versions("freedraft", "torch", "transformers", "numba")
     report["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
     report["seconds"] = round(time.monotonic() - started, 1)
-    write_json(args.json, report, indent=2)
+    write_json(args.json, report)
 
     console.print(table(rows, f"{name}, SmolLM2-135M-Instruct, float32 eager, {cores()} cores, batch 1"))
     console.print(

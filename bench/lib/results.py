@@ -73,10 +73,10 @@ def origin() -> dict[str, Any]:
     return {"commit": commit(), "machine": machine() | gpu(), "versions": versions(*PACKAGES)}
 
 
-def write_json(path: Path | None, figures: Any, indent: int = 1, data: Iterable[Path] = ()) -> None:
+def write_json(path: Path | None, figures: Any, data: Iterable[Path] = ()) -> None:
     """Write a file of results, its manifest, and the folders above it; nothing happens without a path. See `write`."""
     if path is not None:
-        write(path, json.dumps(figures, indent=indent) + "\n", data)
+        write(path, json.dumps(figures, indent=1) + "\n", data)
 
 
 def write(path: Path, text: str, data: Iterable[Path] = ()) -> None:
