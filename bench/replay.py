@@ -77,12 +77,11 @@ def drafting(drafter: Drafter, budget: int, shape: Any = "tree") -> DraftFunctio
 
 
 class SuffixLimits(NamedTuple):
-    """Limits of ArcticInference's suffix decoding: tokens of a match; drafted tokens for each one matched; least
-    probability of a drafted token."""
+    """Limits of ArcticInference's suffix decoding."""
 
-    depth: int
-    factor: float
-    probability: float
+    depth: int  # tokens of a match
+    factor: float  # drafted tokens for each one matched
+    probability: float  # of a drafted token, at least
 
 
 LIMITS = {"suffix": SuffixLimits(64, 4.0, 0.0), "suffix-vllm": SuffixLimits(24, 1.0, 0.1)}
@@ -93,13 +92,9 @@ CHAINS_ONLY = ("suffix-vllm", "lookup")
 def suffix(
     documents: Sequence[NDArray[np.int32]], budget: int, shape: str, limits: SuffixLimits, learns: bool
 ) -> DraftFunction:
-    """ArcticInference's suffix decoding: a tree over the request, one over all answers, the better of both.
-
-    Where there are `documents`, or it `learns`, its tree grows by the answers replayed so far, as when it serves;
-    freedraft's datastore stays what it was.
-
-    Raises ImportError: it is not installed.
-    """
+    """ArcticInference's suffix decoding: a tree over the request, one over all answers, the better of both. With
+    `documents`, or if it `learns`, its tree grows by the answers replayed so far, as when it serves; freedraft's
+    datastore stays what it was. Raises ImportError: it is not installed."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
     cache = SuffixDecodingCache(max_tree_depth=limits.depth, max_cached_requests=-1 if len(documents) or learns else 0)
@@ -277,18 +272,17 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     sys.path.append(str(arguments.arctic))
-    data, form, across = [], "drafter={drafter} | shape={shape} | kind={kind}", "context"
+    data, across, form = [], "budget", "drafter={drafter} | shape={shape} | kind={kind}"
     try:
         if min(arguments.budget) < 1:
             raise ValueError("--budget must be at least 1 (the root)")
         if arguments.long:
-            results = list(of_copies(arguments))
+            across, results = "context", list(of_copies(arguments))
         elif arguments.sessions:
-            data, across = arguments.sessions, "budget"
-            form = "sessions={file} | drafter={drafter} | limits={limits} | shape={shape}"
+            data, form = arguments.sessions, "sessions={file} | drafter={drafter} | limits={limits} | shape={shape}"
             results = [row for path in data for row in of_sessions(path, arguments)]
         else:
-            data, across = arguments.trace, "budget"
+            data = arguments.trace
             form = "answers={trace} | drafter={drafter} | scoring={scoring} | store={store_tokens} | shape={shape}"
             results = [row for path in data for row in of_trace(path, arguments)]
     except (ValueError, ImportError) as error:
