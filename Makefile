@@ -46,14 +46,15 @@ endef
 pip_torch = { $(1)/bin/pip install -q --retries 1 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCH) \
 	|| $(1)/bin/pip install -q $(TORCH); }
 
-.PHONY: help versions versions-run demo demo-sglang serve stop report wheel check test lint test-engineless test-vllm test-vllm-v2 test-sglang setup-vllm setup-sglang model clean \
+.PHONY: help versions versions-run demo demo-sglang serve stop report wheel check test test-all test-extended lint check-stores check-rest test-engineless test-vllm test-vllm-v2 test-sglang setup-vllm setup-sglang model clean \
 	distclean
 
 help:
 	@echo 'make demo         measure plain and SSSD on vLLM (CPU, embedded model), side by side'
 	@echo 'make demo-sglang  the same on SGLang'
 	@echo 'make check        lint, types, tests without an engine (3 minutes on two cores)'
-	@echo 'make test         lint, types, all tests, on both engines (40 minutes on two cores with nothing beside it)'
+	@echo 'make test         lint, types, the tests of what must not break, on both engines (15 minutes on two cores)'
+	@echo 'make test-all     all tests: also several ranks, model families, fuzzing, a fresh install (35 minutes)'
 	@echo 'make serve        start an OpenAI-compatible vLLM server with SSSD on 127.0.0.1:$(PORT); make stop ends it'
 	@echo 'make report       the page and plots of the measured results, build/report.md'
 	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'
@@ -136,48 +137,64 @@ wheel: $(VLLM)/python.done
 
 export FREEDRAFT_TEST_MODEL := $(CURDIR)/$(MODEL)
 
-# Everything that needs no engine: one half on each of two cores, whatever fails in between.
-check: $(VLLM)/project.done $(MODEL)/config.json
-	@mkdir -p $(LOGS); \
-	half() { failed=0; $(MAKE) --no-print-directory lint || failed=1; \
-		$(VLLM)/bin/python -m pytest tests/datastore tests/kernels tests/cost $(PYTEST_FLAGS) || failed=1; \
-		return $$failed; }; \
-	half > $(LOGS)/check.log 2>&1 & \
-	failed=0; $(VLLM)/bin/python -m pytest --ignore tests/datastore --ignore tests/kernels --ignore tests/cost \
-		--ignore tests/vllm --ignore tests/sglang $(PYTEST_FLAGS) || failed=1; \
-	wait $$! || failed=1; cat $(LOGS)/check.log; \
-	if [ $$failed = 1 ]; then echo 'FAIL'; exit 1; fi; echo 'PASS: lint, tests without an engine'
+# Which tests run, by their marker: every test, where a part is called by itself.
+SELECT ?=
+PYTEST := -m pytest -m '$(SELECT)' --durations=20 $(PYTEST_FLAGS)
 
-# Two lanes, one core each: engines of one thread do not wait for each other. Every part runs, whatever the others said;
-# SGLang is installed in its lane.
+# $(call lanes,log name,targets,targets): one lane of targets on each of two cores, since engines of one thread do not
+# wait for each other. Every target runs, whatever fails in between.
+define lanes
+mkdir -p $(LOGS); export OMP_NUM_THREADS=1; \
+lane() { failed=0; for part in "$$@"; do \
+	echo "== $$part"; $(MAKE) --no-print-directory $$part SELECT='$(SELECT)' || { failed=1; echo "FAIL: $$part"; }; \
+done; return $$failed; }; \
+failed=0; lane $(2) > $(LOGS)/$(1).log 2>&1 & lane $(3) || failed=1; \
+wait $$! || failed=1; cat $(LOGS)/$(1).log; \
+if [ $$failed = 1 ]; then echo 'FAIL'; exit 1; fi; echo 'PASS: $(2) $(3)'
+endef
+
+check: SELECT := not extended
+check: $(VLLM)/project.done $(MODEL)/config.json
+	@$(call lanes,check,lint check-stores,check-rest)
+
+test: SELECT := not extended
 test: $(VLLM)/project.done $(MODEL)/config.json
-	@mkdir -p $(LOGS); export OMP_NUM_THREADS=1; \
-	lane() { failed=0; for part in "$$@"; do \
-		echo "== $$part"; $(MAKE) --no-print-directory $$part || { failed=1; echo "FAIL: $$part"; }; \
-	done; return $$failed; }; \
-	failed=0; lane test-vllm test-engineless > $(LOGS)/test.log 2>&1 & \
-	lane lint test-vllm-v2 test-sglang || failed=1; \
-	wait $$! || failed=1; cat $(LOGS)/test.log; \
-	if [ $$failed = 1 ]; then echo 'FAIL'; exit 1; fi; echo 'PASS: lint, tests without an engine, vLLM, SGLang'
+	@$(call lanes,test,lint test-vllm test-engineless,test-vllm-v2 test-sglang)
+
+test-extended: SELECT := extended
+test-extended: $(VLLM)/project.done $(MODEL)/config.json
+	@$(call lanes,test-extended,test-vllm,test-vllm-v2 test-sglang test-engineless)
+
+test-all:
+	@failed=0; for part in test test-extended; do $(MAKE) --no-print-directory $$part || failed=1; done; exit $$failed
 
 lint: $(VLLM)/project.done
 	@$(VLLM)/bin/ruff check .
 	@$(VLLM)/bin/mypy
 	@$(VLLM)/bin/hadolint -c docker/.hadolint.yaml docker/*.Dockerfile
 
+STORES := tests/datastore tests/kernels tests/cost
+ENGINES := --ignore tests/vllm --ignore tests/sglang
+check-stores:
+	@$(VLLM)/bin/python $(PYTEST) $(STORES)
+
+check-rest:
+	@$(VLLM)/bin/python $(PYTEST) $(ENGINES) $(STORES:%=--ignore %)
+
 test-engineless: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/python -m pytest --ignore tests/vllm --ignore tests/sglang --durations=10 $(PYTEST_FLAGS)
+	@$(VLLM)/bin/python $(PYTEST) $(ENGINES)
 
 # Model runner V2 runs in Triton's interpreter, which takes a process of its own.
 INTERPRETED := $(wildcard tests/vllm/test_vllm_v2*.py)
 test-vllm-v2: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/python -m pytest $(INTERPRETED) --durations=10 $(PYTEST_FLAGS)
+	@$(VLLM)/bin/python $(PYTEST) $(INTERPRETED)
 
 test-vllm: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/python -m pytest tests/vllm $(INTERPRETED:%=--ignore %) --durations=30 $(PYTEST_FLAGS)
+	@$(VLLM)/bin/python $(PYTEST) tests/vllm $(INTERPRETED:%=--ignore %)
 
+# SGLang is installed in its lane.
 test-sglang: $(SGLANG)/project.done $(MODEL)/config.json
-	@$(SGLANG)/bin/python -m pytest tests/sglang --durations=30 $(PYTEST_FLAGS)
+	@$(SGLANG)/bin/python $(PYTEST) tests/sglang
 
 # Which versions of the engines have what we hook, read from their wheels.
 versions: $(VLLM)/project.done

@@ -1,4 +1,4 @@
-"""Policies of the draft budget by replay: recorded answers, and machines whose step times are known.
+"""Policies of the draft budget by replay: recorded answers, and machines with known step times.
 
 A full batch of recorded answers is decoded step by step; what a draft gets accepted is read off the recording, and a
 step takes what the machine's table says, times a random factor that the policies do not know. The same on every
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from bench.lib.machine import rounded
 from bench.lib.results import write_json
 from bench.lib.trace import Row, Trace
-from bench.replay import build_store, test_rows
 from freedraft.cost.controller import Auto
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
@@ -145,7 +144,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     trace = Trace.load(args.trace, args.tokenizer)
-    snapshot, rows = build_store(trace), test_rows(trace)[:ROWS]
+    snapshot, rows = trace.snapshot, trace.test_rows[:ROWS]
     drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, snapshot=snapshot)
     result: list[dict] = []
     for machine in MACHINES:

@@ -32,8 +32,9 @@ from sssd_plugin.drafter import Drafter, Scoring
 from sssd_plugin.request_index import RequestIndex
 
 PROMPT, STEPS, ADVANCE = 600, 120, 2  # tokens, steps per request, tokens per step
-BATCH, LARGE = 32, 256
-HELD_OUT = 64
+BATCH, LARGE, HELD_OUT = 32, 256, 64
+# (scoring, nodes) of the arms.
+SHAPES: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
 
 
 def corpus(tokenizer: Path, want: int) -> tuple[list[NDArray[np.int32]], int]:
@@ -58,19 +59,21 @@ def flatten(documents: list[NDArray[np.int32]], limit: int) -> NDArray[np.int32]
     return joined
 
 
-def split(tokens: NDArray[np.int32], parts: int) -> list[NDArray[np.int32]]:
-    """Parts of about the same length, each ending with a document."""
-    ends = np.flatnonzero(tokens == SEPARATOR) + 1
-    cuts = ends[[np.searchsorted(ends, len(tokens) * i // parts) for i in range(1, parts)]]
-    return np.split(tokens, cuts)
+def snapshot_of(tokens: NDArray[np.int32], parts: int, vocab: int) -> Snapshot:
+    """A store of `parts` sub-indices of the same size."""
+    pieces = [part.copy() for part in np.array_split(tokens, parts)]
+    for piece in pieces:
+        piece[-1] = SEPARATOR
+    return Snapshot([SubIndex.build(piece, vocab) for piece in pieces])
 
 
 class Arm:
     """One drafter, stepping through the held-out requests."""
 
-    def __init__(self, name: str, snapshot: Snapshot, vocab: int, scoring: Scoring, nodes: int, batch: int) -> None:
-        self.name, self.nodes, self.batch = name, nodes, batch
-        self.drafter = Drafter(vocab_size=vocab, max_nodes=nodes, scoring=scoring, snapshot=snapshot)
+    def __init__(self, store: str, snapshot: Snapshot, vocab: int, shape: tuple[Scoring, int], batch: int) -> None:
+        scoring, self.nodes = shape
+        self.name, self.batch = f"{store}, {scoring}, {self.nodes} nodes, batch {batch}", batch
+        self.drafter = Drafter(vocab_size=vocab, max_nodes=self.nodes, scoring=scoring, snapshot=snapshot)
         self.draft_us: list[float] = []
         self.append_us: list[float] = []
 
@@ -134,28 +137,23 @@ def main() -> None:
     taken = [i for i, d in enumerate(documents) if len(d) >= need][:HELD_OUT]
     stored = [d for i, d in enumerate(documents) if i not in taken]
     rows = np.stack([documents[i][:need] for i in taken])
+    requests: dict[int, Any] = {1: rows[:16, None], BATCH: np.split(rows, 2), LARGE: [np.resize(rows, (LARGE, need))]}
 
-    shapes: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
-    arms = [Arm(f"input only, {s}, {n} nodes, batch 1", Snapshot.empty(), vocab, s, n, 1) for s, n in shapes]
+    arms = [Arm("input only", Snapshot.empty(), vocab, shape, 1) for shape in SHAPES]
     store_bytes = {}
     for size in arguments.stores:
         text, label = flatten(stored, size), f"{size / 1e6:g} M"
-        whole, parts = (Snapshot([SubIndex.build(part, vocab) for part in split(text, n)]) for n in (1, 8))
+        whole, parts = (snapshot_of(text, n, vocab) for n in (1, 8))
         sub = whole.sub_indices[0]
         nbytes = sub.tokens.nbytes + sub.suffix_array.nbytes + sub.bucket_starts.nbytes
         store_bytes[str(size)] = round(nbytes / sub.n, 2)
-        for snapshot, name, batch in ((whole, label, 1), (whole, label, BATCH), (parts, f"{label} in 8", 1)):
-            arms += [Arm(f"{name}, {s}, {n} nodes, batch {batch}", snapshot, vocab, s, n, batch) for s, n in shapes]
-        arms += [Arm(f"{label}, learned, 16 nodes, batch {LARGE}", whole, vocab, "learned", 16, LARGE)]
+        for name, snapshot, batch in ((label, whole, 1), (label, whole, BATCH), (f"{label} in 8", parts, 1)):
+            arms += [Arm(name, snapshot, vocab, shape, batch) for shape in SHAPES]
+        arms.append(Arm(label, whole, vocab, SHAPES[-1], LARGE))
     for round_ in range(arguments.rounds + 1):
         for arm in arms:
-            for start in range(0, len(rows), BATCH):
-                part = rows[start : start + BATCH]
-                if arm.batch == 1:
-                    for row in part[:8]:
-                        arm.run(row[None], timed=round_ > 0)
-                elif arm.batch == BATCH or start == 0:
-                    arm.run(np.resize(rows if arm.batch > BATCH else part, (arm.batch, need)), timed=round_ > 0)
+            for of_batch in requests[arm.batch]:
+                arm.run(of_batch, timed=round_ > 0)
     result: dict[str, Any] = {"draft_us_per_call": {arm.name: spread(arm.draft_us) for arm in arms}}
     result["append_us_per_token"] = {arm.name: spread(arm.append_us)["median"] for arm in arms if arm.batch == 1}
     result |= {"prompt": context_cost(documents), "store_bytes_per_token": store_bytes}

@@ -1,11 +1,10 @@
-"""Servers that learn from each other at one URL: over HTTP, and killed at random moments.
+"""Servers that learn from each other at one URL, over HTTP.
 
-    python bench/exchange.py --json OUT [--engines vllm vllm] [--pythons PYTHON PYTHON] | --kills 100
+    python bench/exchange.py --json OUT [--engines vllm vllm] [--pythons PYTHON PYTHON]
 
 Two servers with the demo model, a core each, and an S3-compatible bucket (moto). A client with a salt asks the first
 one, and `--wait` seconds later the other one: tokens per step. Then the tenant is forgotten, and both are asked again.
-Clients without a salt, and with other ones, ask the same, and must not be drafted for from that answer. For `--kills`
-see bench/lib/kills.py.
+Clients without a salt, and with other ones, ask the same, and must not be drafted for from that answer.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from typing import Any
 
 from bench.demo.measure import Client
 from bench.lib import servers
-from bench.lib.kills import PERIOD, kills
-from bench.lib.results import earlier_figures, write_json
+from bench.lib.results import write_json
 from bench.lib.servers import HOST, free_port
 from freedraft.tenants import tenant_key
 from sssd_plugin.datastore.live import maintenance
@@ -87,18 +85,10 @@ def main() -> None:
     parser.add_argument("--engines", nargs=2, default=["vllm", "vllm"])
     parser.add_argument("--pythons", nargs=2, default=[sys.executable, sys.executable])
     parser.add_argument("--wait", type=float, default=8.0)
-    parser.add_argument("--kills", type=int)
     args = parser.parse_args()
-    before = None if args.kills else earlier_figures(args.json)
-    figures: dict[str, Any] = before or {}
-    if args.kills:
-        works = ("learning", "forgetting", "exchanging")
-        figures = {"period_seconds": PERIOD}
-        figures |= {f"kills_while_{name}": kills(name, args.kills, url=True) for name in works}
-    else:
-        name = " and ".join(dict.fromkeys(args.engines))
-        figures[name] = measure(args.engines, args.pythons, args.model, args.wait)
-    write_json(args.json, figures, earlier=bool(before))
+    name = " and ".join(dict.fromkeys(args.engines))
+    figures = {name: measure(args.engines, args.pythons, args.model, args.wait)}
+    write_json(args.json, figures)
     print(json.dumps(figures, indent=1))
 
 

@@ -65,7 +65,7 @@ if "$PYTHON" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11
     why=$(why_no_model)
     [ -z "$why" ] || missing "the model $MODEL: $why (MODEL)"
     # shellcheck disable=SC2086
-    why=$("$PYTHON" -m bench.lib.made_questions $QUESTIONS --concurrency $CONCURRENCY 2>&1) \
+    why=$("$PYTHON" -m bench.lib.questions $QUESTIONS --concurrency $CONCURRENCY 2>&1) \
         || missing "$why (QUESTIONS, CONCURRENCY)"
 else
     missing "Python >= 3.11 with venv (PYTHON=$PYTHON)"

@@ -14,9 +14,9 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,8 +34,7 @@ from bench.lib.results import write_json
 from bench.lib.tables import table
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     batch: int
     nodes: int
     seq_len: int
@@ -51,18 +50,16 @@ CPU_SHAPES = [Shape(2, 8, 300, 5000, 2, 2, 16)]
 
 
 def random_trees(shape: Shape, device: torch.device) -> TreeBatch:
-    """Trees whose nodes hang from any of the four before them, with one to N nodes; siblings differ in their tokens."""
+    """Trees of up to N nodes: each node is a child of one of the four before it; siblings differ in their tokens."""
     generator = torch.Generator().manual_seed(0)
-    node = torch.arange(shape.nodes)
-    back = torch.randint(1, 5, (shape.batch, shape.nodes), generator=generator)
+    batch, nodes, node = shape.batch, shape.nodes, torch.arange(shape.nodes)
+    back = torch.randint(1, 5, (batch, nodes), generator=generator)
     parents = torch.where(node > 0, (node - back).clamp(min=0), -1).int()
     depths = torch.zeros_like(parents)
-    for i in range(1, shape.nodes):
+    for i in range(1, nodes):
         depths[:, i] = depths.gather(1, parents[:, i : i + 1].long())[:, 0] + 1
-    tokens = torch.argsort(torch.rand(shape.batch, min(shape.vocab, 4096), generator=generator), 1)[
-        :, : shape.nodes
-    ].int()
-    counts = torch.randint(shape.nodes // 2 + 1, shape.nodes + 1, (shape.batch,), generator=generator).int()
+    tokens = torch.rand(batch, min(shape.vocab, 4096), generator=generator).argsort(1)[:, :nodes].int()
+    counts = torch.randint(nodes // 2 + 1, nodes + 1, (batch,), generator=generator).int()
     return TreeBatch(*(t.contiguous().to(device) for t in (tokens, parents, depths, counts)))
 
 
@@ -96,9 +93,8 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / (median_us(lambda: target.copy_(source), device, 10) * 1e-6)
 
 
-def tensors(result: object) -> list[torch.Tensor]:
-    names = getattr(type(result), "__dataclass_fields__", {})
-    return [getattr(result, name) for name in names] if names else list(result)  # type: ignore[call-overload]
+def tensors(result: Any) -> list[torch.Tensor]:
+    return [getattr(result, f.name) for f in fields(result)] if is_dataclass(result) else list(result)
 
 
 PAGE, QUERY_HEADS = 16, 4  # tokens; for each KV head
@@ -243,13 +239,11 @@ def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) 
         if with_triton and device.type == "cuda":
             triton_us = median_us(lambda run=run: run("triton"), device, repeats, graph=True)  # type: ignore[misc]
         share = None if triton_us is None else size / (triton_us * 1e-6) / bandwidth
-        cells = (name, f"{batch}x{nodes}", equal, size, reference_us, triton_us, share)
-        rows.append(dict(zip(FIELDS, cells, strict=True)))
+        row: dict[str, Any] = {"kernel": name, "shape": f"{batch}x{nodes}", "equal": equal, "bytes": size}
+        rows.append(row | {"reference_us": reference_us, "triton_us": triton_us, "share_of_copy": share})
     return rows
 
 
-FIELDS = ("kernel", "shape", "equal", "bytes", "reference_us", "triton_us", "share_of_copy")
-"""Times are medians in microseconds; bytes are what the operation must at least move."""
 COLUMNS = (
     "kernel={kernel} | batch x nodes={shape} | equal={equal!y} | bytes={bytes:,} | reference us={reference_us:.1f} | "
     "triton us={triton_us:.1f} | of a copy's bandwidth={share_of_copy:.0%}"
@@ -273,7 +267,7 @@ def main() -> int:
     print(table(rows, COLUMNS))
     if args.json:
         figures = {"device": name, "torch": torch.__version__, "triton": triton_version, "copy_bytes_per_s": bandwidth}
-        figures |= {"shapes": [asdict(s) for s in shapes], "rows": rows}
+        figures |= {"shapes": [s._asdict() for s in shapes], "rows": rows}
         write_json(args.json, figures)
     if any(row["equal"] is False for row in rows):
         print("a kernel differs from its reference", file=sys.stderr)

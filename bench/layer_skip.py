@@ -4,15 +4,13 @@
     python bench/layer_skip.py --engine sglang --json build/layer-skip-sglang.json      # in SGLang's environment
     python bench/layer_skip.py --only composed --json build/composed.json
 
-Parts, each in an engine of its own; prompts are read before the clock starts:
-- deep: the synthetic model of bench/lib/deep_model.py, whose set skips a half of the sublayers; bf16, on vLLM compiled.
-  Plain and speculative decoding take turns inside one engine, group by group. Reported by batch size: the ratio, median
-  over groups and its quarters; M, tokens per step and request; alpha, accepted by drafted tokens; c, time of a draft
-  pass by that of a plain step; and the share that was reached of M alpha / ((M - 1) c + alpha).
-- mixed: four requests in a batch that ask for four skip sets of the deep model.
+Parts, each in an engine of its own, bf16, on vLLM compiled; prompts are read before the clock starts:
+- deep: the synthetic model of bench/lib/deep_model.py; its set skips a half of the sublayers. Plain and speculative
+  decoding take turns inside one engine, group by group. Reported by batch size: the ratio, median over groups and its
+  quarters; M, tokens per step and request; alpha, accepted by drafted tokens; c, time of a draft pass by that of a
+  plain step; and the share that was reached of M alpha / ((M - 1) c + alpha).
 - demo (vLLM): the demo model, too small for layer skipping to pay: the controller has to end up off.
-- exact (vLLM): both models in fp32, eager: the share accepted, and whether every token is that of plain decoding.
-- composed (vLLM, when asked for): method "freedraft" on both models, by kind of prompt: no drafts, n-grams only, layer
+- composed (vLLM, when requested): method "freedraft" on both models, by kind of prompt: no drafts, n-grams only, layer
   skip only and both take turns prompt by prompt.
 """
 
@@ -20,9 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -30,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.lib.deep_model import SKIP_SET, build, mixed_sets
+from bench.lib.deep_model import SKIP_SET, build
 from bench.lib.engine import SKIP_SET_OF_DEMO, Engine, Run, baseline_seconds, engine_of, in_process, verdicts
 from bench.lib.machine import cores, cpu, rounded
 from bench.lib.prompts import BY_KIND, PROMPTS, chats
@@ -39,45 +34,34 @@ from freedraft.draft import DraftBatch
 from freedraft.hybrid.method import HybridMethod
 
 K, COMPOSED_K = 5, 8
-PARTS = {"vllm": ("deep", "mixed", "demo", "exact"), "sglang": ("deep", "mixed")}
+PARTS = {"vllm": ("deep", "demo"), "sglang": ("deep",)}
 ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("sssd", "layerskip")}
 
 
-def engine(args: argparse.Namespace, **options: Any) -> AbstractContextManager[Any]:
-    speculative = {"method": "layerskip", "num_speculative_tokens": K, "skip_set": str(args.skip_set)} | options
-    return engine_of(args.engine, args.model, speculative, requests=max(args.batches), exact=args.part == "exact")
+def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Parts "deep" and "demo": a row for each batch size."""
+    prompts = chats(args.model, BY_KIND)
+    speculative = {"method": "layerskip", "num_speculative_tokens": K, "skip_set": str(args.skip_set)}
+    with engine_of(args.engine, args.model, speculative, requests=max(args.batches)) as engine:
 
+        def groups(batch: int) -> list[list[list[int]]]:
+            return [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
 
-class Bench:
-    """The demo's prompts, and an engine that drafts with one or several skip sets."""
-
-    def __init__(self, args: argparse.Namespace, running: Any, sets: Sequence[str] = ()) -> None:
-        extras = [{"skip_set": name} for name in sets]
-        self.rounds, self.prompts = args.rounds, chats(args.model, BY_KIND)
-        self.generate: Callable[..., Run] = partial(running.generate, tokens=args.tokens, extras=extras)
-
-    def groups(self, batch: int) -> list[list[list[int]]]:
-        return [self.prompts[i : i + batch] for i in range(0, len(self.prompts) - batch + 1, batch)]
-
-    def settle(self, batches: Sequence[int]) -> None:
-        """Let the controller learn what steps cost and what is accepted: what it settles on is measured later."""
-        for batch in batches:
+        # The controller learns what steps cost and what is accepted: what it settles on is measured.
+        for batch in args.batches:
             for on in (False, True):
-                self.generate(self.prompts[:batch], drafting=on)
-        for group in self.groups(max(batches)):
-            self.generate(group, drafting=True)
-
-    def in_turns(self, batch: int) -> tuple[list[Run], list[Run]]:
-        """Baseline and speculative decoding of all prompts, group by group."""
-        runs: tuple[list[Run], list[Run]] = [], []
-        for turn in range(self.rounds):
-            for group in self.groups(batch):
-                for on in (False, True) if turn % 2 == 0 else (True, False):
-                    runs[on].append(self.generate(group, drafting=on))
-        return runs
-
-    def row(self, batch: int) -> dict[str, Any]:
-        return row(*self.in_turns(batch), batch)
+                engine.generate(prompts[:batch], args.tokens, drafting=on)
+        for group in groups(max(args.batches)):
+            engine.generate(group, args.tokens, drafting=True)
+        rows = []
+        for batch in args.batches:
+            runs: tuple[list[Run], list[Run]] = [], []  # plain, drafting
+            for turn in range(args.rounds):
+                for group in groups(batch):
+                    for on in (False, True) if turn % 2 == 0 else (True, False):
+                        runs[on].append(engine.generate(group, args.tokens, drafting=on))
+            rows.append(row(*runs, batch))
+        return rows
 
 
 def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
@@ -99,33 +83,6 @@ def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
         result |= {"M": m, "alpha": alpha, "c": c, "verify": median(b.began - a.ended for a, b in full) / plain}
         result |= {"formula": formula, "share_of_formula": result["ratio"] / formula}
     return result
-
-
-def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Parts "deep" and "demo": a row for each batch size."""
-    with engine(args) as running:
-        bench = Bench(args, running)
-        bench.settle(args.batches)
-        return [bench.row(batch) for batch in args.batches]
-
-
-def mixed(args: argparse.Namespace) -> dict[str, Any]:
-    paths = mixed_sets(args.model)
-    args.batches = [len(paths)]
-    with engine(args, skip_set=",".join(map(str, paths))) as running:
-        bench = Bench(args, running, [path.stem for path in paths])
-        bench.settle(args.batches)
-        return {"skip_sets": len(paths)} | bench.row(len(paths))
-
-
-def exact(args: argparse.Namespace) -> dict[str, Any]:
-    """Token identity under drafts of a fixed length, and the share of draft tokens that are accepted one by one."""
-    with engine(args, lookahead="fixed", num_speculative_tokens=args.length) as running:
-        bench = Bench(args, running)
-        if args.length == 1:
-            return {"acceptance": bench.row(1)["alpha"]}
-        same = [a.tokens == b.tokens for batch in (1, 4) for a, b in zip(*bench.in_turns(batch), strict=True)]
-        return {"token_identical": all(same), "prompts": len(bench.prompts)}
 
 
 def composed(args: argparse.Namespace) -> dict[str, Any]:
@@ -164,7 +121,7 @@ def composed(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-WORK = {"deep": settled, "demo": settled, "mixed": mixed, "exact": exact, "composed": composed}
+WORK = {"deep": settled, "demo": settled, "composed": composed}
 
 
 def main() -> None:
@@ -179,7 +136,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=tuple(WORK), help="parts; default: all but composed")
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--part", choices=tuple(WORK), help=argparse.SUPPRESS)
-    parser.add_argument("--length", type=int, default=K, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
         print(json.dumps(WORK[args.part](args)), flush=True)
@@ -188,28 +144,19 @@ def main() -> None:
         build(args.model, args.deep_model)
     models = {"deep": (args.deep_model, args.deep_model / SKIP_SET), "demo": (args.model, args.skip_set)}
 
-    def part(name: str, model: str, tokens: int = args.tokens, rounds: int = args.rounds, length: int = K) -> Any:
-        folder, skip_set = models[model]
-        options = ("--engine", args.engine, "--part", name, "--model", folder, "--skip-set", skip_set)
-        sizes = ("--rounds", rounds, "--tokens", tokens, "--length", length, "--batches", *args.batches)
-        return in_process(__file__, *options, *sizes)
-
     names = args.only or PARTS[args.engine]
     figures: dict[str, Any] = {"machine": f"{cpu()}, {cores()} cores", "output_tokens": args.tokens}
     figures["max_draft_tokens"] = COMPOSED_K if "composed" in names else K
-    for name in models:
-        if name in names:
-            rows = part(name, name)
-            by_batch = {f"batch {row['batch']}": row for row in rows}
-            figures |= {"batches": rows} if args.engine == "sglang" else {f"{name} model, bf16, compiled": by_batch}
-    if "mixed" in names:
-        figures["mixed_sets"] = part("mixed", "deep")
-    for name in models:
-        if "exact" in names:
-            each = [part("exact", name, max(16, args.tokens // 2), 1, length) for length in (K, 1)]
-            figures[f"{name} model, fp32, eager"] = each[0] | each[1]
-        if "composed" in names:
-            figures[f"{name} model"] = part("composed", name)
+    sizes = ("--engine", args.engine, "--rounds", args.rounds, "--tokens", args.tokens, "--batches", *args.batches)
+    for name, (folder, skip_set) in models.items():
+        for part in {name, "composed"} & {*names}:
+            rows = in_process(__file__, "--part", part, "--model", folder, "--skip-set", skip_set, *sizes)
+            if part == "composed":
+                figures[f"{name} model"] = rows
+            elif args.engine == "sglang":
+                figures["batches"] = rows
+            else:
+                figures[f"{name} model, bf16, compiled"] = {f"batch {row['batch']}": row for row in rows}
     figures = rounded(figures)
     print(json.dumps(figures, indent=1))
     write_json(args.json, figures)

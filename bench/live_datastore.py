@@ -1,12 +1,11 @@
-"""The live datastore: how soon it is as good as a prepared one, what learning costs, whether it survives kills.
+"""The live datastore: how soon it is as good as a prepared one, and what learning costs.
 
-    python bench/live_datastore.py --trace FILE --tokenizer DIR --json OUT [--kills 100] [--model DIR]
+    python bench/live_datastore.py --trace FILE --tokenizer DIR --json OUT
 
 Cold start: the rows of the trace are replayed in order (see bench/replay.py), and each finished answer enters a store
 that began empty. After as many rows as bench/replay.py puts into its static store, its test rows are replayed with
-either. Rebuild: drafting while one thread sorts and merges runs all the time, as the live datastore's does, in turns
-with drafting alone. Kills: see bench/lib/kills.py. Engine, with --model: the same for vLLM's server, whose greedy
-answers must be those of a plain server before and after. Parts that are not run keep the figures of the file.
+either. Rebuild: drafting while one thread sorts and merges all the time, as the live datastore's does, in turns with
+drafting alone.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib.kills import engine_kills, kills
 from bench.lib.machine import timed
-from bench.lib.results import earlier_figures, write_json
-from bench.lib.trace import Trace, replayed
-from bench.replay import STORE_ROWS, build_store, drafting, replay, test_rows
+from bench.lib.results import write_json
+from bench.lib.trace import STORE_ROWS, Trace, replayed
+from bench.replay import drafting, replay
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import Run, merged, sorted_run
 from sssd_plugin.datastore.live.opening import open_live
@@ -41,7 +38,6 @@ NODES = 16
 """Per step, root included."""
 HUNDRED = 100
 DELTA = 256 << 10  # tokens of the delta that is rebuilt
-ENGINE_KILLS = 3
 PACE = 50_000  # tokens per second of a server's answers
 
 
@@ -58,8 +54,8 @@ def cold_start(trace: Trace) -> dict[str, Any]:
         if number % HUNDRED == 0 or number == STORE_ROWS:
             by_hundred.append({"rows": number, "tokens_per_step": round(tokens / max(1, steps), 4)})
             steps = tokens = 0
-    drafters = {"no_store": make(), "live_store": drafter, "static_store": make(snapshot=build_store(trace))}
-    rows = test_rows(trace)
+    drafters = {"no_store": make(), "live_store": drafter, "static_store": make(snapshot=trace.snapshot)}
+    rows = trace.test_rows
     rates = {name: replay(rows, drafting(each, NODES))["tokens_per_step"] for name, each in drafters.items()}
     live.close()
     return {"by_hundred_rows": by_hundred, "test_rows": rates}
@@ -103,7 +99,7 @@ def update_cost(trace: Trace) -> dict[str, Any]:
 
 
 def sort(documents: list[NDArray[np.int32]], vocab_size: int) -> Run:
-    """A run of documents whose tenant and time do not matter."""
+    """A run of documents without tenants and times."""
     return sorted_run(documents, vocab_size, np.zeros((len(documents), 3), np.int64))
 
 
@@ -120,7 +116,7 @@ def rebuild(trace: Trace) -> dict[str, Any]:
         live.insert(output)
     live.settle()
     drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=NODES, live=live)
-    rows = test_rows(trace)[:24]
+    rows = trace.test_rows[:24]
     seconds: dict[str, list[float]] = {"idle": [], "rebuilding": []}
     draft, rebuilds, name, last = drafting(drafter, NODES), 0, "", ""
 
@@ -158,26 +154,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True, help='JSONL with "prompt" and "output"')
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--model", type=Path, help="model folder: also kill a server of it")
-    parser.add_argument("--only", nargs="*", help="parts, as the file names them (default: all)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     trace = Trace.load(arguments.trace, arguments.tokenizer)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "update": lambda: update_cost(trace),
-        "rebuild": lambda: rebuild(trace),
-        "cold_start": lambda: cold_start(trace),
-        "crashes": lambda: kills("learning", arguments.kills),
-        **{f"crashes_while_{name}": partial(kills, name, arguments.kills) for name in ("forgetting", "compacting")},
-    }
-    if arguments.model is not None:
-        parts["engine"] = lambda: engine_kills(arguments.model, ENGINE_KILLS)
-    before = earlier_figures(arguments.json) or {}
-    result = before | {"trace": arguments.trace.name, "budget": NODES}
-    result |= {name: part() for name, part in parts.items() if not arguments.only or name in arguments.only}
+    result = {"trace": arguments.trace.name, "budget": NODES, "update": update_cost(trace)}
+    result |= {"rebuild": rebuild(trace), "cold_start": cold_start(trace)}
     print(json.dumps(result, indent=1))
-    write_json(arguments.json, result, data=[arguments.trace], earlier=bool(before))
+    write_json(arguments.json, result, data=[arguments.trace])
 
 
 if __name__ == "__main__":

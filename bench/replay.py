@@ -1,79 +1,52 @@
 """Draft quality without an engine: replay recorded answers and count the tokens that each step would have produced.
 
-    python bench/replay.py --trace FILE --tokenizer DIR --budget 16 --shape tree --drafter sssd --json OUT
     python bench/replay.py --trace FILE --tokenizer DIR --budget 4 8 16 32 --drafter sssd paper suffix lookup --json OUT
     python bench/replay.py --long --tokenizer DIR --drafter sssd suffix --json OUT
     python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
 
-Several budgets or drafters print a table. Rivals: prompt lookup; `suffix`, ArcticInference's suffix decoding
-(`bench/arctic.py` builds it). One that cannot be imported is named, and the others go on.
+Rivals: prompt lookup; ArcticInference's suffix decoding (`bench/arctic.py` builds it) with opened limits (`suffix`)
+and with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` has no datastore.
 
 Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer
-of any model tells what would have been accepted: the same figure on every machine. Protocol: the outputs of the first
-605 rows are the datastore; the other rows are replayed, outputs cut at 512 tokens, rows with a prompt under 4 or an
-output under 9 tokens left out; a step yields the longest drafted path that equals the continuation, plus one token.
-The budget counts the root.
+of any model tells what would have been accepted: the same figure on every machine. The outputs of the first 605 rows
+are the datastore; the other rows are replayed, outputs cut at 512 tokens, rows with a prompt under 4 or an output under
+9 tokens left out. A step yields the longest drafted path that equals the continuation, plus one token. The budget
+counts the root.
 
 --long replays answers that copy, or edit, 600 tokens of a prompt of 1 k to 128 k tokens of Python's library, without a
-datastore, as chains and as trees.
-
---sessions replays every turn of the assistant in recorded sessions of agents (`bench/lib/sessions.py`), whose prompt is
-all before it. Drafters begin empty and learn each finished turn. With --suffix-defaults, `suffix` has the settings of
-vLLM's method of that name, which drafts chains, in place of opened limits.
+datastore. --sessions replays every turn of the assistant in recorded sessions of agents;
+all text before a turn is its prompt, drafters begin empty and learn each finished turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib.results import earlier_figures, write_json
-from bench.lib.sessions import Sessions
+from bench.lib.results import write_json
 from bench.lib.tables import pivot
-from bench.lib.trace import Row, Trace, replayed, store_of
+from bench.lib.trace import STORE_ROWS, Row, Sessions, Trace, store_of
 from bench.scorer.long_contexts import KINDS as COPY_KINDS
 from bench.scorer.long_contexts import copies, python_sources
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore import tokenizer
-from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import LEADING, to_learn
 
-STORE_ROWS = 605
-COPIES = 4
-"""Of each kind and length."""
-DEPTHS = 8
-"""By which predictions are compared with what is accepted; deeper nodes count as the last."""
-DRAFTERS = ("sssd", "paper", "suffix", "lookup")
-SHAPES = {"lookup": "chain"}
-"""Drafters that know one shape only."""
+COPIES = 4  # of each kind and length
+SCORINGS = {"sssd": "learned", "sssd-alone": "learned", "paper": "paper"}
 
 # Draft for the first n tokens of a row; called with n rising within a request, and with a fresh id per request, first
 # with the length of its prompt.
 DraftFunction = Callable[[str, NDArray[np.int32], int], DraftBatch]
-
-
-def store_documents(trace: Trace) -> list[NDArray[np.int32]]:
-    """What drafters may learn from beforehand: the outputs of the first 605 rows."""
-    return [output for _, output in trace.rows[:STORE_ROWS]]
-
-
-def build_store(trace: Trace) -> Snapshot:
-    return store_of(store_documents(trace), trace.vocab_size)
-
-
-def test_rows(trace: Trace) -> list[Row]:
-    return replayed(trace.rows[STORE_ROWS:])
 
 
 def accepted_length(batch: DraftBatch, continuation: NDArray[np.int32]) -> int:
@@ -104,27 +77,24 @@ def drafting(drafter: Drafter, budget: int, shape: Any = "tree") -> DraftFunctio
 
 
 class SuffixLimits(NamedTuple):
-    """Limits of ArcticInference's suffix decoding, opened as is best for it here: tokens of a match; drafted tokens for
-    each one matched; least probability of a drafted token."""
+    """Limits of ArcticInference's suffix decoding."""
 
-    depth: int = 64
-    factor: float = 4.0
-    probability: float = 0.0
+    depth: int  # tokens of a match
+    factor: float  # drafted tokens for each one matched
+    probability: float  # of a drafted token, at least
 
 
-OPENED, VLLM_DEFAULTS = SuffixLimits(), SuffixLimits(24, 1.0, 0.1)
+LIMITS = {"suffix": SuffixLimits(64, 4.0, 0.0), "suffix-vllm": SuffixLimits(24, 1.0, 0.1)}
+DRAFTERS = (*SCORINGS, *LIMITS, "lookup")
+CHAINS_ONLY = ("suffix-vllm", "lookup")
 
 
 def suffix(
-    documents: Sequence[NDArray[np.int32]], budget: int, shape: str, limits: SuffixLimits = OPENED, learns: bool = False
+    documents: Sequence[NDArray[np.int32]], budget: int, shape: str, limits: SuffixLimits, learns: bool
 ) -> DraftFunction:
-    """ArcticInference's suffix decoding: a tree over the request, one over all answers, the better of both.
-
-    Where there are `documents`, or it `learns`, its tree grows by the answers replayed so far, as when it serves;
-    freedraft's datastore stays what it was.
-
-    Raises ImportError: it is not installed.
-    """
+    """ArcticInference's suffix decoding: a tree over the request, one over all answers, the better of both. With
+    `documents`, or if it `learns`, its tree grows by the answers replayed so far, as when it serves; freedraft's
+    datastore stays what it was. Raises ImportError: it is not installed."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
     cache = SuffixDecodingCache(max_tree_depth=limits.depth, max_cached_requests=-1 if len(documents) or learns else 0)
@@ -133,7 +103,6 @@ def suffix(
         cache.add_active_response(("store", number), document.tolist())
         cache.stop_request(("store", number))
     out = DraftBatch.empty(1, budget)
-    out.scores[0] = 1.0
     current, known = "", 0
 
     def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
@@ -150,26 +119,19 @@ def suffix(
         options = {"max_spec_factor": limits.factor, "min_token_prob": limits.probability}
         options |= {"max_spec_tokens": budget - 1, "use_tree_spec": shape == "tree"}
         found = cache.speculate(request, newest, **options)
-        return tree(out, int(tokens[n - 1]), found.token_ids, [parent + 1 for parent in found.parents])
+        count = 1 + len(found.token_ids)
+        out.tokens[0, :count] = [tokens[n - 1], *found.token_ids]
+        out.parents[0, :count] = [-1, *(parent + 1 for parent in found.parents)]
+        out.counts[0] = count
+        return out
 
     return draft
-
-
-def tree(out: DraftBatch, root: int, tokens: Sequence[int], parents: Sequence[int]) -> DraftBatch:
-    """A tree of others as a `DraftBatch`; `parents` count the root as 0 and come before their children."""
-    out.tokens[0, 0], out.parents[0, 0], out.depths[0, 0] = root, -1, 0
-    for i, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
-        out.tokens[0, i], out.parents[0, i], out.depths[0, i] = token, parent, out.depths[0, parent] + 1
-    out.counts[0] = 1 + len(tokens)
-    return out
 
 
 def lookup(budget: int) -> DraftFunction:
     """Prompt lookup: what followed the first occurrence of the longest suffix of 4, 3, 2 tokens."""
     out = DraftBatch.empty(1, budget)
     out.parents[0] = np.arange(-1, budget - 1)
-    out.depths[0] = np.arange(budget)
-    out.scores[0] = 1.0
 
     def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
         found: NDArray[np.int32] = tokens[:0]
@@ -190,6 +152,31 @@ def lookup(budget: int) -> DraftFunction:
     return draft
 
 
+class Cell(NamedTuple):
+    """What drafts, within which budget."""
+
+    drafter: str
+    shape: Any
+    budget: int
+
+    def make(
+        self,
+        documents: Sequence[NDArray[np.int32]],
+        vocab_size: int,
+        weights: Path | None,
+        live: LiveStore | None = None,
+    ) -> DraftFunction:
+        """A drafter that knows `documents`, and learns where `live` is given. Raises ImportError: see `suffix`."""
+        if self.drafter == "lookup":
+            return lookup(self.budget)
+        if self.drafter in LIMITS:
+            return suffix(documents, self.budget, self.shape, LIMITS[self.drafter], live is not None)
+        options: dict[str, Any] = {"scoring": SCORINGS[self.drafter], "weights": weights, "live": live}
+        if documents and self.drafter != "sssd-alone":
+            options["snapshot"] = store_of(documents, vocab_size)
+        return drafting(Drafter(vocab_size=vocab_size, max_nodes=self.budget, **options), self.budget, self.shape)
+
+
 def replay(
     rows: list[Row],
     draft: DraftFunction,
@@ -204,175 +191,106 @@ def replay(
         finished: called with each prompt and answer at the end of the answer.
     """
     steps = produced = 0
-    predicted, accepted = np.zeros(DEPTHS + 1), np.zeros(DEPTHS + 1)
     for number, (prompt, output) in enumerate(rows):
         tokens = np.concatenate([prompt, output]).astype(np.int32)
         position = len(prompt)
         while position < len(tokens):
             batch = draft(f"{name} {number}", tokens, position)
-            length = accepted_length(batch, tokens[position:])
-            depths, scores = (part[0, 1 : batch.counts[0]] for part in (batch.depths, batch.scores))
-            inside = depths <= len(tokens) - position
-            predicted += np.bincount(np.minimum(depths[inside], DEPTHS), scores[inside], DEPTHS + 1)
-            accepted += np.bincount(np.minimum(np.arange(1, length + 1), DEPTHS), minlength=DEPTHS + 1)
-            position, steps = position + length + 1, steps + 1
+            position, steps = position + accepted_length(batch, tokens[position:]) + 1, steps + 1
         produced += len(output)
         finished(prompt, output)
-    row: dict[str, Any] = {"tokens_per_step": round(produced / steps, 4), "output_tokens": produced, "steps": steps}
-    row["accepted_by_depth"] = accepted[1:].astype(int).tolist()
-    return row | {"predicted_by_depth": predicted[1:].round(1).tolist()} if predicted.any() else row
+    return {"tokens_per_step": round(produced / steps, 4), "output_tokens": produced, "steps": steps}
 
 
-def drafter(name: str, store: Trace, budget: int, shape: Any, scoring: str, weights: Path | None) -> DraftFunction:
-    """Make a drafter that knows the first 605 rows' outputs of `store`. Raises ImportError: a rival that is not
-    installed."""
-    if name == "lookup":
-        return lookup(budget)
-    if name == "suffix":
-        return suffix(store_documents(store), budget, shape)
-    options: dict[str, Any] = {"scoring": "paper" if name == "paper" else scoring, "weights": weights}
-    options |= {"snapshot": build_store(store), "vocab_size": store.vocab_size}
-    return drafting(Drafter(max_nodes=budget, **options), budget, shape)
+def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
+    """All combinations that there are."""
+    for name in arguments.drafter:
+        shapes = ["chain"] if name in CHAINS_ONLY else arguments.shape
+        yield from itertools.starmap(Cell, itertools.product([name], shapes, arguments.budget))
 
 
-def long_contexts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Replay answers that copy or edit a part of a long prompt: a row per drafter, shape, kind and length. Raises
-    ImportError: a rival that is not installed; ValueError: no tokenizer."""
+def of_trace(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    trace = Trace.load(path, arguments.tokenizer)
+    rows, documents = trace.test_rows, trace.documents
+    if not rows:
+        raise ValueError(f"{path} has no row to replay after its first {STORE_ROWS}")
+    for cell in cells(arguments):
+        row = replay(rows, cell.make(documents, trace.vocab_size, arguments.weights))
+        stored = cell.drafter not in ("sssd-alone", "lookup")
+        row["store_tokens"] = sum(len(d) + 1 for d in documents) if stored else 0
+        scoring = SCORINGS.get(cell.drafter)
+        row |= {"rows": len(rows), "trace": path.name, "drafter": "sssd" if scoring else cell.drafter}
+        yield row | {"scoring": scoring, "shape": cell.shape, "budget": cell.budget}
+
+
+def of_copies(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row per drafter, shape, kind of copy and length of the prompt."""
     encoder = tokenizer.load(arguments.tokenizer)
     text = python_sources(encoder, 2 * max(arguments.lengths))
-    store, budget, results = Trace([], "", encoder.get_vocab_size()), arguments.budget[0], []
-    shapes = [(name, shape) for name in arguments.drafter for shape in ("chain", "tree")]
-    shapes = [(name, shape) for name, shape in shapes if shape == SHAPES.get(name, shape)]
-    for (name, shape), kind, length in itertools.product(shapes, COPY_KINDS, arguments.lengths):
-        draft = drafter(name, store, budget, shape, arguments.scoring, arguments.weights)
-        found = replay(copies(text, length, kind, COPIES), draft)
-        results.append({"drafter": name, "shape": shape, "kind": kind, "context": length, "budget": budget} | found)
-    return results
+    for cell, kind, length in itertools.product(cells(arguments), COPY_KINDS, arguments.lengths):
+        found = replay(copies(text, length, kind, COPIES), cell.make([], encoder.get_vocab_size(), arguments.weights))
+        yield cell._asdict() | {"kind": kind, "context": length} | found
 
 
-def run(
-    trace: Trace, rows: list[Row], name: str, shape: str, budget: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Replay one drafter with one budget. Raises ImportError: a rival that is not installed."""
-    scoring = {"sssd": arguments.scoring, "paper": "paper"}.get(name)
-    shape = SHAPES.get(name, shape)
-    store = replace(trace, rows=[]) if arguments.no_store else trace
-    draft = drafter(name, store, budget, shape, arguments.scoring, arguments.weights)
-    row = replay(rows, draft)
-    row["store_tokens"] = sum(len(d) + 1 for d in store_documents(store)) if name != "lookup" else 0
-    row |= {"rows": len(rows), "trace": arguments.trace.name, "drafter": "sssd" if scoring else name}
-    return row | {"scoring": scoring, "shape": shape, "budget": budget}
-
-
-def session_rows(sessions: Sessions, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Replay recorded sessions: a row per drafter, shape and budget. Raises ImportError: a rival that is not installed;
-    ValueError: a drafter that learns nothing."""
-    if not sessions.turns:
-        raise ValueError(f"sessions: {arguments.sessions} has no answer of an assistant")
-    results = []
-    for name, shape, budget in itertools.product(arguments.drafter, arguments.shape, arguments.budget):
-        limits = VLLM_DEFAULTS if arguments.suffix_defaults else OPENED
-        if name == "suffix" and arguments.suffix_defaults:
-            if shape != arguments.shape[0]:
-                continue
-            shape = "chain"
+def of_sessions(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    sessions = Sessions.load(path, arguments.tokenizer)
+    if unable := {*arguments.drafter} - {"sssd", *LIMITS}:
+        raise ValueError(f"--sessions is for drafters that learn, which {', '.join(unable)} does not")
+    for cell in cells(arguments):
         live = LiveStore(sessions.vocab_size, isolation="shared")
-        match name:
-            case "suffix":
-                draft = suffix([], budget, shape, limits, learns=True)
-            case "sssd":
-                options: dict[str, Any] = {"scoring": arguments.scoring, "weights": arguments.weights, "live": live}
-                draft = drafting(Drafter(vocab_size=sessions.vocab_size, max_nodes=budget, **options), budget, shape)
-            case _:
-                raise ValueError(f"--sessions is for drafters that learn, which '{name}' does not")
 
         def learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], live: LiveStore = live) -> None:
             live.insert(to_learn(prompt, answer, LEADING))
             live.settle()
 
+        draft = cell.make([], sessions.vocab_size, arguments.weights, live)
         found = {
             session: {"turns": len(turns)} | replay(turns, draft, name=session, finished=learn)
             for session, turns in sessions.turns.items()
         }
-        turns, steps, produced = (sum(r[key] for r in found.values()) for key in ("turns", "steps", "output_tokens"))
-        row: dict[str, Any] = {"file": arguments.sessions.name, "drafter": name, "shape": shape, "budget": budget}
-        row["limits"] = None if name != "suffix" else "vLLM's" if arguments.suffix_defaults else "opened"
-        row |= {"tokens_per_step": round(produced / steps, 4), "turns": turns, "steps": steps}
-        results.append(row | {"output_tokens": produced, "sessions": found})
         live.close()
-    return results
-
-
-KEY = ("trace", "drafter", "scoring", "shape", "budget", "store_tokens")
-SESSION_KEY = ("file", "drafter", "limits", "shape", "budget")
-"""What two results of one file do not share."""
-
-
-def save(arguments: argparse.Namespace, results: list[dict[str, Any]], key: Sequence[str], data: Path) -> None:
-    """Add results to the file that --json names, in place of those of before with the same key."""
-    before = earlier_figures(arguments.json) or []
-    mine = {tuple(map(r.get, key)) for r in results}
-    kept = [r for r in before if tuple(map(r.get, key)) not in mine]
-    write_json(arguments.json, kept + results, data=[data], earlier=bool(before))
+        turns, steps, produced = (sum(r[key] for r in found.values()) for key in ("turns", "steps", "output_tokens"))
+        limits = {"suffix": "opened", "suffix-vllm": "vLLM's"}.get(cell.drafter)
+        row = {"file": path.name} | cell._asdict() | {"drafter": "suffix" if limits else cell.drafter, "limits": limits}
+        row |= {"tokens_per_step": round(produced / steps, 4), "turns": turns, "steps": steps}
+        yield row | {"output_tokens": produced, "sessions": found}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--trace", type=Path, help='JSONL with "prompt" and "output"')
-    parser.add_argument("--sessions", type=Path, help='JSONL with "session" and "messages", in place of a trace')
-    parser.add_argument("--suffix-defaults", action="store_true", help="suffix with vLLM's settings, in --sessions")
-    parser.add_argument("--long", action="store_true", help="copies and edits of long prompts, in place of a trace")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--trace", type=Path, nargs="+", help='JSONL with "prompt" and "output"')
+    what.add_argument("--sessions", type=Path, nargs="+", help='JSONL with "session" and "messages"')
+    what.add_argument("--long", action="store_true", help="copies and edits of long prompts")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 8_000, 32_000, 128_000], help="of --long")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--budget", type=int, nargs="+", default=[16], help="nodes per step, root included")
     parser.add_argument("--shape", choices=("tree", "chain"), nargs="+", default=["tree"])
     parser.add_argument("--drafter", choices=DRAFTERS, nargs="+", default=["sssd"])
-    parser.add_argument("--scoring", choices=("learned", "paper"), default="learned")
     parser.add_argument("--weights", type=Path, help="scorer weights; default: the shipped ones")
-    parser.add_argument("--no-store", action="store_true", help="draft from prompt and output only")
     parser.add_argument("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built")
-    parser.add_argument("--json", type=Path, help="results are added to those of before, of the same code and machine")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     sys.path.append(str(arguments.arctic))
-    results, missing = [], []
+    data, across, form = [], "budget", "drafter={drafter} | shape={shape} | kind={kind}"
     try:
         if min(arguments.budget) < 1:
             raise ValueError("--budget must be at least 1 (the root)")
         if arguments.long:
-            results = long_contexts(arguments)
-            print(pivot(results, "drafter={drafter} | shape={shape} | kind={kind}", "context", "{tokens_per_step:.2f}"))
-            write_json(arguments.json, results)
-            return 0
-        if arguments.sessions is not None:
-            results = session_rows(Sessions.load(arguments.sessions, arguments.tokenizer), arguments)
-            form = "drafter={drafter} | limits={limits} | shape={shape}"
-            print(pivot(results, form, "budget", "{tokens_per_step:.3f}"))
-            save(arguments, results, SESSION_KEY, arguments.sessions)
-            return 0
-        if arguments.trace is None:
-            raise ValueError("give --trace, --sessions or --long")
-        trace = Trace.load(arguments.trace, arguments.tokenizer)
-        rows = test_rows(trace)
-        if not rows:
-            raise ValueError(f"trace: {arguments.trace} has no row to replay after its first {STORE_ROWS}")
-        for name in arguments.drafter:
-            try:
-                cells = itertools.product(arguments.shape, arguments.budget)
-                results += [run(trace, rows, name, shape, budget, arguments) for shape, budget in cells]
-            except ImportError as error:
-                missing.append(name)
-                print(f"left out: {name} is not installed here ({error})", file=sys.stderr)
+            across, results = "context", list(of_copies(arguments))
+        elif arguments.sessions:
+            data, form = arguments.sessions, "sessions={file} | drafter={drafter} | limits={limits} | shape={shape}"
+            results = [row for path in data for row in of_sessions(path, arguments)]
+        else:
+            data = arguments.trace
+            form = "answers={trace} | drafter={drafter} | scoring={scoring} | store={store_tokens} | shape={shape}"
+            results = [row for path in data for row in of_trace(path, arguments)]
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if len(results) > 1:
-        form = "answers={trace} | drafter={drafter} | scoring={scoring} | shape={shape}"
-        print(pivot(results, form, "budget", "{tokens_per_step:.3f}"))
-    elif results:
-        print(json.dumps(results[0], indent=1))
-    if results:
-        save(arguments, results, KEY, arguments.trace)
-    return 1 if missing else 0
+    print(pivot(results, form, across, "{tokens_per_step:.3f}"))
+    write_json(arguments.json, results, data=data)
+    return 0
 
 
 if __name__ == "__main__":

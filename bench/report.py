@@ -2,8 +2,7 @@
 
     python bench/report.py bench/results --out build/report.md
 
-Plots are written beside the page as PNGs. Other files of results are passed over; damaged ones, and those that were
-changed since their benchmark wrote them, are named on the page.
+Plots are written beside the page as PNGs. Other files of results are passed over.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.lib import plots, sessions, summary, tables
-from bench.lib.plots import Plot, Rows, names, nice, overall, plt
+from bench.lib import plots, summary, tables
+from bench.lib.plots import Plot, Rows, names, nice, overall
 from bench.lib.results import checked
 
 METHODS = ("sssd", "layerskip", "freedraft")
@@ -49,20 +48,10 @@ def below_plain(result: dict[str, Any]) -> str:
 
 def near_the_best(result: dict[str, Any]) -> str:
     """How many cells reach the best fixed draft length, in one sentence; empty without fixed ones."""
-    shares = [row["share"] >= 0.99 for row in summary.of_best_length(result["rows"], result["settings"]["arms"])]
-    said = f"{sum(shares)} of {len(shares)} cells reach 99 % of the best fixed draft length, plain decoding among them."
+    shares = summary.of_best_length(result["rows"], result["settings"]["arms"])
+    near = sum(share >= 0.99 for share in shares)
+    said = f"{near} of {len(shares)} cells reach 99 % of the best fixed draft length, plain decoding among them."
     return said if shares else ""
-
-
-def chosen_lengths(result: dict[str, Any]) -> str:
-    """Whether arms that choose their draft length are as good as the best fixed one; empty without fixed ones."""
-    rows = summary.of_best_length(result["rows"], result["settings"]["arms"])
-    form = (
-        "group={name} | at a time={concurrency} | arm={arm} | best fixed length={best} | "
-        "of its speed={share:.3f} | over plain={over_plain:.3f}"
-    )
-    cells = tables.table([r | {"name": nice(r["group"])} for r in rows], form)
-    return f"### Against the best fixed length\n\n{near_the_best(result)}\n\n{cells}" if rows else ""
 
 
 def cells_of(rows: Rows) -> Iterator[tuple[int, str, dict[str, dict[str, Any]]]]:
@@ -77,7 +66,7 @@ def markdown(result: dict[str, Any]) -> str:
     """Speed over plain by group (tokens of a request) and concurrency (of all), as a table; intervals are 95 %."""
     rows, settings = result["rows"], result["settings"]["arms"]
     # The arm that decodes plainly; the first one, where there are two engines.
-    plain = next((name for name, arm in settings.items() if arm["speculative"] is None and arm["url"] is None), None)
+    plain = next((name for name, arm in settings.items() if arm["speculative"] is None), None)
     arms = [arm for arm in names(rows, "arm") if any("ratio" in r for r in rows if r["arm"] == arm)]
     said = ["| at a time | questions | plain | " + " | ".join(arms) + " |", "|---" * (3 + len(arms)) + "|"]
     for concurrency, group, here in cells_of(rows):
@@ -132,44 +121,32 @@ def conditions(result: dict[str, Any]) -> str:
 
 def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
     rows = result["rows"]
-    drawn = (plots.latency_throughput(name, rows), plots.ratios(name, rows))
-    shown = [plot for plot in drawn if plot is not None]
+    shown = [plot for plot in (plots.latency_throughput(name, rows), plots.ratios(name, rows)) if plot is not None]
     note = (
         f"{conditions(result)} Answers are compared with plain's as text with special tokens. Servers began with "
-        "nothing learnt or cached at each number of requests at a time. Tokens per second are those that came while so "
-        "many requests were under way, their ratio the median over blocks of questions; ratios of a group are of the "
+        "nothing learnt or cached at each number of requests at a time. Tokens per second are those that came under "
+        "full load, their ratio the median over blocks of questions; ratios of a group are of the "
         "time that a request takes for a token after the first."
     )
-    parts = [f"## Serving: {name}", note, below_plain(result), *(f"> problem: {text}" for text in result["problems"])]
-    parts += map(picture, shown)
-    parts += ["### All questions together", serving_table(overall(rows))]
-    parts += ["### By group of questions", serving_table([r for r in rows if r["group"] != summary.ALL])]
-    parts += [chosen_lengths(result), rivals(result), "### Commands of the servers"]
-    return [*parts, "\n".join(f"- `{command}`" for command in result["commands"].values())], shown
-
-
-def picture(plot: Plot) -> str:
-    return f"![{plot.name}]({plot.name}.png)\n\n{plot.caption}"
+    parts = [f"## Serving: {name}", note, below_plain(result), near_the_best(result)]
+    parts += [f"> problem: {text}" for text in result["problems"]]
+    parts += [f"![{plot.name}]({plot.name}.png)\n\n{plot.caption}" for plot in shown]
+    parts += [serving_table(overall(rows)), serving_table([r for r in rows if r["group"] != summary.ALL])]
+    commands = "\n".join(f"- `{command}`" for command in result["commands"].values())
+    return [*parts, rivals(result), f"### Commands of the servers\n\n{commands}"], shown
 
 
 def build(folder: Path) -> tuple[str, list[Plot]]:
-    """The page and its plots, from every file of results in a folder. Raises ValueError: there is none."""
+    """The page and its plots, from every file of results in a folder. Raises ValueError: there is none, or one was
+    changed since its benchmark wrote it."""
     body, shown = ["# freedraft: measured"], list[Plot]()
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
-        try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            if isinstance(result, dict) and result.get("benchmark") == "serve":
-                parts, drawn = serving(path.stem, result)
-            elif path.stem.startswith("sessions"):
-                both = (sessions.comparison(result, limits) for limits in ("vLLM's", "opened"))
-                parts, drawn = ["## Sessions of agents: defaults, then opened limits", *both], []
-            else:
-                continue
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(result, dict) and result.get("benchmark") == "serve":
             checked(path)
-        except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
-            parts, drawn = [f"## {path.name}", f"> problem: left out: {type(error).__name__}: {error}"], []
-        body, shown = body + parts, shown + drawn
-    if len(body) == 1:
+            parts, drawn = serving(path.stem, result)
+            body, shown = body + parts, shown + drawn
+    if not shown:
         raise ValueError(f"no results in {folder}: run bench/serve.py first")
     return "\n\n".join(filter(None, body)) + "\n", shown
 
@@ -189,7 +166,6 @@ def main() -> int:
     out.write_text(page, encoding="utf-8")
     for plot in shown:
         plot.figure.savefig(out.parent / f"{plot.name}.png", bbox_inches="tight", metadata={"Software": None})
-        plt.close(plot.figure)
     print(f"{out} and {len(shown)} plots")
     return 0
 

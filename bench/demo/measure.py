@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,10 +76,8 @@ class Client:
         return round(sum(sample.value for sample in samples if sample.name.endswith("_total")))
 
 
-def measure(
-    clients: dict[str, Client], prompts: Sequence[Prompt], repeats: int, report: Callable[[Prompt, int], None]
-) -> None:
-    """Ask both servers every prompt `repeats` times in turns; `report` gets each prompt after each repeat (from 0).
+def measure(clients: dict[str, Client], prompts: Sequence[Prompt], repeats: int) -> Iterator[tuple[int, Prompt]]:
+    """Ask both servers every prompt `repeats` times in turns; yield the repeat (from 0) and the prompt after each.
 
     Each repeat is a tenant's of its own: answers that were given before would be drafted from.
     """
@@ -90,7 +88,7 @@ def measure(
         for i, prompt in enumerate(prompts):
             for name in (BASELINE, SSSD) if (repeat + i) % 2 == 0 else (SSSD, BASELINE):
                 prompt.answers[name].append(clients[name].ask(prompt.text, f"repeat {repeat}"))
-            report(prompt, repeat)
+            yield repeat, prompt
 
 
 def row(kind: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -112,10 +110,4 @@ def row(kind: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
     found |= {"sssd_tps": round(statistics.median(rates[SSSD]), 2), "ratio": round(statistics.median(ratios), 3)}
     found |= {"ratio_min": round(min(ratios), 3), "ratio_max": round(max(ratios), 3)}
     found["tokens_per_step"] = round(sum(len(a.tokens) for a in last) / sum(steps), 3) if steps else None
-    found["identical"] = all(p.identical for p in prompts)
-    found["prompts"] = each = []
-    for p in prompts:
-        tokens, passes = len(p.answers[BASELINE][-1].tokens), p.answers[SSSD][-1].steps
-        each.append({"prompt": p.text, "tokens": tokens, "steps": passes, "identical": p.identical})
-        each[-1] |= {f"{name}_s": [round(a.seconds, 3) for a in p.answers[name]] for name in (BASELINE, SSSD)}
-    return found
+    return found | {"identical": all(p.identical for p in prompts)}

@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.demo.store import ensure_store
 from bench.lib import servers
 
-STATE = Path("build/serve.json")
+STATE = Path("build/server.json")  # build/serve.json is of bench/serve.py
 
 
 def recorded() -> tuple[int, int] | None:

@@ -1,6 +1,6 @@
 """A deep synthetic model in which layer skipping can pay, made of the demo model.
 
-After each layer of the demo model comes a copy of it whose `o_proj` and `down_proj` are scaled down, so that the copies
+After each layer of the demo model comes a copy of it with `o_proj` and `down_proj` scaled down, so that the copies
 cost as much as any layer and hardly change the text. Skipping them all drafts with a half of the sublayers and finds
 nearly always the same token, as large models do without such help (notes of the SWIFT and Self-SD papers: acceptance
 .98 with 45-50 % of the sublayers skipped). It is synthetic in that one respect; weights, tokenizer and text are real.
@@ -48,13 +48,3 @@ def build(source: Path, target: Path) -> None:
     skip_set.save(target / SKIP_SET, {"made by": "bench/lib/deep_model.py", "scale": SCALE})
     # Last, so that a folder with a config is a whole one.
     (target / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def mixed_sets(folder: Path, count: int = 4) -> list[Path]:
-    """Files of `count` skip sets of the deep model in `folder`: set i keeps added layer i."""
-    paths, whole = [folder / f"mixed_{i}.json" for i in range(count)], SkipSet.load(folder / SKIP_SET)
-    for i, path in enumerate(paths):
-        skipped = whole.attention - {2 * i + 1}
-        part = SkipSet(whole.n_layers, skipped, skipped, whole.model)
-        part.save(path, {"made by": "bench/lib/deep_model.py", "keeps": 2 * i + 1})
-    return paths

@@ -1,4 +1,4 @@
-"""Engines under a benchmark, whose drafting is watched, and switched on and off between requests or steps."""
+"""Engines under a benchmark: their drafting is recorded, and switched on and off between requests or steps."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def baseline_seconds(calls: Sequence[Call], batch: int) -> list[float]:
 
 
 def verdicts(calls: Sequence[Call]) -> list[tuple[int, int]]:
-    """(drafted, accepted) tokens of each request in each step, as far as the request took part in the next one."""
+    """(drafted, accepted) tokens of each request in each step, if the request took part in the next one."""
     return [
         (drafted, after.gained[after.ids.index(name)] - 1)
         for call, after in pairwise(calls)
@@ -174,10 +174,8 @@ class Engine:
         self.method = method_of(self.llm.llm_engine)
         self.switch = Switch(self.method)
 
-    def generate(
-        self, prompts: Sequence[list[int]], tokens: int, *, drafting: Drafting, extras: Sequence[dict[str, Any]] = ()
-    ) -> Run:
-        """Greedy answers of exactly `tokens` tokens; `extras` are what each request sends for the drafter."""
+    def generate(self, prompts: Sequence[list[int]], tokens: int, *, drafting: Drafting) -> Run:
+        """Greedy answers of exactly `tokens` tokens."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -185,9 +183,8 @@ class Engine:
         switch.wants = drafting if callable(drafting) else lambda step: drafting
         switch.calls.clear()
         how: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
-        parameters = [SamplingParams(**how, extra_args=extra or None) for extra in extras or [{}] * len(prompts)]
         requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        outputs = self.llm.generate(requests, parameters, use_tqdm=False)
+        outputs = self.llm.generate(requests, SamplingParams(**how), use_tqdm=False)
         ended = time.perf_counter()
         if switch.error is not None:
             raise RuntimeError("drafting failed") from switch.error
@@ -203,10 +200,10 @@ def method_of(llm_engine: Any) -> Any:
     return drafter.guarded.method if hasattr(drafter, "guarded") else None
 
 
-def in_process(script: str, *options: object, env: dict[str, str] | None = None, python: str = sys.executable) -> Any:
+def in_process(script: str, *options: object) -> Any:
     """The JSON on the last line that a script prints in a process of its own, set up as a CPU engine needs it."""
-    command = [python, script, *map(str, options)]
-    done = subprocess.run(command, env=env or in_process_environment(), capture_output=True, text=True)
+    command = [sys.executable, script, *map(str, options)]
+    done = subprocess.run(command, env=in_process_environment(), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])

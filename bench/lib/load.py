@@ -46,7 +46,7 @@ class Outcome:
 def ask(url: str, model: str, asked: Sequence[Request], concurrency: int, template: dict[str, Any] | None) -> Outcome:
     """Put requests to the server in their order, with arguments of the model's chat template; wait for all answers.
 
-    The end of a sequence is ignored, so that answers have the tokens asked for and arms do equal work. Nothing else is
+    The end of a sequence is ignored, so that answers have the requested tokens and arms do equal work. Nothing else is
     sent: a trial request would teach the arms that learn from traffic an answer.
     """
     from vllm.benchmarks.datasets import SampleRequest

@@ -14,14 +14,10 @@ BY_KIND = [prompt for prompts in PROMPTS.values() for prompt in prompts]
 WARM_UP = "Write one sentence about the sea, then write the same sentence again."
 
 
-def chats(model: Path, texts: Sequence[str], *, tokenize: bool = True) -> list[Any]:
-    """Each text as a chat of one turn in the model's template: token ids, or text without `tokenize`."""
+def chats(model: Path, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of each text as a chat of one turn in the model's template."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=tokenize, add_generation_prompt=True, return_dict=False
-        )
-        for text in texts
-    ]
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    return [tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False) for turn in turns]

@@ -1,27 +1,51 @@
-"""Questions of a benchmark: Spec-Bench's format, one JSON object with "category" and "turns" a line.
+"""Questions of a benchmark: from files in Spec-Bench's format, one JSON object with "category" and "turns" a line; made
+of Python's own library, the same on every machine with the same Python; and turns of recorded sessions.
 
-Spec-Bench (Xia et al., 2024) has six groups of 80; the first has ten questions of each of MT-Bench's eight categories.
+    python -m bench.lib.questions spec-bench long agent quotes --concurrency 1 256
+
+needs nothing but Python, and prints what keeps bench/serve.py from asking these.
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
 import hashlib
 import json
 import math
 import random
+import re
+import sys
+import sysconfig
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+from bench.lib import jsonl
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/refs/heads/main/data/spec_bench/question.jsonl"
+# The first of Spec-Bench's six groups (Xia et al., 2024) has ten questions of each of MT-Bench's eight categories.
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+FORM = 'Spec-Bench\'s format, which is {"question_id": 1, "category": "qa", "turns": ["..."]} on every line'
+# Characters of the long documents, of which three or four make a token.
+LENGTHS = (16_000, 32_000, 64_000, 100_000)
+OF_EACH_LENGTH = 8
+# Two rounds of 32 requests at a time.
+AGENT_TURNS = 64
+QUOTES, OF_A_TEXT = 32, 4_000  # most passages; characters of the text of each
+OF_A_PROMPT = 17_000  # characters of a session's turn at most: up to 6,000 tokens
+TURNS = 4  # of a session at most, as far apart as they can be: each begins with the one before
+# Folders of the library that some distributions leave out, or fill with packages.
+NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "tkinter"}
 
 
 class QuestionError(ValueError):
-    """A question file that cannot be used. The message is one line: the file, the line, the remedy."""
+    """Questions that cannot be had or asked. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -40,35 +64,20 @@ class Question:
 
 
 def load(path: Path) -> list[Question]:
-    """Questions in the order of the file. Raises QuestionError: the file is missing, empty, or in another format; the
-    first wrong line is named."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise QuestionError(f"questions {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    questions = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            category, text = row["category"], row["turns"][0]
-            if not (isinstance(category, str) and isinstance(text, str) and text.strip()):
-                raise TypeError
-        except (ValueError, KeyError, TypeError, IndexError):
-            raise QuestionError(
-                f"questions {path} line {number}: not Spec-Bench's format, "
-                'which is {"question_id": 1, "category": "qa", "turns": ["..."]} on every line'
-            ) from None
+    """Questions in the order of the file. Raises jsonl.FileError: it is missing, empty, or in another format."""
+
+    def parse(number: int, row: Any) -> Question:
+        category, text = row["category"], row["turns"][0]
+        if not (isinstance(category, str) and isinstance(text, str) and text.strip()):
+            raise TypeError("no text")
         group = "mt_bench" if category in MT_BENCH else category
-        questions.append(Question(f"{path.stem}:{row.get('question_id', number)}", group, text))
-    if not questions:
-        raise QuestionError(f"questions {path}: no questions in it")
-    return questions
+        return Question(f"{path.stem}:{row.get('question_id', number)}", group, text)
+
+    return jsonl.read(path, FORM, parse)
 
 
 def download(folder: Path) -> Path:
-    """Spec-Bench's own file, kept in `folder`. Raises QuestionError: it is not there yet and cannot be had."""
+    """Spec-Bench's own file, kept in `folder`. Raises QuestionError: it cannot be downloaded."""
     path = folder / "spec_bench.jsonl"
     if path.is_file():
         return path
@@ -118,3 +127,113 @@ def blocks(
     number = max(1, int(len(mixed) / size + 0.5))
     ends = [math.ceil(len(mixed) * i / number) for i in range(number + 1)]
     return [tuple(mixed[i:j]) for i, j in pairwise(ends)]
+
+
+def read(name: str) -> list[Question]:
+    """The questions of one of the names that are made here, of Spec-Bench, which is downloaded, of recorded sessions
+    (`sessions:FILE`), or of a file. Raises QuestionError, jsonl.FileError: it cannot be had or used."""
+    if name.startswith("sessions:"):
+        return session_turns(Path(name.removeprefix("sessions:")))
+    if name == "spec-bench":
+        return load(download(Path("build/questions")))
+    made = {"long": long_documents, "agent": agent_turns, "quotes": quotes}
+    return made[name]() if name in made else load(Path(name))
+
+
+def long_documents() -> list[Question]:
+    """Questions about modules of 16,000 to 100,000 characters, answered by much that stands in them."""
+    # Tables of data have nothing to list, and twice the tokens.
+    made, sources = [], [(name, text) for name, text in modules() if text.count("def ") >= 10]
+    for length in LENGTHS:
+        fitting = [(name, text) for name, text in sources if 0.7 * length <= len(text) <= length]
+        for name, text in fitting[:OF_EACH_LENGTH]:
+            ask = (
+                "List every public class and function of this module in the order of the source: its signature exactly "
+                "as it stands there, and the first line of its docstring."
+            )
+            made.append(Question(f"long:{name}:{length}", "long", f"# {name}.py\n\n{text}\n\n{ask}"))
+    return made
+
+
+def agent_turns() -> list[Question]:
+    """The turn of a coding agent that has read a file, and now writes it with a function renamed."""
+    made = []
+    for name, text in modules():
+        if 2_000 <= len(text) <= 10_000 and (function := renamed(text)) is not None:
+            calls = [{"tool": "list_files", "path": "lib"}, {"tool": "read_file", "path": f"lib/{name}.py"}]
+            ask = (
+                "You are a coding agent. Answer with one tool call as JSON and nothing else. Tools: "
+                "list_files(path), read_file(path), write_file(path, content), done().\n\n"
+                f"Task: in lib/{name}.py rename the function {function} to {function}_checked, everywhere.\n"
+                f"Call: {json.dumps(calls[0])}\nResult: lib/{name}.py\n"
+                f"Call: {json.dumps(calls[1])}\nResult:\n{text}\nCall:"
+            )
+            made.append(Question(f"agent:{name}", "agent", ask))
+        if len(made) == AGENT_TURNS:
+            break
+    return made
+
+
+def quotes() -> list[Question]:
+    """Questions that are answered by quoting a passage of 300 to 1,000 characters from a text of Python's manual."""
+    made, text = [], "\n".join(topics[name] for name in sorted(topics))
+    for start in range(0, len(text), len(text) // QUOTES)[:QUOTES]:
+        part = text[start : start + OF_A_TEXT]
+        passages = [p for p in part.split("\n\n")[1:-1] if 300 <= len(p.strip()) <= 1_000]
+        if not passages:
+            continue
+        begin = " ".join(passages[len(passages) // 2].split()[:6])
+        ask = f'Quote the passage of this text that begins with "{begin}", word for word, and nothing else.'
+        made.append(Question(f"quotes:{start}", "quotes", f"{part}\n\n{ask}"))
+    return made
+
+
+def session_turns(path: Path) -> list[Question]:
+    """What an agent's model was asked in recorded sessions, with all before it; the group has the file's name. Longer
+    messages than a prompt may be are left out, and what tools said is the user's, as not every template knows them."""
+
+    def parse(number: int, row: Any) -> list[Question]:
+        said = [(str(m["role"]).replace("tool", "user"), str(m["content"])) for m in row["messages"]]
+        said = [message for message in said if len(message[1]) <= OF_A_PROMPT]
+        asked = [i for i in range(1, len(said)) if (said[i - 1][0], said[i][0]) == ("user", "assistant")]
+        fitting = [said[:i] for i in asked if sum(len(text) for _, text in said[:i]) <= OF_A_PROMPT]
+        return [
+            Question(f"{path.stem}:{row['session']}:{len(turn)}", path.stem, turn[-1][1], tuple(turn[:-1]))
+            for turn in fitting[:: -(-len(fitting) // TURNS) or 1]
+        ]
+
+    form = 'an object with "session" and "messages" of "role" and "content"'
+    made = [question for of_session in jsonl.read(path, form, parse) for question in of_session]
+    if not made:
+        raise QuestionError(f"sessions {path}: no turn of at most {OF_A_PROMPT} characters")
+    return made
+
+
+def modules() -> Iterator[tuple[str, str]]:
+    """Names and sources of the modules of Python's library, those of its packages too, in alphabetical order."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.rglob("*.py")):
+        place = path.relative_to(library)
+        if NOT_EVERYWHERE.isdisjoint(place.parts):
+            yield place.with_suffix("").as_posix(), path.read_text(encoding="utf-8")
+
+
+def renamed(text: str) -> str | None:
+    """The first function of a module that it uses itself; None where there is none."""
+    names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    return next((name for name in names if len(re.findall(rf"\b{name}\b", text)) > 2), None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Whether bench/serve.py can ask these questions.")
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--concurrency", type=int, nargs="+", required=True)
+    args = parser.parse_args()
+    try:
+        blocks([question for name in args.names for question in read(name)], max(args.concurrency))
+    except (QuestionError, jsonl.FileError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

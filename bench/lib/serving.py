@@ -25,13 +25,11 @@ class Arm:
 
     Attributes:
         speculative: the engine's speculative configuration; None decodes plainly.
-        url: of a server that is up already; the other fields say nothing about it.
     """
 
     name: str
     engine: str = "vllm"
     speculative: dict[str, Any] | None = None
-    url: str | None = None
 
 
 _SSSD = {"method": "sssd"}
@@ -51,19 +49,17 @@ PRESETS = {arm.name: arm for arm in _PRESETS}
 
 
 def parse_arm(text: str) -> Arm:
-    """An arm from the command line. Raises argparse.ArgumentTypeError: it is no preset, JSON object or URL."""
+    """An arm from the command line. Raises argparse.ArgumentTypeError: it is no preset or JSON object."""
     name, given, value = text.partition("=")
     if not given:
         if name not in PRESETS:
-            raise argparse.ArgumentTypeError(f"no arm '{name}': {', '.join(PRESETS)}, NAME=JSON or NAME=URL")
+            raise argparse.ArgumentTypeError(f"no arm '{name}': {', '.join(PRESETS)} or NAME=JSON")
         return PRESETS[name]
-    if re.match(r"https?://", value):
-        return Arm(name, engine="url", url=value.rstrip("/"))
     try:
         settings = json.loads(value)
         engine = settings.pop("engine", "vllm")
     except (ValueError, AttributeError, TypeError):
-        raise argparse.ArgumentTypeError(f"arm '{name}': {value!r} is neither a JSON object nor a URL") from None
+        raise argparse.ArgumentTypeError(f"arm '{name}': {value!r} is no JSON object") from None
     return Arm(name, engine, settings or None)
 
 
@@ -144,9 +140,6 @@ def step_of(block: dict[str, Any]) -> Step:
 
 
 def baseline_of(arms: dict[str, dict[str, Any]]) -> dict[str, str | None]:
-    """For each arm the first one that decodes plainly on the same engine; a server by URL: the first plain one."""
-    baselines = [name for name, arm in arms.items() if arm["url"] is None and arm["speculative"] is None]
-    return {
-        name: next((p for p in baselines if arm["url"] is not None or arms[p]["engine"] == arm["engine"]), None)
-        for name, arm in arms.items()
-    }
+    """For each arm the first one that decodes plainly on the same engine."""
+    plain = {arm["engine"]: name for name, arm in reversed(arms.items()) if arm["speculative"] is None}
+    return {name: plain.get(arm["engine"]) for name, arm in arms.items()}

@@ -1,4 +1,4 @@
-"""SGLang's CPU platform under a benchmark: layer skip switched by request, functions called in its processes."""
+"""SGLang's CPU platform under a benchmark: layer skip switched by request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -45,21 +45,18 @@ def make_method(options: Any, context: Any, controller: Any = None) -> Any:
 
 
 class SglangEngine:
-    """See `bench.lib.engine.Engine`, whose interface it has."""
+    """Has the interface of `bench.lib.engine.Engine`."""
 
     def __init__(self, engine: Any, log: Path) -> None:
         self._engine, self._log = engine, log
         self._numbers = itertools.count()
 
-    def generate(
-        self, prompts: Sequence[list[int]], tokens: int, *, drafting: Drafting, extras: Sequence[dict[str, Any]] = ()
-    ) -> Run:
+    def generate(self, prompts: Sequence[list[int]], tokens: int, *, drafting: Drafting) -> Run:
         kind = f"{TURNS}-{drafting.length}" if isinstance(drafting, Turns) else f"{DRAFT if drafting else PLAIN}-0"
         number = next(self._numbers)
         ids = [f"{kind}-{number}-{i}" for i in range(len(prompts))]
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        each = [sampling | {"custom_params": extra} for extra in extras] or sampling
-        outputs = self._engine.generate(input_ids=list(prompts), sampling_params=each, rid=ids)
+        outputs = self._engine.generate(input_ids=list(prompts), sampling_params=sampling, rid=ids)
         calls = [call for call in calls_in(self._log) if sorted(call.ids) == sorted(ids)]
         decoded = sum(sum(call.gained) for call in calls[1:])
         return Run([o["output_ids"] for o in outputs], calls, calls[-1].began - calls[0].began, decoded)
@@ -70,32 +67,27 @@ def sglang_engine(
     model: Path, speculative: dict[str, Any], *, requests: int, length: int, exact: bool = False, prefixes: bool = False
 ) -> Iterator[SglangEngine]:
     """Chains of at most `num_speculative_tokens`; the other options of `speculative` are freedraft's."""
+    from tests.sglang.conftest import sglang_engine as started
+
     given = {name: value for name, value in speculative.items() if name not in ("method", "num_speculative_tokens")}
-    settings = {f"FREEDRAFT_{name.upper()}": str(value) for name, value in given.items()} | {"FREEDRAFT_TREE": "0"}
+    env = {f"FREEDRAFT_{name.upper()}": str(value) for name, value in given.items()} | {"FREEDRAFT_TREE": "0"}
     nodes = speculative["num_speculative_tokens"] + 1
     options = {"speculative_algorithm": ALGORITHM, "speculative_num_draft_tokens": nodes, "skip_tokenizer_init": True}
     options |= {"dtype": "float32" if exact else "bfloat16", "disable_radix_cache": not prefixes}
     options |= {"max_running_requests": requests, "max_total_tokens": max(8192, 2 * requests * length)}
-    with tempfile.TemporaryDirectory() as name:
-        log = Path(name) / "calls.jsonl"
-        with engine_with(f"{__name__}:register", model, {LOG: str(log)} | settings, **options) as engine:
-            yield SglangEngine(engine, log)
-
-
-@contextmanager
-def engine_with(entry: str, model: Path, env: Mapping[str, str], **options: Any) -> Iterator[Any]:
-    """A `sglang.Engine` with `options`, in whose processes `entry`, "module:function", is called as a plugin."""
-    from tests.sglang.conftest import sglang_engine
-
     with tempfile.TemporaryDirectory() as folder:
-        info = Path(folder) / "freedraft_bench-0.dist-info"
-        info.mkdir()
+        log, plugin = Path(folder) / "calls.jsonl", Path(folder) / "plugin"
+        info = plugin / "freedraft_bench-0.dist-info"  # its entry point is called in the engine's processes
+        info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: freedraft-bench\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nbench = {entry}\n")
-        sys.path.insert(0, folder)
-        path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
+        (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nbench = {__name__}:register\n")
+        env |= {
+            LOG: str(log),
+            "PYTHONPATH": os.pathsep.join([str(plugin), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        sys.path.insert(0, str(plugin))
         try:
-            with sglang_engine(model, env={**env, "PYTHONPATH": path}, **options) as engine:
-                yield engine
+            with started(model, env=env, **options) as engine:
+                yield SglangEngine(engine, log)
         finally:
-            sys.path.remove(folder)
+            sys.path.remove(str(plugin))

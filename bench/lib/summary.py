@@ -15,8 +15,8 @@ Pairs = Sequence[tuple[Block, Block]]
 
 
 def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[dict[str, Any]]:
-    """One row for each arm, concurrency and group, whose ratios are of the time that a request takes for a token, and
-    one for all groups together, whose ratios are of throughput.
+    """One row for each arm, concurrency and group, with ratios of the time that a request takes for a token, and
+    one for all groups together, with ratios of throughput.
 
     Args:
         blocks: as `serve.py` writes them.
@@ -43,34 +43,25 @@ def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[di
     return result
 
 
-def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list[dict[str, Any]]:
-    """How arms that choose their draft length by themselves compare with the best of those that do not: an arm whose
-    policy is "fixed" stands for the others of its method and engine; plain decoding is the length 0.
+def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list[float]:
+    """Speed of each cell of an arm that chooses its draft length, over the best of its method's arms with policy
+    "fixed" and of plain decoding on its engine; empty where there are no such arms.
 
     Args:
         rows: of `rows`; arms: by name, as `serve.py` keeps them.
-
-    Returns:
-        one row for each arm that chooses, concurrency and group: `share` of the best fixed length's speed, which
-        arm that is (`best`), and `over_plain`.
     """
     kinds = {name: (arm["engine"], (arm["speculative"] or {}).get("method")) for name, arm in arms.items()}
     fixed = {name for name, arm in arms.items() if (arm["speculative"] or {}).get("policy") == "fixed"}
-    found = []
+    shares = []
     for row in rows:
         engine, method = kinds[row["arm"]]
-        rivals = [name for name in fixed if kinds[name] == (engine, method)]
-        if row["arm"] in fixed or not rivals:
-            continue
-        rivals += [name for name in arms if kinds[name] == (engine, None)]
-        here = [r for r in rows if (r["group"], r["concurrency"]) == (row["group"], row["concurrency"])]
-        rates = {r["arm"]: rate(r) for r in here if r["arm"] in rivals}
-        if rates:
-            best = max(rates, key=lambda name: rates[name])
-            share = rate(row) / rates[best]
-            place = {name: row[name] for name in ("arm", "concurrency", "group")}
-            found.append(place | {"best": best, "share": share, "over_plain": row.get("ratio")})
-    return found
+        rivals = {name for name in fixed if kinds[name] == (engine, method)}
+        if row["arm"] not in fixed and rivals:
+            rivals |= {name for name in arms if kinds[name] == (engine, None)}
+            here = [r for r in rows if (r["group"], r["concurrency"]) == (row["group"], row["concurrency"])]
+            rates = [rate(r) for r in here if r["arm"] in rivals]
+            shares += [rate(row) / max(rates)] if rates else []
+    return shares
 
 
 def rate(row: dict[str, Any]) -> float:

@@ -1,21 +1,25 @@
-"""Traces: recorded prompts and answers, one JSON object per line."""
+"""Recorded text, one JSON object per line: prompts with answers, and sessions of agents."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.lib import jsonl
 from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 
 Row = tuple[NDArray[np.int32], NDArray[np.int32]]
 MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 512, 4, 9
+# Outputs of the first rows of a trace are the datastore; the others are replayed.
+STORE_ROWS = 605
+# Tokens at least of a turn in a session.
+MIN_TURN, MIN_BEFORE = 4, 4
 
 
 def replayed(rows: Sequence[Row]) -> list[Row]:
@@ -36,22 +40,65 @@ class Trace:
     """Tokens of a trace: rows of (prompt, output), int32 each, in the order of the file."""
 
     rows: list[Row]
-    sha256: str
     vocab_size: int
 
     @classmethod
     def load(cls, path: Path, tokenizer: Path) -> Trace:
-        """Read JSONL with "prompt" and "output", and tokenize both. Raises OSError, ValueError: a missing or malformed
-        file, or no tokenizer."""
-        encoder, raw = tokenizers.load(tokenizer), path.read_bytes()
-        try:
-            rows = [json.loads(line) for line in raw.decode().splitlines() if line.strip()]
-            texts = [[str(row[name]) for row in rows] for name in ("prompt", "output")]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'trace: {path}: not a JSON object with "prompt" and "output" a line ({error!r})'
-            ) from None
-        encoded = [
-            [np.array(e.ids, np.int32) for e in encoder.encode_batch(each, add_special_tokens=False)] for each in texts
-        ]
-        return cls(list(zip(*encoded, strict=True)), hashlib.sha256(raw).hexdigest(), encoder.get_vocab_size())
+        """Read JSONL with "prompt" and "output", and tokenize both. Raises ValueError: no file or no tokenizer."""
+        encoder = tokenizers.load(tokenizer)
+        form = 'an object with "prompt" and "output"'
+        texts = jsonl.read(path, form, lambda _, row: (str(row["prompt"]), str(row["output"])))
+        encoded = [encoder.encode_batch(list(each), add_special_tokens=False) for each in zip(*texts, strict=True)]
+        rows = [(np.array(p.ids, np.int32), np.array(o.ids, np.int32)) for p, o in zip(*encoded, strict=True)]
+        return cls(rows, encoder.get_vocab_size())
+
+    @property
+    def documents(self) -> list[NDArray[np.int32]]:
+        """What drafters may learn from beforehand."""
+        return [output for _, output in self.rows[:STORE_ROWS]]
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return store_of(self.documents, self.vocab_size)
+
+    @property
+    def test_rows(self) -> list[Row]:
+        return replayed(self.rows[STORE_ROWS:])
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Tokens of agents' sessions.
+
+    Attributes:
+        turns: by session, in file order: (prompt, answer) of each turn of the assistant, where the prompt is all before
+            it and the answer ends with the token that ends a turn; answers under 4 tokens are left out.
+    """
+
+    turns: dict[str, list[Row]]
+    vocab_size: int
+
+    @classmethod
+    def load(cls, path: Path, tokenizer: Path) -> Sessions:
+        """Read JSONL with "session" and "messages", which are framed as ChatML. Raises ValueError: as `Trace.load`."""
+        encoder = tokenizers.load(tokenizer)
+        turns: dict[str, list[Row]] = {}
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
+            return ids
+
+        def parse(number: int, row: Any) -> None:
+            own, context = turns.setdefault(str(row["session"]), []), list[int]()
+            for role, content in [(str(m["role"]), str(m["content"])) for m in row["messages"]]:
+                prompt = context + encode(f"<|im_start|>{role}\n")
+                text = encode(f"{content}<|im_end|>")
+                if role == "assistant" and len(prompt) >= MIN_BEFORE and len(text) >= MIN_TURN:
+                    own.append((np.array(prompt, np.int32), np.array(text, np.int32)))
+                context = prompt + text + encode("\n")
+
+        jsonl.read(path, 'an object with "session" and "messages" of "role" and "content"', parse)
+        found = {name: own for name, own in turns.items() if own}
+        if not found:
+            raise jsonl.FileError(f"{path}: no answer of an assistant in it")
+        return cls(found, encoder.get_vocab_size())

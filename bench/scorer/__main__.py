@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.lib.results import command_line, sha256
-from bench.lib.sessions import Sessions
-from bench.lib.trace import Trace, replayed
+from bench.lib.trace import Sessions, Trace, replayed
 from bench.scorer.record import load_recordings
 from bench.scorer.training import train
 from sssd_plugin.datastore import tokenizer

@@ -113,7 +113,7 @@ def python_sources(encoder: Tokenizer, number: int) -> Tokens:
 def copies(text: Tokens, length: int, kind: str, number: int) -> list[Row]:
     """Make (prompt, answer) rows: `length` tokens of the text, then 600 of them, from a fifth of it on, edited.
 
-    The prompts begin at different places of the text, as far as it has them.
+    The prompts begin at different places of the text, if it is long enough.
     """
     how, share, begun = KINDS[kind]
     made: list[Row] = []

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.lib import jsonl
 from bench.lib.prompts import chats
 from freedraft.step import TOP_TOKENS
 from layerskip_plugin.calibrate.prompts import Prompts
@@ -38,21 +39,16 @@ class Recording(NamedTuple):
 
 
 def load_recordings(path: Path) -> list[Recording]:
-    """Raises OSError, ValueError: a missing or malformed file, named with its line."""
-    recordings = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            prompt, output, tokens = (np.array(row[name], np.int32) for name in ("prompt", "output", "top_tokens"))
-            recording = Recording(prompt, output, tokens, np.array(row["top_log_probs"], np.float32))
-            if any(array.shape != (len(output), TOP_TOKENS) for array in recording[2:]) or prompt.ndim != 1:
-                raise ValueError("other shapes")
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            raise ValueError(
-                f"recorded: {path} line {number} is not as bench.scorer.record writes it: {error!r}"
-            ) from None
-        recordings.append(recording)
-    return recordings
+    """Raises ValueError: a missing or malformed file, named with its line."""
+
+    def parse(number: int, row: Any) -> Recording:
+        prompt, output, tokens = (np.array(row[name], np.int32) for name in ("prompt", "output", "top_tokens"))
+        recording = Recording(prompt, output, tokens, np.array(row["top_log_probs"], np.float32))
+        if any(array.shape != (len(output), TOP_TOKENS) for array in recording[2:]) or prompt.ndim != 1:
+            raise ValueError("other shapes")
+        return recording
+
+    return jsonl.read(path, "as bench.scorer.record writes it", parse)
 
 
 def main() -> None:

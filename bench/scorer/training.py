@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib.sessions import Sessions
-from bench.lib.trace import Row, store_of
+from bench.lib.trace import Row, Sessions, store_of
 from bench.scorer.long_contexts import EDITS, edit, long_rows
 from bench.scorer.record import Recording
 from freedraft.compiled import compiled
@@ -38,7 +37,7 @@ FOLDS, STORE_EVERY, RECYCLED_MEGABYTES = 4, 16, 64
 LONG_ROWS, REPEATED = 2, 3
 """One answer over a long prompt is made for each LONG_ROWS recorded ones; one turn in REPEATED comes again, edited."""
 ROUNDS, EPOCHS, BATCH, RATE, CANDIDATES = 2, 14, 1024, 6e-3, FEW_CANDIDATES
-"""The second round replays with the network of the first, whose drafts are those that it is for."""
+"""The second round replays with the network of the first: a scorer is for its own drafts."""
 
 
 class Examples(NamedTuple):

@@ -1,4 +1,4 @@
-"""Throughput while so many requests are under way: what counts of a run of `vllm bench serve`."""
+"""Throughput under full load: what counts of a run of `vllm bench serve`."""
 
 from __future__ import annotations
 

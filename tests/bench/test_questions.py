@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.lib import made_questions, questions
+from bench.lib import jsonl, questions
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -59,25 +59,25 @@ def test_every_block_keeps_so_many_requests_running_on_all_groups(tmp_path: Path
         ('{"category": "qa", "turns": [["a"]]}\n', "line 1"),
         ("[1, 2]\n", "line 1"),
         ("question,answer\n", "line 1"),
-        ("\n\n", "no questions in it"),
+        ("\n\n", "nothing in it"),
     ],
 )
 def test_another_format_is_named_with_its_line(tmp_path: Path, content: str, says: str) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text(content)
-    with pytest.raises(questions.QuestionError, match=says) as error:
+    with pytest.raises(jsonl.FileError, match=says) as error:
         questions.load(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_quotes_ask_for_what_stands_in_their_text() -> None:
-    found = made_questions.quotes()
-    assert len(found) >= 24 and found == made_questions.quotes()
+    found = questions.quotes()
+    assert len(found) >= 24 and found == questions.quotes()
     for question in found:
         text, _, ask = question.text.rpartition("\n\n")
         begin = re.search(r'begins with "(.*)", word', ask, re.DOTALL)
         assert begin and " ".join(text.split()).count(begin[1]) >= 1, question.name
-        assert len(text) <= made_questions.OF_A_TEXT
+        assert len(text) <= questions.OF_A_TEXT
 
 
 def test_turns_of_sessions_have_all_before_them(tmp_path: Path) -> None:
@@ -91,13 +91,13 @@ def test_turns_of_sessions_have_all_before_them(tmp_path: Path) -> None:
     ]
     messages = [{"role": role, "content": content} for role, content in said]
     write(path, {"session": "s", "messages": messages})
-    first, second = made_questions.read(f"sessions:{path}")
+    first, second = questions.read(f"sessions:{path}")
     assert (first.name, first.group, second.name) == ("shop:s:2", "shop", "shop:s:4")
     assert [(m["role"], m["content"]) for m in first.chat] == [("system", "rules"), ("user", "hello")]
     assert second.chat == [*first.chat, {"role": "assistant", "content": "look"}, {"role": "user", "content": "found"}]
     write(path, {"session": "s"})
-    with pytest.raises(questions.QuestionError, match="messages"):
-        made_questions.read(f"sessions:{path}")
+    with pytest.raises(jsonl.FileError, match="messages"):
+        questions.read(f"sessions:{path}")
     write(path, {"session": "s", "messages": []})
     with pytest.raises(questions.QuestionError, match="no turn"):
-        made_questions.read(f"sessions:{path}")
+        questions.read(f"sessions:{path}")

@@ -58,26 +58,6 @@ def test_what_is_not_as_it_was_written(tmp_path: Path, wrong: str, capsys: pytes
     assert said.count("\n") == 1 and "x.json" in said
 
 
-def test_a_benchmark_that_adds_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its manifest keeps commands and data of the rows of before; other code or another machine begin anew."""
-    path, data = tmp_path / "x.json", [tmp_path / "a", tmp_path / "b"]
-    for file in data:
-        file.write_text(file.name)
-    for number, file in enumerate(data):
-        monkeypatch.setattr(sys, "orig_argv", ["python", "x.py"])
-        monkeypatch.setattr(sys, "argv", ["x.py", file.name])
-        before = results.earlier_figures(path)
-        assert before == (None if number == 0 else [0])
-        results.write_json(path, [*(before or []), number], data=[file], earlier=before is not None)
-    manifest = results.checked(path)
-    assert manifest["command"] == "python x.py a && python x.py b" and set(manifest["data"]) == {"a", "b"}
-    assert not list(tmp_path.rglob("*.part"))
-    monkeypatch.setattr(results, "origin", lambda: {"commit": "another"})
-    assert results.earlier_figures(path) is None
-    path.write_text("[]")
-    assert results.earlier_figures(path) is None
-
-
 def test_results_go_on_only_with_the_same_settings_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"max_tokens": 8, "device": "cpu", "arms": {"plain": serving.asdict(serving.PRESETS["plain"])}}
     blocks = [block("plain", 0), block("plain", 1, errors=["refused"])]

@@ -1,11 +1,140 @@
-"""Stores that somebody has tampered with, as far as there is time in a test; all of it: `bench/fuzz_datastore.py`."""
+"""Stores that somebody has tampered with: each is refused in one line, or drafts harmlessly; none crashes.
+
+Bytes, sizes, numbers and manifests are changed at random, mostly with checksums that are right again.
+"""
 
 from __future__ import annotations
 
-from bench.fuzz_datastore import fuzz
+import itertools
+import json
+import multiprocessing
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+import pytest
+
+from sssd_plugin.datastore.build.builder import StoreBuilder
+from sssd_plugin.datastore.disk.checksum import write_array
+from sssd_plugin.datastore.disk.format import MANIFEST, ROLES, Role, checksum, file_name
+from sssd_plugin.datastore.disk.store import Datastore
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.drafter import Drafter, Shape
+from sssd_plugin.options import Scoring
+
+VOCAB = 200
+EXTREMES = [-(1 << 31), -33, -2, -1, 0, 1, VOCAB - 1, VOCAB, 70_000, 1 << 20, (1 << 31) - 33, (1 << 31) - 1]
+STRANGE = [-1, 0, 1, 7, 1 << 31, 1 << 63, "", "../..", "/", "\0", None, [], {}, 1.5, True]
 
 
-def test_each_is_refused_in_one_line_or_harmless() -> None:
-    counts, wrong = fuzz(60)
-    assert wrong == [] and sum(counts.values()) == 60
-    assert counts["numbers refused"] > 5 and counts["numbers harmless"] > 0 < counts["swap harmless"]
+def build(target: Path) -> None:  # of two sub-indices
+    rng = np.random.default_rng(1)
+    with StoreBuilder(target, vocab_size=VOCAB, sub_index_tokens=3000) as builder:
+        for _ in range(40):
+            builder.append(np.append(rng.zipf(1.4, 120) % (VOCAB - 1), -1))
+        builder.finish()
+
+
+def mutate(store: Path, rng: np.random.Generator) -> str:
+    """Change a store as an attacker would, and return how."""
+    kind = str(rng.choice(["bytes", "size", "swap", *["numbers"] * 3, *["manifest"] * 2]))
+    content = json.loads((store / MANIFEST).read_bytes())
+    sub = content["sub_indices"][int(rng.integers(2))]
+    role = cast(Role, str(rng.choice(ROLES)))
+    path = store / sub["name"] / file_name(role)
+    if kind == "bytes":
+        target = path if rng.random() < 0.7 else store / MANIFEST
+        data = bytearray(target.read_bytes())
+        for at in rng.integers(0, len(data), int(rng.integers(1, 9))).tolist():
+            data[at] = int(rng.integers(256))
+        target.write_bytes(data)
+        return kind
+    if kind == "size":
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            file.truncate(max(0, size + int(rng.integers(-size, 4096))))
+        return kind
+    if kind == "manifest":
+        node: Any = content
+        while isinstance(node, (dict, list)) and node:
+            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+            key = keys[int(rng.integers(len(keys)))]
+            if not isinstance(node[key], (dict, list)) or rng.random() < 0.2:
+                node[key] = STRANGE[int(rng.integers(len(STRANGE)))]
+                break
+            node = node[key]
+    else:
+        array = np.fromfile(path, np.int32)
+        if kind == "swap":
+            array = array[rng.permutation(len(array))]
+        else:
+            places = rng.integers(0, len(array), int(rng.choice([1, 3, 50, 2000])))
+            wild = rng.choice(np.array(EXTREMES, np.int64), len(places))
+            array[places] = np.where(rng.random(len(places)) < 0.5, wild, rng.integers(0, len(array), len(places)))
+        path.unlink()
+        entry = write_array(path, array)
+        sub["files"][role] = entry.model_dump(mode="json")
+        if role == "tokens":  # what the manifest says of them agrees
+            sub["max_token"] = int(array.max()) if rng.random() < 0.5 else sub["max_token"]
+            kind = "tokens"
+    content.pop("checksum", None)
+    (store / MANIFEST).write_text(json.dumps(content | {"checksum": checksum(content)}))
+    return kind
+
+
+def attempt(store: Path, rng: np.random.Generator, drafters: list[Drafter]) -> str:
+    """Open a store and draft from it: "refused", "harmless", or what is wrong."""
+    try:
+        opened = Datastore.open(store, vocab_size=VOCAB)
+    except DatastoreError as error:
+        return "refused" if "\n" not in str(error) else f"more than a line: {error}"
+    for drafter in drafters:
+        drafter.use(opened.snapshot)
+    for prompt in (rng.zipf(1.4, (6, 30)) % VOCAB).astype(np.int32):
+        for drafter, shape in itertools.product(drafters, get_args(Shape)):
+            drafter.replace("r", prompt)
+            draft = drafter.draft(["r"], max_nodes=24, shape=shape)
+            n = int(draft.counts[0])
+            tokens, parents = draft.tokens[0, :n], draft.parents[0, 1:n]
+            if not ((tokens >= 0) & (tokens < VOCAB)).all() or not (parents < np.arange(1, n)).all():
+                return f"a draft of {tokens.tolist()} under {parents.tolist()}"
+    return "harmless"
+
+
+def attempts(whole: Path, seeds: range, log: Path) -> None:
+    """Write how each seed ends to `log`, a line each; the last line stays "crashed" if this process does."""
+    drafters = [Drafter(vocab_size=VOCAB, max_nodes=24, scoring=scoring) for scoring in get_args(Scoring)]
+    with log.open("a", buffering=1) as out:
+        for seed in seeds:
+            print(f"{seed} crashed", file=out)
+            rng = np.random.default_rng(seed)
+            with tempfile.TemporaryDirectory() as name:
+                store = Path(shutil.copytree(whole, Path(name) / "store"))
+                kind = mutate(store, rng)
+                try:
+                    state = f"{kind} {attempt(store, rng, drafters)}"
+                except Exception as error:
+                    state = f"{kind} raised {error!r}"
+            print(f"{seed} {state}", file=out)
+
+
+@pytest.mark.extended
+def test_each_is_refused_in_one_line_or_harmless(tmp_path: Path, stores: int = 300) -> None:
+    """In a process of its own, which may crash: then another one goes on after the seed that did it."""
+    whole, log = tmp_path / "whole", tmp_path / "log"
+    build(whole)
+    ended: dict[int, str] = {}
+    while len(ended) < stores:
+        arguments = (whole, range(len(ended), stores), log)
+        process = multiprocessing.get_context("spawn").Process(target=attempts, args=arguments)
+        process.start()
+        process.join()
+        lines = [line.split(" ", 1) for line in log.read_text().splitlines()]
+        assert len(lines) > len(ended), "the process that opens the stores did not start"
+        ended = {int(seed): state for seed, state in lines}
+    assert {seed: state for seed, state in ended.items() if not state.endswith((" refused", " harmless"))} == {}
+    counts = Counter(ended.values())
+    assert counts["numbers refused"] > 25 and counts["numbers harmless"] > 0 < counts["swap harmless"]

@@ -142,6 +142,7 @@ def build_on(cluster: str, out: Path, ids: Path, memory: str, before: str = "") 
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.extended
 def test_a_ray_cluster_makes_the_same_store(tmp_path: Path, ids: Path, cluster: str) -> None:
     assert run(*arguments(tmp_path / "one", ids)).exit_code == 0
     result = build_on(cluster, tmp_path / "store", ids, "700MiB")
@@ -150,6 +151,7 @@ def test_a_ray_cluster_makes_the_same_store(tmp_path: Path, ids: Path, cluster: 
     assert run("verify", tmp_path / "store", "--full").exit_code == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("memory", "before", "words"),
     [("4GiB", "", ["no node of the Ray cluster"]), ("700MiB", FAILING, ["a Ray task failed", "without freedraft"])],

@@ -32,6 +32,7 @@ def answers(engine, name):
     return [output["output_ids"] for output in outputs]
 
 
+@pytest.mark.extended
 def test_it_drafts_and_the_output_is_the_same(engine):
     assert answers(engine, "good") == engine.expected
     done = read_counts(engine.counts)
@@ -42,6 +43,7 @@ def test_it_drafts_and_the_output_is_the_same(engine):
     assert 0 <= verified - done["accepted"] <= 5 * len(PROMPTS)
 
 
+@pytest.mark.extended
 def test_what_it_raises_costs_drafts_and_it_gets_another_chance(engine):
     before = json.loads(engine.counts.read_text())
     assert answers(engine, "broken") == engine.expected

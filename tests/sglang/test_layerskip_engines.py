@@ -12,13 +12,17 @@ from tests.sglang.layerskip_tools import GREEDY, LAYERS, ask, checked_engine, id
 from tests.support.distributions import assert_distribution, enumerate_outputs
 from tests.support.models import continuations
 
+PAGES_SYNC = {"page_size": 16, "disable_overlap_schedule": True}
+PAGES_OVERLAP = {"page_size": 16, "disable_overlap_schedule": False}
+WINDOW = {"FREEDRAFT_WINDOW": "40"}
+
 
 @pytest.mark.parametrize(
     "kind, more, window",
     [
-        ("Qwen3", {"page_size": 16, "disable_overlap_schedule": True}, {}),
-        ("Qwen2", {"page_size": 16, "disable_overlap_schedule": False}, {"FREEDRAFT_WINDOW": "40"}),
-        ("Mistral", {"page_size": 1, "disable_overlap_schedule": False}, {"FREEDRAFT_WINDOW": "40"}),
+        pytest.param("Qwen3", PAGES_SYNC, {}, marks=pytest.mark.extended),
+        pytest.param("Qwen2", PAGES_OVERLAP, WINDOW, marks=pytest.mark.extended),
+        ("Mistral", {"page_size": 1, "disable_overlap_schedule": False}, WINDOW),
     ],
     ids=["Qwen3, pages, sync", "Qwen2, pages, overlap, window", "Mistral, overlap, window"],
 )
@@ -46,6 +50,7 @@ def test_pages_retraction_and_the_end_of_the_context(tmp_path, kind, more, windo
         assert (done["longest read"] < 80) == bool(window)
 
 
+@pytest.mark.extended
 def test_stops_by_itself_where_it_cannot_pay(tmp_path):
     """Default lookahead: with a skip set whose drafts are hardly ever accepted it stops, and looks again rarely."""
     folder = make_model(tmp_path / "Mistral", "Mistral")

@@ -21,7 +21,7 @@ def ask(engine, prompt, **keys):
     return answer["output_ids"], answer["meta_info"]["spec_accept_length"]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_learns_for_its_tenant(tiny, tmp_path, overlap):
     from sssd_plugin.datastore.live.log import Log
     from sssd_plugin.datastore.live.maintenance import forget

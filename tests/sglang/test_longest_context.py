@@ -27,6 +27,7 @@ def expected(tiny):
     return found
 
 
+@pytest.mark.extended
 def test_same_answers(tiny, tmp_path, expected):
     """Drafts as wide as they may be take no more slots than there are."""
     with sglang_engine(tiny, tmp_path / "counts.json", {"TREE_TEST_WIDTHS": "16"}, **OURS, **SHORT) as engine:

@@ -29,6 +29,7 @@ def two_free_ports() -> int:
             return port
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_replicas(tiny, tmp_path):
     from transformers import AutoTokenizer

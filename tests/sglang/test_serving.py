@@ -43,6 +43,7 @@ def test_bad_options_stop_the_start(tiny):
         pass
 
 
+@pytest.mark.extended
 def test_the_server_s_own_page_has_its_metrics_and_ours(tiny, tmp_path):
     """SGLang collects the metrics of all its processes, where ours find that out before they are made."""
     speculative = {"method": "sssd", "num_speculative_tokens": 8}

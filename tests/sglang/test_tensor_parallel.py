@@ -88,6 +88,7 @@ def llama(tmp_path_factory):
     return folder, given, continuations(folder, given, GREEDY["max_new_tokens"])
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_ranks_do_the_same_draft_passes(llama, tmp_path):
     """Without skipping anything they draft what they verify, which shows whatever is wrong with a pass."""
@@ -120,6 +121,7 @@ def test_two_ranks_do_the_same_draft_passes(llama, tmp_path):
     assert steps(tmp_path) == steps(tmp_path, 1), "ranks disagree"
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(llama, tmp_path, rank):
@@ -131,6 +133,7 @@ def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(llama, tmp_pat
     assert "this rank failed in the midst of a draft pass" in log, log[-20000:]
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_ranks_of_the_hybrid_method(llama, tmp_path):
     """Draft passes for requests at random, over a part of the KV cache."""

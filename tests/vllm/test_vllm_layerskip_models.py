@@ -68,6 +68,7 @@ def sets(model: Path, folder: Path) -> dict[str, Any]:
     return GOOD | {"skip_set": paths, "lookahead": "fixed"}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str, tmp_path: Path) -> None:
     model = save_tiny(family, tmp_path / "model")

@@ -57,6 +57,7 @@ def accepted(port: int) -> float:
     return sum(map(float, re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", page, re.MULTILINE)))
 
 
+@pytest.mark.extended
 def test_four_commands(environment: Path, wheel: Path, demo_model: Path, tmp_path: Path) -> None:
     def run(*command: object) -> str:
         arguments = [str(part) for part in command]

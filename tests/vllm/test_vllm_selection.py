@@ -97,6 +97,7 @@ def kept_sublayers(method: Any) -> int:
     return len(draft_pass.layers.sublayers)
 
 
+@pytest.mark.extended
 def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain: list) -> None:
     proposer = runner_of(swift_engine).drafter
     method = proposer.guarded.method

@@ -90,8 +90,12 @@ def test_the_log_says_so_once_and_nothing_per_step(server: Server) -> None:
     ("option", "words"),
     [
         ({"datastroe": "x"}, ["unknown option 'datastroe'", "did you mean 'datastore'?"]),
-        ({"datastore": "/no/such/store"}, ["/no/such/store"]),
-        ({"method": "layerskip", "window": 64}, ["'window' is 64 tokens", "set 128 or more"]),
+        pytest.param({"datastore": "/no/such/store"}, ["/no/such/store"], marks=pytest.mark.extended),
+        pytest.param(
+            {"method": "layerskip", "window": 64},
+            ["'window' is 64 tokens", "set 128 or more"],
+            marks=pytest.mark.extended,
+        ),
     ],
 )
 def test_a_bad_option_stops_the_server_with_one_line(demo_model: Path, option: dict, words: list[str]) -> None:

@@ -32,6 +32,7 @@ def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_model(seed=7, **SHAPE), tmp_path_factory.mktemp("model"), demo_model)
 
 
+@pytest.mark.extended
 def test_two_tensor_parallel_ranks(model: Path, tmp_path: Path) -> None:
     ranks = ("--tensor-parallel-size", "2")
     with serving(model, tmp_path, SSSD, *ranks, environment=ONE_CORE_EACH) as server:
@@ -39,6 +40,7 @@ def test_two_tensor_parallel_ranks(model: Path, tmp_path: Path) -> None:
         assert "2 tensor-parallel ranks" in server.log.read_text()
 
 
+@pytest.mark.extended
 def test_two_data_parallel_replicas(model: Path, tmp_path: Path) -> None:
     """Each serves its metrics at a port of its own and learns, into one folder."""
     replicas = ("--data-parallel-size", "2")

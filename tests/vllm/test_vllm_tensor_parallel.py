@@ -66,7 +66,11 @@ TREES = INTERPRETED | {"INTERPRETED_ATTENTION": "triton"}
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-@pytest.mark.parametrize("changed", [{}, INTERPRETED, TREES], ids=["V1", "V2", "V2, trees"])
+@pytest.mark.parametrize(
+    "changed",
+    [{}, *(pytest.param(changed, marks=pytest.mark.extended) for changed in (INTERPRETED, TREES))],
+    ids=["V1", "V2", "V2, trees"],
+)
 def test_two_ranks_answer_as_one_does_plainly(model: Path, plain: list[list[int]], changed: dict[str, str]) -> None:
     if changed:
         pytest.importorskip("triton")
@@ -75,6 +79,7 @@ def test_two_ranks_answer_as_one_does_plainly(model: Path, plain: list[list[int]
     assert found["accepted"] > 60, "the second time they are drafted from what was learnt"
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_ranks_draw_as_one_does_plainly(model: Path) -> None:
     plain = answers(model, 1, {}, temperature=0.7)["answers"]
@@ -95,6 +100,7 @@ def layerskip(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed", "skip_set": sets}
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 @pytest.mark.parametrize("changed", [{}, INTERPRETED, {"FAILING": "ready 7 1"}], ids=["V1", "V2", "a rank that fails"])
 def test_two_ranks_do_the_same_draft_passes(
@@ -109,6 +115,7 @@ def test_two_ranks_do_the_same_draft_passes(
     assert found["accepted"] > (20 if "FAILING" in changed else 110)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(
@@ -121,6 +128,7 @@ def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(
     assert log.count("this rank failed in the midst of a draft pass") >= 1
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_without_a_draft_model_on_one_rank_there_is_none_on_any(
     model: Path, plain: list[list[int]], layerskip: dict[str, Any]

@@ -75,6 +75,7 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("v2", [True, False])
 def test_an_engine_that_has_ended_leaves_no_model(tiny_model: Path, tmp_path: Path, v2: bool) -> None:
     """In a process that goes on, as notebooks and trainers do; without speculation, too."""
@@ -237,6 +238,7 @@ def split(tokens: list[int]) -> list[list[int]]:
     return [document for document in documents if document]
 
 
+@pytest.mark.extended
 def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
     """vLLM's scheduler drafts what our worker has learnt; confidences go along, for adaptive verification. Requests
     that vLLM makes up to compile kernels teach nothing."""
@@ -324,6 +326,7 @@ def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(
     assert skipped[0]["seeded"] == plain_seeded
 
 
+@pytest.mark.extended
 def test_recurrent_layers(tmp_path: Path) -> None:
     """Whose states are those of the accepted tokens: in steps with drafts, in steps without, and after aborts."""
     shape = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}

@@ -68,6 +68,7 @@ def test_kernels_are_compiled_before_requests_come(served: dict[str, Any]) -> No
     assert engine["compiled"] >= 6 and engine["compiled late"] == []
 
 
+@pytest.mark.extended
 def test_a_request_alone_finds_all_kernels_compiled(tiny_model: Path) -> None:
     """Whose keys are read in several parts, of which there are the more the longer it is."""
     prompt = [2 + 7 * i % 22 for i in range(280)]

@@ -18,7 +18,7 @@ PAGE, K, TOKENS = 16, 3, 24
 WINDOW = Window(16, 24)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_drafts_are_those_of_a_masked_reference(tmp_path: Path, graphs: bool) -> None:
     model = save(tiny_model("Llama", seed=11, num_hidden_layers=2, **TINY), tmp_path / "model")
     prompts = random_ids((90, 45, 70), TINY["vocab_size"])

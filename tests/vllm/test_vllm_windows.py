@@ -31,7 +31,7 @@ def make(family: str, folder: Path) -> Path:
     return save(tiny_model(family, seed=11, num_hidden_layers=2, **TINY, **more), folder)
 
 
-@pytest.fixture(scope="module", params=["Llama", "Mistral"])
+@pytest.fixture(scope="module", params=["Llama", pytest.param("Mistral", marks=pytest.mark.extended)])
 def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A cramped engine with a skip set that skips nothing and one that does; a Mistral with a window of its own. It
     always drafts K tokens."""
