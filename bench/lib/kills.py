@@ -20,7 +20,7 @@ from bench.demo.measure import Answer, Client
 from bench.lib import servers
 from bench.lib.prompts import BY_KIND
 from freedraft.tenants import tenant_key
-from sssd_plugin.datastore.live import exchange, maintenance
+from sssd_plugin.datastore.live import exchange, maintenance, runs
 from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.log import Log
@@ -105,7 +105,7 @@ def kills(name: str, times: int, *, url: bool = False) -> dict[str, Any]:
     """Kill a process so often: what it left is what there was and what it learnt, or that without one tenant's. Work
     "exchanging" learns at a URL, at which another server looks meanwhile, and finishes an erasure that was begun."""
     exchange.POLL_SECONDS, exchange.FINISH_SECONDS = PERIOD, 2 * PERIOD
-    live_store.SYNC_SECONDS, live_store.MEMTABLE_TOKENS = PERIOD / 5, 256
+    live_store.SYNC_SECONDS, runs.MEMTABLE_TOKENS = PERIOD / 5, 256
     work, rng, row = WORKS[name], np.random.default_rng(), Counter[str](ended_before_the_kill=0)
     longest = 1.2 if work is learn else 0.5 if url else 0.06
     kept, first, oldest = set[int](), 0, 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -56,8 +56,8 @@ class Erasure:
         """`before`, or a time that never comes."""
         return 1 << 62 if self.before is None else self.before
 
-    def covers(self, tenant: bytes, milliseconds: int) -> bool:
-        return self.tenant in (None, tenant) and milliseconds < self.until
+    def covers(self, record: Record) -> bool:
+        return self.tenant in (None, record.tenant) and record.milliseconds < self.until
 
 
 @dataclass(slots=True)
@@ -67,6 +67,22 @@ class Changes:
     erasures: list[Erasure] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     built: list[Snapshot] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class LiveStats:
+    """The state of a live store."""
+
+    tokens: int = 0  # held, separators included
+    max_sub_indices: int = 0  # runs of one tenant
+    nbytes: int = 0  # memory of all runs
+    tenants: int = 0  # known, requests of none not counted
+    documents: int = 0  # taken since the start
+    inserted: int = 0  # their tokens
+    merges: int = 0  # in the background
+    merge_seconds: float = 0.0
+    evicted: int = 0  # tokens that were dropped to make room
+    dropped: Counter[str] = field(default_factory=Counter)  # documents that were not taken, by reason
 
 
 class PendingRecords:
@@ -108,11 +124,11 @@ class PendingRecords:
     def erase(self, erasure: Erasure) -> None:
         """Never write what the erasure covers."""
         with self._lock:
-            self._set(r for r in self._records if not erasure.covers(r.tenant, r.milliseconds))
+            self._set([record for record in self._records if not erasure.covers(record)])
 
-    def _set(self, records: Iterable[Record]) -> None:
+    def _set(self, records: list[Record]) -> None:
         self._records = deque(records)
-        self._tokens = sum(record.size for record in self._records)
+        self._tokens = sum(record.size for record in records)
 
 
 def keep_shares(held: Mapping[T, int], total: int) -> dict[T, int]:

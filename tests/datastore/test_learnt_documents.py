@@ -29,10 +29,11 @@ VOCAB = 1000
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
+from sssd_plugin.datastore.live import runs
 from sssd_plugin.datastore.live import store as live
 from sssd_plugin.datastore.live.opening import open_live
 
-live.MEMTABLE_TOKENS, live.SYNC_SECONDS = 64, 0.02
+runs.MEMTABLE_TOKENS, live.SYNC_SECONDS = 64, 0.02
 store = open_live(sys.argv[1], 1000, max_tokens=1 << 15, isolation="shared")
 number = int(sys.argv[2])
 print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""`Tenant`: the runs of one tenant, and which of them are merged next."""
+"""`Tenant`: the runs of one tenant, and which of them are rewritten next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Tenant:
         digest: `tenant_digest` of the name; empty for requests of none.
         runs: oldest and largest first.
         memtable: the newest documents, which the next one is merged into.
-        erasures: of documents in `runs`. Runs that hold such documents are not drafted from.
+        waiting: runs that are still to be sorted.
+        erasures: of documents in `runs` or waiting. Runs that hold erased documents are not drafted from.
         tidying: a background task for `runs` is queued.
         used: when a request last named the tenant, in seconds of the monotonic clock.
         view: what the tenant's requests draft from; None after a change.
@@ -35,6 +36,7 @@ class Tenant:
     digest: bytes
     runs: list[Run] = field(default_factory=list)
     memtable: Run | None = None
+    waiting: int = 0
     erasures: Erasures = field(default_factory=list)
     tidying: bool = False
     used: float = field(default_factory=time.monotonic)
@@ -47,7 +49,7 @@ class Tenant:
 
     @property
     def visible_runs(self) -> list[Run]:
-        """Runs without a document to erase."""
+        """Runs without an erased document."""
         return [run for run in self.all_runs if kept(run, self.erasures).all()] if self.erasures else self.all_runs
 
     @property
@@ -56,27 +58,27 @@ class Tenant:
         return sum(run.n for run in self.all_runs)
 
     def runs_to_replace(self, max_runs: int, max_tokens: int) -> list[Run]:
-        """Return a run with documents to erase, or two neighbours that should be one; empty if all is well.
+        """Return a run with erased documents, or two neighbours to merge; empty if there is nothing to do.
 
         Args:
-            max_runs: that the tenant may have, the memtable included. Where they are reached, the smallest neighbours
-                are merged, whatever their sizes.
+            max_runs: bound, the memtable included. Once it is reached, the smallest neighbours are merged, whatever
+                their sizes.
             max_tokens: of the merged run.
         """
         runs = self.runs
         for run in runs if self.erasures else ():
             if not kept(run, self.erasures).all():
                 return [run]
-        self.erasures.clear()
-        pairs = range(len(runs) - 1)
-        sizes = [run.n for run in runs]
+        if not self.waiting:
+            self.erasures.clear()
+        pairs, sizes = range(len(runs) - 1), [run.n for run in runs]
         close = [i for i in pairs if sizes[i] < FACTOR * sizes[i + 1] and sizes[i] + sizes[i + 1] <= max_tokens]
         if pairs and not close and len(runs) + 1 >= max_runs:
             close = [min(pairs, key=lambda i: sizes[i] + sizes[i + 1])]
         return runs[close[-1] : close[-1] + 2] if close else []
 
     def replace(self, inputs: list[Run], result: Run | None) -> None:
-        """Put `result` in the place of consecutive runs; behind all where there are none."""
+        """Put `result` in the place of consecutive runs; after all others if `inputs` is empty."""
         at = next(i for i, run in enumerate(self.runs) if run is inputs[0]) if inputs else len(self.runs)
         self.runs[at : at + len(inputs)] = [result] if result else []
         self.view = None
@@ -87,8 +89,8 @@ def tenant_digest(key: bytes, name: str) -> bytes:
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
 
 
-def writer_of(digest: bytes) -> int:
-    """Return what stands for a digest in `Run.documents`."""
+def number_of(digest: bytes) -> int:
+    """Return the number of a tenant, as `Run.documents` holds it; 0 for requests of none."""
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
@@ -97,10 +99,8 @@ def kept(run: Run, erasures: Erasures) -> NDArray[np.bool_]:
     times, writers, numbers = run.documents.T
     keep = np.ones(len(times), bool)
     for erasure, spared in erasures:
-        covered = numbers < spared
-        if erasure.before is not None:
-            covered &= times < erasure.before
+        covered = (numbers < spared) & (times < erasure.until)
         if erasure.tenant is not None:
-            covered &= writers == writer_of(erasure.tenant)
+            covered &= writers == number_of(erasure.tenant)
         keep &= ~covered
     return keep
