@@ -21,16 +21,10 @@ _MAX_PENDING = 4 << 20  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A document.
+    """A document."""
 
-    Attributes:
-        tenant: digest of its tenant, 16 bytes, or none.
-        milliseconds: since 1970, when its request ended.
-        tokens: int32 [n].
-    """
-
-    tenant: bytes
-    milliseconds: int
+    tenant: bytes  # digest of its tenant, 16 bytes, or none
+    milliseconds: int  # since 1970, when its request ended
     tokens: NDArray[np.int32]
 
     @property
@@ -41,12 +35,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """Documents to forget.
-
-    Attributes:
-        tenant: their tenant's digest; None for documents of all tenants.
-        before: only documents from before this time, in ms since 1970; None for documents of any time.
-    """
+    """Documents to forget: of one tenant, by its digest, or of all; from before a time in ms since 1970, or of any."""
 
     tenant: bytes | None = None
     before: int | None = None
@@ -62,7 +51,7 @@ class Erasure:
 
 @dataclass(slots=True)
 class Changes:
-    """Erasures and then documents of other processes; a built store, if it became available."""
+    """Erasures and then documents of other processes; a built store, once it became available."""
 
     erasures: list[Erasure] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -86,14 +75,10 @@ class LiveStats:
 
 
 class PendingRecords:
-    """Documents in memory that wait to be written while the disk or the bucket refuses. Thread-safe.
-
-    Attributes:
-        dropped: number of documents that were never written, because it refused for long.
-    """
+    """Documents in memory that wait to be written while the disk or the bucket refuses. Thread-safe."""
 
     def __init__(self) -> None:
-        self.dropped = 0
+        self.dropped = 0  # documents that were never written, because it refused for long
         self._records: deque[Record] = deque()
         self._tokens = 0
         self._lock = threading.Lock()

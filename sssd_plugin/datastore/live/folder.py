@@ -62,8 +62,15 @@ class LiveManifest(ChecksummedManifest, frozen=True):
                 raise DatastoreError(f"{path} is missing though {FILE} is there: restore it, or {cls.REMEDY}")
         return None
 
-    def check_fits(self, folder: Path | str, vocab_size: int, fingerprint: str | None, isolation: Isolation) -> None:
-        """Raise `DatastoreError` unless a server of this tokenizer and isolation may learn in the folder."""
+    def admitting(
+        self, folder: Path | str, vocab_size: int, fingerprint: str | None, isolation: Isolation, alone: bool
+    ) -> LiveManifest:
+        """Return the manifest for when a server of this tokenizer and isolation learns in the folder. Raises
+        DatastoreError: it may not.
+
+        Args:
+            alone: whether no other server learns there.
+        """
         other = self.fingerprint is not None and fingerprint is not None and self.fingerprint != fingerprint
         if other or self.vocab_size > vocab_size:
             raise DatastoreError(
@@ -75,19 +82,15 @@ class LiveManifest(ChecksummedManifest, frozen=True):
                 f"set isolation '{self.isolation}', choose another datastore, or run "
                 f"`freedraft datastore isolation {Path(folder).parent} {isolation} --accept`"
             )
-
-    def with_isolation(self, isolation: Isolation) -> LiveManifest:
-        return self.model_copy(update={"isolation": isolation})
-
-    def narrowed(self, isolation: Isolation, folder: Path, alone: bool) -> LiveManifest:
-        """Return the manifest after something was learnt with this isolation. Raises DatastoreError: a server with a
-        wider one learns in the folder now."""
         if REACH[isolation] < REACH[self.isolation] and not alone:
             raise DatastoreError(
                 f"a server with isolation '{self.isolation}' learns in {folder}, and would draft for everybody from "
                 "what this one learns: stop it first, or choose another path"
             )
         return self.with_isolation(min(self.isolation, isolation, key=REACH.__getitem__))
+
+    def with_isolation(self, isolation: Isolation) -> LiveManifest:
+        return self.model_copy(update={"isolation": isolation})
 
 
 class FolderLock:
@@ -113,11 +116,11 @@ class FolderLock:
             raise
 
     def _take(self, fd: int) -> bool:
-        end = time.monotonic() + _WAIT_SECONDS
+        host, end = _host(), time.monotonic() + _WAIT_SECONDS
         while not self._flock(fd, fcntl.LOCK_EX):
             if self._flock(fd, fcntl.LOCK_SH):
                 holder = os.pread(fd, 1000, 0)
-                if holder == _host():
+                if holder == host:
                     return False
                 name = holder.decode("utf-8", "replace").partition(" ")[2] or "another host"
                 raise DatastoreError(
@@ -127,8 +130,8 @@ class FolderLock:
                 raise DatastoreError(f"another process has {self._path} for itself: try again later")
             time.sleep(0.02)
         with reporting("write", self._path):
-            os.pwrite(fd, _host(), 0)
-            os.ftruncate(fd, len(_host()))
+            os.pwrite(fd, host, 0)
+            os.ftruncate(fd, len(host))
         return True
 
     def _flock(self, fd: int, kind: int) -> bool:

@@ -62,8 +62,7 @@ class Log(DocumentFile):
         try:
             before = LiveManifest.of(folder)
             manifest = before or LiveManifest(vocab_size=vocab_size, fingerprint=fingerprint, isolation=isolation)
-            manifest.check_fits(folder, vocab_size, fingerprint, isolation)
-            manifest = manifest.narrowed(isolation, folder, lock.alone)
+            manifest = manifest.admitting(folder, vocab_size, fingerprint, isolation, lock.alone)
             if manifest != before:
                 with reporting("write", folder):
                     manifest.write(folder / MANIFEST)

@@ -81,9 +81,8 @@ class LearntRuns:
         self.on_erased()
 
     def view(self, tenants: NDArray[np.int64] | None = None) -> tuple[View, NDArray[np.int64] | None]:
-        """Return what requests of these tenants (int64 [B]; None: of none) draft from, an immutable value, another
-        object after each change; and the group of each in it (int64 [B]; None: all are in group 0). An unknown tenant
-        sees the static store only."""
+        """Return what requests of these tenants (int64 [B]; None: of none) draft from, another object after each change;
+        and the group of each in it (int64 [B]; None: all are in group 0). An unknown tenant sees the static store."""
         if tenants is None or not len(tenants) or not self.isolated:
             return self._view_of(0), None
         if (tenants == tenants[0]).all():
@@ -244,8 +243,8 @@ class LearntRuns:
                 self._tasks -= 1
 
     def _combined(self, inputs: list[Run], erasures: Erasures, excess: int = 0) -> Run | None:
-        """Merge runs, the newest two first, without erased documents and without documents that start in the first
-        `excess` tokens of a run."""
+        """Merge runs, the newest two first, without erased documents and those that start in the first `excess` tokens
+        of a run."""
         started, stats = time.perf_counter(), self._stats
         result: Run | None = None
         for run in reversed(inputs):
@@ -287,18 +286,16 @@ class LearntRuns:
         held = {tenant: tenant.n for tenant in list(self.tenants.values())}
         for tenant, share in keep_shares(held, self.max_tokens - self.max_tokens // 8).items():
             excess = held[tenant] - share
-            while excess > 0:
+            while excess > 0 and tenant.all_runs:
                 with self.lock:
                     if tenant.memtable and not tenant.runs:
                         tenant.runs, tenant.memtable = [tenant.memtable], None
                     oldest, erasures = tenant.runs[:1], list(tenant.erasures)
-                if not oldest:
-                    break
                 left = self._combined(oldest, erasures, excess) if oldest[0].n > excess else None
                 with self.lock:
                     gone = self._swap(tenant, oldest, left)
                     self._stats.evicted += gone
-                excess = 0 if left else excess - gone
+                excess -= gone
         self._evicting = False
 
 

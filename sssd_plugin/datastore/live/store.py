@@ -13,24 +13,20 @@ from numpy.typing import NDArray
 from sssd_plugin.datastore.disk.format import Isolation
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.sub_index import Snapshot
-from sssd_plugin.datastore.live.conversations import KnownBeginnings
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.runs import LARGE_TOKENS, LearntRuns
 from sssd_plugin.datastore.live.runs import SEARCHED as SEARCHED
-from sssd_plugin.datastore.live.tenant import number_of, tenant_digest
+from sssd_plugin.datastore.live.tenant import KnownBeginnings, number_of, tenant_digest
 from sssd_plugin.datastore.records import Changes, Erasure, LiveStats, Record, in_parts, now_ms
 
 logger = logging.getLogger("freedraft.datastore")
 
 MAX_TOKENS = 4 << 20
-NOBODY = -1
-"""Number of no tenant: it sees the static store only and teaches nobody."""
-SYNC_SECONDS = 0.2
-"""Interval between writes to the log: what arrived since the last one may be lost when the machine stops."""
+NOBODY = -1  # number of no tenant: it sees the static store only and teaches nobody
+SYNC_SECONDS = 0.2  # between writes to the log: what arrived since the last one may be lost when the machine stops
 RETRY_SECONDS = 5.0
-AGE_STEPS = 32
-"""Documents that are too old go within the greatest age divided by AGE_STEPS."""
+AGE_STEPS = 32  # documents that are too old go within the greatest age divided by this
 _BULK_TOKENS = 1 << 10  # of one tenant's documents from elsewhere, which are then sorted together
 _MAX_WAITING = 1 << 20  # tokens of large documents
 
@@ -38,33 +34,19 @@ _MAX_WAITING = 1 << 20  # tokens of large documents
 class LiveStore(LearntRuns):
     """A datastore in memory, and on disk or in a bucket if wanted, that grows while it is drafted from. Thread-safe.
 
-    `insert` costs a pass over at most a few thousand tokens; the next `view` holds the document, but for large ones,
-    which take the background a moment.
-
     Args:
         vocab_size: token ids must be below it; documents with others are left out.
         static: what every tenant drafts from in addition.
-        isolation: "salt": what a tenant's requests wrote is seen by that tenant only, and requests of none are one
-            tenant; "strict": the same, but requests of none neither teach nor learn; "shared": it is seen by all;
-            "off": by all, and not even the digest of a tenant's name is recorded.
+        isolation: as of `SssdOptions`.
         max_tokens: held at most, separators included. Beyond it, tenants that hold most lose their oldest documents.
         max_age: seconds after which a document is erased; None for never.
         log: where documents are kept; closed with this. Documents on disk are taken over.
-
-    Raises:
-        ValueError: an argument out of range.
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        *,
-        static: Snapshot | None = None,
-        isolation: Isolation = "salt",
-        max_tokens: int = MAX_TOKENS,
-        max_age: float | None = None,
-        log: Log | Exchange | None = None,
-    ) -> None:
+        self, vocab_size: int, *, static: Snapshot | None = None, isolation: Isolation = "salt",
+        max_tokens: int = MAX_TOKENS, max_age: float | None = None, log: Log | Exchange | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(vocab_size, static, isolation, max_tokens)
         self._max_age_ms = None if max_age is None else int(max_age * 1000)
         self._log, self._own_key = log, secrets.token_bytes(16)
@@ -99,14 +81,9 @@ class LiveStore(LearntRuns):
             return number_of(digest) if self._tenant(digest).digest == digest else NOBODY
 
     def insert(self, tokens: NDArray[np.int32], tenant: int = 0, *, conversation: bool = False) -> bool:
-        """Take a document (int32 [n]); the next `view` has it.
-
-        Args:
-            conversation: whether it may begin with what earlier documents hold already, which is then not taken again.
-
-        Returns:
-            Whether it was taken; `stats` counts why not.
-        """
+        """Take a document (int32 [n]), which the next `view` holds, but a large one a moment later; return whether it was
+        taken. `stats` counts why not. conversation: it may begin with what earlier documents hold, which is not taken
+        again."""
         if not len(tokens):
             return False
         with self.lock:

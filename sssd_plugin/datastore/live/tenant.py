@@ -1,46 +1,39 @@
-"""`Tenant`: the runs of one tenant, and which of them are rewritten next."""
+"""`Tenant`: the runs of one tenant, and which of them are rewritten next; `KnownBeginnings` of documents."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.runs import Run, View
+from sssd_plugin.datastore.index.suffix_sort import DEPTH
 from sssd_plugin.datastore.records import Erasure
 
-Erasures = list[tuple[Erasure, int]]
-"""Each with the number of the first document that it spares."""
+BLOCK = 256  # tokens
 FACTOR = 4
 """A run is merged with its newer neighbour unless it is at least FACTOR times as large."""
+Erasures = list[tuple[Erasure, int]]
+"""Each with the number of the first document that it spares."""
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """What is learnt from one tenant's requests, or from everybody's where tenants are not kept apart.
+    """What is learnt from one tenant's requests, or from everybody's where tenants are not kept apart."""
 
-    Attributes:
-        digest: `tenant_digest` of the name; empty for requests of none.
-        runs: oldest and largest first.
-        memtable: the newest documents, which the next one is merged into.
-        waiting: runs that are still to be sorted.
-        erasures: of documents in `runs` or waiting. Runs that hold erased documents are not drafted from.
-        tidying: a background task for `runs` is queued.
-        used: when a request last named the tenant, in seconds of the monotonic clock.
-        view: what the tenant's requests draft from; None after a change.
-    """
-
-    digest: bytes
-    runs: list[Run] = field(default_factory=list)
-    memtable: Run | None = None
-    waiting: int = 0
-    erasures: Erasures = field(default_factory=list)
-    tidying: bool = False
-    used: float = field(default_factory=time.monotonic)
-    view: View | None = None
+    digest: bytes  # empty for requests of none
+    runs: list[Run] = field(default_factory=list)  # oldest and largest first
+    memtable: Run | None = None  # the newest documents, which the next one is merged into
+    waiting: int = 0  # runs that are still to be sorted
+    erasures: Erasures = field(default_factory=list)  # of documents in `runs` or waiting
+    tidying: bool = False  # a background task for `runs` is queued
+    used: float = field(default_factory=time.monotonic)  # when a request last named the tenant
+    view: View | None = None  # what its requests draft from; None after a change
 
     @property
     def all_runs(self) -> list[Run]:
@@ -49,7 +42,7 @@ class Tenant:
 
     @property
     def visible_runs(self) -> list[Run]:
-        """Runs without an erased document."""
+        """Runs without an erased document: others are not drafted from."""
         return [run for run in self.all_runs if kept(run, self.erasures).all()] if self.erasures else self.all_runs
 
     @property
@@ -104,3 +97,40 @@ def kept(run: Run, erasures: Erasures) -> NDArray[np.bool_]:
             covered &= writers == number_of(erasure.tenant)
         keep &= ~covered
     return keep
+
+
+@compiled(nogil=True)
+def _keys(tokens, seed):
+    """Return a hash of each full block of tokens (int32 [n]), chained to those before: uint64 [n // BLOCK]."""
+    keys = np.empty(len(tokens) // BLOCK, np.uint64)
+    key = np.uint64(seed)
+    for i in range(len(keys) * BLOCK):
+        key = (key ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
+        key ^= key >> np.uint64(29)
+        if i % BLOCK == BLOCK - 1:
+            keys[i // BLOCK] = key
+    return keys
+
+
+class KnownBeginnings:
+    """Hashes of the blocks with which documents began, so that a conversation is held once though each turn begins with
+    the turns before. The oldest of `max_tokens` go first. Two that collide would cost a tenant a piece of its own text."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_blocks = max(1, max_tokens // BLOCK)
+        self._known: OrderedDict[int, None] = OrderedDict()
+        _keys(np.zeros(1, np.int32), 1)
+        self.clear = self._known.clear
+
+    def new_part(self, tokens: NDArray[np.int32], tenant: int) -> NDArray[np.int32]:
+        """Return the part of a document (int32 [n]) that no earlier one of the tenant began with, and the `DEPTH`
+        tokens before it, so that drafts lead into it; and remember the document."""
+        keys = _keys(np.ascontiguousarray(tokens, np.int32), 1 + tenant).tolist()
+        known = 0
+        while known < len(keys) and keys[known] in self._known:
+            self._known.move_to_end(keys[known])
+            known += 1
+        self._known.update(dict.fromkeys(keys[known:]))
+        while len(self._known) > self._max_blocks:
+            self._known.popitem(last=False)
+        return tokens[max(0, known * BLOCK - DEPTH) :]
