@@ -1,5 +1,5 @@
-"""Files of numbers, with digests of each block, so that damage is located, and found in parallel. The numbers are checked
-in the same pass, since compiled code reads them unchecked."""
+"""Files of numbers, with digests of each block, so that damage is located, and found in parallel. The numbers are
+checked in the same pass, since compiled code reads them unchecked."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ Checked = tuple[Path, FileEntry, Bounds]
 class _Crc32:
     """CRC-32 as a hash of `hashlib`."""
 
-    def __init__(self) -> None:
-        self._value = 0
+    _value = 0
 
     def update(self, data: memoryview) -> None:
         self._value = zlib.crc32(data, self._value)

@@ -61,13 +61,11 @@ def reaching(url: str) -> Iterator[None]:
 
 
 def local_copy(url: str, cache: Path | None = None) -> Path:
-    """Return a local copy of the store at `url`; where it cannot be reached, the last one.
+    """Return a local copy of the store at `url`; while it is out of reach, the last one. Raises DatastoreError: the
+    store is missing or damaged, or out of reach and there is no copy.
 
-    Every file of the copy is compared with its checksums; a missing or damaged one is fetched, by one process for all
-    of the host. Copies that nobody has used for a day are removed.
-
-    Raises:
-        DatastoreError: the store is missing or damaged, or out of reach and there is no copy.
+    Every file of the copy is compared with its digests; a missing or damaged one is fetched, by one process for all of
+    the host. Copies that nobody has used for a day are removed.
     """
     folder = (cache or cache_folder()) / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
     try:

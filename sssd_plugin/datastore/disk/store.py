@@ -29,17 +29,15 @@ class Datastore:
         cls, path: Path | str, *, vocab_size: int | None = None, fingerprint: str | None = None, verify: bool = True,
         sha256: str | None = None,
     ) -> Datastore:  # fmt: skip
-        """Open the store at `path`.
+        """Open the store at `path`. Raises DatastoreError: missing, truncated, corrupted, foreign or newer than this
+        version reads.
 
         Args:
             vocab_size: the model's; every id of the store must be below it. None: not checked.
             fingerprint: of the model's tokenizer; must be the store's, if that records one. None: not checked.
-            verify: read all files, compare their checksums, and see that compiled code can read them unchecked; sizes
-                are always compared. What nobody has verified must not be drafted from.
+            verify: read all files, compare their digests, and see that compiled code can read them unchecked; sizes are
+                always compared. A store must be verified before it is drafted from.
             sha256: the `digest` that the store must have. None: not checked.
-
-        Raises:
-            DatastoreError: missing, truncated, corrupted, foreign or newer than this version reads.
         """
         path = Path(path)
         manifest = read_manifest(path)

@@ -27,8 +27,7 @@ from sssd_plugin.datastore.records import Changes, Erasure, PendingRecords, Reco
 logger = logging.getLogger("freedraft.datastore")
 
 POLL_SECONDS = 2.0
-FINISH_SECONDS = 10.0
-"""After which servers finish what a killed `forget` has begun."""
+FINISH_SECONDS = 10.0  # after which servers finish what a killed `forget` has begun
 _BATCH_TOKENS = 1 << 16
 _DAY = 86_400_000  # ms
 
@@ -39,14 +38,9 @@ class Exchange:
 
     Args:
         url: whatever fsspec opens and writes to; it need not answer yet.
-        vocab_size, fingerprint: of the model and its tokenizer.
         isolation: all servers at the URL have the same one; "salt" and "strict" go together.
         max_tokens: of the newest documents that are read at first.
         max_age: seconds after which a document is erased; None for never.
-
-    Attributes:
-        key: of the digests of tenants; None until the URL was reached once on this host.
-        pending: documents to publish.
     """
 
     def __init__(
@@ -68,7 +62,7 @@ class Exchange:
         self._due: dict[str, float] = {}  # when erasures that are due were first seen
         self._unsent: list[Document] = []
         self._open: list[Document] = []  # the batch that grows
-        self.key: bytes | None = None
+        self.key: bytes | None = None  # of the digests of tenants
         with contextlib.suppress(DatastoreError):  # it was never reached from here
             self.key = bytes.fromhex(LiveManifest.read(self._cached).key)
 
@@ -219,7 +213,7 @@ class Exchange:
         return len(self._unsent)
 
     def _finish_erasures(self, listing: Listing) -> None:
-        """Erase what is too old, and what a `forget` that was killed has left."""
+        """Erase documents that are too old, and those that a killed `forget` has left."""
         old = [batch.newest for batch in listing.batches if batch.oldest < self._oldest] if self._expiring else []
         if old:  # and nothing that is still to be learnt, where this host's clock is ahead
             erasure = Erasure(None, min(self._oldest, max(old) + 1))

@@ -32,12 +32,7 @@ REACH = {"salt": 0, "strict": 0, "shared": 1, "off": 1}  # who sees a text: its 
 
 
 class LiveManifest(ChecksummedManifest, frozen=True):
-    """What the folder holds.
-
-    Attributes:
-        key: of the digests that stand for tenants' names, in hex.
-        isolation: the narrowest under which something was learnt.
-    """
+    """What the folder holds."""
 
     DESCRIBES: ClassVar[str] = "a live datastore"
     REMEDY: ClassVar[str] = "remove the folder to start anew"
@@ -47,8 +42,8 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     format_version: Literal[2] = 2
     vocab_size: int
     fingerprint: str | None = None
-    key: Digest = Field(default_factory=lambda: secrets.token_hex(16))
-    isolation: Isolation
+    key: Digest = Field(default_factory=lambda: secrets.token_hex(16))  # of the digests that stand for tenants' names
+    isolation: Isolation  # the narrowest under which something was learnt
 
     @classmethod
     def of(cls, folder: Path) -> LiveManifest | None:
@@ -65,12 +60,8 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     def admitting(
         self, folder: Path | str, vocab_size: int, fingerprint: str | None, isolation: Isolation, alone: bool
     ) -> LiveManifest:
-        """Return the manifest for when a server of this tokenizer and isolation learns in the folder. Raises
-        DatastoreError: it may not.
-
-        Args:
-            alone: whether no other server learns there.
-        """
+        """Return the manifest for when a server of this tokenizer and isolation learns in the folder, alone or not.
+        Raises DatastoreError: it may not."""
         other = self.fingerprint is not None and fingerprint is not None and self.fingerprint != fingerprint
         if other or self.vocab_size > vocab_size:
             raise DatastoreError(
@@ -94,16 +85,9 @@ class LiveManifest(ChecksummedManifest, frozen=True):
 
 
 class FolderLock:
-    """A lock that the processes of one host share, and no process of another.
-
-    sqlite3 keeps processes apart by locks of the file system, so where there are none nobody gets this lock.
-
-    Attributes:
-        alone: whether no other process had the lock when this one took it.
-
-    Raises:
-        DatastoreError: another host has the lock, the file system has no locks, or the disk refuses.
-    """
+    """A lock that the processes of one host share, and no process of another; `alone`: no other had it when this one
+    took it. sqlite3 keeps processes apart by locks of the file system, so where there are none nobody gets this lock.
+    Raises DatastoreError: another host has the lock, the file system has no locks, or the disk refuses."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK

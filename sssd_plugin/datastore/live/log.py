@@ -16,23 +16,14 @@ from sssd_plugin.datastore.records import Changes, Erasure, PendingRecords, Reco
 
 logger = logging.getLogger("freedraft.datastore")
 
-ANNOUNCED_SECONDS = 60.0
-"""How long an erasure stands in the file, for other processes to follow."""
+ANNOUNCED_SECONDS = 60.0  # how long an erasure stands in the file, for other processes to follow
 _ROWS_AT_ONCE = 1000
 _DUE = "PRAGMA user_version = 1"  # `compact` is to be called, by any process if this one is killed
 
 
 class Log(DocumentFile):
     """The file in a folder that the process has locked, for one thread at a time. `pending` only queues; `sync` writes.
-
-    Args:
-        manifest: of the folder.
-        max_tokens: beyond which tenants that hold most lose their oldest documents; None for no bound.
-
-    Attributes:
-        key: of the digests of tenants' names.
-        pending: documents to write.
-    """
+    Beyond `max_tokens` (None: no bound), tenants that hold most lose their oldest documents."""
 
     def __init__(
         self,
@@ -43,7 +34,7 @@ class Log(DocumentFile):
         isolated: bool = True,
     ) -> None:
         super().__init__(folder / FILE)
-        self.key, self.pending = bytes.fromhex(manifest.key), PendingRecords()
+        self.key, self.pending = bytes.fromhex(manifest.key), PendingRecords()  # the key of tenants' digests
         self._lock, self._max_tokens, self._isolated = lock, max_tokens, isolated
         self._tokens = 0  # in the file, at most
         self._end_at = time.monotonic() + ANNOUNCED_SECONDS  # of erasures

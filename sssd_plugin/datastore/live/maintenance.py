@@ -46,15 +46,8 @@ def end_of(before: str | None) -> int | None:
 
 def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = None) -> Forgotten:
     """Erase learnt documents: of these tenants (none: of all), from before a time (ms since 1970; None: of any), and
-    damaged ones, since nobody can tell whose they are. Servers of this host that learn there forget them, too.
-
-    Args:
-        directory: the store's.
-        tenants: keys, as of `freedraft.tenants.tenant_key`.
-
-    Raises:
-        DatastoreError: nothing was ever learnt there, another host learns there, or the disk refuses.
-    """
+    damaged ones, since nobody can tell whose they are. Servers of this host that learn there forget them, too. Raises
+    DatastoreError: nothing was ever learnt there, another host learns there, or the disk refuses."""
     folder, manifest = _learnt(directory)
     documents = tokens = 0
     with FolderLock(folder) as lock:
@@ -113,16 +106,9 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
 
 
 def export(place: str, out: Path, tenants: Sequence[str], *, accept: bool = False) -> tuple[int, int]:
-    """Write learnt documents, of these tenants (none: of all), as token ids with a separator after each; return the
-    number of documents and of their tokens.
-
-    Args:
-        place: the directory of a store, or a URL.
-        accept: whether texts of tenants that were kept apart may come together.
-
-    Raises:
-        DatastoreError: nothing was learnt, tenants were kept apart, or a file cannot be read or written.
-    """
+    """Write documents that were learnt in the directory of a store or at a URL, of these tenants (none: of all), as
+    token ids with a separator after each; return the number of documents and of their tokens. Raises DatastoreError:
+    nothing was learnt, tenants were kept apart (but for `accept`), or a file cannot be read or written."""
     if "://" in place:
         exchange, manifest = _exchange(place)
         records = exchange.documents()

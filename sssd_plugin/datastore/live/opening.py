@@ -24,18 +24,10 @@ def open_live(
     place: Path | str | None, vocab_size: int, *, static: Snapshot | None = None, fingerprint: str | None = None,
     isolation: Isolation = "salt", max_tokens: int = MAX_TOKENS, max_age: float | None = None,
 ) -> LiveStore:  # fmt: skip
-    """Open a live store over a place (None: in memory only).
-
-    Processes of one host that open the same directory learn from each other, and those of any host at the same URL.
-
-    Args:
-        place: the directory of a store, where what is learnt goes into a folder `live`; or a URL, as of `Exchange`.
-        fingerprint: of the model's tokenizer.
-
-    Raises:
-        DatastoreError: the directory cannot be read or written, is of another tokenizer, isolation or version, or
-            another host learns there.
-    """
+    """Open a live store over a place: the directory of a store, where what is learnt goes into a folder `live`; a URL,
+    as of `Exchange`; or None, in memory only. Processes of one host that open the same directory learn from each other,
+    and those of any host at the same URL. Raises DatastoreError: the directory cannot be read or written, is of another
+    tokenizer, isolation or version, or another host learns there."""
     log: Log | Exchange | None = None
     if "://" in str(place):
         log = Exchange(str(place), vocab_size, fingerprint, isolation, max_tokens, max_age)

@@ -81,8 +81,9 @@ class LearntRuns:
         self.on_erased()
 
     def view(self, tenants: NDArray[np.int64] | None = None) -> tuple[View, NDArray[np.int64] | None]:
-        """Return what requests of these tenants (int64 [B]; None: of none) draft from, another object after each change;
-        and the group of each in it (int64 [B]; None: all are in group 0). An unknown tenant sees the static store."""
+        """Return what requests of these tenants (int64 [B]; None: of none) draft from, another object after each
+        change, and the group of each in it (int64 [B]; None: all are in group 0). An unknown tenant sees the static
+        store only."""
         if tenants is None or not len(tenants) or not self.isolated:
             return self._view_of(0), None
         if (tenants == tenants[0]).all():

@@ -81,9 +81,9 @@ class LiveStore(LearntRuns):
             return number_of(digest) if self._tenant(digest).digest == digest else NOBODY
 
     def insert(self, tokens: NDArray[np.int32], tenant: int = 0, *, conversation: bool = False) -> bool:
-        """Take a document (int32 [n]), which the next `view` holds, but a large one a moment later; return whether it was
-        taken. `stats` counts why not. conversation: it may begin with what earlier documents hold, which is not taken
-        again."""
+        """Take a document (int32 [n]), which the next `view` holds, a large one a moment later; return whether it was
+        taken (`stats` counts why not). conversation: it may begin as earlier documents did, which is not taken again.
+        """
         if not len(tokens):
             return False
         with self.lock:

@@ -114,7 +114,7 @@ def _keys(tokens, seed):
 
 class KnownBeginnings:
     """Hashes of the blocks with which documents began, so that a conversation is held once though each turn begins with
-    the turns before. The oldest of `max_tokens` go first. Two that collide would cost a tenant a piece of its own text."""
+    the turns before. The oldest of `max_tokens` go first. A collision would cost a tenant a piece of its own text."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_blocks = max(1, max_tokens // BLOCK)
