@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -83,9 +83,6 @@ class PendingRecords:
         self._tokens = 0
         self._lock = threading.Lock()
 
-    def __bool__(self) -> bool:
-        return bool(self._records)
-
     def append(self, record: Record) -> None:
         with self._lock:
             self._records.append(record)
@@ -124,21 +121,6 @@ def keep_shares(held: Mapping[T, int], total: int) -> dict[T, int]:
         kept[holder] = min(size, left // (len(held) - number))
         left -= kept[holder]
     return kept
-
-
-def in_parts(records: Iterable[Record], limit: int) -> Iterator[list[Record]]:
-    """Yield consecutive documents of at most `limit` tokens together, separators included, unless one alone is
-    larger."""
-    part: list[Record] = []
-    size = 0
-    for record in records:
-        if part and size + record.size > limit:
-            yield part
-            part, size = [], 0
-        part.append(record)
-        size += record.size
-    if part:
-        yield part
 
 
 def now_ms() -> int:

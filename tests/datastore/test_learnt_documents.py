@@ -220,6 +220,8 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    check(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "looking makes nothing"
     log_of(tmp_path, fingerprint="a" * 64).close()
     for settings in ({"fingerprint": "b" * 64}, {"vocab_size": VOCAB - 1}):
         refused(tmp_path, "another model's tokenizer", **settings)
@@ -326,7 +328,7 @@ def test_an_erasure_is_followed_though_nothing_can_be_written(tmp_path: Path) ->
     changes = Changes()
     with pytest.raises(DatastoreError, match="full"):
         log.sync(changes)
-    assert changes.erasures == [erasure] and log.pending
+    assert changes.erasures == [erasure] and log.pending.take()
     log.close(), other.close()
 
 

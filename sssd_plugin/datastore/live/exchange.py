@@ -119,8 +119,9 @@ class Exchange:
             self.pending.erase(Erasure())
         built = []
         if MANIFEST in self._folder.names(above=True):
-            fits = {"vocab_size": self._vocab_size, "fingerprint": self._fingerprint}
-            built.append(Datastore.open(local_copy(self.url), **fits, verify=False).snapshot)
+            copy, (vocab_size, fingerprint) = local_copy(self.url), (self._vocab_size, self._fingerprint)
+            store = Datastore.open(copy, vocab_size=vocab_size, fingerprint=fingerprint, verify=False)
+            built.append(store.snapshot)
         self._reached = True
         return built
 

@@ -44,14 +44,18 @@ def open_live(
 
 
 def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | None, isolation: Isolation) -> None:
-    """Refuse, before an engine starts, what `open_live` would refuse. Raises DatastoreError: see `open_live`."""
+    """Refuse, before an engine starts, what `open_live` would refuse, and change no live folder. Raises DatastoreError:
+    see `open_live`."""
     vocab_size = vocab_size or MAX_VOCAB_SIZE
     if "://" in str(place):
         _check_url(Exchange(str(place), vocab_size, fingerprint, isolation))
         return
     folder = Path(place) / LIVE
     with reporting("write", folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(mode=0o700, parents=True)
+            folder.rmdir()  # or a store could not be built there
+            return
     with FolderLock(folder) as lock:
         if manifest := LiveManifest.of(folder):
             manifest.admitting(folder, vocab_size, fingerprint, isolation, lock.alone)

@@ -12,10 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -107,18 +105,6 @@ class LearntRuns:
         while self._tasks and time.monotonic() < end:
             time.sleep(0.001)
         return not self._tasks
-
-    def stats(self) -> LiveStats:
-        """Return the present state, without a lock: with many tenants it takes a while."""
-        runs = [tenant.all_runs for tenant in list(self.tenants.values())]
-        return replace(
-            self._stats,
-            tokens=self._held,
-            max_sub_indices=max(map(len, runs)),
-            nbytes=sum(run.sub.nbytes for own in runs for run in own),
-            tenants=len(runs) - 1,
-            dropped=Counter(self._stats.dropped),
-        )
 
     def _release(self) -> None:
         """Free the runs that no step drafts from any more."""

@@ -6,6 +6,8 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +20,7 @@ from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.runs import LARGE_TOKENS, LearntRuns
 from sssd_plugin.datastore.live.runs import SEARCHED as SEARCHED
 from sssd_plugin.datastore.live.tenant import KnownBeginnings, number_of, tenant_digest
-from sssd_plugin.datastore.records import Changes, Erasure, LiveStats, Record, in_parts, now_ms
+from sssd_plugin.datastore.records import Changes, Erasure, LiveStats, Record, now_ms
 
 logger = logging.getLogger("freedraft.datastore")
 
@@ -108,10 +110,15 @@ class LiveStore(LearntRuns):
         super().erase(erasure)
 
     def stats(self) -> LiveStats:
-        stats = super().stats()
+        """Return the present state, without a lock: with many tenants it takes a while."""
+        runs = [tenant.all_runs for tenant in list(self.tenants.values())]
+        dropped = Counter(self._stats.dropped)
         if self._log is not None:
-            stats.dropped["disk"] = self._log.pending.dropped
-        return stats
+            dropped["disk"] = self._log.pending.dropped
+        return replace(
+            self._stats, tokens=self._held, max_sub_indices=max(map(len, runs)), tenants=len(runs) - 1,
+            nbytes=sum(run.sub.nbytes for own in runs for run in own), dropped=dropped,
+        )  # fmt: skip
 
     def flush(self) -> None:
         """Wait until everything inserted is written, or could not be."""
@@ -212,8 +219,8 @@ class LiveStore(LearntRuns):
         if self.isolation == "strict":
             owned.pop(b"", None)
         for documents in owned.values():
-            bulk = sum(record.size for record in documents) > _BULK_TOKENS
-            parts = in_parts(documents, self.max_tokens // 2) if bulk else ([record] for record in documents)
-            for part in parts:
+            ends = np.cumsum([record.size for record in documents])
+            parts = ends // (self.max_tokens // 2) if ends[-1] > _BULK_TOKENS else np.arange(len(ends))
+            for part in np.split(np.arange(len(ends)), np.flatnonzero(np.diff(parts)) + 1):
                 with self.lock:
-                    self._take(*part)
+                    self._take(*(documents[i] for i in part))
