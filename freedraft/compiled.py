@@ -37,7 +37,7 @@ def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 @cache
 def _sources() -> str:
-    """Digest of all sources: after a change in any of them, all code is compiled again."""
+    """Digest of all sources, read once: whichever of them changed, all code is compiled again."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
         for source in sorted(filter(Path.is_file, package.rglob("*.py"))):  # an editor's lock is a link to nothing
@@ -56,10 +56,10 @@ class _File(IndexDataCacheFile):
 
     def load(self, key: Any) -> Any:
         try:
-            *origin, data = self._load_data(self._name(key))
+            sources, known, data = self._load_data(self._name(key))
         except Exception:  # no file, half a file: unpickling may raise anything
             return None
-        return data if origin == [self._source_stamp, key] else None
+        return data if (sources, known) == (self._source_stamp, key) else None
 
     def save(self, key: Any, data: Any) -> None:
         self._save_data(self._name(key), (self._source_stamp, key, data))
