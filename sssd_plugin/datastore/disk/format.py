@@ -154,7 +154,7 @@ class Manifest(ChecksummedManifest, frozen=True):
     format_version: Literal[1] = 1
     requires: tuple[str, ...] = ()  # features that a reader must have; none so far
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]  # sub-indices have min(vocab_size, 2^20) direct buckets
-    tokenizer: TokenizerEntry | None = None  # if the store was not built from token ids
+    tokenizer: TokenizerEntry | None = None  # None if the store was built from token ids alone
     separator: Literal[-1] = -1
     padding: Literal[32] = 32
     block_bytes: Literal[67108864] = 67108864
